@@ -5,12 +5,12 @@ from pathlib import Path
 
 if __package__:  # imported as a pack by ComfyUI; pytest may collect this file without one
     # Ranks are separate processes that import `parallel_backend` by its plain name, whatever the pack's folder is called.
-    # At the end of the path, so that the pack's own `nodes` never hides ComfyUI's.
+    # At the end of the path `import nodes` still finds ComfyUI's module: the pack's package is imported as `.nodes` only.
     if (root := str(Path(__file__).parent)) not in sys.path:
         sys.path.append(root)
     from .host_version import check_comfyui, check_diffusers
 
-    check_comfyui()  # before anything is imported that an older one lacks
+    check_comfyui()  # before imports that an older ComfyUI lacks
     check_diffusers()
     from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 

@@ -2,7 +2,7 @@
 
 from .loader import CHECKPOINTS, file_path, load_model, safetensors_names, widgets
 from .model.all_in_one import clip_and_vae
-from .ui.input_checks import coerce, short, validate
+from .ui.input_checks import coerce, renamed_input, short, validate
 from .ui.widgets import CATEGORY
 
 
@@ -25,10 +25,6 @@ class ParallelCheckpointLoader:
         path = file_path(CHECKPOINTS, coerce("ckpt_name", ckpt_name, "STRING", {}))
         if path is None:
             raise ValueError(f"ckpt_name: {short(ckpt_name)} is not in models/{CHECKPOINTS}. Refresh the node list.")
-        try:
+        with renamed_input("model_name", "ckpt_name"):
             model = load_model(path, values)
-        except ValueError as error:  # as Parallel DiT Loader words it, by the name of its own input
-            if not str(error).startswith("model_name: "):
-                raise
-            raise ValueError(str(error).replace("model_name: ", "ckpt_name: ", 1)) from error
         return (model, *clip_and_vae(path))

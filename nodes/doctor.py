@@ -15,39 +15,37 @@ from parallel_backend.planning.report import compare, describe_rehearsed
 from parallel_backend.planning.workload import workload_of
 
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
-from .parallel_config import ParallelConfig
+from .parallel_config import ParallelConfig, config_of
 from .sampling.auto_degrees import calibrated
 from .ui.devices import gpus, is_auto, named_devices, why_hidden
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
-from .ui.widgets import CATEGORY, cfg_scale
+from .ui.widgets import CATEGORY, cfg_scale, link, text, whole_number
 
 
-def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
+def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """Devices that the widget names. `auto`: all GPUs, or the model's CPU ranks if there is no GPU.
 
-    ValueError for a device that is not there, and for GPUs beside CPUs.
+    ValueError for a device that does not exist, and for a mixture of GPUs and CPUs.
     """
-    devices = (gpus() or stub.devices) if is_auto(text) else named_devices(text)
+    devices = (gpus() or stub.devices) if is_auto(widget) else named_devices(widget)
     check_one_kind(devices)
     return devices
 
 
 def memory_to_share(devices: tuple[str, ...]) -> HostFree:
-    """That of the machine, for CPU ranks and for weights that are streamed, so far as it is known: not on a Ray cluster."""
+    """Free host memory, which CPU ranks and streamed weights take. Unknown (None) on a Ray cluster."""
     return (lambda: None) if any(map(on_ray, devices)) else (lambda: host_memory()[0])
 
 
 def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
-    """The advised mode's; one device's, where nothing fits."""
-    as_before = ParallelConfig(
-        attention=stub.setup.attention, comm_overlap=stub.comm_overlap, transfer_dtype=stub.setup.transfer_dtype
-    )
+    """The MODEL's settings with the advised degrees. Where nothing fits, with the degrees of one device."""
+    config = config_of(stub)
     if rehearsed.best is None:
-        return as_before
+        return config
     degrees = rehearsed.best.mode.degrees
     return replace(
-        as_before,
+        config,
         ulysses_degree=degrees.ulysses,
         ring_degree=degrees.ring,
         patch_mode=degrees.patch_mode,
@@ -71,32 +69,20 @@ class ParallelDoctor:
     def INPUT_TYPES(cls):
         return {
             "required": {
-                "model": (
-                    "MODEL",
-                    {"tooltip": "From Parallel DiT Loader or Parallelize Model, with any degrees: they are not looked at."},
+                "model": link(
+                    "MODEL", "From Parallel DiT Loader or Parallelize Model, with any degrees: they are not looked at."
                 ),
-                "latent_image": ("LATENT", {"tooltip": "The latent that you want to sample; its size and batch count."}),
-                "steps": ("INT", {"default": 20, "min": 1, "max": 10000, "tooltip": "Denoising steps of the run."}),
+                "latent_image": link("LATENT", "The latent that you want to sample; its size and batch count."),
+                "steps": whole_number(20, 1, 10000, "Denoising steps of the run."),
                 "cfg": cfg_scale("As in the sampler. At 1 the model runs one prompt, otherwise two."),
-                "text_tokens": (
-                    "INT",
-                    {
-                        "default": 256,
-                        "min": 1,
-                        "max": 100000,
-                        "tooltip": "Length of the prompt in tokens. Not used where positive is connected.",
-                    },
+                "text_tokens": whole_number(
+                    256, 1, 100000, "Length of the prompt in tokens. Not used where positive is connected."
                 ),
-                "devices": (
-                    "STRING",
-                    {
-                        "default": "auto",
-                        "tooltip": "auto (every GPU; without one, the CPU ranks of the model), or a list such as "
-                        "cuda:0,cuda:1.",
-                    },
+                "devices": text(
+                    "auto", "auto (every GPU; without one, the CPU ranks of the model), or a list such as cuda:0,cuda:1."
                 ),
             },
-            "optional": {"positive": ("CONDITIONING", {"tooltip": "The prompt, for its length."})},
+            "optional": {"positive": link("CONDITIONING", "The prompt, for its length.")},
         }
 
     def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
@@ -125,7 +111,7 @@ class ParallelDoctor:
                 progress.update_absolute,
                 setup.offload,
             )
-        text = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
+        report = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
         if len(set(chosen)) == 1 and (hidden := why_hidden()):
-            text += f"\n\nOther GPUs:{hidden}"
-        return {"ui": {"text": [text]}, "result": (text, advised_config(rehearsed, stub))}
+            report += f"\n\nOther GPUs:{hidden}"
+        return {"ui": {"text": [report]}, "result": (report, advised_config(rehearsed, stub))}

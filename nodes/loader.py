@@ -26,25 +26,25 @@ from .ui.attention import attention_for
 from .ui.devices import choose_devices, half_dtypes, possible_devices, why_hidden
 from .ui.input_checks import coerce, defaults, short, validate
 from .ui.node_text import say
-from .ui.widgets import CATEGORY, degree, offload
+from .ui.widgets import CATEGORY, Widget, choice, degree, flag, link, offload, text
 
 BUNDLED = "quickstart-digits (bundled)"
 FOLDER = "diffusion_models"
 CHECKPOINTS = "checkpoints"
 IN_CHECKPOINTS = f"{CHECKPOINTS}/"
-"""Before names of all-in-one files, of which this node takes the transformer."""
+"""Prefix of the names of all-in-one files. This node loads the transformer of such a file."""
 
 
 def model_names() -> list[str]:
-    """The bundled model; of models/diffusion_models the diffusers folders, safetensors and GGUF files; all-in-one files."""
+    """The bundled model; diffusers folders, safetensors and GGUF files of models/diffusion_models; all-in-one files."""
     files = sorted({*safetensors_names(FOLDER), *_gguf_names()})
     folders = [
         str(config.parent.relative_to(base))
         for base in folder_paths.get_folder_paths(FOLDER)
         for config in sorted(Path(base).glob("**/config.json"))
     ]
-    inside = tuple(f"{folder}/" for folder in folders)
-    files = [name for name in files if not name.replace("\\", "/").startswith(inside)]
+    folder_prefixes = tuple(f"{folder}/" for folder in folders)
+    files = [name for name in files if not name.replace("\\", "/").startswith(folder_prefixes)]
     return [BUNDLED, *folders, *files, *(IN_CHECKPOINTS + name for name in safetensors_names(CHECKPOINTS))]
 
 
@@ -54,13 +54,15 @@ def safetensors_names(folder: str) -> list[str]:
 
 
 def _gguf_names() -> list[str]:
-    """GGUF files. ComfyUI's own list leaves them out, as its loaders cannot read them."""
-    found = [folder_paths.recursive_search(base, [".git"])[0] for base in folder_paths.get_folder_paths(FOLDER)]
-    return folder_paths.filter_files_extensions([name for names in found for name in names], [".gguf"])
+    """GGUF files. ComfyUI's list of the folder leaves them out, because its loaders cannot read them."""
+    names = [
+        name for base in folder_paths.get_folder_paths(FOLDER) for name in folder_paths.recursive_search(base, [".git"])[0]
+    ]
+    return folder_paths.filter_files_extensions(names, [".gguf"])
 
 
 def model_path(name: str) -> Path:
-    """Path of an entry of `model_names`. ValueError if it is not there any more."""
+    """Path of an entry of `model_names`. ValueError if the file or folder is gone."""
     if name == BUNDLED:
         return Path(WEIGHTS)
     if (path := file_path(FOLDER, name)) is not None:
@@ -76,26 +78,24 @@ def model_path(name: str) -> Path:
 
 
 def file_path(folder: str, name: str) -> Path | None:
-    """Path of a file in one of ComfyUI's model folders. None if it is not there."""
-    with contextlib.suppress(OSError, ValueError):  # of names that no file can have: too long, a NUL in it, another drive
+    """Path of a file in one of ComfyUI's model folders. None: there is no such file."""
+    with contextlib.suppress(OSError, ValueError):  # raised for impossible names: too long, with a NUL, on another drive
         if (path := folder_paths.get_full_path(folder, name)) is not None:
             return Path(path)
     return None
 
 
-def widgets(name: str, chosen: tuple[Any, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Inputs of a node that loads a model, which is `chosen` by the input `name`."""
+def widgets(name: str, model_choice: Widget) -> dict[str, dict[str, Widget]]:
+    """Inputs of a node that loads a model. The user picks the model by the input `name`, whose entry is `model_choice`."""
     return {
         "required": {
-            name: chosen,
-            "weight_dtype": (
+            name: model_choice,
+            "weight_dtype": choice(
                 list(DTYPES),
-                {
-                    "default": "default",
-                    "tooltip": "default: as in the file on GPUs, fp32 on CPU ranks. fp8_e4m3fn and int8 take about half "
-                    "the memory of bf16, and multiply in 8 bits where the GPU does. What a GPU does not compute in, "
-                    "such as bf16 before Ampere, is computed in fp16 or fp32, as in ComfyUI.",
-                },
+                "default",
+                "default: as in the file on GPUs, fp32 on CPU ranks. fp8_e4m3fn and int8 take about half the memory of "
+                "bf16, and multiply in 8 bits where the GPU does. What a GPU does not compute in, such as bf16 before "
+                "Ampere, is computed in fp16 or fp32, as in ComfyUI.",
             ),
             "pipefusion_degree": degree(
                 "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and "
@@ -109,61 +109,46 @@ def widgets(name: str, chosen: tuple[Any, dict[str, Any]]) -> dict[str, dict[str
                 "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above "
                 "1) side by side; exact."
             ),
-            "devices": (
-                "STRING",
-                {
-                    "default": "auto",
-                    "tooltip": "auto (the first GPUs), or one device per rank such as cuda:0,cuda:1 or cpu,cpu: as many "
-                    "as the product of all degrees. ray:cuda,cuda takes GPUs of a Ray cluster, on any of its machines.",
-                },
+            "devices": text(
+                "auto",
+                "auto (the first GPUs), or one device per rank such as cuda:0,cuda:1 or cpu,cpu: as many as the product of "
+                "all degrees. ray:cuda,cuda takes GPUs of a Ray cluster, on any of its machines.",
             ),
         },
         "optional": {
-            "parallel_config": (
-                "PARALLEL_CONFIG",
-                {"tooltip": "From Ulysses Config, for GPUs that share one picture's tokens. It may stay open."},
+            "parallel_config": link(
+                "PARALLEL_CONFIG", "From Ulysses Config, for GPUs that share one picture's tokens. It may stay open."
             ),
-            "stage_split": (
-                "STRING",
-                {
-                    "default": "auto",
-                    "tooltip": "Blocks per pipeline stage. auto measures each GPU and gives faster ones more; even; or "
-                    "numbers such as 30,27. With patch_mode displaced, auto gives faster GPUs larger bands.",
-                },
+            "stage_split": text(
+                "auto",
+                "Blocks per pipeline stage. auto measures each GPU and gives faster ones more; even; or numbers such as "
+                "30,27. With patch_mode displaced, auto gives faster GPUs larger bands.",
             ),
-            "compile": (
-                "BOOLEAN",
-                {
-                    "default": False,
-                    "tooltip": "Compiles the model's blocks with torch.compile. The first steps with a model, or with "
-                    "another size of picture, then take a minute or more; the following ones are faster.",
-                },
+            "compile": flag(
+                False,
+                "Compiles the model's blocks with torch.compile. The first steps with a model, or with another size of "
+                "picture, then take a minute or more; the following ones are faster.",
             ),
-            "degrees": (
+            "degrees": choice(
                 list(DEGREES),
-                {
-                    "default": AS_SET,
-                    "tooltip": "auto: the degrees here and in Ulysses Config are not looked at. At the first picture "
-                    "the fastest for it are worked out and kept until the model is unloaded: exact ones, and where "
-                    "PipeFusion is applied also close ones. devices says which GPUs may be used.",
-                },
+                AS_SET,
+                "auto: the degrees here and in Ulysses Config are not looked at. At the first picture the fastest for it "
+                "are worked out and kept until the model is unloaded: exact ones, and where PipeFusion is applied also "
+                "close ones. devices says which GPUs may be used.",
             ),
             "offload": offload(),
-            "cuda_graphs": (
-                "BOOLEAN",
-                {
-                    "default": False,
-                    "tooltip": "Experimental. Steps that come again are started on a GPU as one piece, for small models and "
-                    "pictures that the CPU is too slow for. Takes some more memory. Only with pipefusion_degree and "
-                    "split_batch_degree; elsewhere it changes nothing.",
-                },
+            "cuda_graphs": flag(
+                False,
+                "Experimental. Steps that come again are started on a GPU as one piece, for small models and pictures that "
+                "the CPU is too slow for. Takes some more memory. Only with pipefusion_degree and split_batch_degree; "
+                "elsewhere it changes nothing.",
             ),
         },
     }
 
 
-AS_GIVEN = ("stage_split", "compile", "cuda_graphs")
-"""Widgets whose values are fields of Setup, by the same names."""
+SETUP_WIDGETS = ("stage_split", "compile", "cuda_graphs")
+"""Widgets that are fields of Setup: same names, same values."""
 
 
 @validate("model_name")
@@ -189,12 +174,12 @@ class ParallelDiTLoader:
         return (load_model(path, values),)
 
 
-def load_model(path: Path, given: Mapping[str, Any]) -> RemoteModelPatcher:
-    """The MODEL of a file or folder. `given`: values of `widgets`, which have their defaults where they are not given.
+def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
+    """The MODEL of a file or folder. `settings`: values of `widgets`; absent ones have the widget's default.
 
-    ValueError, beginning with the input's name, for what cannot be loaded so.
+    ValueError, beginning with the input's name, for a model or a value that cannot be loaded.
     """
-    values = {"parallel_config": None} | defaults(widgets("", ("", {}))) | given
+    values = {"parallel_config": None, **defaults(widgets("", ("", {}))), **settings}
     config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
     if not isinstance(config, ParallelConfig):
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
@@ -215,20 +200,20 @@ def load_model(path: Path, given: Mapping[str, Any]) -> RemoteModelPatcher:
         attention=attention,
         transfer_dtype=config.transfer_dtype,
         offload=offload_of(values["offload"]),
-        **{name: values[name] for name in AS_GIVEN},
+        **{name: values[name] for name in SETUP_WIDGETS},
     )
     if planned:
         return model_to_plan(checkpoint, setup, config.comm_overlap)
     check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
     model = make_model(checkpoint, setup, config.comm_overlap)
     if degrees.displaced:
-        # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.
+        # Displaced patches keep keys from step to step, within one sampler's run. PipeFusion Sampler replaces this wrapper.
         model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
     return model
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
-    """One rank until the planner has chosen, and the devices that it may choose from."""
+    """Degrees of one rank, until the planner has chosen, and the devices that the planner may choose from."""
     if names_ray(devices):
         raise ValueError(
             "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to 'as set'; "

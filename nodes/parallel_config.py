@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from parallel_backend.core.attention_kernels import ATTENTION, AUTO
 from parallel_backend.core.degrees import PATCH_MODES, TRANSFER_DTYPES
 
+from .model.diffusion_model import RemoteDiffusionModel
 from .ui.input_checks import validate
-from .ui.widgets import CATEGORY, degree
+from .ui.widgets import CATEGORY, choice, degree, flag, whole_number
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """What a PARALLEL_CONFIG link carries."""
+    """What a PARALLEL_CONFIG link carries: the widgets of Ulysses Config."""
 
     ulysses_degree: int = 1
     ring_degree: int = 1
@@ -21,6 +22,12 @@ class ParallelConfig:
     comm_overlap: bool = True
     patch_warmup_steps: int = 1
     transfer_dtype: str = "full"
+
+
+def config_of(stub: RemoteDiffusionModel) -> ParallelConfig:
+    """The settings of a MODEL on ranks that do not depend on its degrees. All degrees are 1."""
+    setup = stub.setup
+    return ParallelConfig(attention=setup.attention, comm_overlap=stub.comm_overlap, transfer_dtype=setup.transfer_dtype)
 
 
 @validate()
@@ -46,70 +53,35 @@ class UlyssesConfig:
                     "GPUs that share one image's tokens and pass keys around; exact. For long sequences, slower links and "
                     "more GPUs than attention heads; multiplies with ulysses_degree."
                 ),
-                "patch_mode": (
+                "patch_mode": choice(
                     list(PATCH_MODES),
-                    {
-                        "default": "none",
-                        "tooltip": "displaced (DistriFusion): each GPU has all blocks and one band, and sees the other "
-                        "bands as they were one step ago. naive: bands never see each other, for comparison only.",
-                    },
+                    "none",
+                    "displaced (DistriFusion): each GPU has all blocks and one band, and sees the other bands as they were "
+                    "one step ago. naive: bands never see each other, for comparison only.",
                 ),
                 "patch_degree": degree("GPUs for patch_mode. Does not combine with pipefusion_degree."),
-                "attention": (
+                "attention": choice(
                     list(ATTENTION),
-                    {
-                        "default": AUTO,
-                        "tooltip": "auto: the kernel that ComfyUI itself was started with (--use-sage-attention and so on), "
-                        "or torch's SDPA. Any other needs its package. sage and comfy_kitchen quantise.",
-                    },
+                    AUTO,
+                    "auto: the kernel that ComfyUI itself was started with (--use-sage-attention and so on), or torch's "
+                    "SDPA. Any other needs its package. sage and comfy_kitchen quantise.",
                 ),
-                "comm_overlap": (
-                    "BOOLEAN",
-                    {"default": True, "tooltip": "Let transfers between GPUs run while they compute."},
-                ),
+                "comm_overlap": flag(True, "Let transfers between GPUs run while they compute."),
             },
             "optional": {
-                "patch_warmup_steps": (
-                    "INT",
-                    {
-                        "default": 1,
-                        "min": 1,
-                        "max": 10000,
-                        "tooltip": "patch_mode displaced: first steps in which GPUs wait for each other's keys (exact).",
-                    },
+                "patch_warmup_steps": whole_number(
+                    1, 1, 10000, "patch_mode displaced: first steps in which GPUs wait for each other's keys (exact)."
                 ),
-                "transfer_dtype": (
+                "transfer_dtype": choice(
                     list(TRANSFER_DTYPES),
-                    {
-                        "default": "full",
-                        "tooltip": "What ulysses_degree sends: full (exact), or one byte for each value, int8 or fp8. For "
-                        "slow links: half the traffic of bf16, a quarter of fp32, for a slightly different picture. "
-                        "int8 is closer. residual: patch_mode displaced sends what changed since the last step, in 4 bits a "
-                        "value, and ulysses_degree int8.",
-                    },
+                    "full",
+                    "What ulysses_degree sends: full (exact), or one byte for each value, int8 or fp8. For slow links: half "
+                    "the traffic of bf16, a quarter of fp32, for a slightly different picture. int8 is closer. residual: "
+                    "patch_mode displaced sends what changed since the last step, in 4 bits a value, and ulysses_degree "
+                    "int8.",
                 ),
             },
         }
 
-    def configure(
-        self,
-        ulysses_degree,
-        ring_degree,
-        patch_mode,
-        patch_degree,
-        attention,
-        comm_overlap,
-        patch_warmup_steps=1,
-        transfer_dtype="full",
-    ):
-        config = ParallelConfig(
-            ulysses_degree,
-            ring_degree,
-            patch_mode,
-            patch_degree,
-            attention,
-            comm_overlap,
-            patch_warmup_steps,
-            transfer_dtype,
-        )
-        return (config,)
+    def configure(self, **settings):
+        return (ParallelConfig(**settings),)

@@ -9,20 +9,21 @@ from parallel_backend.core.dtypes import storage_name
 from parallel_backend.placement.residency import AUTO as STREAMED
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
 
-from .loader import AS_GIVEN, load_model
+from .loader import SETUP_WIDGETS, load_model
 from .model.carry_over import carry_over
 from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.diffusion_model import RemoteDiffusionModel
 from .model.native_source import NativeSource, native_source
 from .model.native_weights import check_not_rewritten, give_back_memory, unload
-from .parallel_config import ParallelConfig
+from .model.patcher import RemoteModelPatcher
+from .parallel_config import ParallelConfig, config_of
 from .sampling.auto_degrees import AS_SET, AUTO_KEY
 from .sampling.pipefusion import WRAPPER_KEY as PIPEFUSION_KEY
 from .sampling.pipefusion import apply_pipefusion, has_pipefusion
 from .ui.devices import possible_devices, why_hidden
-from .ui.input_checks import validate
+from .ui.input_checks import renamed_input, validate
 from .ui.node_text import say
-from .ui.widgets import CATEGORY, MAX_DEGREE, offload
+from .ui.widgets import CATEGORY, MAX_DEGREE, choice, link, offload, whole_number
 
 
 @validate()
@@ -39,39 +40,24 @@ class ParallelizeModel:
     def INPUT_TYPES(cls):
         return {
             "required": {
-                "model": (
-                    "MODEL",
-                    {
-                        "tooltip": "From Load Diffusion Model, Load Checkpoint or another loader; other nodes may stand "
-                        "between."
-                    },
+                "model": link(
+                    "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader; other nodes may stand between."
                 ),
-                "gpus": (
-                    "INT",
-                    {
-                        "default": 0,
-                        "min": 0,
-                        "max": MAX_DEGREE,
-                        "tooltip": "How many GPUs, the first ones; 0 for all. Under --cpu: CPU processes, and 0 is one.",
-                    },
+                "gpus": whole_number(
+                    0, 0, MAX_DEGREE, "How many GPUs, the first ones; 0 for all. Under --cpu: CPU processes, and 0 is one."
                 ),
-                "mode": (
+                "mode": choice(
                     list(MODES),
-                    {
-                        "default": AUTO,
-                        "tooltip": "auto: the fastest way is worked out at the first picture; an exact one, or a close one "
-                        "if Apply PipeFusion stands behind. pipefusion: for slow links, approximate. ulysses, ring, tensor: "
-                        "exact, for fast links. split batch: positive and negative prompt side by side, exact.",
-                    },
+                    AUTO,
+                    "auto: the fastest way is worked out at the first picture; an exact one, or a close one if Apply "
+                    "PipeFusion stands behind. pipefusion: for slow links, approximate. ulysses, ring, tensor: exact, for "
+                    "fast links. split batch: positive and negative prompt side by side, exact.",
                 ),
             },
             "optional": {
-                "parallel_config": (
+                "parallel_config": link(
                     "PARALLEL_CONFIG",
-                    {
-                        "tooltip": "From Ulysses Config or Parallel Doctor: its degrees are taken as they are. It may stay "
-                        "open."
-                    },
+                    "From Ulysses Config or Parallel Doctor: its degrees are taken as they are. It may stay open.",
                 ),
                 "offload": offload(),
             },
@@ -80,21 +66,24 @@ class ParallelizeModel:
     def parallelize(self, model, gpus, mode, parallel_config=None, offload=STREAMED):
         stub = getattr(getattr(model, "model", None), "diffusion_model", None)
         ours = stub if isinstance(stub, RemoteDiffusionModel) else None
+        config = ParallelConfig()
+        setup_values: dict[str, Any] = {}
+        stays = [AUTO_KEY, CONDS_KEY]
         if ours is None:
             source = native_source(model)
             unload(model)
             check_not_rewritten(model)
         else:
             source = NativeSource(ours.checkpoint.path, storage_name(ours.setup.dtype))
-        config = parallel_config if parallel_config is not None else _config_of(ours)
-        try:
-            parallel, degrees = _parallel(source, gpus, mode, config, _computed_so(ours), offload)
-        except ValueError as error:  # as Parallel DiT Loader words it, by the name of its own input
-            if not str(error).startswith("model_name: "):
-                raise
-            raise ValueError(str(error).replace("model_name: ", "model: ", 1)) from error
-        displaced = ours is not None and ours.setup.degrees.displaced  # its run in one band is no choice of the user's
-        stays = (AUTO_KEY, CONDS_KEY, *([PIPEFUSION_KEY] if displaced else []))
+            config = config_of(ours)
+            # stage_split belongs to the stages of the old degrees.
+            setup_values = {name: getattr(ours.setup, name) for name in SETUP_WIDGETS if name != "stage_split"}
+            if ours.setup.degrees.displaced:  # then the loader has applied PipeFusion, not the user
+                stays.append(PIPEFUSION_KEY)
+        if parallel_config is not None:
+            config = parallel_config
+        with renamed_input("model_name", "model"):
+            parallel, degrees = _parallel(source, gpus, mode, config, setup_values, offload)
         carry_over(model, parallel, stays)
         if ours is None:
             give_back_memory(model, source.path)
@@ -105,32 +94,21 @@ class ParallelizeModel:
         return (parallel,)
 
 
-def _config_of(ours: RemoteDiffusionModel | None) -> ParallelConfig:
-    """What a MODEL that is parallel already computes with, but for its degrees."""
-    if ours is None:
-        return ParallelConfig()
-    return ParallelConfig(
-        attention=ours.setup.attention, comm_overlap=ours.comm_overlap, transfer_dtype=ours.setup.transfer_dtype
-    )
+def _parallel(
+    source: NativeSource, gpus: int, mode: str, config: ParallelConfig, setup_values: dict[str, Any], offload: str
+) -> tuple[RemoteModelPatcher, Degrees | None]:
+    """The MODEL of the file on its ranks, and its degrees. None: the degrees are planned at the first picture.
 
-
-def _computed_so(ours: RemoteDiffusionModel | None) -> dict[str, Any]:
-    """How a MODEL that is parallel already computes on its ranks, by the loader's widgets."""
-    if ours is None:
-        return {}
-    return {name: getattr(ours.setup, name) for name in AS_GIVEN if name != "stage_split"}  # which is of other stages
-
-
-def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig, on_ranks: dict[str, Any], offload: str):
-    """The MODEL of the file on its ranks, and its degrees; None where they are worked out at the first picture."""
+    `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
+    """
     if not isinstance(config, ParallelConfig):
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
-    given = Degrees(
+    config_degrees = Degrees(
         patch=config.patch_degree, patch_mode=config.patch_mode, ring=config.ring_degree, ulysses=config.ulysses_degree
     )
     possible = possible_devices("auto")
     on_gpus = possible[0] != "cpu"
-    ranks = ranks_of(mode, gpus, len(possible), given)
+    ranks = ranks_of(mode, gpus, len(possible), config_degrees)
     if on_gpus and ranks > len(possible):
         raise ValueError(
             f"gpus: {ranks} are needed, this machine has {len(possible)} that ComfyUI shows.{why_hidden()} Set gpus to 0."
@@ -139,13 +117,13 @@ def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig
     degrees = None
     if mode != AUTO:
         checkpoint = open_checkpoint(source.path)
-        degrees = degrees_of(mode, ranks, given, checkpoint.family.sizes.heads(checkpoint.config))
+        degrees = degrees_of(mode, ranks, config_degrees, checkpoint.family.sizes.heads(checkpoint.config))
         try:
             checkpoint.check_degrees(degrees)
         except ValueError as error:
             raise ValueError(f"mode: {mode} on {ranks} GPUs: {error}") from error
-    elif given.world > 1:
-        degrees = given
+    elif config_degrees.world > 1:
+        degrees = config_degrees
     set_degrees = degrees or Degrees()
     values = {
         "weight_dtype": source.weight_dtype,
@@ -157,4 +135,4 @@ def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig
         "degrees": AUTO if degrees is None else AS_SET,
         "offload": offload,
     }
-    return load_model(source.path, on_ranks | values), degrees
+    return load_model(source.path, setup_values | values), degrees

@@ -4,7 +4,7 @@ from parallel_backend.quickstart.codec import decode
 from parallel_backend.quickstart.prompt import encode_prompt
 
 from .ui.input_checks import validate
-from .ui.widgets import CATEGORY
+from .ui.widgets import CATEGORY, link, text
 
 
 @validate()
@@ -17,7 +17,7 @@ class QuickstartPrompt:
     @classmethod
     def INPUT_TYPES(cls):
         tooltip = "Up to four digits such as '3 1 4 1', _ for an empty cell; empty for the negative prompt."
-        return {"required": {"text": ("STRING", {"default": "3 1 4 1", "tooltip": tooltip})}}
+        return {"required": {"text": text("3 1 4 1", tooltip)}}
 
     def encode(self, text):
         context, pooled = encode_prompt(text)
@@ -33,7 +33,7 @@ class QuickstartDecode:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"samples": ("LATENT", {"tooltip": "Latent of the bundled mini model."})}}
+        return {"required": {"samples": link("LATENT", "Latent of the bundled mini model.")}}
 
     def decode(self, samples):
         latent = samples["samples"]

@@ -1,7 +1,7 @@
-"""The server's part of the menu's *Run on several GPUs*: what becomes of each loader of a workflow.
+"""The server's part of the menu entry *Run on several GPUs*: a plan for each loader of a workflow.
 
-`POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "inputs": {...}}]}, as a prompt in API form has them. Files'
-headers are read, nothing is loaded or started. web/js/run_on_several_gpus.js asks it and changes the workflow.
+web/js/run_on_several_gpus.js asks for the plan and changes the workflow. The request is `POST /parallel_dit/plan` with
+{"loaders": [{"class_type": ..., "inputs": {...}}]}, in the form of a prompt. Only headers of files are read.
 """
 
 import asyncio
@@ -30,30 +30,31 @@ ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
 MOST_LOADERS = 1000
 GGUF_FOLDER = "unet_gguf"
-"""What ComfyUI-GGUF calls its list of the diffusion models' folder."""
+"""Name of the list under which ComfyUI-GGUF has the diffusion models' folder."""
 
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """What becomes of a loader.
-
-    `parallel`: it is one of ours. `takes`: Parallelize Model may stand behind it. `why`: why not. `pipefusion`: why Apply
-    PipeFusion belongs behind that, empty where it does not. `file`: the model's name, empty where that is not known.
-    """
+    """What the menu entry does with a loader. The field names are those of the answer's JSON."""
 
     parallel: bool = False
+    """The loader is one of this pack's."""
     takes: bool = False
+    """Parallelize Model may stand behind it."""
     why: str = ""
+    """The reason why not."""
     file: str = ""
+    """The model's name, if known."""
     pipefusion: str = ""
+    """The reason why Apply PipeFusion should stand behind Parallelize Model. Empty if it should not."""
 
 
 def add_route() -> None:
-    """Before ComfyUI collects its routes. Where nodes are run without its server there is none to add to."""
+    """Add the route, when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
     server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
     if server is None:
         return
-    from aiohttp import web  # which every ComfyUI with a server has
+    from aiohttp import web  # installed wherever ComfyUI runs as a server
 
     @server.routes.post(ROUTE)
     async def plan(request: web.Request) -> web.Response:
@@ -78,10 +79,10 @@ def asked(body: Any) -> list[Mapping[str, Any]]:
 
 
 def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """{"devices", "why", "loaders"}: how many there are; why nothing is to be gained, or an empty text; LoaderPlans."""
+    """{"devices": number of them, "why": reason why nothing is gained, or "", "loaders": LoaderPlans as dicts}."""
     try:
         devices = possible_devices("auto")
-    except ValueError as error:  # ComfyUI runs on what ranks do not
+    except ValueError as error:  # ComfyUI runs on a kind of device that ranks do not support
         return {"devices": 0, "why": str(error), "loaders": []}
     why = ""
     if len(devices) < 2:
@@ -94,12 +95,12 @@ def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...]) -> LoaderPlan:
-    """Of one loader, with the values of its inputs: links to other nodes among them."""
+    """The plan of one loader. `inputs`: values of its widgets, and links to other nodes."""
     if class_type in OURS:
         return LoaderPlan(parallel=True)
-    if (found := model_file(inputs)) is None:
+    if (file := model_file(inputs)) is None:
         return LoaderPlan(why="which model file it loads is not known")
-    name, path = found
+    name, path = file
     try:
         checkpoint = open_checkpoint(path)
     except ValueError as error:
@@ -115,27 +116,27 @@ def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, 
 
 
 def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:
-    """The diffusion model among the files that a node's inputs name. None where there is none, or several.
+    """(name, path) of the diffusion model that a node's inputs name. None if there is none, or more than one.
 
-    Not every pack calls its inputs alike; what counts is in whose folder the file is. A name that is in both folders is an
-    all-in-one file's in an input that is named after these.
+    Packs name their inputs differently, so the folder of the file decides. A name that is in both folders means the
+    all-in-one file only if the input's name says so.
     """
-    found = {}
+    names: dict[Path, str] = {}
     for key, value in inputs.items():
         if not isinstance(value, str) or not value:
             continue
         folders = (CHECKPOINTS, FOLDER) if "ckpt" in key or "checkpoint" in key else (FOLDER, GGUF_FOLDER, CHECKPOINTS)
         paths = (file_path(folder, value) for folder in folders)
         if (path := next((path for path in paths if path is not None), None)) is not None:
-            found[path] = value
-    if len(found) != 1:
+            names[path] = value
+    if len(names) != 1:
         return None
-    ((path, name),) = found.items()
+    ((path, name),) = names.items()
     return name, path
 
 
 def cards(devices: tuple[str, ...]) -> Cards:
-    """What this process knows of them without asking them for memory. CPU ranks share the host's."""
+    """The devices' memory and links, as known without creating a CUDA context. CPU ranks share the host's memory."""
     if device_kind(devices[0]) != "cuda":
         return Cards([host_memory()[1] // len(devices)] * len(devices), True)
     indices = [torch.device(name).index for name in devices]

@@ -1,4 +1,4 @@
-"""Parallel Self-Test: what can be looked at on this machine in five minutes, for an issue or for peace of mind."""
+"""Parallel Self-Test: checks of this machine that take five minutes, for a bug report or before the first use."""
 
 import json
 import sys
@@ -21,13 +21,13 @@ from .ui.devices import is_auto, possible_devices
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
 from .ui.node_text import say
-from .ui.widgets import CATEGORY
+from .ui.widgets import CATEGORY, link, text
 
 FILE_NAME = "parallel_dit_self_test"
 
 
 def comfyui() -> Host:
-    """This ComfyUI: its version, and what it was started with."""
+    """This ComfyUI: its version, its start options, and its way to run a checkpoint."""
     from comfyui_version import __version__
 
     return Host(f"ComfyUI {__version__}", tuple(sys.argv[1:]), native_model)
@@ -49,36 +49,31 @@ class ParallelSelfTest:
     def INPUT_TYPES(cls):
         return {
             "required": {
-                "devices": (
-                    "STRING",
-                    {
-                        "default": "auto",
-                        "tooltip": "auto (every GPU; two ranks on the only one; two CPU ranks without any), or a list such "
-                        "as cuda:0,cuda:1.",
-                    },
-                ),
+                "devices": text(
+                    "auto",
+                    "auto (every GPU; two ranks on the only one; two CPU ranks without any), or a list such as "
+                    "cuda:0,cuda:1.",
+                )
             },
             "optional": {
-                "model": (
+                "model": link(
                     "MODEL",
-                    {
-                        "tooltip": "From Parallel DiT Loader or Parallelize Model: its file is sampled with in ComfyUI, on "
-                        "one GPU and on all. Degrees and dtype do not count."
-                    },
-                ),
+                    "From Parallel DiT Loader or Parallelize Model: its file is sampled with in ComfyUI, on one GPU and on "
+                    "all. Degrees and dtype do not count.",
+                )
             },
         }
 
     @classmethod
     def IS_CHANGED(cls, **_):
-        return float("nan")  # equal to nothing: whoever queues it wants it run
+        return float("nan")  # equal to nothing: ComfyUI runs the node at every prompt
 
     def look(self, devices, model=None):
         path = None if model is None else remote_stub(model).checkpoint.path
         chosen = possible_devices(devices)
         settings = Settings(at_least_two(chosen) if is_auto(devices) else chosen, path)
         comfy.model_management.unload_all_models()
-        registry().close()  # the ranks that are there would share the GPUs with the self-test's own
+        registry().close()  # running ranks would share the GPUs with the ranks that the self-test starts
         comfy.model_management.soft_empty_cache()
         bar, started = comfy.utils.ProgressBar(1), time.perf_counter()
 
@@ -88,16 +83,16 @@ class ParallelSelfTest:
 
         results = run(settings, comfyui(), check_cancelled, progress)
         document = document_of(settings, results, time.perf_counter() - started)
-        text = f"{describe(document)}\n{save(dumps(document))}"
-        return {"ui": {"text": [text]}, "result": (text, json.dumps(document))}
+        report = f"{describe(document)}\n{save(dumps(document))}"
+        return {"ui": {"text": [report]}, "result": (report, json.dumps(document))}
 
 
-def save(text: str) -> str:
-    """Write the JSON to ComfyUI's output folder; a line that says where, or why not."""
+def save(document: str) -> str:
+    """Write the JSON to ComfyUI's output folder. The result is a line of the report: where, or why not."""
     folder, name, number, *_ = folder_paths.get_save_image_path(FILE_NAME, folder_paths.get_output_directory())
     path = Path(folder) / f"{name}_{number:05}_.json"
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(document, encoding="utf-8")
     except OSError as error:
         return f"JSON: not saved ({error.strerror}); it is the node's output json"
     return f"JSON: {path}"

@@ -3,7 +3,7 @@
 from .model.diffusion_model import remote_stub
 from .model.step_cache import CacheSettings, with_step_cache
 from .ui.input_checks import validate
-from .ui.widgets import CATEGORY, threshold
+from .ui.widgets import CATEGORY, link, share, threshold
 
 
 @validate()
@@ -18,15 +18,12 @@ class ParallelStepCache:
 
     @classmethod
     def INPUT_TYPES(cls):
-        percent = {"min": 0.0, "max": 1.0, "step": 0.01}
         return {
             "required": {
-                "model": (
+                "model": link(
                     "MODEL",
-                    {
-                        "tooltip": "From Parallel DiT Loader or Parallelize Model; LoRA loaders and Apply PipeFusion may "
-                        "stand before or after."
-                    },
+                    "From Parallel DiT Loader or Parallelize Model; LoRA loaders and Apply PipeFusion may stand before or "
+                    "after.",
                 ),
                 "threshold": threshold(
                     0.04,
@@ -34,14 +31,8 @@ class ParallelStepCache:
                     "further from the uncached picture; 0 turns the cache off. Samplers that draw noise between steps skip "
                     "little below 0.5.",
                 ),
-                "start_percent": (
-                    "FLOAT",
-                    {"default": 0.0, **percent, "tooltip": "Compute every call of this first part of the sampling."},
-                ),
-                "end_percent": (
-                    "FLOAT",
-                    {"default": 1.0, **percent, "tooltip": "Compute every call after this part; the last step always is."},
-                ),
+                "start_percent": share(0.0, "Compute every call of this first part of the sampling."),
+                "end_percent": share(1.0, "Compute every call after this part; the last step always is."),
             }
         }
 

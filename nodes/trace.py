@@ -12,10 +12,11 @@ from parallel_backend.client.reports.trace_picture import draw
 
 from .ui.host import check_cancelled
 from .ui.input_checks import short, validate
-from .ui.widgets import ANY, CATEGORY
+from .ui.other_nodes import COMFYUI
+from .ui.widgets import ANY, CATEGORY, link, text, whole_number
 
 LONGEST_NAME = 200
-"""Characters; a number and an ending are added."""
+"""Characters of a file's name, to which a number and an ending are added."""
 
 
 @validate()
@@ -34,53 +35,42 @@ class ParallelTrace:
     def INPUT_TYPES(cls):
         return {
             "required": {
-                "width": (
-                    "INT",
-                    {"default": 1600, "min": 800, "max": 4800, "step": 100, "tooltip": "The picture's width in pixels."},
-                ),
-                "filename_prefix": (
-                    "STRING",
-                    {
-                        "default": "parallel_dit_trace",
-                        "tooltip": "Name of the trace file in ComfyUI's output folder, to which a number is added.",
-                    },
+                "width": whole_number(1600, 800, 4800, "The picture's width in pixels.", step=100),
+                "filename_prefix": text(
+                    "parallel_dit_trace", "Name of the trace file in ComfyUI's output folder, to which a number is added."
                 ),
             },
             "optional": {
-                "after": (
-                    ANY,
-                    {"tooltip": "Any output of the sampler or of a node behind it, so that this one runs after it."},
-                ),
+                "after": link(ANY, "Any output of the sampler or of a node behind it, so that this one runs after it.")
             },
         }
 
     @classmethod
     def IS_CHANGED(cls, **_):
-        return float("nan")  # equal to nothing: each prompt may have run the ranks
+        return float("nan")  # equal to nothing: the ranks may have run in each prompt
 
     def trace(self, width, filename_prefix, after=None):
-        from nodes import PreviewImage  # ComfyUI's nodes.py; this package is `.nodes` of the pack
-
         output = folder_paths.get_output_directory()
         check_prefix(filename_prefix, output)
         model = registry().present()
         if model is None:
             raise nothing_has_run()
-        found = read_trace(model, check_cancelled)
-        image = torch.from_numpy(draw(found, width)).float().div(255).unsqueeze(0)
+        trace = read_trace(model, check_cancelled)
+        image = torch.from_numpy(draw(trace, width)).float().div(255).unsqueeze(0)
         try:
             folder, name, number, *_ = folder_paths.get_save_image_path(filename_prefix, output, *image.shape[2:0:-1])
             path = Path(folder) / f"{name}_{number:05}_.json"
-            write_chrome_trace(found, path)
+            write_chrome_trace(trace, path)
         except OSError as error:
-            text = f"filename_prefix: {short(filename_prefix)} cannot be written ({error.strerror}). Use another name."
-            raise ValueError(text) from error
-        report = f"{found}\n{path} opens in chrome://tracing and ui.perfetto.dev"
-        return {**PreviewImage().save_images(image), "result": (image, report)}
+            raise ValueError(
+                f"filename_prefix: {short(filename_prefix)} cannot be written ({error.strerror}). Use another name."
+            ) from error
+        report = f"{trace}\n{path} opens in chrome://tracing and ui.perfetto.dev"
+        return {**COMFYUI.PreviewImage().save_images(image), "result": (image, report)}
 
 
 def check_prefix(prefix: str, output: str) -> None:
-    """ValueError for a name that is none, or that leads out of the folder `output`."""
+    """ValueError for a text that no file can be named by, or that leads out of the folder `output`."""
     path = os.path.normpath(os.path.join(output, prefix))
     if not prefix.strip() or "\0" in prefix or len(os.path.basename(path)) > LONGEST_NAME:
         raise ValueError(f"filename_prefix: {short(prefix)} is no name for a file. Use one such as parallel_dit_trace.")

@@ -3,7 +3,7 @@
 from parallel_backend.client.registry import registry
 
 from .ui.host import check_cancelled
-from .ui.widgets import ANY, CATEGORY
+from .ui.widgets import ANY, CATEGORY, link
 
 
 class UnloadParallelDiT:
@@ -19,12 +19,12 @@ class UnloadParallelDiT:
 
     @classmethod
     def INPUT_TYPES(cls):
-        anything = (ANY, {"tooltip": "Handed through. Put the node behind a sampler to unload once it is done."})
-        return {"required": {}, "optional": {"anything": anything}}
+        tooltip = "Handed through. Put the node behind a sampler to unload once it is done."
+        return {"required": {}, "optional": {"anything": link(ANY, tooltip)}}
 
     @classmethod
     def IS_CHANGED(cls, anything=None):
-        return float("nan")  # equal to nothing, itself included: with every prompt there is something to unload anew
+        return float("nan")  # equal to nothing: every prompt may have loaded weights again
 
     def unload(self, anything=None):
         registry().unload(poll=check_cancelled)

@@ -29,5 +29,5 @@ provide() {
 if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
     echo "== installing torch"
     if command -v nvidia-smi >/dev/null 2>&1; then install 'torch>=2.6'; else install 'torch==2.13.0'; fi
-    "$PYTHON" -c 'import torch'
+    "$PYTHON" -W ignore::UserWarning -c 'import torch'  # numpy, which torch misses here, comes next
 fi

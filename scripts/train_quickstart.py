@@ -26,11 +26,23 @@ from training import Training, draw_sigmas, options, start
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from parallel_backend.quickstart import codec
-from parallel_backend.quickstart.model import MODEL_CONFIG
 from parallel_backend.quickstart.prompt import CELLS, NULL, encode_symbols
 from scripts.digits import read_digits, sample_pictures
 
 log = logging.getLogger("train_quickstart")
+
+MODEL_CONFIG = {
+    "patch_size": 1,
+    "in_channels": 64,  # 16 latent channels x 2x2 packing
+    "num_layers": 1,  # double-stream blocks
+    "num_single_layers": 4,
+    "attention_head_dim": 128,
+    "num_attention_heads": 2,  # hidden width 256
+    "joint_attention_dim": 32,  # width of a text token, see prompt.py
+    "pooled_projection_dim": 16,
+    "guidance_embeds": False,
+    "axes_dims_rope": (16, 56, 56),
+}
 
 GRID = 16  # tokens per side: 256 pixels / 8 per latent / 2 per token
 BLANK_SHARE = 0.04  # of the cells

@@ -21,7 +21,7 @@ from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import WEIGHTS
-from parallel_backend.rank import loaded_stage
+from parallel_backend.rank.attention import context
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.comm.change_codec import ChangeCodec
@@ -35,11 +35,11 @@ DISPLACED = Degrees(patch=2, patch_mode="displaced")
 class WithoutMemory(ChangeCodec):
     """Nothing is held from call to call: values are sent themselves."""
 
-    def encode(self, values: torch.Tensor, held: torch.Tensor, size: int) -> torch.Tensor:
-        return super().encode(values, held.zero_(), size)
+    def encode(self, values_N: torch.Tensor, held_N: torch.Tensor, size: int) -> torch.Tensor:
+        return super().encode(values_N, held_N.zero_(), size)
 
-    def add(self, packed: torch.Tensor, held: torch.Tensor, size: int) -> None:
-        super().add(packed, held.zero_(), size)
+    def add(self, packed_Y: torch.Tensor, held_N: torch.Tensor, size: int) -> None:
+        super().add(packed_Y, held_N.zero_(), size)
 
 
 CODECS: dict[str, ChangeCodec | None] = {
@@ -54,11 +54,13 @@ CODECS: dict[str, ChangeCodec | None] = {
 AT_ONCE = "at once"
 
 
-def start_at_once(layer: ParallelAttention, step: AttentionStep, own: torch.Tensor, lengths: list[int]):
+def start_at_once(layer: ParallelAttention, step: AttentionStep, kv_2BshD: torch.Tensor, lengths: list[int]):
     """In the place of ParallelAttention._start_patches: the codec is used in exact calls too, behind the first one."""
     patch, traffic = layer.context.patch, layer.context.traffic
     held = step.buffer.held.get((layer.layer, step.entries))
-    return start_gather(own, lengths, 2, patch, traffic) if held is None else held.start_gather(own, patch, traffic)
+    return (
+        start_gather(kv_2BshD, lengths, 2, patch, traffic) if held is None else held.start_gather(kv_2BshD, patch, traffic)
+    )
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ def main() -> None:
                 fewer = draw(name, model, asked, noise, steps - 1, 0, cfg)
                 report({"of": name, "steps": steps, "mode": "one step fewer", **judge(fewer, exact[steps], asked)})
             for mode, codec in CODECS.items():
-                with mock.patch.object(loaded_stage, "changes_for", lambda _, codec=codec: codec):
+                with mock.patch.object(context, "changes_for", lambda _, codec=codec: codec):
                     given = pools[1], open_checkpoint(weights), DISPLACED, "fp32", "auto"
                     model = Counting(*given, lambda: None)
                 for steps in options.steps:

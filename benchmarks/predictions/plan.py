@@ -105,7 +105,10 @@ def costs_of(options: argparse.Namespace) -> CalibratedCosts:
 
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
-    sys.stdout.write(describe_planned(plan(costs_of(options), offload=options.offload)) + "\n")
+    costs = costs_of(options)
+    if (links := costs.machine.links).bridge:
+        sys.stdout.write(f"a bridge of {links.bridge / 1e9:.3g} GB/s each way between groups of {links.socket} devices\n")
+    sys.stdout.write(describe_planned(plan(costs, offload=options.offload)) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from benchmarks.predictions.bridge import BridgedLinks
 from parallel_backend.families.base.blocks import IMAGE, JOINT
-from parallel_backend.placement.links import Link, Links, alike
+from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost, pairs_of
@@ -32,7 +33,7 @@ class Hardware:
     """See LAUNCH."""
     socket: int = 0
     bridge: float = 0.0
-    """See links.Links."""
+    """See BridgedLinks."""
     copies: float = PCIE_4
     """Bytes a second from host memory to a device."""
 
@@ -40,7 +41,7 @@ class Hardware:
         """So many of these devices, as they run this model."""
         cost = DeviceCost({"blocks": model.block(self)}, BlockCost(0.0, 0.0, 0.0))
         devices = tuple(Device(f"cuda:{index}", self.name, self.memory, copies=self.copies) for index in range(count))
-        links = Links(alike(count, self.link), 1.0, self.socket, self.bridge)
+        links = BridgedLinks(alike(count, self.link), 1.0, self.socket, self.bridge)
         return Calibration(Machine(devices, links), (cost,) * count, hop)
 
 

@@ -1,4 +1,4 @@
-"""All-in-one files: their text encoder and VAE, made by ComfyUI, without the transformer that is in the same file."""
+"""All-in-one files: ComfyUI makes their text encoder and VAE, without reading the transformer in the same file."""
 
 import math
 from pathlib import Path
@@ -15,26 +15,27 @@ from safetensors import safe_open
 from parallel_backend.checkpoints.safetensors_file import DTYPES
 
 NOTE = ".comfy_quant"
-"""At the end of names of tensors that say how a layer is quantised."""
+"""Suffix of the names of tensors that note how a layer is quantised."""
 
 
 def clip_and_vae(path: Path) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
-    """What Load Checkpoint gives besides its MODEL. The transformer's weights are not read.
+    """CLIP and VAE as Load Checkpoint gives them. The transformer's weights are not read.
 
-    A file without a text encoder gives None, one without a VAE a VAE that raises when it is used: as Load Checkpoint.
-    ValueError for a file that has nothing but a transformer.
+    As from Load Checkpoint, a file without a text encoder gives None, and one without a VAE gives a VAE that raises when it
+    is used. ValueError for a file that has nothing but a transformer.
     """
     parts = _load(path)
-    for part, made in enumerate(parts):
-        if (patcher := getattr(made, "patcher", None)) is not None:
-            # ComfyUI's nodes for several GPUs make another copy by this.
-            patcher.cached_patcher_init = (_patcher, (path, part))
+    for index, part in enumerate(parts):
+        if (patcher := getattr(part, "patcher", None)) is not None:
+            patcher.cached_patcher_init = (_patcher, (path, index))  # ComfyUI's nodes for several GPUs make a copy by it
     return parts
 
 
-def _patcher(path: Path, part: int, **options: Any) -> comfy.model_patcher.ModelPatcher:
-    """The patcher of the CLIP (part 0) or the VAE (1), loaded again."""
-    return _load(path, **options)[part].patcher
+def _patcher(path: Path, index: int, **options: Any) -> comfy.model_patcher.ModelPatcher:
+    """The patcher of the CLIP (index 0) or the VAE (1), loaded again."""
+    part = _load(path, **options)[index]
+    assert part is not None  # only a part with a patcher has this function on it
+    return part.patcher
 
 
 def _load(path: Path, **options: Any) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
@@ -50,9 +51,9 @@ def _load(path: Path, **options: Any) -> tuple[comfy.sd.CLIP | None, comfy.sd.VA
 
 
 def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
-    """The file's tensors, views of a map that are read when they are used, and its header's metadata.
+    """The file's tensors, which are views of the mapped file, and its header's metadata.
 
-    Those of the transformer are on the meta device, but for what ComfyUI's detection reads: single values and notes.
+    The transformer's tensors are on the meta device, except single values and notes, which ComfyUI's detection reads.
     """
     with safe_open(path, framework="pt", device="cpu") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -65,14 +66,14 @@ def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]
                 "Loader, with Load CLIP and Load VAE."
             )
         management = getattr(comfy, "memory_management", None)  # since 2026
-        if management is not None and management.aimdo_enabled:  # ComfyUI's own map, which its loading to GPUs knows
+        if management is not None and management.aimdo_enabled:  # its loading to GPUs needs views of ComfyUI's own map
             tensors, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
         else:
             tensors, metadata = {name: file.get_tensor(name) for name in slices if name not in left_out}, file.metadata()
-        absent = {name: _shape_alone(slices[name]) for name in left_out}
-    return tensors | absent, metadata
+        without_values = {name: _shape_alone(slices[name]) for name in left_out}
+    return tensors | without_values, metadata
 
 
 def _shape_alone(part: Any) -> torch.Tensor:
-    """safetensors' slice of a tensor -> the tensor without values. `get_tensor` would read its first page."""
+    """safetensors' slice of a tensor -> the tensor on the meta device. `get_tensor` would read its first page."""
     return torch.empty(part.get_shape(), dtype=DTYPES.get(part.get_dtype(), torch.uint8), device="meta")

@@ -1,4 +1,4 @@
-"""LoRA in bypass mode: ComfyUI computes the adapter beside the layer rather than in its weight, as the ranks do with any."""
+"""LoRA in bypass mode: ComfyUI adds the adapter's output to the layer's, and leaves the weight alone, as ranks always do."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -16,9 +16,10 @@ MANAGER = "BypassInjectionManager"
 def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Patch]]:
     """A ModelPatcher's checked `injections` as patches by key."""
     patches: dict[str, list[Patch]] = {}
-    for made in injections.values():
-        for injection in made:
+    for by_key in injections.values():
+        for injection in by_key:
             manager = _manager(injection)
+            assert manager is not None  # `check_injections` has refused others
             without_effect = _not_placed(manager)
             for layer, (adapter, strength) in manager.adapters.items():
                 if layer not in without_effect:
@@ -27,7 +28,7 @@ def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Pa
 
 
 def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]) -> None:
-    """ValueError unless all of it is a LoRA in bypass mode, of a kind that is added to a layer's output."""
+    """ValueError unless each injection is a LoRA in bypass mode, of a kind that is added to a layer's output."""
     for injection in injections:
         if (manager := _manager(injection)) is None:
             refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
@@ -36,14 +37,14 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
     for target, patches in bypass_patches({key: injections}).items():
         for patch in patches:
             adapter = patch[1]
-            if getattr(adapter, "name", None) not in DORA_SCALE:
+            if getattr(adapter, "name", "") not in DORA_SCALE:
                 kind = getattr(adapter, "name", type(adapter).__name__).upper()
                 refuse(f"{kind} in bypass mode, which turns the layer's output,", "Use a plain LoRA loader for it.")
             weights.check(target, patch)
 
 
 def _manager(injection: Any) -> Any | None:
-    """ComfyUI's BypassInjectionManager that made the injection. None: it is another's."""
+    """ComfyUI's BypassInjectionManager that made the injection. None: something else made it."""
     function = inspect.unwrap(injection.inject)
     if not inspect.isfunction(function):
         return None
@@ -52,16 +53,16 @@ def _manager(injection: Any) -> Any | None:
 
 
 def _not_placed(manager: Any) -> list[str]:
-    """Those of its adapters for which it found no layer, such as Z-Image's pad tokens: they have no effect."""
+    """Keys of adapters for which the manager found no layer, such as Z-Image's pad tokens: they have no effect."""
     placed = {id(hook.adapter) for hook in manager.hooks}
     return [layer for layer, (adapter, _) in manager.adapters.items() if id(adapter) not in placed]
 
 
 def _plain(adapter: Any) -> Any:
-    """The adapter without its DoRA scale: in bypass mode ComfyUI does not look at it."""
-    place = DORA_SCALE.get(getattr(adapter, "name", None))
-    if place is None or adapter.weights[place] is None:
+    """The adapter without its DoRA scale, which ComfyUI ignores in bypass mode."""
+    scale = DORA_SCALE.get(getattr(adapter, "name", ""))
+    if scale is None or adapter.weights[scale] is None:
         return adapter
-    weights = tuple(None if index == place else weight for index, weight in enumerate(adapter.weights))
+    weights = tuple(None if index == scale else weight for index, weight in enumerate(adapter.weights))
     assert isinstance(adapter, comfy.weight_adapter.WeightAdapterBase)
     return type(adapter)(adapter.loaded_keys, weights)

@@ -1,4 +1,6 @@
-"""What nodes have put on a MODEL, put on another MODEL of the same weights: ModelPatcher.clone() across two models."""
+"""Copies all that nodes have put on a MODEL to another MODEL of the same weights: ModelPatcher.clone() across two models."""
+
+from collections.abc import Collection
 
 import comfy.model_patcher
 import comfy.patcher_extension
@@ -10,19 +12,19 @@ MULTIGPU = "multigpu"
 """ComfyUI's key for copies of a MODEL on other GPUs."""
 
 
-def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatcher, without: tuple[str, ...] = ()) -> None:
-    """Put on `target`, which is new, all that stands on `source`, in the order of ModelPatcher.clone().
+def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatcher, without: Collection[str] = ()) -> None:
+    """Put everything that nodes have put on `source` on the new `target`, in the order of ModelPatcher.clone().
 
-    `without`: keys of wrappers that stay behind. ValueError, as from the node itself behind Parallel DiT Loader, for what
-    cannot reach the ranks.
+    `without`: keys of wrappers that are left out. ValueError for anything that cannot reach the ranks, as the node itself
+    would raise behind Parallel DiT Loader.
     """
     check = target.model.diffusion_model.weights.check
     for key, patches in source.patches.items():
         for patch in patches:
             check(key, patch)
         target.patches[key] = patches[:]
-    target.patches_uuid = source.patches_uuid  # what ranks have of them is known by it
-    # Before object patches, which may add to them.
+    target.patches_uuid = source.patches_uuid  # the name under which ranks keep these patches
+    # model_options come before object patches, because add_object_patch writes into them.
     target.model_options = comfy.model_patcher.create_model_options_clone(source.model_options)
     for name, value in source.object_patches.items():
         target.add_object_patch(name, value)

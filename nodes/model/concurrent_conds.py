@@ -1,9 +1,9 @@
 """Evaluates the conditionings of a step concurrently where ComfyUI cannot join them to one model call.
 
-ComfyUI evaluates conditionings that cannot be joined (prompts of different length, areas) by one model call after the other.
-A CALC_COND_BATCH wrapper has it evaluate them in parts, each by itself; the model call of a part, once it is on its way to
-the ranks, lets the next part be evaluated before it waits. So all of it stays on one thread, in ComfyUI's own code, and
-replicas and pipeline stages compute at the same time. A part has whole model calls, the same as without: so has the result.
+ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas). A
+CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part by itself. A part's model call goes to the
+ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages busy.
+Model calls are the same as without the wrapper, and so is the result.
 """
 
 import logging
@@ -26,26 +26,26 @@ EVALUATION_KEY = "parallel_dit_evaluation"
 """Key in `transformer_options` under which the model calls carry their `Evaluation`."""
 
 ONE_BY_ONE = ("hooks", "default", "gligen")
-"""What in a conditioning makes ComfyUI keep a state from one evaluation to the next."""
+"""Keys of a conditioning that make ComfyUI keep a state from one evaluation to the next."""
 
 
 class Evaluation:
-    """One evaluation of a step's conditionings. `parts`: functions that evaluate one part each, in turn."""
+    """One evaluation of a step's conditionings. `parts`: functions that evaluate one part each, in this order."""
 
     def __init__(self, parts: list[Callable[[], None]]):
         self._parts = deque(parts)
         self._entries = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Evaluation":
-        return self  # ComfyUI copies transformer_options; the evaluation is one
+        return self  # ComfyUI copies transformer_options for each model call: all must share one evaluation
 
     def first_replica(self, entries: int) -> int:
-        """For a call of `entries` batch entries: the entries of the calls before it, modulo the replicas."""
+        """For a call of `entries` batch entries: how many entries earlier calls had. Ranks take it modulo the replicas."""
         before, self._entries = self._entries, self._entries + entries
         return before
 
     def start_next(self) -> None:
-        """Evaluate the next part, if any. A part's model call does so once it is posted."""
+        """Evaluate the next part, if any. A part's model call calls this once it is posted to the ranks."""
         if self._parts:
             self._parts.popleft()()
 
@@ -64,13 +64,12 @@ def evaluate_concurrently(
     executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
 ) -> list:
     """ComfyUI's CALC_COND_BATCH wrapper: same arguments and result as `calc_cond_batch`."""
-    if not getattr(model.diffusion_model, "on_ranks", False):  # Dual Model CFG Guider hands these options to another MODEL
-        return executor(model, conds, x_in, timestep, model_options)
-    degrees = model.diffusion_model.setup.degrees
-    if degrees.batch * degrees.pipe == 1:  # one call after the other is as good
+    stub = model.diffusion_model
+    on_ranks = getattr(stub, "on_ranks", False)  # False: Dual Model CFG Guider hands these options to another MODEL
+    if not on_ranks or stub.setup.degrees.batch * stub.setup.degrees.pipe == 1:
         return executor(model, conds, x_in, timestep, model_options)
     others = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper is not evaluate_concurrently]
-    if others:  # they are to see the whole evaluation, once: this one goes inside them
+    if others:  # this wrapper goes inside other nodes' wrappers, which must see each step's evaluation once and whole
         inner = comfy.patcher_extension.WrapperExecutor.new_executor(executor.original, [*others, evaluate_concurrently])
         return inner.execute(model, conds, x_in, timestep, model_options)
     entries = [(index, entry) for index, cond in enumerate(conds) for entry in cond or ()]
@@ -78,26 +77,26 @@ def evaluate_concurrently(
     reason = why_sequential(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
     together = independent_parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
     at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
-    tell_if_idle(model.diffusion_model, len(x_in) * sum(at_once), reason)
+    tell_if_idle(stub, len(x_in) * sum(at_once), reason)
     if len(together) == 1:
         return executor(model, conds, x_in, timestep, model_options)
     results: list[torch.Tensor | None] = [None] * len(conds)
 
     def evaluate(part: set[int]) -> None:
-        own = [cond if index in part else None for index, cond in enumerate(conds)]
-        for index, result in enumerate(executor(model, own, x_in, timestep, options)):
+        part_conds = [cond if index in part else None for index, cond in enumerate(conds)]
+        for index, result in enumerate(executor(model, part_conds, x_in, timestep, options)):
             if index in part:
                 results[index] = result
 
     evaluation = Evaluation([partial(evaluate, part) for part in together])
-    given = model_options.get("transformer_options", {})
-    options = {**model_options, "transformer_options": {**given, EVALUATION_KEY: evaluation}}
+    transformer_options = {**model_options.get("transformer_options", {}), EVALUATION_KEY: evaluation}
+    options = {**model_options, "transformer_options": transformer_options}
     evaluation.run()
     return results
 
 
 def why_sequential(model, entries: list[dict], model_options: dict) -> str | None:
-    """Why the model calls must come one after the other, in words for the user; None if they need not."""
+    """Reason for the user why the model calls must come one after the other. None: they need not."""
     extension = comfy.patcher_extension
     for entry in entries:
         for key in ONE_BY_ONE:
@@ -117,60 +116,65 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
 
 
 def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: torch.Tensor) -> list[list[int]]:
-    """The conditionings whose entries ComfyUI joins to one model call, by call. `entries`: (conditioning's index, entry)."""
+    """For each model call the indices of the conditionings that ComfyUI joins to it.
+
+    `entries`: (index of the conditioning, entry).
+    """
     if len(entries) < 2:
         return [[index for index, _ in entries]]
-    left = [(index, comfy.samplers.get_area_and_mult(entry, x_in, timestep)) for index, entry in entries]
-    left = [(index, found) for index, found in left if found is not None]  # None: not at this timestep
+    areas = [(index, comfy.samplers.get_area_and_mult(entry, x_in, timestep)) for index, entry in entries]
+    remaining = [(index, area) for index, area in areas if area is not None]  # None: not evaluated at this timestep
     calls = []
-    while left:
-        first = left[0][1]
-        joined = [comfy.samplers.can_concat_cond(found, first) for _, found in left]
-        calls.append([index for (index, _), own in zip(left, joined, strict=True) if own])
-        left = [entry for entry, own in zip(left, joined, strict=True) if not own]
+    while remaining:
+        first = remaining[0][1]
+        joins = [comfy.samplers.can_concat_cond(area, first) for _, area in remaining]
+        calls.append([index for (index, _), joined in zip(remaining, joins, strict=True) if joined])
+        remaining = [entry for entry, joined in zip(remaining, joins, strict=True) if not joined]
     return calls
 
 
 def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
-    """Disjoint sets of the conditionings 0 .. count - 1, none of which shares a call with another; in order of the calls.
+    """Disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
 
     Conditionings without a call are in the first set.
     """
-    found: list[set[int]] = []
+    parts: list[set[int]] = []
     for call in calls:
-        touched = [part for part in found if part & set(call)]
+        touched = [part for part in parts if part & set(call)]
         if touched:
             touched[0].update(call, *touched[1:])
-            found = [part for part in found if part not in touched[1:]]
+            parts = [part for part in parts if part not in touched[1:]]
         else:
-            found.append(set(call))
-    rest = set(range(count)).difference(*found)
-    return [found[0] | rest, *found[1:]] if found else [rest]
+            parts.append(set(call))
+    rest = set(range(count)).difference(*parts)
+    return [parts[0] | rest, *parts[1:]] if parts else [rest]
 
 
 def tell_if_together(stub) -> None:
-    """Tell the user, once in a sampling run, that a call's prompts look at each other, so that one replica has them all."""
+    """Tell the user, once in a sampling run, that NAG needs both prompts on one replica, so that the others are idle."""
     replicas = stub.setup.degrees.batch
-    if stub.idle is None and replicas > 1:
-        stub.idle = (
+    if stub.run.idle is None and replicas > 1:
+        _tell(
+            stub,
             f"split_batch_degree {replicas}, but NAG looks at both prompts at once, so 1 of {replicas} copies of the model "
-            "computes them. Share out one picture: pipefusion_degree or ulysses_degree in its place."
+            "computes them. Share out one picture: pipefusion_degree or ulysses_degree in its place.",
         )
-        log.warning("Parallel DiT: %s", stub.idle)
-        say(f"Parallel DiT: {stub.idle}")
 
 
 def tell_if_idle(stub, busy: int, reason: str | None) -> None:
-    """Tell the user, once in a sampling run, that a step has work for only `busy` replicas of more."""
+    """Tell the user, once in a sampling run, that a step has work for only `busy` of the replicas."""
     replicas = stub.setup.degrees.batch
-    if stub.idle is not None or not 0 < busy < replicas:
+    if stub.run.idle is not None or not 0 < busy < replicas:
         return
-    stub.idle = (
-        f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
-    )
+    text = f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
     if reason is None:
-        stub.idle += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
+        text += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
     else:
-        stub.idle += f", since {reason}."
-    log.warning("Parallel DiT: %s", stub.idle)
-    say(f"Parallel DiT: {stub.idle}")
+        text += f", since {reason}."
+    _tell(stub, text)
+
+
+def _tell(stub, text: str) -> None:
+    stub.run.idle = text
+    log.warning("Parallel DiT: %s", text)
+    say(f"Parallel DiT: {text}")

@@ -9,24 +9,25 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import Config
 
 Control = dict[str, list[torch.Tensor | None]]
-"""What ComfyUI's `get_control` gives: "input", "middle", "output" -> by block, [B, tokens, hidden] or None. Tokens are in
-the model's own order: (frames,) rows, columns."""
+"""The result of ComfyUI's `get_control`: "input", "middle" or "output" -> for each block [B, tokens, hidden] or None.
+
+Tokens are in the native model's order: (frames,) rows, columns."""
 
 
 def residuals(
     family: Family, config: Config, control: Control | None, shape: tuple[int, ...], along: str = "rows"
 ) -> Residuals:
-    """Block -> what is added behind it, for a latent (or a band's) of `shape`: tokens in the order of `Patching.pack`, for
-    bands along that axis.
+    """Block "<list>.<index>" -> residual [B, tokens, hidden] that is added behind the block.
 
-    ValueError for outputs that the family has no place for, and for those of another model's size.
+    `shape`: of the latent, or of a band of it. Tokens are in the order of `Patching.pack` for bands along the axis `along`.
+    ValueError for outputs that the family does not take, and for outputs of another model's size.
     """
     patching = family.patching.cut(along)
     grid = patching.grid(shape)
     counts, order = family.blocks.counts(config), patching.order(grid)
     size = (shape[0], torch.Size(grid).numel(), family.sizes.hidden(config))
-    packed: dict[int, torch.Tensor] = {}  # a tensor that several blocks have in common stays one: it is sent once
-    found: Residuals = {}
+    packed: dict[int, torch.Tensor] = {}  # by id: a tensor that several blocks share stays one object and is sent once
+    by_block: Residuals = {}
     for kind, tensors in (control or {}).items():
         name = family.blocks.residuals.get(kind)
         if name is None and any(tensor is not None for tensor in tensors):
@@ -38,8 +39,8 @@ def residuals(
                 _refuse(f"an output is {list(tensor.shape)}, where the model's blocks have {list(size)}")
             if id(tensor) not in packed:
                 packed[id(tensor)] = tensor if order is None else tensor[:, order]
-            found[f"{name}.{index}"] = packed[id(tensor)]
-    return found
+            by_block[f"{name}.{index}"] = packed[id(tensor)]
+    return by_block
 
 
 def _refuse(why: str) -> NoReturn:

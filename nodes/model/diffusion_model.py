@@ -4,6 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
@@ -16,10 +17,7 @@ from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
 from parallel_backend.client.registry import registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core.devices import device_kind
-from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
-from parallel_backend.families import Family
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
@@ -31,12 +29,13 @@ from ..ui.loading_bar import LoadingBar
 from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
 from .block_patches import block_changes
+from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
 from .fun_control import FunControl, fun_controls
 from .lora import PREFIX, NativeWeights, Patch
 from .make_room import make_room
-from .native_call import by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
+from .native_call import NativeClass, by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
 from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .run_shapes import PART, Shapes, is_for_all
@@ -55,30 +54,28 @@ BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""
 
 
+@dataclass(frozen=True, eq=False)
 class Band:
-    """Marks a model call as band `index` of `run`, whose latents have these `shapes`, with the model of `stub`. Calls at
-    sigmas above `exact_above` are exact.
+    """Marks a model call as band `index` of `run`, with the model of `stub`."""
 
-    `poll` runs while a call is waited for: the look at Cancel, where the call is made on ComfyUI's own thread.
-    """
-
-    def __init__(
-        self,
-        run: BandedRun,
-        index: int,
-        exact_above: float,
-        stub: "RemoteDiffusionModel",
-        shapes: Shapes,
-        poll: Poll | None = None,
-    ):
-        self.run, self.index, self.exact_above, self.poll = run, index, exact_above, poll
-        self.stub, self.shapes = stub, shapes
+    run: BandedRun
+    index: int
+    exact_above: float
+    """Calls at sigmas above this one are exact."""
+    stub: "RemoteDiffusionModel"
+    shapes: Shapes
+    """Shapes of the band's latents."""
+    poll: Poll | None = None
+    """Called while a call is waited for. It looks for Cancel, in calls on ComfyUI's own thread."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
-        return self  # ComfyUI copies transformer_options; the run is one
+        return self  # ComfyUI copies transformer_options for each model call: all must share one run
 
     def takes(self, stub: "RemoteDiffusionModel", latents: Latents, options: dict[str, Any]) -> bool:
-        """Whether a model call is one of the run. NotLocal if it is not, and the run is cut: there is no whole in a band."""
+        """Whether a model call with these latents belongs to the run. If it does not, the run may only have one band.
+
+        NotLocal otherwise: the thread of a band cannot make a call for the whole latent.
+        """
         if stub is self.stub and is_for_all(latents, options, self.shapes):
             return True
         if len(self.run.rows) > 1:
@@ -87,64 +84,81 @@ class Band:
         return False
 
 
+@dataclass
+class SamplingRun:
+    """What a RemoteDiffusionModel is sampled with, from a patcher's pre_run on. Its patchers (clones) all share the model.
+
+    The patches are those of the patcher. `bypass_patches`: its LoRAs in bypass mode, as patches by key.
+    """
+
+    patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
+    """Weak reference to the patcher."""
+    patches: dict[str, list[Patch]] = field(default_factory=dict)
+    bypass_patches: dict[str, list[Patch]] = field(default_factory=dict)
+    hook_patches: dict[Any, dict[str, list[Patch]]] = field(default_factory=dict)
+    patches_uuid: UUID | None = None
+    """Stands for `patches` and `bypass_patches`."""
+    cache: SamplingCache | None = None
+    idle: str | None = None
+    """The message that the user got about replicas with nothing to do."""
+    loaded: Callable[[], RemoteTransformer | None] = lambda: None
+    """Weak reference to the model on the ranks that answered the last call."""
+    loads: int = 0
+    """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
+
+
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
 
-    `patches`, `patches_uuid`, `hook_patches`, `cache`: those of `patcher`, the one under which it is sampled; its clones all
-    share this module. `bypass_patches`: its LoRAs in bypass mode, as patches. `idle`: what was said in this sampling run
-    about replicas that have nothing to do. `loaded`: what it was on ranks at its last call in this run. `turns`: how often
-    that became another one, since another MODEL takes its ranks in between. `devices`: those that it may use. `key` has
-    the ones that it does use; degrees `auto` set it before a run. `elsewhere`: see
+    `weights`: names and shapes of the weights; `native_kind`: name of the class of ComfyUI's supported_models;
+    `unet_config`: arguments of the native model's class. `devices`: the devices that the model may use. `setup.devices` are
+    those that it does use: with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
     RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
-    """As of RemoteModelPatcher."""
-    weights: NativeWeights  # set by make_model
-    native_kind: str  # set by make_model: the class of ComfyUI's supported_models
-    unet_config: dict[str, Any]  # set by make_model: arguments of the native model's class
+    """Tells the model from a native one, as RankMemoryPatcher.on_ranks does."""
 
-    def __init__(self, checkpoint: Checkpoint, setup: Setup, comm_overlap: bool):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        setup: Setup,
+        devices: tuple[str, ...],
+        comm_overlap: bool,
+        weights: NativeWeights,
+        native_kind: str,
+        unet_config: dict[str, Any],
+    ):
         super().__init__()
-        self.checkpoint, self.setup, self.comm_overlap = checkpoint, setup, comm_overlap
-        self.devices = setup.devices
-        self.patches: dict[str, list[Patch]] = {}
-        self.bypass_patches: dict[str, list[Patch]] = {}
-        self.hook_patches: dict[Any, dict[str, list[Patch]]] = {}
-        self.patches_uuid: UUID | None = None
-        self.cache: SamplingCache | None = None
-        self.patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
-        self.idle: str | None = None
-        self.loaded: Callable[[], RemoteTransformer | None] = lambda: None
-        self.turns = 0
-        self.elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
-        self.dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
+        self.checkpoint, self.setup, self.devices, self.comm_overlap = checkpoint, setup, devices, comm_overlap
+        self.weights, self.native_kind, self.unet_config = weights, native_kind, unet_config
+        self.run = SamplingRun()
+        self.patchers_elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
+        self.dtype = weights.dtype
         values = checkpoint.family.native_values(checkpoint.config)
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
         if "in_channels" in checkpoint.config:  # RenormCFG reads it
             self.in_channels = checkpoint.config["in_channels"]
-        self._made = True
+        self._finished = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """ValueError for what another node would put into the native model, in the place of its layers or its forward.
+        """ValueError if another node replaces one of the native model's layers or functions.
 
-        Marks that nothing of the model has the name of, as `_is_torch_compile`, are nobody's business.
+        Private names that the model does not have, such as `_is_torch_compile`, may be set.
         """
-        own = name in self.__dict__ or name in type(self).__annotations__ or "_made" not in self.__dict__
-        if not own and (not name.startswith("_") or hasattr(type(self), name)):
+        known = name in self.__dict__ or "_finished" not in self.__dict__
+        if not known and (not name.startswith("_") or hasattr(type(self), name)):
             _refuse_inside(name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name not in self.__dict__:  # what __setattr__ has refused and is taken back, as unittest.mock does
+        if name not in self.__dict__:  # unittest.mock deletes an attribute when __setattr__ has refused it
             _refuse_inside(name)
         super().__delattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
-        copy = RemoteDiffusionModel(self.checkpoint, self.setup, self.comm_overlap)
-        copy.devices = self.devices
-        copy.weights, copy.native_kind, copy.unet_config = self.weights, self.native_kind, self.unet_config
-        return copy
+        device_settings = self.setup, self.devices, self.comm_overlap
+        return RemoteDiffusionModel(self.checkpoint, *device_settings, self.weights, self.native_kind, self.unet_config)
 
     @functools.cached_property
     def _text(self) -> NativeText:
@@ -155,79 +169,77 @@ class RemoteDiffusionModel(torch.nn.Module):
         return FunControl(self.checkpoint, self.native, self.unet_config, self.dtype)
 
     @functools.cached_property
-    def native(self) -> type:
+    def native(self) -> NativeClass:
         """The native model's class."""
         return native_class(self.native_kind)
 
-    @functools.cached_property
-    def native_tensors(self) -> dict[str, torch.Tensor]:
-        """The family's native parameter names -> tensors on the meta device, which have a shape and no values."""
-        return {name: torch.empty(shape, device="meta") for name, shape in self.checkpoint.original_shapes.items()}
-
     def __getattr__(self, name: str) -> Any:
-        """ComfyUI's BaseModels read their native model's values, and shapes of its layers, such as `img_in.weight.shape`."""
+        """The native model's values and shapes of layers, such as `img_in.weight.shape`, which ComfyUI's BaseModels read."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "checkpoint":  # not set yet
+            if name == "checkpoint":  # before __init__ has set it
                 raise
-            family = self.checkpoint.family
+            family, tensors = self.checkpoint.family, self.weights.original
             if name == "preprocess_text_embeds" and family.text_model is not None:
-                added = {
-                    key: self.patches.get(key, []) + self.bypass_patches.get(key, [])
-                    for key in (*self.patches, *self.bypass_patches)
-                }
-                return functools.partial(self._text.preprocess, added, self.patches_uuid)
+                patches, bypass_patches = self.run.patches, self.run.bypass_patches
+                both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
+                return functools.partial(self._text.preprocess, both, self.run.patches_uuid)
             if name == LAYERS and TEXT_GUIDANCE in family.inputs.options:
-                return TextLayers(self.checkpoint, self.native_tensors, f"{LAYERS}.")
+                return TextLayers(self.checkpoint, tensors, f"{LAYERS}.")
             values = family.native_values(self.checkpoint.config)
-            return values[name] if name in values else NativeNames(self.checkpoint, self.native_tensors, "").at(name)
+            return values[name] if name in values else NativeNames(self.checkpoint, tensors, "").at(name)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Names and shapes of the weights, which are elsewhere: what ComfyUI matches a LoRA's keys with."""
+        """Names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
         destination = {} if destination is None else destination
         destination.update({prefix + name: tensor for name, tensor in self.weights.tensors.items()})
         return destination
 
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
-        """The model on its ranks, patched. At first use they are started and loaded, for a run like `expected()`."""
-        model = registry().model(self.setup, check_cancelled, LoadingBar(), self.patcher(), make_room, expected)
+        """The model on its ranks, patched. At first use the ranks are started and loaded, for a run like `expected()`."""
+        run = self.run
+        model = registry().model(self.setup, check_cancelled, LoadingBar(), run.patcher(), make_room, expected)
         kinds = {(each.family.name, repr(each.config)) for each in (self.checkpoint, model.checkpoint)}
         if len(kinds) > 1:
             raise ValueError(
                 f"model_name: {self.checkpoint.path.name} has been replaced on disk by a model of another kind. Have its "
                 "loader read it again: change one of its widgets, and back."
             )
-        if self.loaded() is not model:
-            self.loaded, self.turns = weakref.ref(model), self.turns + 1
-            if self.turns == 2:
+        if run.loaded() is not model:
+            run.loaded, run.loads = weakref.ref(model), run.loads + 1
+            if run.loads == 2:
                 log.warning("Parallel DiT: %s", TAKING_TURNS)
                 say(f"Parallel DiT: {TAKING_TURNS}")
-        present = self.patches or self.bypass_patches or self.hook_patches
-        name = (self.patches_uuid, *self.hook_patches) if present else None
+        is_patched = run.patches or run.bypass_patches or run.hook_patches
+        name = (run.patches_uuid, *run.hook_patches) if is_patched else None
         model.adapt(name, self._deltas(), check_cancelled, self._strengths())
         return model
 
     def _deltas(self) -> Iterator[Delta]:
-        """All that the patcher adds to weights. Each hook of its conditionings is a group."""
-        elsewhere = {PREFIX + key for key in self.checkpoint.text_keys("")}
-        groups = enumerate(self.hook_patches.values(), 1)
-        for group, patches in ((0, self.patches), (0, self.bypass_patches), *groups):
-            yield from self.weights.deltas({key: each for key, each in patches.items() if key not in elsewhere}, group)
+        """All changes of weights for the ranks. Group 0 always applies. Each further group is one hook, whose strength
+        may change from call to call."""
+        text_keys = {PREFIX + key for key in self.checkpoint.text_keys("")}  # weights of NativeText, in this process
+        groups = enumerate(self.run.hook_patches.values(), 1)
+        for group, patches in ((0, self.run.patches), (0, self.run.bypass_patches), *groups):
+            yield from self.weights.deltas({key: each for key, each in patches.items() if key not in text_keys}, group)
 
     def _strengths(self) -> tuple[float, ...]:
-        """Of the hooks in this model call, in the order of `hook_patches`. ComfyUI joins conditionings of the same alone."""
-        patcher = self.patcher()
+        """Strengths of the hooks in the present model call, in the order of `hook_patches`.
+
+        ComfyUI only joins conditionings with the same hooks to a call, so one strength holds for all its entries.
+        """
+        patcher = self.run.patcher()
         hooks = None if patcher is None else patcher.current_hooks
-        found = {} if hooks is None else {hook.hook_ref: hook.strength for hook in hooks.hooks}
-        return tuple(float(found.get(reference, 0.0)) for reference in self.hook_patches)
+        strengths = {} if hooks is None else {hook.hook_ref: hook.strength for hook in hooks.hooks}
+        return tuple(float(strengths.get(reference, 0.0)) for reference in self.run.hook_patches)
 
     @functools.cached_property
     def whole_bytes(self) -> int:
-        """Bytes of all weights, as they are stored on ranks."""
+        """Bytes of all weights in the dtype in which ranks store them."""
         return sum(self.checkpoint.nbytes(target, self.setup.dtype) for target in self.checkpoint.key_map)
 
-    @torch.compiler.disable  # whoever compiles what calls this: sending has no graph
+    @torch.compiler.disable  # a node may compile the caller, and sending to ranks cannot be traced
     def forward(
         self,
         x: torch.Tensor | Sequence[torch.Tensor],
@@ -239,30 +251,30 @@ class RemoteDiffusionModel(torch.nn.Module):
     ) -> torch.Tensor | list[torch.Tensor]:
         """ComfyUI's diffusion_model call: latent x [B, C, (T,) H, W], timestep [B] or [B, T] -> the model's output.
 
-        Nested latents come as a list, the video's first, and go out as one. So may their timesteps come, which then are
-        joined along their second axis: [B, k + l]. Other nodes' wrappers are run where the native model runs them.
+        Nested latents are lists, the video's latent first, as input and output. A list of timesteps is joined along the
+        second axis: [B, k + l]. Other nodes' wrappers are run if the native model runs them.
         """
         options = transformer_options or {}
-        given = {"context": context, "control": control, "transformer_options": options, **extra}
+        arguments = {"context": context, "control": control, "transformer_options": options, **extra}
         if self.wrappers(options):
-            return self.native.forward(self, x, timestep, **given)
+            return self.native.forward(self, x, timestep, **arguments)
         if leaves_wrappers_to_parent(self.native):
             refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers_of(options))
-        return self._call(x, timestep, **given)
+        return self._call(x, timestep, **arguments)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
-        """Other nodes' wrappers that a call with these transformer_options, or those in model_options, is run in."""
+        """Other nodes' wrappers around a call with these transformer_options, or with those inside model_options."""
         return wrappers_of(options, is_model_options) if runs_wrappers(self.native) else []
 
     def _forward(self, *arguments: Any, **named: Any) -> torch.Tensor | list[torch.Tensor]:
-        """The call of `_call` inside wrappers, with the arguments of the native class's own `_forward`.
+        """The call inside wrappers, with the arguments of the native class's `_forward`.
 
-        Latents are as the model takes them: the native `forward` has done what `Inputs.carried` does.
+        The native `forward` has already done to the latents what `Inputs.carried` does.
         """
         return self._call(**by_name(self.native, arguments, named), is_carried=False)
 
     def forward_orig(self, *_arguments: Any, **_named: Any) -> None:
-        """ValueError: nodes that call it, or put another in its place, want the native model's inside."""
+        """ValueError: nodes call or replace it to reach the inside of the native model."""
         _refuse_inside("forward_orig")
 
     def _call(
@@ -278,45 +290,45 @@ class RemoteDiffusionModel(torch.nn.Module):
         """As `forward`, without wrappers. `is_carried`: latents are as the sampler has them (Inputs.carried)."""
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
-        given = {name: value for name, value in extra.items() if value is not None}
-        latents = latents_of(x)
+        inputs = {name: value for name, value in extra.items() if value is not None}
+        latents = (x,) if isinstance(x, torch.Tensor) else tuple(x)
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, latents, options):
             band = None
         changes, patches = block_changes(family, config, options, len(latents[0]))
-        unknown = [name for name in given if name not in family.inputs.accepts]
+        unknown = [name for name in inputs if name not in family.inputs.accepts]
         refuse_what_does_not_reach_the_ranks(options | patches, unknown, family, self.setup.attention)
         check_latents(family, config, latents)
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
-        if band is None and self.cache is not None:
-            self.cache.see(latents, options)
-        allowed = self.cache is not None and self.cache.may_forecast(options)
-        given |= {name: options[name] for name in family.inputs.options if name in options}
+        run_cache = self.run.cache
+        if band is None and run_cache is not None:
+            run_cache.see(latents, options)
+        allowed = run_cache is not None and run_cache.may_forecast(options)
+        inputs |= {name: options[name] for name in family.inputs.options if name in options}
         if GUIDANCE_KEY in options:
             if self.setup.degrees.tensor > 1:
                 refuse("guidance of the look at the text (WanVideoNAG)", "It needs a tensor_parallel_degree of 1.")
-            given[TEXT_GUIDANCE] = options[GUIDANCE_KEY].of(len(latents[0]))
+            inputs[TEXT_GUIDANCE] = options[GUIDANCE_KEY].of(len(latents[0]))
         if family.patching.companion is not None:
-            given |= self._sizes(latents, band)
-        given |= {"context": context, "latent": tuple(latents[0].shape)}
-        tensors = family.inputs.conditioning(config, given)
+            inputs |= self._sizes(latents, band)
+        inputs |= {"context": context, "latent": tuple(latents[0].shape)}
+        tensors = family.inputs.conditioning(config, inputs)
         timestep = for_entries(timestep, tensors, len(latents[0]))
         if is_carried:
-            latents, finish = family.inputs.carried(latents, timestep, given)
+            latents, finish = family.inputs.carried(latents, timestep, inputs)
         if controls := fun_controls(family, options):
-            layers = self.fun_control.model(
-                [self.patches, self.bypass_patches], self.hook_patches.values(), self.patches_uuid
-            )
+            assert context is not None  # `conditioning` has refused a call without one
+            layers = self.fun_control_layers()
             control = (control or {}) | self.fun_control.additions(layers, controls, latents[0], timestep, context, options)
         along = "rows" if band is None else band.run.patching.along
-        added = residuals(family, config, control, tuple(latents[0].shape), along)
+        block_residuals = residuals(family, config, control, tuple(latents[0].shape), along)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(
             x=latents,
             timestep=timestep,
             tensors=tensors,
-            residuals=added,
+            residuals=block_residuals,
             changes=changes,
             first_replica=evaluation.first_replica(len(latents[0])),
             may_forecast=allowed,
@@ -324,18 +336,24 @@ class RemoteDiffusionModel(torch.nn.Module):
         if changes.together:
             tell_if_together(self)
         if band is None:
-            cache = None if self.cache is None else self.cache.for_calls
-            words, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
-            model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], words))
+            cache = None if run_cache is None else run_cache.for_calls
+            text_tokens, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
+            model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], text_tokens))
             outputs = model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
             outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
+        outputs = latents_of(outputs)
         outputs = finish(outputs) if is_carried else outputs
         return list(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _sizes(self, latents: Latents, band: "Band | None") -> dict[str, Any]:
-        """What `Inputs.conditioning` gets of a call's latents, the same in every band."""
+    def fun_control_layers(self) -> comfy.model_patcher.ModelPatcher:
+        """The layers that Fun controls need in this process, with the run's patches for them."""
+        run = self.run
+        return self.fun_control.model([run.patches, run.bypass_patches], run.hook_patches.values(), run.patches_uuid)
+
+    def _sizes(self, latents: Latents, band: Band | None) -> dict[str, Any]:
+        """Sizes of the whole latent that `Inputs.conditioning` needs, the same in every band."""
         if band is not None:
             return {"grid": band.run.layout.grid, "companion_tokens": band.run.layout.companion_tokens}
         patching, shapes = self.checkpoint.family.patching, [tuple(latent.shape) for latent in latents]
@@ -346,50 +364,8 @@ def _refuse_inside(name: str) -> None:
     refuse_unread([Unread(f"another '{name}' in the native model", by=named(calling_nodes()))])
 
 
-def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entries: int) -> torch.Tensor:
-    """The timestep of each of a call's batch entries. ValueError for a conditioning that is not for as many of them."""
-    if len(timestep) == 1:
-        timestep = timestep.expand(entries, *timestep.shape[1:])
-    for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
-        if count != entries:
-            raise ValueError(
-                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
-                "node, or load the model with a native loader."
-            )
-    return timestep
-
-
-def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
-    """ValueError for latents that the family does not take."""
-    companion = family.patching.companion
-    if len(latents) > (1 if companion is None else 2) or (
-        len(latents) == 1 and companion is not None and companion.required
-    ):
-        wanted = "a video and its sound" if companion is not None and companion.required else "one latent alone"
-        raise ValueError(
-            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes {wanted}. Use the "
-            "Empty Latent node made for this model."
-        )
-    axes = [5 if family.patching.video else 4]
-    channels = [family.sizes.latent_channels(config)]
-    if len(latents) > 1:
-        sizes = companion.sizes(latents[0].shape[2] if latents[0].ndim > 2 else 1)
-        axes, channels = [*axes, 1 + len(sizes)], [*channels, sizes[0]]
-    for latent, count, needed in zip(latents, axes, channels, strict=False):
-        if latent.ndim != count or (0 in latent.shape and latent is latents[0]):
-            raise ValueError(
-                f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
-                f"{count} axes, none of them empty. Use the Empty Latent node made for this model."
-            )
-        if latent.shape[1] != needed:
-            raise ValueError(
-                f"latent_image: the latent has {latent.shape[1]} channels, this model needs {needed}. "
-                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
-            )
-
-
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:
-    """The stub inside a MODEL. ValueError if the MODEL is a native one."""
+    """The RemoteDiffusionModel inside a MODEL. ValueError if the MODEL is a native one."""
     stub = getattr(getattr(model, "model", None), "diffusion_model", None)
     if not isinstance(stub, RemoteDiffusionModel):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""LoRA and other weight patches of ComfyUI's ModelPatcher, as what the ranks add to their weights.
+"""LoRA and other weight patches of ComfyUI's ModelPatcher, as Deltas for the ranks.
 
-What does not depend on the weight itself is added beside it, where it is: on the ranks, perhaps packed. What does (a merge
-of models, DoRA) is worked out here, by ComfyUI's own arithmetic on the checkpoint's values, and takes the weight's place.
+A patch that does not depend on the weight is sent as it is, and added on the ranks, whose weights may be quantised. For a
+patch that does (a merge of models, DoRA) ComfyUI's functions compute the new weight here, which replaces the ranks' weight.
 """
 
 import math
@@ -20,35 +20,36 @@ from parallel_backend.core.spans import Span
 
 PREFIX = "diffusion_model."
 Patch = tuple[float, Any, float, tuple[int, int, int] | None, Callable[[torch.Tensor], torch.Tensor] | None]
-"""ComfyUI's: strength, adapter or ("diff", tensors) and the like, strength of the model, (dim, start, length) of the weight
-that it is for, function of what is added."""
+"""ComfyUI's patch: strength, adapter or ("diff", tensors) and the like, strength of the weight itself, (dim, start, length)
+of the weight's part that it changes, function that is applied to what is added."""
 
 DORA_SCALE = {"lora": 4, "loha": 7, "lokr": 8}
-"""Adapters whose product does not depend on the weight, and which of their `weights` makes it do so all the same."""
+"""Adapters whose product does not depend on the weight -> index of the DoRA scale in their `weights`, with which it does."""
 ALPHA = 2
-"""Place in their `weights` of what scales their product, beside the strength."""
+"""Index of alpha in their `weights`, which scales the product together with the strength."""
 LORA_MID, LORA_RESHAPE = 3, 5
-"""Places in a LoRA's `weights` of a third factor, and of the shape that it makes the weight have."""
+"""Indices in a LoRA's `weights` of a third factor, and of the shape that the weight is enlarged to."""
 SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
 MODEL_AS_LORA = "model_as_lora"
-"""Kind of a patch in a conditioning: what another model's weight differs by."""
+"""Kind of a patch in a conditioning: the difference to another model's weight."""
 KINDS = ("diff", "set", MODEL_AS_LORA)
 
 
 class NativeWeights:
-    """Weights of a checkpoint under the names that this ComfyUI's own model class has for them.
+    """Weights of a checkpoint under the names that this version of ComfyUI's model class has for them.
 
-    Files may have others: the names of Flux's norms have changed between ComfyUI's versions.
+    A file may have other names: those of Flux's norms have changed between versions of ComfyUI.
     """
 
-    def __init__(self, checkpoint: Checkpoint, original: Mapping[str, torch.Tensor], model_config: Any, dtype: torch.dtype):
-        """`original`: tensors on the meta device by key in original layout; `model_config`: ComfyUI's, as it detected it.
+    def __init__(self, checkpoint: Checkpoint, original: dict[str, torch.Tensor], model_config: Any, dtype: torch.dtype):
+        """`original`: tensors on the meta device by their name in the original layout; `model_config`: detected by ComfyUI.
 
-        `dtype`: what matrices are computed in on the ranks.
+        `dtype`: in which ranks compute.
         """
+        self.original, self.dtype = original, dtype
         self.tensors: dict[str, torch.Tensor] = {}
-        self._keys: dict[str, str] = {}
-        self._original, self._dtype = OriginalTensors(checkpoint), dtype
+        self._keys: dict[str, str] = {}  # ComfyUI's name -> name in the original layout
+        self._values = OriginalTensors(checkpoint)
         self._computed = frozenset(checkpoint.family.file.computed(checkpoint.config))
         for key, tensor in original.items():
             renamed = model_config.process_unet_state_dict({key: tensor})
@@ -58,7 +59,7 @@ class NativeWeights:
         self._with_modules = {above for module in modules for above in _above(module)}
 
     def check(self, key: str, patch: Patch, hooked: bool = False) -> None:
-        """ValueError, in the user's words, unless `deltas` can say what the patch does. `hooked`: in a conditioning."""
+        """ValueError for the user, unless `deltas` can express the patch. `hooked`: it is a conditioning's (a hook)."""
         name, shape = self._find(key)
         region = _region(shape, patch[3])
         why = why_not(patch, region) or (why_not_hooked(patch) if hooked else None)
@@ -69,44 +70,44 @@ class NativeWeights:
             )
 
     def deltas(self, patches: Mapping[str, list[Patch]], group: int = 0) -> Iterator[Delta]:
-        """What checked patches (a ModelPatcher's `patches`) make of the checkpoint's tensors."""
-        for key, added in patches.items():
+        """The Deltas of checked patches (a ModelPatcher's `patches`). `group`: 0, or the number of a conditioning's hook."""
+        for key, key_patches in patches.items():
             name, shape = self._find(key)
             if not self.is_patched(key, hooked=group > 0):
                 continue
-            if group == 0 and any(map(depends_on_weight, added)):
-                value = self.patched(key, added)
-                yield Delta(self._keys[name], value.to(self._dtype) if value.ndim == 2 else value, instead=True)
+            if group == 0 and any(map(depends_on_weight, key_patches)):
+                value = self.patched(key, key_patches)
+                yield Delta(self._keys[name], value.to(self.dtype) if value.ndim == 2 else value, instead=True)
                 continue
-            for patch in added:
+            for patch in key_patches:
                 if patch[0] != 0.0:
                     yield self._delta(name, shape, patch, group)
 
     def patched(self, key: str, patches: list[Patch]) -> torch.Tensor:
-        """The checkpoint's value with these patches, float32: ComfyUI's own arithmetic.
+        """The checkpoint's value with these patches, float32, computed by ComfyUI's functions.
 
-        ValueError for an adapter that it finds not to fit, which it only logs.
+        ValueError for an adapter of the wrong size, which ComfyUI would only log and leave out.
         """
         name, _ = self._find(key)
-        value = self._original.value(self._keys[name])
+        value = self._values.value(self._keys[name])
         for patch in patches:
             adapter = patch[1] if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) and patch[0] else None
-            before = None if adapter is None else value.clone()
+            before = value.clone() if adapter else value  # calculate_weight may write into its argument
             value = comfy.lora.calculate_weight([patch], value, name)
             if adapter and torch.equal(before, value) and all(factor.any() for factor in _tensors(adapter)):
                 raise ValueError(_unfit(adapter, name, value.shape))
         return value
 
     def is_patched(self, key: str, hooked: bool = False) -> bool:
-        """Whether ComfyUI applies patches to it. Those for tensors of a module that has modules in it, such as Wan's
-        `blocks.0.modulation` and SD3's table of positions, it keeps to no effect, but for those in conditionings.
+        """Whether ComfyUI applies patches for this key. It keeps but ignores patches for tensors of a module that has
+        submodules, such as Wan's `blocks.0.modulation` and SD3's table of positions, unless they are in a conditioning.
         """
         name, _ = self._find(key)
         return self._keys[name] not in self._computed and (hooked or name.rpartition(".")[0] not in self._with_modules)
 
     def stored(self, key: str) -> torch.Tensor | None:
-        """The checkpoint's value as its file has it. See OriginalTensors.stored."""
-        return self._original.stored(self._keys[self._find(key)[0]])
+        """The checkpoint's value as it is in the file. See OriginalTensors.stored."""
+        return self._values.stored(self._keys[self._find(key)[0]])
 
     def _find(self, key: str) -> tuple[str, torch.Size]:
         """Name and shape of the weight that ComfyUI calls `key`."""
@@ -127,12 +128,10 @@ class NativeWeights:
             up, down = (factor if factor.dtype in SENT_AS_IS else factor.float() for factor in (up, down))
             up = up.flatten(1) if function is None else function(up.flatten(1))
             return Delta(self._keys[name], up, down.flatten(1), scale, rows, group)
-        # ComfyUI's own arithmetic, on a weight of zeros.
-        given, original = torch.zeros(shape), None
-        if _kind(value) == MODEL_AS_LORA:
-            original = {name: [(self._original.value(self._keys[name]),)]}
+        # Applied to a weight of zeros, ComfyUI's functions give the sum that the patch adds.
+        original = {name: [(self._values.value(self._keys[name]),)]} if _kind(value) == MODEL_AS_LORA else None
         patch = strength, value, strength_model, offset, function
-        whole = comfy.lora.calculate_weight([patch], given, name, original_weights=original)
+        whole = comfy.lora.calculate_weight([patch], torch.zeros(shape), name, original_weights=original)
         if not whole.any() and all(factor.any() for factor in _tensors(value)) and _kind(value) != MODEL_AS_LORA:
             raise ValueError(_unfit(value, name, shape))
         return Delta(self._keys[name], whole, None, 1.0, rows, group)
@@ -150,7 +149,7 @@ def depends_on_weight(patch: Patch) -> bool:
 
 
 def why_not(patch: Patch, region: torch.Size) -> str | None:
-    """What is in the way of a patch for a weight of this shape, in the user's words; None if nothing is."""
+    """The obstacle, as the subject of a sentence for the user, to a patch for a weight of the shape `region`. None: none."""
     strength, value, strength_model, _, _ = patch
     if not (math.isfinite(strength) and math.isfinite(strength_model)):
         return f"something at the strength {strength if strength_model == 1.0 else strength_model}"
@@ -179,7 +178,7 @@ def why_not(patch: Patch, region: torch.Size) -> str | None:
 
 
 def why_not_hooked(patch: Patch) -> str | None:
-    """What is in the way of such a patch in a conditioning, whose strength is another in each call."""
+    """The obstacle to such a patch in a conditioning, where each call may have another strength. None: there is none."""
     if not depends_on_weight(patch):
         return None
     kind = patch[1].name.upper() if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) else "a whole weight"
@@ -194,7 +193,7 @@ def _above(module: str) -> Iterator[str]:
 
 
 def _kind(value: Any) -> str:
-    """Of a patch that is neither adapter nor list; '' for those."""
+    """Kind of a patch's value, such as "diff" or "set". '' for adapters and lists."""
     if not isinstance(value, tuple):
         return ""
     return "diff" if len(value) == 1 else value[0]
@@ -217,7 +216,7 @@ def _product_shape(lora: comfy.weight_adapter.LoRAAdapter) -> torch.Size:
 
 
 def _low_rank(value: Any, shape: torch.Size) -> bool:
-    """Whether the factors can go as they are: a plain LoRA on a matrix."""
+    """Whether the factors can be sent instead of their product: a plain LoRA on a matrix."""
     plain = isinstance(value, comfy.weight_adapter.LoRAAdapter) and value.weights[LORA_MID] is None
     return plain and _product_shape(value) == shape
 

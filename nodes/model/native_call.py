@@ -1,7 +1,7 @@
 """Other nodes' wrappers around the native model's forward (ComfyUI's DIFFUSION_MODEL wrappers), run around the ranks' call.
 
-A wrapper sees the arguments that the native class hands to its own `_forward`, in that order. So the class's `forward` is
-run, without its weights: it calls the wrappers, and in the end `_forward` of the object that it is run with.
+A wrapper gets the arguments that the native class's `forward` hands to its `_forward`, in that order. So that `forward` is
+called with RemoteDiffusionModel as `self`: it runs the wrappers, and inside them RemoteDiffusionModel._forward.
 """
 
 import importlib
@@ -43,20 +43,26 @@ NATIVE: Mapping[str, str] = {
 """Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
 
 
-def native_class(kind: str) -> type:
+NativeClass = type[Any]
+"""One of those classes, a torch Module with `forward` and mostly `_forward`. ComfyUI declares no common base for them."""
+
+
+def native_class(kind: str) -> NativeClass:
     """The native model's class, for the name of a class of ComfyUI's supported_models."""
     module, _, name = NATIVE[kind].partition(":")
     return getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
 
 
-def runs_wrappers(native: type) -> bool:
-    """Whether the native class takes any notice of wrappers. Not all do: SD3's, PixArt's and others ignore them."""
+def runs_wrappers(native: NativeClass) -> bool:
+    """Whether the native class's `forward` runs wrappers. SD3's, PixArt's and others ignore them."""
     return "WrapperExecutor" in native.forward.__code__.co_names
 
 
-def leaves_wrappers_to_parent(native: type) -> bool:
-    """Whether only a forward that the native class calls as its parent's runs wrappers, as LTX-2's does. That one needs an
-    object of the class, so such wrappers cannot be run around the ranks' call."""
+def leaves_wrappers_to_parent(native: NativeClass) -> bool:
+    """Whether only the `forward` of a parent class runs wrappers, as for LTX-2.
+
+    The native class calls it by `super()`, which needs an object of the class: it cannot be run around the ranks' call.
+    """
     forwards = (vars(base)["forward"] for base in native.__mro__ if "forward" in vars(base))
     others = (forward for forward in forwards if hasattr(forward, "__code__"))
     return not runs_wrappers(native) and any("WrapperExecutor" in forward.__code__.co_names for forward in others)
@@ -68,18 +74,18 @@ def wrappers_of(options: dict[str, Any], is_model_options: bool = False) -> list
     return comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options)
 
 
-def by_name(native: type, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the native class's `_forward`, by name: those that are not as they are when left out.
+def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the native class's `_forward` by name, without those that have their default value.
 
-    Latent and timestep, the first two, are `x` and `timestep` for every class.
+    The first two, latent and timestep, are called `x` and `timestep` for every class.
     """
     signature = inspect.signature(native._forward)
     bound = signature.bind(None, *arguments, **named).arguments
-    found = {}
+    values: dict[str, Any] = {}
     for name, value in list(bound.items())[1:]:
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            values |= value
         elif value is not signature.parameters[name].default:
-            found[name] = value
+            values[name] = value
     first, second = list(signature.parameters)[1:3]
-    return {"x": found.pop(first), "timestep": found.pop(second)} | found
+    return {"x": values.pop(first), "timestep": values.pop(second)} | values

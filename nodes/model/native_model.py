@@ -1,4 +1,4 @@
-"""A checkpoint in ComfyUI itself, called as Parallel Self-Test calls the ranks' model, to compare the two."""
+"""A checkpoint in ComfyUI itself, for Parallel Self-Test, which calls it as it calls the ranks' model and compares them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -35,15 +35,15 @@ def native_model(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> It
 
     @torch.inference_mode()
     def predict(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        given = {NATIVE_NAMES[name]: tensor.to(device, dtype) for name, tensor in tensors.items()}
+        conditioning = {NATIVE_NAMES[name]: tensor.to(device, dtype) for name, tensor in tensors.items()}
         try:
-            output = patcher.model.diffusion_model(x.to(device, dtype), timestep.to(device).float(), **given)
-        except (TypeError, RuntimeError) as error:  # it wants more, or has too little memory
+            output = patcher.model.diffusion_model(x.to(device, dtype), timestep.to(device).float(), **conditioning)
+        except (TypeError, RuntimeError) as error:  # the model needs other arguments, or memory is short
             raise NotLookedAt(f"ComfyUI's model cannot be called with random conditioning alone ({error})") from error
         return output.float().cpu()
 
     try:
         yield predict
     finally:
-        comfy.model_management.unload_all_models()  # the ranks are about to ask for its memory
+        comfy.model_management.unload_all_models()  # the ranks need this memory next
         comfy.model_management.soft_empty_cache()

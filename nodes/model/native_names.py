@@ -13,18 +13,21 @@ from ..ui.host import on_behalf, refuse
 class NativeNames:
     """Attributes as a native module would have them, down to its tensors, which have a shape and no values.
 
-    A list of blocks has a length and members, as nodes that compile each block ask for. Nothing can be put into any of it:
-    nobody would ever look there.
+    A list of blocks has a length and members, which nodes that compile each block ask for. Setting an attribute is refused,
+    since the ranks would never see it.
     """
 
     comfy_cast_weights = True
-    """ComfyUI's word for a layer whose weights are elsewhere: nodes that read them ask the ModelPatcher."""
+    """ComfyUI's mark of a layer whose weights are elsewhere: nodes that read weights then ask the ModelPatcher."""
+    _checkpoint: Checkpoint
+    _tensors: dict[str, torch.Tensor]
+    _prefix: str
 
     def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: str):
         vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _prefix=prefix)
 
     def at(self, name: str) -> Any:
-        """The tensor or module of that name. AttributeError if the native model has none."""
+        """The native model's tensor or module of that name. AttributeError if it has none."""
         whole = self._prefix + name
         if whole in self._tensors:
             return self._tensors[whole]
@@ -41,14 +44,14 @@ class NativeNames:
         refuse(f"another '{self._prefix}{name}' in the native model", "Remove the node that puts it there.")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The checkpoint's own values: ControlNets for SD3.5 begin with a copy of the model's first layer."""
+        """The checkpoint's values, which ControlNets for SD3.5 copy into their first layer."""
         return original_values(self._checkpoint, self._prefix)
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
 
     def __len__(self) -> int:
-        """Of a list of blocks, or of layers some of which have no tensors: up to the last that has one."""
+        """Length of a list of blocks or layers, up to the last one with a tensor."""
         names = {key.removeprefix(self._prefix).partition(".")[0] for key in self._tensors if key.startswith(self._prefix)}
         return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
 

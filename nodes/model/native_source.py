@@ -1,10 +1,8 @@
-"""Where a native MODEL's weights come from: the file and the options that its loader has noted on it."""
+"""Where a native MODEL's weights come from: the file and the options that the loader has noted on the MODEL."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import comfy.model_patcher
 import torch
@@ -16,10 +14,9 @@ LOADERS = {
     "sd.load_checkpoint_guess_config": "ckpt_path",
     "model_optimization_nodes._load_diffusion_model_kj": "unet_path",
 }
-"""Functions that a MODEL can be made again by, by `name_of` them -> their argument for the file. ComfyUI's own, and
-KJNodes'."""
+"""`name_of` functions of ComfyUI and KJNodes that load a MODEL -> their argument for the file."""
 WITHOUT_MEANING = ("load_device", "offload_device", "fp8_optimizations")
-"""Options about ComfyUI's own devices, and fp8 products, which ranks make where the GPU does."""
+"""Options that mean nothing to ranks: ComfyUI's devices, and fp8 products, which ranks always compute if the GPU can."""
 DTYPES = {
     None: "default",
     torch.float32: "fp32",
@@ -32,29 +29,29 @@ INSTEAD = "Put Parallel DiT Loader in place of the node that loads it, or Parall
 
 @dataclass(frozen=True)
 class NativeSource:
-    """A file of weights, and Parallel DiT Loader's `weight_dtype` for what the native loader made of it."""
+    """A file of weights, and the `weight_dtype` of Parallel DiT Loader that stands for the native loader's choice."""
 
     path: Path
     weight_dtype: str
 
 
 def loaders_say_it() -> bool:
-    """This ComfyUI's loaders note their file on the MODEL."""
+    """Whether this ComfyUI's loaders note their file on the MODEL."""
     return "cached_patcher_init" in comfy.model_patcher.ModelPatcher.__init__.__code__.co_names
 
 
 def native_source(model: comfy.model_patcher.ModelPatcher) -> NativeSource:
-    """The source of a native MODEL. ValueError, saying what to do, where it is not known or not a file as it is."""
+    """The source of a native MODEL. ValueError, with advice, if it is unknown or not the contents of a single file."""
     noted = getattr(model, "cached_patcher_init", None)  # since 2026
     if noted is None:
         raise ValueError(f"model: which file this MODEL is from is not known: its loader does not say it. {INSTEAD}")
     function, arguments = noted[:2]
     if (path_name := LOADERS.get(name := name_of(function))) is None:
         raise ValueError(f"model: this MODEL is made by {name}, which is not known here. {INSTEAD}")
-    given = _given(function, arguments)
-    if given.get("extra_state_dict") is not None:
-        raise ValueError(f"model: its loader adds weights of a second file ({given['extra_state_dict']}). {INSTEAD}")
-    options = {key: value for key, value in (given.get("model_options") or {}).items() if value is not None}
+    call = inspect.signature(function).bind(*arguments).arguments
+    if call.get("extra_state_dict") is not None:
+        raise ValueError(f"model: its loader adds weights of a second file ({call['extra_state_dict']}). {INSTEAD}")
+    options = {key: value for key, value in (call.get("model_options") or {}).items() if value is not None}
     dtype = options.pop("dtype", None)
     if dtype not in DTYPES:
         raise ValueError(
@@ -63,11 +60,7 @@ def native_source(model: comfy.model_patcher.ModelPatcher) -> NativeSource:
         )
     if others := [key for key in options if key not in WITHOUT_MEANING]:
         raise ValueError(f"model: its loader has {', '.join(others)}, which ranks do not have. {INSTEAD}")
-    compute = model.object_patches.get("manual_cast_dtype")  # as KJNodes' loaders set it, and Select Model Device
+    compute = model.object_patches.get("manual_cast_dtype")  # KJNodes' loaders and Select Model Device set it
     if compute in DTYPES and dtype != torch.float8_e4m3fn:
         dtype = compute or dtype
-    return NativeSource(Path(given[path_name]), DTYPES[dtype])
-
-
-def _given(function: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
-    return inspect.signature(function).bind(*arguments).arguments
+    return NativeSource(Path(call[path_name]), DTYPES[dtype])

@@ -1,7 +1,7 @@
-"""What ComfyUI's model management sees of the ranks' memory on the GPUs that it uses, and how it takes it.
+"""How ComfyUI's model management sees, and takes, the ranks' memory on GPUs that ComfyUI uses too.
 
-ComfyUI asks the model that it has loaded on a GPU for room there. The ranks on that GPU hand over as much as is asked, block
-by block, into host memory (client/giving_way.py), and take it back in their next run.
+When ComfyUI needs memory on a GPU, it asks the models that it has loaded there. The ranks on that GPU then move so many
+bytes of weights, block by block, into host memory (client/giving_way.py), and move them back in their next run.
 """
 
 import weakref
@@ -25,42 +25,41 @@ ALL = 1e32
 
 
 class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
-    """ModelPatcher of a model whose weights are on ranks: ComfyUI counts and takes those on `load_device`.
+    """ModelPatcher of a model whose weights are on ranks: ComfyUI counts and takes the weights on `load_device`.
 
-    `stub` has the model. On a CPU, whose memory ComfyUI does not manage, ranks count nothing and keep all.
+    ComfyUI does not manage the memory of a CPU, so there the ranks' bytes count as 0 and ranks keep everything.
     """
 
     on_ranks = True
-    """What a run takes room for (make_room.py)."""
+    """Tells models on ranks from ComfyUI's own in its list of loaded models (make_room.py)."""
 
     @property
     def stub(self) -> "RemoteDiffusionModel | None":
-        """None: the model is gone."""
+        """The model. None: it has been freed."""
         raise NotImplementedError
 
     def model_size(self):
-        """Bytes in this process, and those that the ranks want on this GPU: what they have if nobody needs room."""
-        return self._own_bytes() + self._wanted_bytes()
+        """Bytes of the model in this process, and the bytes that the ranks take on this GPU while nobody else needs them."""
+        return self._local_bytes() + self._wanted_bytes()
 
     def loaded_size(self):
-        return (self._own_bytes() if self.model.model_loaded_weight_memory else 0) + self.rank_bytes()
+        return (self._local_bytes() if self.model.model_loaded_weight_memory else 0) + self.rank_bytes()
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As ComfyUI's, always in full: this process has little of the model, and the ranks load at the first call."""
+        """As ComfyUI's, but always in full: this process has few bytes of the model, and ranks load at the first call."""
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Have the ranks on this GPU hand over so many bytes. Bytes that came free; ComfyUI unloads where they are less."""
+        """Have the ranks on this GPU free so many bytes. Returns the freed bytes. If they are fewer, ComfyUI unloads."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().give_back(stub.setup, str(self.load_device), memory_to_free)
 
     def detach(self, unpatch_all=True):
-        """As ComfyUI's. With `unpatch_all` the ranks give up all that they have on this GPU; without it another clone takes
-        this one's place.
+        """As ComfyUI's. With `unpatch_all` the ranks free all their bytes on this GPU. Without it another clone takes over.
 
-        Where no node asks for room it is the user who unloads models: then ranks free all that they have, everywhere. So
-        they do where the host has no room either.
+        If no node is running, the user has asked to unload models: then the ranks free their bytes on all devices. They do
+        the same if the host has too little memory to take this GPU's bytes.
         """
         if unpatch_all and (stub := self.stub) is not None:
             asked_by_a_node = not self._on_cpu() and get_executing_context() is not None
@@ -71,14 +70,17 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return super().detach(unpatch_all)
 
     def rank_bytes(self) -> int:
-        """Bytes of weights and adapters that ranks have on this GPU now."""
+        """Bytes of weights and adapters that ranks hold on this GPU now."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().bytes_on(stub.setup, str(self.load_device))
 
     def _wanted_bytes(self) -> int:
-        """Of weights and adapters, if nobody needs room. Before loading: equal shares of the weights (stage_split may
-        differ), and the ranks' processes where they have not started yet."""
+        """Bytes of weights and adapters that ranks take on this GPU while nobody else needs them.
+
+        Before loading, an estimate: equal shares of the weights, whatever stage_split says, and the memory of the processes
+        that are not running yet.
+        """
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         setup, device = stub.setup, str(self.load_device)
@@ -91,14 +93,17 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
     def _on_cpu(self) -> bool:
         return comfy.model_management.is_device_cpu(self.load_device)
 
-    def _own_bytes(self) -> int:
-        """Bytes in this process. (`state_dict` lists weights that are elsewhere.)"""
+    def _local_bytes(self) -> int:
+        """Bytes in this process. (ComfyUI's way would be `state_dict`, which lists the ranks' weights.)"""
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
 
 class OnAnotherGPU(RankMemoryPatcher):
-    """A MODEL's ranks on a GPU that is not its own, where ComfyUI has something too, such as a text encoder (Select CLIP
-    Device). ComfyUI loads it with the MODEL, so that it can ask for room there."""
+    """Stands for a MODEL's ranks on a GPU that is not the MODEL's load_device but holds another model of ComfyUI's.
+
+    ComfyUI loads this patcher together with the MODEL, so that it can ask these ranks for memory. Select CLIP Device, for
+    instance, puts another model on such a GPU.
+    """
 
     def __init__(self, model, load_device, *arguments, **named):
         self.load_device = load_device
@@ -107,15 +112,15 @@ class OnAnotherGPU(RankMemoryPatcher):
     @classmethod
     def of(cls, stub: "RemoteDiffusionModel", device: torch.device) -> "OnAnotherGPU":
         """For the ranks of `stub` on `device`."""
-        place = torch.nn.Module()
-        object.__setattr__(place, "stub", weakref.ref(stub))
-        return cls(place, device, torch.device("cpu"))
+        holder = torch.nn.Module()
+        object.__setattr__(holder, "stub", weakref.ref(stub))
+        return cls(holder, device, torch.device("cpu"))
 
     @property
     def stub(self):
         return self.model.stub()
 
 
-def other_gpus(own: torch.device, devices: tuple[str, ...]) -> list[torch.device]:
-    """GPUs but `own` that both ComfyUI and ranks on `devices` use."""
-    return sorted((each for each in comfyui_gpus() - {own} if str(each) in devices), key=str)
+def other_gpus(load_device: torch.device, devices: tuple[str, ...]) -> list[torch.device]:
+    """GPUs other than `load_device` that both ComfyUI and ranks on `devices` use."""
+    return sorted((each for each in comfyui_gpus() - {load_device} if str(each) in devices), key=str)

@@ -1,7 +1,7 @@
-"""What of a model call reaches the ranks: tables of what does and what need not, and the refusal of everything else.
+"""Refuses everything in a model call that would change the native model's result but does not reach the ranks.
 
-Sources: all that ComfyUI 0.3.64 and 0.33.0 put into `transformer_options` (samplers, context windows, patchers and its
-models themselves), and what KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG put there.
+The tables list the entries of `transformer_options` that do reach them or need not: all that ComfyUI 0.3.64 and 0.33.0 set
+(samplers, context windows, patchers, models), and those of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
 """
 
 import inspect
@@ -16,24 +16,24 @@ from parallel_backend.families import Family
 from ..ui.other_nodes import definition, named, nodes_of, nodes_that_set
 
 OURS = "parallel_dit_"
-"""What our own entries of transformer_options begin with."""
+"""Prefix of this pack's entries of transformer_options."""
 
 BOOKKEEPING = frozenset(
     {
         *("sigmas", "sample_sigmas", "cond_or_uncond", "uuids", "wrappers", "callbacks"),  # samplers
         *("prefetch_dynamic_vbars", "multigpu_thread_device", "context_window", "easycache"),
-        # What a native model notes for the patches inside it.
+        # Notes of a native model for the patches inside it.
         *("block", "block_index", "block_type", "total_blocks", "transformer_index", "img_slice", "grid_sizes"),
         *("original_shape", "activations_shape", "reference_image_num_tokens", "model_patch_data"),
     }
 )
-"""Entries of transformer_options that say something about the call. No native model's result depends on them."""
+"""Entries of transformer_options that describe the call. No native model's result depends on them."""
 
 READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("stg_self_attn_blocks", "a2v_cross_attn", "v2a_cross_attn", "run_vx", "run_ax"), frozenset({"LTXAV"})),
     "stg_skip_self_attn": frozenset({"LTXAV", "LTXV"}),
     **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset({"MiniMaxH3"})),
-    # Of models that no family is; and keys that are made once instead of at every step, which give the same picture.
+    # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
     "rope_options": frozenset(
         {
@@ -43,20 +43,15 @@ READ_BY: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-"""Entry of transformer_options that a native model computes with -> the classes of ComfyUI's supported_models that do. All
-others ignore it, and so do we. A family that reads it too has it in `Inputs.options`."""
+"""Entry of transformer_options -> the classes of ComfyUI's supported_models whose native models compute with it.
+
+Other models ignore the entry, on ranks too. A family whose ranks read the entry has it in `Inputs.options`."""
 
 FOR_PATCHES = frozenset(
     {
-        # RES4LYF: its samplers set them, its own models read them. Those come by object patches, which are refused.
-        *(
-            "regional_conditioning_weight",
-            "regional_conditioning_floor",
-            "regional_conditioning_mask_orig",
-            "sigma_next",
-            "z_",
-        ),
-        *("regional_conditioning_weight_neg", "regional_conditioning_floor_neg"),
+        # RES4LYF: its samplers set them for its models, which come by object patches and are refused.
+        *(f"regional_conditioning_{name}" for name in ("weight", "floor", "mask_orig", "weight_neg", "floor_neg")),
+        *("sigma_next", "z_"),
         *("AttnMask", "AttnMask_neg", "RegContext", "RegContext_neg", "ExtraOptions", "StyleMMDiT", "update_cross_attn"),
         *("x_init", "x_tmp", "y0", "y0_inv", "y0_standard_guide", "y0_inv_standard_guide", "model_sampling", "latent_type"),
         *("y0_adain", "blocks_adain", "blocks_adain_cache", "sort_and_scatter", "noise_mode_adain", "y0_attninj"),
@@ -75,71 +70,73 @@ FOR_PATCHES = frozenset(
         "from_smZ",
     }
 )
-"""Entries of transformer_options that packs leave for patches of their own. The native model takes no notice of them, and
-where such a patch is inside the model, that patch is refused."""
+"""Entries of transformer_options that packs set for their own patches. The native model ignores them, and a patch inside the
+model is refused as such."""
 
 HARMLESS = ("crossattn_controlnet",)
-"""Arguments of a model call that native models do not look at."""
+"""Arguments of a model call that native models ignore."""
 
 EXACT_KERNELS = ("attention_pytorch", "attention_flash", "attention_xformers", "attention_split", "attention_sub_quad")
-"""ComfyUI's attention kernels that differ from each other by rounding only, and so from those of the ranks."""
+"""ComfyUI's attention kernels that differ from each other, and from the ranks' exact kernels, by rounding only."""
 
 INSTEAD = {
     r"(?<!kv)(?<!kv )cache": "Take Parallel Step Cache in its place",
     "compile": "Switch on `compile` in Parallel DiT Loader in its place",
     "attention kernel": "Ulysses Config's widget attention chooses the ranks' kernel: take that in its place",
 }
-"""Pattern of what a node's name, or what is refused, has in it -> what to take in its place. A KV cache skips no steps."""
+"""Pattern in the refused thing's or its node's name -> advice. A KV cache, which skips no steps, has no replacement."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Something on a MODEL that the ranks would know nothing of."""
+    """Something on a MODEL that the ranks would ignore."""
 
     what: str
-    """In words."""
+    """Its description for the user."""
     source: Any = None
     """The function or object that another node has put there."""
     entry: str = ""
-    """The entry of transformer_options that it is."""
+    """The key, if it is an entry of transformer_options."""
     by: str = ""
-    """The node that does it now, where that is known."""
+    """The node that is doing it, if known."""
 
     def described(self) -> str:
-        """With the node that it comes from, or else the function."""
-        made = None if self.source is None else definition(self.source)
-        nodes = self.by or (named(nodes_of(made)) if made else "")
+        """The description with the responsible node, or else with the function."""
+        function = None if self.source is None else definition(self.source)
+        nodes = self.by or (named(nodes_of(function)) if function else "")
         nodes = nodes or (named(nodes_that_set(self.entry)) if self.entry else "")
         if nodes:
             return f"{nodes} ({self.what})"
-        return f"{self.what} ({made.__qualname__} of {made.__module__})" if made else self.what
+        return f"{self.what} ({function.__qualname__} of {function.__module__})" if function else self.what
 
 
 def refuse_what_does_not_reach_the_ranks(
     options: Mapping[str, Any], unknown: Iterable[str], family: Family, attention: str
 ) -> None:
-    """ValueError for anything that changes the native model's result and would be ignored: it names node and entry.
+    """ValueError, with node and entry, for anything that changes the native model's result and does not reach the ranks.
 
-    `options`: a call's transformer_options, without the patches that do reach them (block_patches.py). `unknown`: arguments
-    of the call that the family does not take. `attention`: the ranks' kernel (core/attention_kernels.py).
+    `options`: a call's transformer_options, without the patches that reach the ranks (block_patches.py). `unknown`: names of
+    arguments that the family does not take. `attention`: the ranks' kernel (core/attention_kernels.py).
     """
     conditioning = (Unread(f"'{name}' conditioning") for name in unknown if name not in HARMLESS)
     refuse_unread([*unread(options, family, attention), *conditioning])
 
 
-def refuse_unread(found: Iterable[Unread]) -> None:
-    """ValueError that names all of `found` and what to do. Nothing happens if there is none."""
-    if not (described := list(dict.fromkeys(each.described() for each in found))):
+def refuse_unread(refused: Iterable[Unread]) -> None:
+    """ValueError that names everything in `refused`, with advice. Does nothing if `refused` is empty."""
+    if not (described := list(dict.fromkeys(each.described() for each in refused))):
         return
     text = ", ".join(described)
-    advice = [instead for pattern, instead in INSTEAD.items() if re.search(pattern, text.lower())]
-    advice = "; ".join(advice) + ", or load" if advice else "Remove the node that adds it, or load"
-    advice += " the model with a native loader, without Parallelize Model."
-    raise ValueError(f"model: {text} cannot be forwarded to Parallel DiT's ranks in this version. {advice}")
+    replacements = [instead for pattern, instead in INSTEAD.items() if re.search(pattern, text.lower())]
+    raise ValueError(
+        f"model: {text} cannot be forwarded to Parallel DiT's ranks in this version. "
+        f"{'; '.join(replacements) or 'Remove the node that adds it'}, or load the model with a native loader, without "
+        "Parallelize Model."
+    )
 
 
 def unread(options: Mapping[str, Any], family: Family, attention: str) -> Iterator[Unread]:
-    """Entries of transformer_options that change what the native model computes and that the ranks do not read."""
+    """Entries of transformer_options that change the native model's result and that the ranks do not read."""
     for name, value in options.items():
         if name in ("patches", "patches_replace"):
             yield from _patches(name, value)
@@ -153,7 +150,7 @@ def unread(options: Mapping[str, Any], family: Family, attention: str) -> Iterat
 
 
 def chooses_exact_kernel(override: Any) -> bool:
-    """Whether an override of ComfyUI's attention, such as Model Attention Backend's, is one of EXACT_KERNELS."""
+    """Whether an override of ComfyUI's attention, set by Model Attention Backend for instance, is one of EXACT_KERNELS."""
     if getattr(override, "__module__", None) != "comfy.model_patcher":
         return False
     chosen = inspect.getclosurevars(override).nonlocals.get("optimized_attention")
@@ -168,12 +165,12 @@ def _patches(table: str, patches: Mapping[str, Any]) -> Iterator[Unread]:
 
 
 def _is_read(name: str, family: Family) -> bool:
-    """Whether the family's native models read an entry that the family does not."""
+    """Whether the family's native models read an entry that its ranks do not read."""
     return name not in family.inputs.options and not READ_BY[name].isdisjoint(family.native_classes)
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Whether the value asks for something else than the usual."""
+    """Whether the value changes anything: it is not the entry's neutral value."""
     if name == "rope_options":
         return any(each != (1.0 if key.startswith("scale") else 0.0) for key, each in value.items())
     return value is not True if name.startswith(("run_", "a2v", "v2a")) else bool(value)

@@ -1,7 +1,7 @@
-"""Weights of a MODEL whose weights are on ranks, for nodes that merge, save or extract them: its file's values.
+"""The file's values of a MODEL whose weights are on ranks, for nodes that merge, save or extract weights.
 
-The values are views of the mapped file, and take no memory until they are used. A patched one is worked out when it is asked
-for, on the CPU, as ComfyUI does it.
+The values are views of the mapped file, and take no memory until they are used. A patched value is computed on the CPU when
+ComfyUI asks for it.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from .lora import PREFIX, NativeWeights, Patch
 
 
 def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]:
-    """Key -> the file's value. ValueError for a file that does not hold plain values; `what` the user asked for."""
+    """Key -> the file's value. ValueError for a file with quantised values. `what`: the action that needs the values."""
     try:
-        found = {PREFIX + name: weights.stored(PREFIX + name) for name in weights.tensors}
+        stored = {PREFIX + name: weights.stored(PREFIX + name) for name in weights.tensors}
     except ValueError as error:
         refuse(f"{what} ({error})", "Load the model with a native loader for it, or take a file in bf16 or fp16.")
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in stored.items() if value is not None}
 
 
 def key_patches(
     stored: Mapping[str, torch.Tensor], patches: Mapping[str, list[Patch]], prefix: str | None
 ) -> dict[str, list]:
-    """As ModelPatcher.get_key_patches: what a merge adds to another MODEL."""
+    """As ModelPatcher.get_key_patches: values and patches by key, which a merge adds to another MODEL."""
     return {
         key: [(value, _as_it_is), *patches.get(key, ())]
         for key, value in stored.items()
@@ -42,7 +42,7 @@ def patched_weight(weights: NativeWeights, key: str, patches: list[Patch], dtype
 
 
 def for_saving(patcher: comfy.model_patcher.ModelPatcher, weights: NativeWeights, prefix: str) -> dict[str, torch.Tensor]:
-    """Keys without `prefix` -> what is saved. A patched value is worked out while the file is written."""
+    """Key without `prefix` -> the value to save. ComfyUI computes patched values while it writes the file."""
     saved = {}
     for key, value in stored_weights(weights, "saving the model").items():
         patched = key in patcher.patches and weights.is_patched(key)

@@ -28,9 +28,9 @@ class CacheSettings:
 
 
 class SamplingCache:
-    """Step cache of one sampling run, whole or in bands. `shapes`: of the run's latents, once its sampler has begun.
+    """Step cache of one sampling run, whole or in bands. `shapes`: of the run's latents; None until its sampler begins.
 
-    The first call for a part of them ends its forecasts: parts have histories that nobody tells apart.
+    The first call for a part of the latents ends all forecasts, because the cache cannot tell the parts' histories apart.
     """
 
     def __init__(self, settings: CacheSettings, model_sampling: Any):
@@ -43,26 +43,26 @@ class SamplingCache:
         self._reported, self._off = False, False
 
     def restart(self, bands: int = 1) -> StepCache:
-        """A new, empty cache, for calls in `bands` bands. What an attempt before has kept is forgotten."""
+        """A new, empty cache for calls in `bands` bands. Forecasts of an earlier attempt are dropped."""
         self.cache = StepCache(self.settings.threshold, bands)
         return self.cache
 
     @property
     def for_calls(self) -> StepCache | None:
-        """The cache for calls that are in no run of bands. None: there is to be none."""
+        """The cache for calls outside of a run in bands. None: forecasts have ended."""
         return None if self._off else self.cache
 
     def see(self, latents: Latents, options: dict[str, Any]) -> None:
-        """A call that is in no run of bands is about to be made, with these transformer_options."""
+        """Note a call outside of a run in bands, before it is made. `options`: its transformer_options."""
         self._off |= self.shapes is None or not is_for_all(latents, options, self.shapes)
 
     def report(self) -> str:
-        """Summary in words. Whoever asks for it shows it: `tell` does not any more."""
+        """Summary for the user. After it, `tell` does nothing, because the caller shows the summary."""
         self._reported = True
         return f"step cache: not used, since {PART}" if self._off else self.cache.summary
 
     def may_forecast(self, options: dict[str, Any]) -> bool:
-        """A call with these transformer_options is within the percents, and not in the last step; none was for a part."""
+        """Whether a call with these transformer_options may be forecast: within the percents and not in the last step."""
         if self._off:
             return False
         sigma, steps = float(options["sigmas"].max()), options.get("sample_sigmas")
@@ -70,7 +70,7 @@ class SamplingCache:
         return self._to < sigma <= self._from and not last_step
 
     def tell(self) -> None:
-        """Show the summary on the sampler's node, unless `report` was asked for it."""
+        """Show the summary on the sampler's node, unless `report` was called."""
         if not self._reported:
             say(f"Parallel DiT: {self.report()}")
 
@@ -89,19 +89,20 @@ def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSett
 
 
 def note_shapes(executor, guider, sigmas, extra_args, callback, noise: torch.Tensor, *arguments) -> torch.Tensor:
-    """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`. Tells the cache what is sampled."""
+    """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`. Sets the cache's `shapes`."""
     model = guider.inner_model
-    if (cache := getattr(model.diffusion_model, "cache", None)) is not None:
+    on_ranks = getattr(model.diffusion_model, "on_ranks", False)  # False: the native one of a guider's two MODELs
+    if on_ranks and (cache := model.diffusion_model.run.cache) is not None:
         cache.shapes = shapes_of_run(model, noise)
     return executor(guider, sigmas, extra_args, callback, noise, *arguments)
 
 
 def begin_cache(model: comfy.model_patcher.ModelPatcher) -> SamplingCache | None:
-    """Cache for a sampling run of this MODEL that begins. None: the MODEL has no step cache, or could not be forecast."""
+    """Cache for a new sampling run of this MODEL. None: the MODEL has no step cache, or cannot be forecast."""
     settings = model.model_options["transformer_options"].get(CACHE_KEY)
     if settings is None:
         return None
-    if model.hook_patches:  # the same prompt may be there with a LoRA and without, at a strength that changes
+    if model.hook_patches:  # the same prompt may be evaluated with a LoRA and without, at changing strengths
         say("Parallel DiT: step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)")
         return None
     return SamplingCache(settings, model.get_model_object("model_sampling"))

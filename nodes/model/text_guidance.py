@@ -1,7 +1,7 @@
-"""Normalized attention guidance of a model's look at the text, as KJNodes' WanVideoNAG puts it on a MODEL.
+"""Normalized attention guidance (NAG) in a model's cross-attention, as KJNodes' WanVideoNAG puts it on a MODEL.
 
-It puts another `forward` into each block's cross-attention, with a second text in its closure. That text and the settings
-become conditioning for the ranks.
+The node replaces the `forward` of each block's cross-attention by a function with a second text in its closure. Text and
+settings become conditioning for the ranks.
 """
 
 import inspect
@@ -26,7 +26,7 @@ GUIDED = re.compile(r"model_optimization_nodes\.WanCrossAttentionPatch\.__get__\
 
 
 class TextLayers(NativeNames):
-    """The native model's layers that embed the text. They give it out as it is: the ranks embed it."""
+    """The native model's layers that embed the text. Here they return the text unchanged: the ranks embed it."""
 
     def to(self, *_arguments: Any, **_named: Any) -> "TextLayers":
         return self
@@ -37,37 +37,37 @@ class TextLayers(NativeNames):
 
 @dataclass(frozen=True, eq=False)
 class TextGuidance:
-    """The widgets of WanVideoNAG, and its `text` [1, T, C]. Of a call's entries the first half is guided, or with `all_of`
-    all are."""
+    """The widgets of WanVideoNAG, and its `text` [1, T, C]."""
 
     text: torch.Tensor
     scale: float
     tau: float
     alpha: float
-    all_of: bool
-    looks_at_picture: bool
-    """The model's cross-attention looks at CLIP's picture too: then two entries alone count as halves."""
-    _made: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
+    guides_all: bool
+    """Whether all of a call's entries are guided, or only the first half of them (the positive prompt's)."""
+    attends_to_picture: bool
+    """Whether the model's cross-attention attends to CLIP's picture too: then only a call of two entries has halves."""
+    _by_entries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextGuidance":
         return self
 
     def of(self, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a call of so many entries: the text of each, and [entries, 3] scale, tau and alpha, 0 for those left alone.
+        """Text [entries, T, C], and settings [entries, 3]: scale, tau and alpha, which is 0 for entries without guidance.
 
-        Calls of one size get the same tensors, which the client knows without a look at their values.
+        Calls of one size get the same tensors: the client then sends them once, without comparing their values.
         """
-        if entries not in self._made:
-            halves = entries == 2 or (entries > 2 and not self.looks_at_picture)
-            guided = entries if (self.all_of and not self.looks_at_picture) or not halves else -(-entries // 2)
+        if entries not in self._by_entries:
+            has_halves = entries == 2 or (entries > 2 and not self.attends_to_picture)
+            all_guided = (self.guides_all and not self.attends_to_picture) or not has_halves
             settings = torch.tensor([(self.scale, self.tau, self.alpha)] * entries, dtype=torch.float32)
-            settings[guided:, 2] = 0.0
-            self._made[entries] = self.text.expand(entries, -1, -1).contiguous(), settings
-        return self._made[entries]
+            settings[entries if all_guided else -(-entries // 2) :, 2] = 0.0
+            self._by_entries[entries] = self.text.expand(entries, -1, -1).contiguous(), settings
+        return self._by_entries[entries]
 
 
 def text_guidance(family: Family, name: str, patch: Any) -> TextGuidance | None:
-    """What an object patch of this name stands for. None: something else, or the family does not read it."""
+    """The TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch or family."""
     function = getattr(patch, "__func__", patch)
     if (
         TEXT_GUIDANCE not in family.inputs.options
@@ -76,5 +76,5 @@ def text_guidance(family: Family, name: str, patch: Any) -> TextGuidance | None:
     ):
         return None
     node = inspect.getclosurevars(function).nonlocals["self"]
-    settings = (float(value) for value in (node.nag_scale, node.nag_tau, node.nag_alpha))
-    return TextGuidance(node.nag_context, *settings, node.input_type == "batch", bool(node.i2v))
+    scale, tau, alpha = float(node.nag_scale), float(node.nag_tau), float(node.nag_alpha)
+    return TextGuidance(node.nag_context, scale, tau, alpha, node.input_type == "batch", bool(node.i2v))

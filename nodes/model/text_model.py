@@ -1,4 +1,4 @@
-"""What ComfyUI's BaseModel has a native model do with a prompt's text before sampling: here, of a family's TextModel."""
+"""The native model's part that ComfyUI's BaseModel runs on a prompt's text before sampling, as a family's TextModel."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,35 +12,37 @@ from parallel_backend.checkpoints.reader import text_values
 from .lora import PREFIX, Patch
 
 KEPT = 4
-"""Prompts whose text is kept: a positive and a negative one, of two sampling runs with a LoRA and without."""
+"""Texts that are kept: positive and negative prompt of two sampling runs, with a LoRA and without, for instance."""
 
 
 class NativeText:
-    """Answers `preprocess_text_embeds`. Weights are read for each prompt anew: they are large, and prompts few."""
+    """Computes `preprocess_text_embeds`. Weights are read for each prompt, because they are large and prompts are few."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
-        self._kept: list[tuple[torch.Tensor, Any, torch.Tensor]] = []  # (text, what else it depends on, result)
+        self._results: list[tuple[torch.Tensor, Any, torch.Tensor]] = []  # (text, all that the result depends on, result)
 
     def preprocess(
         self, patches: Mapping[str, list[Patch]], name: Any, text: torch.Tensor, unprocessed: bool = False
     ) -> torch.Tensor:
-        """Text [B, T, C] of the text encoder -> what the ranks get, in its dtype and on its device.
+        """Text [B, T, C] of the text encoder -> text for the ranks, in the same dtype and on the same device.
 
-        `patches`: a ModelPatcher's, of which those for these weights are added to them. `name` stands for all of them.
+        `patches`: a ModelPatcher's, some of them for these weights. `name` stands for the patches.
         """
-        given_with = name, unprocessed, text.dtype, text.device
-        for given, known, result in self._kept:
-            if known == given_with and torch.equal(given, text):
+        dependencies = name, unprocessed, text.dtype, text.device
+        for known_text, known_dependencies, result in self._results:
+            if known_dependencies == dependencies and torch.equal(known_text, text):
                 return result
 
         def weights(prefix: str) -> dict[str, torch.Tensor]:
             values = text_values(self._checkpoint, prefix, text.dtype, text.device)
             for key, value in values.items():
-                if added := patches.get(f"{PREFIX}{prefix}{key}"):
-                    values[key] = comfy.lora.calculate_weight(added, value.float(), prefix + key).to(text.dtype)
+                if key_patches := patches.get(f"{PREFIX}{prefix}{key}"):
+                    values[key] = comfy.lora.calculate_weight(key_patches, value.float(), prefix + key).to(text.dtype)
             return values
 
-        result = self._checkpoint.family.text_model.run(self._checkpoint.config, weights, text, unprocessed)
-        self._kept = [(text, given_with, result), *self._kept[: KEPT - 1]]
+        text_model = self._checkpoint.family.text_model
+        assert text_model is not None  # other families' models have no `preprocess_text_embeds`
+        result = text_model.run(self._checkpoint.config, weights, text, unprocessed)
+        self._results = [(text, dependencies, result), *self._results[: KEPT - 1]]
         return result

@@ -1,4 +1,4 @@
-"""The loader's `degrees` auto: when a sampler starts, the planner chooses devices and degrees. The choice is kept."""
+"""The loader's widget `degrees` at auto: the planner chooses devices and degrees when a sampler first starts."""
 
 import contextlib
 import logging
@@ -50,9 +50,9 @@ def log_folder() -> Path:
 def calibrated(
     devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, pool: Pool | None = None
 ) -> Calibration:
-    """The calibration of these devices: kept from before, or measured now on the ranks of `pool` (None: borrowed here).
+    """The calibration of these devices: from its file, or measured now on the ranks of `pool` (None: borrowed here).
 
-    The host's memory is what is free now.
+    Its `host_free` is the host memory that is free now.
     """
 
     def measure() -> Calibration:
@@ -60,15 +60,15 @@ def calibrated(
         with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices, check_cancelled) as ranks:
             return calibrate(ranks, checkpoint, dtype, check_cancelled)
 
-    if any(map(on_ray, devices)):  # the next ranks may be on other machines
+    if any(map(on_ray, devices)):  # Ray may place the next ranks on other machines: nothing to keep
         return measure()
 
-    def fits(found: Calibration) -> bool:
+    def fits(calibration: Calibration) -> bool:
         lists = {name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count}
-        return found.machine.names == devices and all(set(cost.blocks) == lists for cost in found.costs)
+        return calibration.machine.names == devices and all(set(cost.blocks) == lists for cost in calibration.costs)
 
-    found = cached(folder(), calibration_key(devices, checkpoint, dtype, attention), measure, fits)
-    return replace(found, machine=replace(found.machine, host_free=host_memory()[0]))
+    calibration = cached(folder(), calibration_key(devices, checkpoint, dtype, attention), measure, fits)
+    return replace(calibration, machine=replace(calibration.machine, host_free=host_memory()[0]))
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,18 @@ class AutoDegrees:
 
     checkpoint: Checkpoint
     setup: Setup
-    """Has all devices that may be used. Its degrees are ignored."""
+    """With all devices that may be used. Its degrees are ignored."""
 
     def __call__(self, executor, *arguments) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
-        sampling.guider.inner_model.diffusion_model.setup = self.settled(sampling)
+        sampling.stub.setup = self.settled(sampling)
         return executor(*arguments)
 
     def settled(self, sampling: Sampling) -> Setup:
-        """The setup with planned degrees and devices: those of the loaded model, or a new plan for this run."""
+        """The setup with planned degrees and devices: of the loaded model, or of a new plan for this run."""
         options = sampling.extra_args["model_options"]
         pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
-        # A plan made for PipeFusion does not suit a run without it, nor the other way round: `planned` tells them apart.
+        # A plan for PipeFusion does not suit a run without it, and vice versa: `planned` tells the two apart.
         setup = replace(self.setup, planned=f"{','.join(self.setup.devices)}{' pipelined' if pipelines else ''}")
         if (present := registry().planned(setup)) is not None:
             return present
@@ -103,25 +103,23 @@ class AutoDegrees:
             return replace(setup, degrees=Degrees())
         calibration = calibrated(devices, self.checkpoint, setup.dtype, setup.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up))
-        found = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
-        if found.lacks:
+        prediction = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
+        if prediction.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
-        text = f"Parallel DiT: degrees auto: {choice(found, costs.machine)}"
+        text = f"Parallel DiT: degrees auto: {choice(prediction, costs.machine)}"
         say(text)
         log.info("%s", text)
-        mode = found.mode
-        used = tuple(devices[device] for device in mode.devices)
-        return replace(setup, devices=used, degrees=mode.degrees)
+        mode = prediction.mode
+        return replace(setup, devices=tuple(devices[device] for device in mode.devices), degrees=mode.degrees)
 
 
 def model_to_plan(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> RemoteModelPatcher:
-    """A MODEL that plans its degrees on the devices of `setup` at its first run. Before that it counts as one rank."""
+    """A MODEL that plans its degrees on the devices of `setup` at its first run. Until then its setup has one rank."""
     if setup.stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
             f"stage_split is '{setup.stage_split}', for stages that are not known while degrees is auto. Set stage_split to "
             "auto, or degrees to 'as set'."
         )
-    model = make_model(checkpoint, replace(setup, devices=setup.devices[:1]), comm_overlap)
-    model.model.diffusion_model.devices = setup.devices
+    model = make_model(checkpoint, replace(setup, devices=setup.devices[:1]), comm_overlap, setup.devices)
     model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(checkpoint, setup))
     return model

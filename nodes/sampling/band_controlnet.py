@@ -1,8 +1,11 @@
-"""ControlNets under PipeFusion: run by ComfyUI on the whole latent, their outputs cut for the bands.
+"""ControlNets under PipeFusion: ComfyUI runs them on the whole latent, and their outputs are cut for the bands.
 
-A ControlNet looks at the whole latent, which no band has. So it runs once per step, when band 0 asks, on what is the latest
-of every band: band 0's latent of this step, and those of the step before of the other bands. That is as old as the keys
-that PipeFusion's bands see of each other, and is moved on as they are. At exact steps it waits for all bands, and is exact.
+A ControlNet needs the whole latent, and a band only has its rows. So the ControlNet runs once per step, when band 0 asks, on
+the latest rows of each band: band 0's of this step, and the other bands' of the step before. They are as old as the keys
+that PipeFusion's bands see of each other, and are extrapolated as keys are. At exact steps the ControlNet waits for all
+bands.
+
+A turn is a band's call with the same conditionings, counted from 0: all bands make the same calls in the same order.
 """
 
 from collections import defaultdict
@@ -11,9 +14,9 @@ from typing import Any
 
 import torch
 
+from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.core.device_copies import to_device, to_host
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Patching
 
 from ..model.controlnet import Control
 from .band_exchange import REACH, BandExchange, moved
@@ -21,44 +24,40 @@ from .band_exchange import REACH, BandExchange, moved
 
 @dataclass
 class _Calls:
-    """Calls for one set of conditionings, by turn: each band's latents, band 0's times, ControlNet's answers."""
+    """Calls for one set of conditionings."""
 
     latents: list[dict[int, torch.Tensor]]
-    made: list[int]  # calls by band
+    """For each band: turn -> the band's latent."""
+    counts: list[int]
+    """For each band: number of calls so far."""
     times: dict[int, float] = field(default_factory=dict)
+    """Turn -> time of band 0's call."""
     answers: dict[int, Control | None] = field(default_factory=dict)
+    """Turn -> the ControlNet's answer."""
 
     def forget(self, turn: int) -> None:
-        """Drop what no call after `turn` reads."""
+        """Drop everything that no call after `turn` reads."""
         self.answers.pop(turn - 2, None)
-        for past in (*self.latents, self.times):
-            past.pop(turn - REACH - 1, None)
+        self.times.pop(turn - REACH - 1, None)
+        for by_turn in self.latents:
+            by_turn.pop(turn - REACH - 1, None)
 
 
 class BandedControl(BandExchange):
-    """A ControlNet shared by the bands of a run. Every band makes the same calls in the same order.
+    """A ControlNet shared by the bands of a run.
 
-    `rows`: each band's latent rows (or frames) of a latent of `shape`; `exact_above`: see Band. `extrapolate`: latents of
-    the step before are moved on to this step's time along the line through the last two, as keys are (kv_buffer.py).
+    `exact_above`: see Band. `extrapolate`: the step
+    before's latents are extrapolated to this step's time along the line through the last two, as keys are (kv_buffer.py).
     `device`: where the ControlNet computes; bands are on the host.
     """
 
-    def __init__(
-        self,
-        control: Any,
-        patching: Patching,
-        rows: tuple[Span, ...],
-        shape: tuple[int, ...],
-        exact_above: float,
-        extrapolate: bool,
-        device: torch.device,
-    ):
+    def __init__(self, control: Any, cut: BandCut, exact_above: float, extrapolate: bool, device: torch.device):
         super().__init__()
-        self.device = device
-        self.control, self.patching, self.exact_above, self.extrapolate = control, patching, exact_above, extrapolate
-        self.grid, patch = patching.grid(shape), patching.band_size
-        self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in rows]
-        self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([{} for _ in rows], [0 for _ in rows]))
+        self.control, self.exact_above, self.extrapolate, self.device = control, exact_above, extrapolate, device
+        self.patching, patch = cut.patching, cut.patching.band_size
+        self.grid = self.patching.grid(cut.shapes[0])
+        self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in cut.rows]  # in patches
+        self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([{} for _ in cut.rows], [0 for _ in cut.rows]))
 
     def band(self, index: int) -> "BandControl":
         return BandControl(self, index)
@@ -69,15 +68,15 @@ class BandedControl(BandExchange):
         """`get_control` for band `index`, on that band's thread."""
         with self._changed:
             calls = self._calls[tuple(options["uuids"])]
-            turn = calls.made[index]
-            calls.made[index] += 1
+            turn = calls.counts[index]
+            calls.counts[index] += 1
             calls.latents[index][turn] = x
             self._changed.notify_all()
             if index == 0:
                 calls.times[turn] = float(t.max())
                 whole = self._whole(calls, turn)
         if index == 0:
-            # Without the lock: meanwhile the other bands take the answer of the step before.
+            # Without the lock, so that the other bands can take the answer of the step before.
             answer = self._evaluate(whole, t, cond, batched, options)
             with self._changed:
                 calls.answers[turn] = answer
@@ -88,42 +87,42 @@ class BandedControl(BandExchange):
             calls.forget(turn)
         if answer is None:
             return None
-        cut = {id(whole): self._cut(whole, index) for tensors in answer.values() for whole in tensors if whole is not None}
-        return {kind: [None if whole is None else cut[id(whole)] for whole in tensors] for kind, tensors in answer.items()}
+        # By id: a tensor that blocks share stays shared in the band, and is sent to ranks once.
+        cut = {id(each): self._cut(each, index) for tensors in answer.values() for each in tensors if each is not None}
+        return {kind: [None if each is None else cut[id(each)] for each in tensors] for kind, tensors in answer.items()}
 
     def _evaluate(self, whole: torch.Tensor, t: torch.Tensor, cond: dict, batched: int, options: Any) -> Control | None:
-        """ControlNet's answer on the host, where it is cut and sent on."""
+        """The ControlNet's answer on the host, where it is cut and sent to ranks."""
         if self.device == whole.device:
             return self.control.get_control(whole, t, cond, batched, options)
-        own = {name: self._there(value) for name, value in cond.items()}
-        answer = self.control.get_control(self._there(whole), self._there(t), own, batched, options)
+        cond = {name: self._on_device(value) for name, value in cond.items()}
+        answer = self.control.get_control(self._on_device(whole), self._on_device(t), cond, batched, options)
         if answer is None:
             return None
-        made = {id(tensor): tensor for tensors in answer.values() for tensor in tensors if tensor is not None}
-        here = dict(zip(made, to_host(list(made.values())), strict=True))
-        return {kind: [None if each is None else here[id(each)] for each in tensors] for kind, tensors in answer.items()}
+        # By id: blocks may share a tensor, which is copied once and stays shared.
+        outputs = {id(tensor): tensor for tensors in answer.values() for tensor in tensors if tensor is not None}
+        on_host = dict(zip(outputs, to_host(list(outputs.values())), strict=True))
+        return {kind: [None if each is None else on_host[id(each)] for each in tensors] for kind, tensors in answer.items()}
 
-    def _there(self, value: Any) -> Any:
-        """A tensor, or those in a list, where the ControlNet computes. All else as it is."""
+    def _on_device(self, value: Any) -> Any:
+        """A tensor, or the tensors in a list, on the ControlNet's device. Other values are unchanged."""
         if isinstance(value, list):
-            return [self._there(each) for each in value]
+            return [self._on_device(each) for each in value]
         return to_device(value, self.device) if isinstance(value, torch.Tensor) else value
 
     def _whole(self, calls: _Calls, turn: int) -> torch.Tensor:
-        """The whole latent for band 0's call of this turn, once the other bands have made what it takes of them."""
+        """The whole latent for band 0's call of this turn. Waits until the other bands have put in the latents it needs."""
         exact = turn == 0 or calls.times[turn] > self.exact_above
         last = turn if exact else turn - 1
         for band, latents in enumerate(calls.latents[1:], 1):
             self._wait_for(band, latents, last)
-        others = [self._moved(latents, calls.times, last, turn) for latents in calls.latents[1:]]
+        others = [
+            moved(latents, calls.times, last, turn) if self.extrapolate else latents[last] for latents in calls.latents[1:]
+        ]
         return torch.cat([calls.latents[0][turn], *others], self.patching.band_dim)
 
-    def _moved(self, latents: dict[int, torch.Tensor], times: dict[int, float], last: int, turn: int) -> torch.Tensor:
-        """A band's latent of turn `last`, as it should be at the time of `turn`."""
-        return moved(latents, times, last, turn) if self.extrapolate else latents[last]
-
     def _cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """The band's part of an output. One of another model's size stays as it is: `residuals` refuses it."""
+        """The band's tokens of an output [B, tokens, hidden]. `residuals` refuses an output of a wrong size."""
         if whole.shape[1] != torch.Size(self.grid).numel():
             return whole
         rows = self._rows[index]

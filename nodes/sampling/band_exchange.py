@@ -1,6 +1,6 @@
-"""What bands of a run need of each other beside keys and values: tensors by turn, and an end to all waiting.
+"""Tensors that the bands of a run exchange in this process (keys and values are exchanged on the ranks).
 
-A turn is a band's call of the same thing, counted from 0: every band makes the same calls in the same order.
+A turn is a band's call of one function, counted from 0: all bands make the same calls in the same order.
 """
 
 import threading
@@ -13,11 +13,11 @@ from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.extrapolation import step_ratio
 
 REACH = 3
-"""How many turns back the latest tensor at another time may be: heun asks twice at each."""
+"""Turns to look back for a tensor at another time. More than 1, because heun calls the model twice at each time."""
 
 
 class BandExchange:
-    """Lets bands wait for each other. `close` and `finish` end the waiting, whichever way a band ends."""
+    """Lets bands wait for each other. When a band ends, `finish` or (after an error) `close` ends the waiting for it."""
 
     def __init__(self):
         self._changed = threading.Condition()
@@ -36,19 +36,19 @@ class BandExchange:
             self._finished.add(index)
             self._changed.notify_all()
 
-    def _wait_for(self, band: int, made: Mapping[int, Any], turn: int) -> None:
-        """Wait until `band` has put its part of that turn into `made`. Raises NotLocal if it never will."""
-        self._changed.wait_for(lambda: self._error is not None or turn in made or band in self._finished)
+    def _wait_for(self, band: int, by_turn: Mapping[int, Any], turn: int) -> None:
+        """Wait until `by_turn`, which `band` fills, has this turn. NotLocal if the band has ended without it."""
+        self._changed.wait_for(lambda: self._error is not None or turn in by_turn or band in self._finished)
         if self._error is not None:
             raise self._error
-        if turn not in made:
+        if turn not in by_turn:
             raise NotLocal("the bands did not make the same number of model calls")
 
 
 def moved(values: Mapping[int, torch.Tensor], times: Mapping[int, float], last: int, turn: int) -> torch.Tensor:
-    """A band's tensor of turn `last`, as it should be at the time of `turn`: along the line through the last two times.
+    """A band's tensor of turn `last`, extrapolated to the time of `turn` along the line through the last two times.
 
-    `values` and `times` have the last REACH turns.
+    `values` and `times` hold the last REACH turns.
     """
     earlier = range(last - 1, turn - REACH - 1, -1)
     before = next((at for at in earlier if at in values and times[at] != times[last]), None)

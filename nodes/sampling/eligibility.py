@@ -15,21 +15,16 @@ from parallel_backend.families.base.family import Family
 from parallel_backend.families.parts.references import reference_tokens
 
 from ..model.concurrent_conds import evaluate_concurrently
+from ..model.diffusion_model import RemoteDiffusionModel
 from ..model.fun_control import fun_controls
 from ..model.run_shapes import Shapes, shapes_of_run
 from ..ui.other_nodes import name_of, named, nodes_of
-from .known_local import (
-    PIXEL_WISE_GUIDERS,
-    PIXEL_WISE_MASKS,
-    WHOLE_GUIDERS,
-    is_known_guidance,
-    looks_at_the_whole,
-)
+from .known_local import PIXEL_WISE_GUIDERS, PIXEL_WISE_MASKS, WHOLE_GUIDERS, is_known_guidance, looks_at_the_whole
 from .known_samplers import why_global
 from .noise import WholeNoise
 
 REGIONS = ("area", "gligen", "hooks", "default")
-"""Keys of a conditioning that make ComfyUI evaluate it for a part of the latent, or by itself."""
+"""Keys of a conditioning that make ComfyUI evaluate it for a part of the latent, or separately from the others."""
 
 FUNCTIONS = (
     "sampler_cfg_function",
@@ -38,12 +33,12 @@ FUNCTIONS = (
     "sampler_calc_cond_batch_function",
     "model_function_wrapper",
 )
-"""Entries of model_options that hold other nodes' functions, one or a list."""
+"""Entries of model_options that hold a function of another node, or a list of functions."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """One call of a sampler's `sample`: its arguments, in ComfyUI's order, and the sampler."""
+    """One call of a sampler's `sample`: the sampler, and the arguments in ComfyUI's order."""
 
     sampler: comfy.samplers.Sampler
     guider: comfy.samplers.CFGGuider
@@ -60,19 +55,29 @@ class Sampling:
         return tuple(getattr(self, field.name) for field in fields(self))[1:]
 
     @property
+    def stub(self) -> RemoteDiffusionModel:
+        """The MODEL's diffusion_model. Only for a MODEL on ranks, as in wrappers that this pack adds."""
+        return self.guider.inner_model.diffusion_model
+
+    @property
+    def conds(self) -> list[dict[str, Any]]:
+        """The entries of all conditionings."""
+        return [cond for conds in self.guider.conds.values() for cond in conds or ()]
+
+    @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of the latents: the only one, or those of a nested latent, the picture's first."""
+        """Shapes of the latents. Of a nested latent, the video's comes first."""
         return shapes_of_run(self.guider.inner_model, self.noise)
 
     @property
     def entries(self) -> int:
         """Batch entries of a model call: pictures times prompts."""
         prompts = sum(bool(conds) for conds in self.guider.conds.values())
-        both = self.guider.model_options.get("disable_cfg1_optimization", False)  # NAG looks at both in any case
+        both = self.guider.model_options.get("disable_cfg1_optimization", False)  # set by NAG, which needs both prompts
         if math.isclose(getattr(self.guider, "cfg", 1.0), 1.0) and not both:
             prompts = 1
         return len(self.noise) * max(1, prompts)
@@ -80,15 +85,14 @@ class Sampling:
     @property
     def text_tokens(self) -> int:
         """Tokens of the longest prompt. 1 if there is no prompt."""
-        conds = [cond for conds in self.guider.conds.values() for cond in conds or ()]
-        texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
+        texts = [cond["cross_attn"].shape[1] for cond in self.conds if cond.get("cross_attn") is not None]
         return max(texts, default=1)
 
     def references(self, family: Family) -> int:
-        """Tokens of references of the prompt that has most of them."""
-        conds = [cond.get("model_conds", {}) for conds in self.guider.conds.values() for cond in conds or ()]
-        given = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in conds]
-        return max((reference_tokens(family, each) for each in given), default=0)
+        """Tokens of the references of that prompt which has most of them."""
+        model_conds = [cond.get("model_conds", {}) for cond in self.conds]
+        tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in model_conds]
+        return max((reference_tokens(family, each) for each in tensors), default=0)
 
     def band(
         self,
@@ -99,31 +103,30 @@ class Sampling:
         draws: WholeNoise | None,
         callback: Callable,
     ) -> torch.Tensor:
-        """Run the native sampler on this band only, with a guider and model_options of its own."""
-        noise, latent, mask = (
-            None if whole is None else cut.band(whole, index) for whole in (self.noise, self.latent_image, self.denoise_mask)
+        """Run the native sampler on this band only, with the band's guider and model_options. The band's samples."""
+        latent, mask = (
+            None if whole is None else cut.band(whole, index) for whole in (self.latent_image, self.denoise_mask)
         )
+        noise = cut.band(self.noise, index).clone()
         extra = {} if draws is None else {"noise_sampler": draws.band(cut, index)}
-        # Without a mask the inpaint options do nothing but reseed torch's global generator, from every band's thread.
+        # Without a mask the inpaint options only reseed torch's global generator, and all bands' threads would do so.
         inpaint = {} if mask is None else self.sampler.inpaint_options
         sampler = comfy.samplers.KSAMPLER(self.sampler.sampler_function, {**self.sampler.extra_options, **extra}, inpaint)
         extra_args = {**self.extra_args, "model_options": options}
-        return sampler.sample(guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
+        return sampler.sample(guider, self.sigmas, extra_args, callback, noise, latent, mask, True)
 
 
 def region_of(cond: dict[str, Any]) -> str | None:
-    """The key of REGIONS that this conditioning has."""
+    """The first key of REGIONS that this conditioning has. None: it has none of them."""
     return next((key for key in REGIONS if cond.get(key) is not None and cond.get(key) is not False), None)
 
 
 def why_not_displaced(sampling: Sampling) -> str | None:
-    """Reason for the user why keys cannot be kept from call to call, as patches and bands need. None: they can."""
-    for conds in sampling.guider.conds.values():
-        for cond in conds or ():
-            if (key := region_of(cond)) is not None:
-                return f"the conditioning has its own {key}"
+    """Reason for the user why keys cannot be kept from call to call, for displaced patches or bands. None: they can."""
+    if (key := next(filter(None, map(region_of, sampling.conds)), None)) is not None:
+        return f"the conditioning has its own {key}"
     options = sampling.guider.model_options
-    if wrappers := sampling.guider.inner_model.diffusion_model.wrappers(options, is_model_options=True):
+    if wrappers := sampling.stub.wrappers(options, is_model_options=True):
         return f"what {_owner(wrappers[0])} has put around the model looks at whole calls"
     if options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
@@ -132,8 +135,8 @@ def why_not_displaced(sampling: Sampling) -> str | None:
     return None
 
 
-def _is_other_model(value: Any, own: comfy.model_patcher.ModelPatcher) -> bool:
-    return isinstance(value, comfy.model_patcher.ModelPatcher) and value.model is not own.model
+def _is_other_model(value: Any, patcher: comfy.model_patcher.ModelPatcher) -> bool:
+    return isinstance(value, comfy.model_patcher.ModelPatcher) and value.model is not patcher.model
 
 
 def why_not_banded(sampling: Sampling) -> str | None:
@@ -142,9 +145,9 @@ def why_not_banded(sampling: Sampling) -> str | None:
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
-    if fun_controls(guider.inner_model.diffusion_model.checkpoint.family, options.get("transformer_options", {})):
+    if fun_controls(sampling.stub.checkpoint.family, options.get("transformer_options", {})):
         return "Z-Image's Fun control looks at the whole latent"
-    if len(sampling.shapes) > 1 and any("mask" in cond for conds in guider.conds.values() for cond in conds or ()):
+    if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
@@ -155,19 +158,19 @@ def why_not_banded(sampling: Sampling) -> str | None:
     for kind, function in functions_of(options):
         if not is_known_guidance(function):
             return f"{_owner(function)}'s {kind} may look at the whole latent"
-    made = options.get("denoise_mask_function")
-    if sampling.denoise_mask is not None and made is not None and name_of(made) not in PIXEL_WISE_MASKS:
-        return f"{_owner(made)}'s denoise_mask_function may look at the whole latent"
+    mask_function = options.get("denoise_mask_function")
+    if sampling.denoise_mask is not None and mask_function is not None and name_of(mask_function) not in PIXEL_WISE_MASKS:
+        return f"{_owner(mask_function)}'s denoise_mask_function may look at the whole latent"
     return None
 
 
 def _owner(function: Callable) -> str:
-    """The node that a function is of, in words."""
+    """Name of the node that a function comes from, for the user."""
     return named(nodes_of(function)) or "another node"
 
 
 def needs_the_whole(sampling: Sampling) -> bool:
-    """True if guidance needs the whole latent, of which BandedGuidance gives bands the latest."""
+    """Whether guidance needs the whole latent, so that bands need BandedGuidance."""
     functions = functions_of(sampling.guider.model_options)
     return name_of(type(sampling.guider)) in WHOLE_GUIDERS or any(looks_at_the_whole(function) for _, function in functions)
 
@@ -179,5 +182,5 @@ def functions_of(options: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
         yield from ((kind, function) for function in (value if isinstance(value, (list, tuple)) else (value,)))
     wrappers = comfy.patcher_extension.WrappersMP
     for kind in (wrappers.PREDICT_NOISE, wrappers.CALC_COND_BATCH, wrappers.APPLY_MODEL):
-        found = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
-        yield from ((f"{kind} wrapper", wrapper) for wrapper in found if wrapper is not evaluate_concurrently)
+        all_wrappers = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
+        yield from ((f"{kind} wrapper", each) for each in all_wrappers if each is not evaluate_concurrently)

@@ -1,8 +1,8 @@
-"""Bands are sampled on the host: what their samplers compute is small, and every look at a busy GPU waits for its turn.
+"""Bands are sampled on the host, because samplers compute little, and each synchronization with a busy GPU takes long.
 
-Rank 0 keeps the GPU busy that ComfyUI uses, and a driver gives processes their turns by time. A band's call on that GPU
-stopped the host ten times and more: to compare, to check, to copy. On the host it stops nowhere. The latent and the
-conditioning are copied once in a run, noise is drawn where ComfyUI would draw it and copied once a draw.
+Rank 0 keeps ComfyUI's GPU busy, and the driver switches between processes by time slices. A band's sampler on that GPU would
+wait for it ten times and more in each call: to compare, to check, to copy. The latent and the conditioning are copied to the
+host once in a run. Noise is drawn on the device on which ComfyUI would draw it, and each draw is copied once.
 """
 
 import copy
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import comfy.conds
+import comfy.model_base
 import comfy.samplers
 import torch
 
@@ -20,25 +21,25 @@ HOST = torch.device("cpu")
 
 
 class SharedCond(comfy.conds.CONDRegular):
-    """A value of the conditioning that stays the same in a run: what ComfyUI makes of it for a call is made once.
+    """A value of the conditioning that stays the same in a run. The tensor that ComfyUI makes of it for a call is made once.
 
-    So every call of every band gets the same tensor, which is known to the ranks without a look at its values. It counts
-    how often it is written to, unlike tensors of ComfyUI's inference mode.
+    So all calls of all bands get the same tensor, which the client sends once, without comparing values. It is made outside
+    of ComfyUI's inference mode, because inference tensors do not count writes (`_version`).
     """
 
     def __init__(self, value: comfy.conds.CONDRegular, dtype: torch.dtype | None):
-        """`value`: on the host. `dtype`: what the model is going to cast it to; None leaves that to the call."""
+        """`value`: on the host. `dtype`: to which the model casts the value; None leaves the cast to the call."""
         super().__init__(value.cond)
         self.value, self.dtype = value, dtype
         self._processed: dict[int, SharedCond] = {}
         self._joined: dict[tuple[int, ...], tuple[Sequence[SharedCond], torch.Tensor]] = {}
 
-    # Bands call these at the same time, each on its own thread: whoever comes first makes what all of them get.
+    # The bands' threads call these functions at the same time. `setdefault` makes all of them get the first result.
 
     def process_cond(self, batch_size: int, **named: Any) -> "SharedCond":
         if batch_size not in self._processed:
-            made = SharedCond(self.value.process_cond(batch_size=batch_size, **named), self.dtype)
-            self._processed.setdefault(batch_size, made)
+            processed = SharedCond(self.value.process_cond(batch_size=batch_size, **named), self.dtype)
+            self._processed.setdefault(batch_size, processed)
         return self._processed[batch_size]
 
     def can_concat(self, other: comfy.conds.CONDRegular) -> bool:
@@ -51,7 +52,7 @@ class SharedCond(comfy.conds.CONDRegular):
                 joined = self.value.concat([other.value for other in others]).to(self.dtype)
                 if joined.is_inference():
                     joined = joined.clone()
-            self._joined.setdefault(key, (others, joined))  # whose ids stay theirs while they are kept
+            self._joined.setdefault(key, (others, joined))  # `others` are kept so that no new object gets one of the ids
         return self._joined[key][1]
 
     def size(self) -> list[int]:
@@ -72,17 +73,19 @@ def on_host(sampling: Sampling) -> Sampling:
 
 
 def _host_guider(guider: comfy.samplers.CFGGuider) -> comfy.samplers.CFGGuider:
-    """A copy of the guider whose conditioning, and whose table of sigmas, are on the host."""
+    """A copy of the guider with its conditioning and its table of sigmas on the host."""
     host = copy.copy(guider)
     host.inner_model = _host_model(guider.inner_model)
     dtype = guider.inner_model.diffusion_model.dtype
-    made: dict[int, comfy.conds.CONDRegular] = {}  # conditionings that have a value in common go on having one
-    host.conds = {name: conds and [_host_cond(cond, dtype, made) for cond in conds] for name, conds in guider.conds.items()}
+    values: dict[int, comfy.conds.CONDRegular] = {}  # id -> value on the host: shared values stay shared
+    host.conds = {
+        name: conds and [_host_cond(cond, dtype, values) for cond in conds] for name, conds in guider.conds.items()
+    }
     return host
 
 
-def _host_model(model: torch.nn.Module) -> torch.nn.Module:
-    """ComfyUI's BaseModel with a table of sigmas on the host: families with a discrete schedule look each time up in it."""
+def _host_model(model: comfy.model_base.BaseModel) -> comfy.model_base.BaseModel:
+    """The model with its table of sigmas on the host. Discrete schedules look up each time in the table."""
     if all(buffer.device == HOST for buffer in model.model_sampling.buffers()):
         return model
     host = copy.copy(model)
@@ -91,13 +94,13 @@ def _host_model(model: torch.nn.Module) -> torch.nn.Module:
     return host
 
 
-def _host_cond(cond: dict, dtype: torch.dtype, made: dict[int, comfy.conds.CONDRegular]) -> dict:
-    controlled = cond.get("control") is not None  # a ControlNet is given it too, as exact as it is
+def _host_cond(cond: dict, dtype: torch.dtype, host_values: dict[int, comfy.conds.CONDRegular]) -> dict:
+    has_control = cond.get("control") is not None  # a ControlNet gets the values too, and needs them in full precision
     values = {}
     for name, value in cond["model_conds"].items():
-        if id(value) not in made:
-            made[id(value)] = _host_value(value, None if controlled or name == "c_concat" else dtype)
-        values[name] = made[id(value)]
+        if id(value) not in host_values:
+            host_values[id(value)] = _host_value(value, None if has_control or name == "c_concat" else dtype)
+        values[name] = host_values[id(value)]
     mask = {} if cond.get("mask") is None else {"mask": cond["mask"].cpu()}
     return {**cond, **mask, "model_conds": values}
 
@@ -108,7 +111,7 @@ def _host_value(value: comfy.conds.CONDRegular, dtype: torch.dtype | None) -> co
         return value._copy_with([each.cpu() if isinstance(each, torch.Tensor) else each for each in tensor])
     if not isinstance(tensor, torch.Tensor):
         return value
-    here = value._copy_with(tensor.cpu())
-    if type(value) not in (comfy.conds.CONDRegular, comfy.conds.CONDCrossAttn):  # cut by band, or not joined by call
-        return here
-    return SharedCond(here, dtype if tensor.is_floating_point() else None)
+    host_value = value._copy_with(tensor.cpu())
+    if type(value) not in (comfy.conds.CONDRegular, comfy.conds.CONDCrossAttn):  # others are cut by band or never joined
+        return host_value
+    return SharedCond(host_value, dtype if tensor.is_floating_point() else None)

@@ -1,6 +1,6 @@
-"""Functions of ComfyUI's nodes and of other packs of which it is known how much of the latent they look at.
+"""Tables of functions of ComfyUI's nodes and of other packs, by how much of the latent they need.
 
-A function is known by `name_of` it. Whoever adds a row adds it to the test that cuts and compares:
+Functions are listed by their `name_of`. A new row also belongs into the test that compares bands with the whole latent:
 tests/comfyui/inside/guidance_in_bands.py.
 """
 
@@ -32,8 +32,8 @@ PIXEL_WISE_GUIDANCE = frozenset(
         "sampling.GuidanceTimestepping.execute.<locals>.apply_apg",
     }
 )
-"""Options and wrappers of a MODEL whose result at a pixel depends on nothing but what they and the model give at that pixel.
-Norms over channels are of one pixel."""
+"""Options and wrappers of a MODEL whose result at a pixel only depends on their inputs at that pixel. Norms over channels
+are norms of one pixel."""
 
 WHOLE_GUIDANCE = {
     "nodes_apg.APG.execute.<locals>.pre_cfg_function": (),
@@ -60,14 +60,14 @@ WHOLE_GUIDANCE = {
     "misc.ContrastiveOrthoCFG.precfg_patch": (),
     "misc.ContrastiveOrthoCFG.postcfg_patch": (),
 }
-"""Options of a MODEL that need the whole latent, but no more of the sampling than its present step and what they keep in
-their closures -> names of variables of their closures whose objects they change (what they rebind needs no name)."""
+"""Options of a MODEL that need the whole latent, but nothing of other steps except what they keep in their closures -> names
+of those closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
 
 PIXEL_WISE_AT_ZERO = {"nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function": "rescaling_scale"}
-"""Of WHOLE_GUIDANCE: functions that are pixel-wise if this variable of their closure is 0."""
+"""Functions of WHOLE_GUIDANCE that are pixel-wise if this closure variable is 0."""
 
 OPERATION = {"nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": "operation"}
-"""Of WHOLE_GUIDANCE: functions that have another do the work -> the variable of their closure that has it."""
+"""Functions of WHOLE_GUIDANCE that call an exchangeable function -> the closure variable that holds that function."""
 
 OPERATIONS = frozenset(
     {
@@ -75,7 +75,7 @@ OPERATIONS = frozenset(
         "nodes_latent.LatentOperationTonemapReinhard.execute.<locals>.tonemap_reinhard",
     }
 )
-"""Functions in OPERATION that keep nothing and draw nothing: called for each band, they give all bands the same."""
+"""Functions for OPERATION without state and randomness: all bands that call them get the same result."""
 
 PIXEL_WISE_GUIDERS = frozenset(
     {
@@ -87,7 +87,7 @@ PIXEL_WISE_GUIDERS = frozenset(
         "sampler_nodes.Guider_scheduled",  # Inspire
     }
 )
-"""Classes of guiders whose result at a pixel depends on nothing but the predictions at that pixel."""
+"""Classes of guiders whose result at a pixel only depends on the predictions at that pixel."""
 
 WHOLE_GUIDERS = frozenset({"nodes_perpneg.Guider_PerpNeg", "sampler_nodes.Guider_PerpNeg_scheduled"})
 """Classes of guiders that need the predictions for the whole latent."""
@@ -98,11 +98,11 @@ PIXEL_WISE_MASKS = frozenset(
         "nodes.DifferentialDiffusionAdvanced.forward",  # KJNodes
     }
 )
-"""Functions that make a step's denoise mask pixel by pixel."""
+"""Functions that compute a step's denoise mask pixel by pixel."""
 
 
 def is_known_guidance(function: Any) -> bool:
-    """Whether a function is of PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, with what its closure has."""
+    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and so is any function in its closure."""
     name = name_of(function)
     if name in OPERATION and name_of(inspect.getclosurevars(function).nonlocals[OPERATION[name]]) not in OPERATIONS:
         return False
@@ -110,7 +110,7 @@ def is_known_guidance(function: Any) -> bool:
 
 
 def looks_at_the_whole(function: Any) -> bool:
-    """Whether a function is of WHOLE_GUIDANCE, with what its closure has."""
+    """Whether a function needs the whole latent with the present values of its closure."""
     name = name_of(function)
     if name in PIXEL_WISE_AT_ZERO and not inspect.getclosurevars(function).nonlocals[PIXEL_WISE_AT_ZERO[name]]:
         return False

@@ -1,7 +1,7 @@
-"""Samplers of ComfyUI and of other packs: which of them compute a pixel from what they are given at that pixel alone.
+"""Tables of samplers of ComfyUI and of other packs: which are pixel-wise, so that they can run on a band.
 
-A sampler's function is known by `name_of` it, as in known_local.py. Whoever adds a row adds it to the test that cuts and
-compares: tests/comfyui/inside/foreign_samplers.py.
+Samplers' functions are listed by their `name_of`, as in known_local.py. A new row also belongs into the test that compares
+bands with the whole latent: tests/comfyui/inside/foreign_samplers.py.
 """
 
 import functools
@@ -19,35 +19,34 @@ WRAPPING = {
     # bleh: a seed for torch's own generator
     "samplers.BlehForceSeedSampler.sampler_function": "bleh_wrapped_sampler",
 }
-"""Functions that have another sampler do the work, at the same sigmas and with their own options handed on -> the option
-that has that sampler."""
+"""Functions that call another sampler at the same sigmas and hand their options on -> the option that holds that sampler."""
 
 PIXEL_WISE = frozenset(
     {
         "nodes_advanced_samplers.sample_euler_pp",
-        # RES4LYF: those in KSampler's list that draw no noise. Its others draw noise that is scaled by the whole latent's.
+        # RES4LYF: the samplers in KSampler's list that draw no noise. Others scale their noise by that of the whole latent.
         *(f"beta.sample_{name}_ode" for name in ("res_2m", "res_3m", "res_2s", "res_3s", "res_5s", "res_6s")),
         *(f"beta.sample_{name}_ode" for name in ("deis_2m", "deis_3m")),
     }
 )
-"""Functions beside those of k_diffusion and uni_pc, which all are but for those in GLOBAL."""
+"""Pixel-wise functions of other modules. Those of k_diffusion and uni_pc are all pixel-wise, except for GLOBAL."""
 
 GLOBAL = {
     "samplers.ksampler.<locals>.dpm_adaptive_function": "dpm_adaptive sets its step size by the whole latent",
     "sampling.sample_dpm_adaptive": "dpm_adaptive sets its step size by the whole latent",
 }
-"""ComfyUI's functions that are not -> why."""
+"""ComfyUI's functions that are not pixel-wise -> the reason, for the user."""
 
 
 def innermost(sampler: Any) -> comfy.samplers.KSAMPLER | None:
-    """The sampler that does the work, inside those that wrap it. None: `sampler`, or what it wraps, is no KSAMPLER."""
+    """The sampler inside all samplers that wrap it (WRAPPING). None: `sampler`, or the inner one, is no KSAMPLER."""
     while type(sampler) is comfy.samplers.KSAMPLER and (option := WRAPPING.get(name_of(sampler.sampler_function))):
         sampler = options_of(sampler).get(option)
     return sampler if type(sampler) is comfy.samplers.KSAMPLER else None
 
 
 def options_of(sampler: comfy.samplers.KSAMPLER) -> dict[str, Any]:
-    """What its function is called with: the sampler's own options, and those of a partial function."""
+    """Arguments that the sampler's function gets by name: the sampler's options, and those of a partial function."""
     return getattr(sampler.sampler_function, "keywords", {}) | sampler.extra_options
 
 
@@ -68,7 +67,7 @@ def why_global(sampler: Any) -> str | None:
 
 
 def takes_noise_sampler(sampler: comfy.samplers.KSAMPLER) -> bool:
-    """Whether it draws noise between steps, from what it is given or from its own. True for one that nobody knows."""
+    """Whether the sampler draws noise between steps, so that it takes a `noise_sampler`. True for unknown samplers."""
     inner = innermost(sampler)
     if inner is None or (why_global(inner) is not None and name_of(inner.sampler_function) not in GLOBAL):
         return True

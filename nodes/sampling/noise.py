@@ -13,18 +13,19 @@ from ..ui.other_nodes import name_of
 from .known_samplers import innermost, options_of
 
 NoiseSampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""ComfyUI's: sigma, next sigma -> noise."""
+"""ComfyUI's noise sampler: sigma, next sigma -> noise."""
 
 
 class WholeNoise:
-    """Noise of the whole latent, from one call of `draw` per draw, in order. Bands read their rows of it, on the host.
+    """Noise of the whole latent, drawn once for all bands. Each band takes its rows of it, on the host.
 
-    `draw` gives it where ComfyUI would: another device's generator gives other noise. Sigmas are on the host, where a
-    Brownian tree looks at them.
+    `draw` draws on the device on which ComfyUI would, since another device's generator gives other noise. Sigmas are on the
+    host, where a Brownian tree reads them.
     """
 
     def __init__(self, draw: NoiseSampler):
-        self._draw, self._lock, self._drawn = draw, threading.Lock(), []
+        self._draw, self._lock = draw, threading.Lock()
+        self._drawn: list[torch.Tensor] = []
 
     def band(self, cut: BandCut, index: int) -> NoiseSampler:
         """Noise sampler of one band. Every band makes the same draws in the same order."""
@@ -43,14 +44,14 @@ class WholeNoise:
 
 
 def whole_noise(sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: torch.Tensor, seed: int | None) -> WholeNoise:
-    """Noise that `sampler` would draw for the whole latent `noise`: by its own option, a Brownian tree, or plain noise.
+    """The noise that `sampler` would draw for the whole latent `noise`: by its option, a Brownian tree, or plain noise.
 
-    Which one is k_diffusion's rule (comfy/k_diffusion/sampling.py): the dpmpp *_sde samplers default to a tree, on the
-    CPU unless their name ends in _gpu.
+    The default is k_diffusion's (comfy/k_diffusion/sampling.py): a tree for the dpmpp *_sde samplers, on the CPU unless
+    their name ends in _gpu.
     """
     sampler = innermost(sampler)
-    if (given := options_of(sampler).get("noise_sampler")) is not None:
-        return WholeNoise(given)
+    if (noise_sampler := options_of(sampler).get("noise_sampler")) is not None:
+        return WholeNoise(noise_sampler)
     name = name_of(sampler.sampler_function).rpartition(".")[2]
     if name.startswith("sample_dpmpp") and "_sde" in name:
         low, high = sigmas[sigmas > 0].min(), sigmas.max()

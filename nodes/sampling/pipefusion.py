@@ -1,4 +1,4 @@
-"""PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once per band of the latent."""
+"""PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once for each band of the latent."""
 
 import logging
 import queue
@@ -17,10 +17,8 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, c
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.reports.run_report import RunReport
-from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Patching
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
@@ -60,9 +58,9 @@ log = logging.getLogger(__name__)
 
 
 class StepCallbacks:
-    """Step callbacks of the bands of `cut`. A step is reported, with the whole latent, once every band has made it.
+    """Step callbacks of the bands of `cut`. A step is reported, with the whole latent, once all bands have finished it.
 
-    `device`: of the latent that ComfyUI's callback is given, such as that of the previews' decoder.
+    `device`: on which ComfyUI's callback gets the latent, for the previews' decoder.
     """
 
     def __init__(self, cut: BandCut, total: int, callback, disable_pbar: bool, device: torch.device):
@@ -112,22 +110,22 @@ class PipeFusion:
     def __call__(self, executor, *arguments) -> torch.Tensor:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
-        stub: RemoteDiffusionModel = sampling.guider.inner_model.diffusion_model
-        model = stub.transformer(lambda: self._expected(stub, sampling))
+        stub = sampling.stub
+        model = stub.transformer(lambda: self._expected(sampling))
         started = time.perf_counter()
-        overlap = self.overlap and stub.comm_overlap
-        result, run, reason, cache = None, None, None, stub.cache
-        patching, rows = self._cut(model, sampling)
-        calls = None if cache is None else cache.restart(len(rows))
+        result, run, reason, cache = None, None, None, stub.run.cache
+        cut = self._cut(model, sampling)
+        if cache is not None:
+            cache.restart(len(cut.rows))
         if model.degrees.displaced:
             reason = why_not_displaced(sampling)
             if reason is None:
-                result, run = self._displaced(model, patching, rows, sampling, executor, overlap, calls)
-        elif len(rows) > 1:
+                result, run = self._displaced(model, cut, sampling, executor)
+        elif len(cut.rows) > 1:
             reason = why_not_banded(sampling)
             try:
                 if reason is None:
-                    result, run = self._in_bands(model, patching, rows, sampling, overlap, calls)
+                    result, run = self._in_bands(model, cut, sampling)
             except NotLocal as why:
                 reason = str(why)
         if result is None:
@@ -136,12 +134,12 @@ class PipeFusion:
             if cache is not None:
                 cache.restart()
             result = executor(*sampling.arguments)
-        stats: list[RunStats] = []  # none of a model in whose place a guider's other one was loaded
+        stats: list[RunStats] = []  # stays empty if a guider's other model has replaced this one on the ranks
         if model.on_ranks:
             stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         self.last = RunReport(
             model.degrees,
-            len(rows) if run is not None else 1,
+            len(cut.rows) if run is not None else 1,
             sampling.steps,
             time.perf_counter() - started,
             (run.exact_calls, run.banded_calls) if run is not None else None,
@@ -149,55 +147,47 @@ class PipeFusion:
             tuple(stats),
             None if cache is None else cache.report(),
             model.pool.notes,
-            patching.along if patching.video else None,
+            cut.patching.along if cut.patching.video else None,
         )
-        say("; ".join((f"Parallel DiT: {self.last.summary}", *self.last.notes, *([stub.idle] if stub.idle else []))))
+        say("; ".join(filter(None, (f"Parallel DiT: {self.last.summary}", *self.last.notes, stub.run.idle))))
         return result
 
-    def _expected(self, stub: RemoteDiffusionModel, sampling: Sampling) -> Request | None:
-        """What a model that is loaded now has to have room for. None: the latent is not one for this model."""
-        checkpoint, degrees, shape = stub.checkpoint, stub.setup.degrees, sampling.shapes[0]
+    def _expected(self, sampling: Sampling) -> Request | None:
+        """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""
+        checkpoint, degrees, shape = sampling.stub.checkpoint, sampling.stub.setup.degrees, sampling.shapes[0]
         if 0 in shape or len(shape) != (5 if checkpoint.family.patching.video else 4):
             return None
-        kept = 0 if degrees.pipe == 1 and not degrees.displaced else KV_COPIES if self.extrapolate else 1
+        kv_copies = 0 if degrees.pipe == 1 and not degrees.displaced else KV_COPIES if self.extrapolate else 1
         bands = self.num_pipeline_patch or degrees.pipe
-        return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kept, bands)
+        return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
-    def _cut(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Patching, tuple[Span, ...]]:
-        """How tokens are ordered, and each band's latent rows (or frames); one band where there is no pipeline to fill."""
+    def _cut(self, model: RemoteTransformer, sampling: Sampling) -> BandCut:
+        """The cut of the latents into bands: a single band if there is no pipeline to fill."""
         patching, shape = model.family.patching, sampling.shapes[0]
         if 0 in shape or len(shape) < 4:
             raise ValueError(f"latent_image: a latent of the shape {list(shape)} cannot be sampled: it has no pixels.")
         grid = patching.grid(shape)
-        if len(shape) == 5:  # else the model call refuses it, or it is a picture
+        if len(shape) == 5:  # a video; other shapes are pictures, or are refused by the model call
             patching = patching.cut(patching.best_axis(grid))
-        planned = sampling.guider.inner_model.diffusion_model.setup.planned
-        if model.degrees.patch > 1 or (planned and model.degrees.pipe == 1):  # degrees auto took an exact mode over bands
-            return patching, (Span(0, shape[patching.band_dim]),)
+        if model.degrees.patch > 1 or (sampling.stub.setup.planned and model.degrees.pipe == 1):  # auto chose an exact mode
+            return BandCut(patching, (Span(0, shape[patching.band_dim]),), sampling.shapes)
         bands = self.num_pipeline_patch or choose_bands(
             model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
         )
         family, companion_tokens = model.family, patching.companion_tokens(sampling.shapes)
         text = family.text_tokens(grid, companion_tokens, family.example(model.checkpoint.config, sampling.text_tokens))
-        return patching, cut_rows(shape, bands, patching, text, sampling.references(family))
+        rows = cut_rows(shape, bands, patching, text, sampling.references(family))
+        return BandCut(patching, rows, sampling.shapes)
 
     def _displaced(
-        self,
-        model: RemoteTransformer,
-        patching: Patching,
-        rows: tuple[Span, ...],
-        sampling: Sampling,
-        executor,
-        overlap: bool,
-        calls: StepCache | None,
+        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor
     ) -> tuple[torch.Tensor, BandedRun]:
-        """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
+        """Displaced patches: the sampler runs once, on ComfyUI's thread. Its calls belong to one run on the ranks."""
         extrapolate = self.extrapolate and not takes_noise_sampler(sampling.sampler)
-        run = _banded_run(model, patching, rows, sampling, True, overlap, extrapolate, calls)
+        run = self._banded_run(model, cut, sampling.stub, True, extrapolate)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        stub = sampling.guider.inner_model.diffusion_model
-        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, stub, sampling.shapes, check_cancelled)
+        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, sampling.stub, sampling.shapes, check_cancelled)
         arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
             return executor(*arguments), run
@@ -205,30 +195,18 @@ class PipeFusion:
             model.discard_run(run.run)
             raise
 
-    def _in_bands(
-        self,
-        model: RemoteTransformer,
-        patching: Patching,
-        rows: tuple[Span, ...],
-        sampling: Sampling,
-        overlap: bool,
-        calls: StepCache | None,
-    ) -> tuple[torch.Tensor, BandedRun]:
-        """The samples of the whole latent, and the run. Raises NotLocal if the sampler turns out to be global."""
-        draws = (
-            whole_noise(sampling.sampler, sampling.noise, sampling.sigmas, sampling.extra_args.get("seed"))
-            if takes_noise_sampler(sampling.sampler)
-            else None
-        )
-        stub: RemoteDiffusionModel = sampling.guider.inner_model.diffusion_model
+    def _in_bands(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> tuple[torch.Tensor, BandedRun]:
+        """The samples of the whole latent, and the run. Raises NotLocal if the sampler needs more than its band."""
+        draws = None
+        if takes_noise_sampler(sampling.sampler):
+            draws = whole_noise(sampling.sampler, sampling.noise, sampling.sigmas, sampling.extra_args.get("seed"))
         device, sampling = sampling.noise.device, on_host(sampling)
-        # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
+        # Noise between steps makes the change of keys random, and extrapolating it is worse than taking old keys.
         extrapolate = self.extrapolate and draws is None
-        cut = BandCut(patching, rows, sampling.shapes)
-        run = _banded_run(model, patching, rows, sampling, self.warmup_steps > 0, overlap, extrapolate, calls)
+        run = self._banded_run(model, cut, sampling.stub, self.warmup_steps > 0, extrapolate)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         steps = StepCallbacks(cut, sampling.steps, sampling.callback, sampling.disable_pbar, device)
-        controls = banded_controls(sampling.guider, patching, rows, sampling.shapes[0], limit, extrapolate, device)
+        controls = banded_controls(sampling.guider, cut, limit, extrapolate, device)
         guidance = BandedGuidance(cut, limit, extrapolate) if needs_the_whole(sampling) else None
         exchanges = [*controls.values(), *([guidance] if guidance else ())]
 
@@ -236,9 +214,9 @@ class PipeFusion:
             with releasing_waiters(exchanges, band):
                 guider = band_guider(sampling.guider, cut, band, controls)
                 options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
-                for_calls = options["transformer_options"]
-                own = Band(run, band, limit, stub, cut.shapes_of(band))
-                for_calls[BAND_KEY], for_calls["sample_sigmas"] = own, sampling.sigmas
+                call_options = options["transformer_options"]
+                call_options[BAND_KEY] = Band(run, band, limit, sampling.stub, cut.shapes_of(band))
+                call_options["sample_sigmas"] = sampling.sigmas
                 if guidance is not None:
                     guidance.give_to(guider, band, options)
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))
@@ -255,17 +233,20 @@ class PipeFusion:
             guidance.keep()
         return cut.whole(parts).to(device), run
 
-
-def _banded_run(
-    model: RemoteTransformer,
-    patching: Patching,
-    rows: tuple[Span, ...],
-    sampling: Sampling,
-    warm_up: bool,
-    overlap: bool,
-    extrapolate: bool,
-    calls: StepCache | None,
-) -> BandedRun:
-    shapes, along = sampling.shapes, patching.along
-    companion_tokens = patching.companion_tokens(shapes)
-    return BandedRun(model, rows, shapes[0], warm_up, overlap, extrapolate, calls, check_cancelled, along, companion_tokens)
+    def _banded_run(
+        self, model: RemoteTransformer, cut: BandCut, stub: RemoteDiffusionModel, warm_up: bool, extrapolate: bool
+    ) -> BandedRun:
+        """`model` and `stub`: the same model, on its ranks and here."""
+        companion_tokens, cache = cut.patching.companion_tokens(cut.shapes), stub.run.cache
+        return BandedRun(
+            model,
+            cut.rows,
+            cut.shapes[0],
+            warm_up,
+            overlap=self.overlap and stub.comm_overlap,
+            extrapolate=extrapolate,
+            cache=None if cache is None else cache.cache,
+            poll=check_cancelled,
+            along=cut.patching.along,
+            companion_tokens=companion_tokens,
+        )

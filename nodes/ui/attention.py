@@ -1,4 +1,4 @@
-"""The widget `attention`: `auto` is the kernel that ComfyUI itself computes attention with."""
+"""The widget `attention`: `auto` is the kernel with which ComfyUI computes attention."""
 
 import logging
 
@@ -10,22 +10,16 @@ from parallel_backend.core.validate import check_attention
 
 log = logging.getLogger(__name__)
 
-OURS = {
-    "pytorch": SDPA,
-    "flash": "flash",
-    "sage": "sage",
-    "xformers": "xformers",
-    "comfy_kitchen_int8": "comfy_kitchen",
-}
-"""Our kernels by ComfyUI's names (register_attention_function)."""
+OURS = {"pytorch": SDPA, "flash": "flash", "sage": "sage", "xformers": "xformers", "comfy_kitchen_int8": "comfy_kitchen"}
+"""ComfyUI's name of a kernel (register_attention_function) -> name of the ranks' kernel."""
 FLAGS = {"use_split_cross_attention": "split", "use_quad_cross_attention": "sub_quad"}
-"""Start flags whose kernels save memory that ranks do not lack, by ComfyUI's name of the kernel."""
+"""Start flags of ComfyUI -> its name of their kernel. Ranks do not have these kernels, which save memory."""
 
 
 def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
-    """The `attention` that ranks are loaded with. ValueError for a kernel that cannot run on them.
+    """The `attention` that ranks are loaded with. ValueError for a kernel that cannot run on these devices.
 
-    For `auto` what ComfyUI was started with. If the ranks cannot have that, the log says so.
+    `auto` is the kernel that ComfyUI was started with. If ranks cannot run that one, they take torch's, and the log says so.
     """
     check_attention(widget, devices, dtype)
     if widget != AUTO:
@@ -33,16 +27,16 @@ def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
     name = _native_name()
     kernel = OURS.get(name)
     if kernel is None:
-        # Without a flag these are what ComfyUI falls back on, on a CPU for instance: nothing that anybody chose.
+        # Without a flag, ComfyUI has fallen back on such a kernel, on a CPU for instance, and the user need not be told.
         if name not in FLAGS.values() or any(getattr(args, flag, False) for flag in FLAGS):
             log.warning("Parallel DiT: the ranks do not have ComfyUI's attention '%s': they take torch's SDPA", name)
         return AUTO
-    found = KERNELS[kernel]
-    if not all(found.possible(device, dtype) for device in known_devices(devices)):
+    wanted = KERNELS[kernel]
+    if not all(wanted.possible(device, dtype) for device in known_devices(devices)):
         log.warning(
             "Parallel DiT: ComfyUI computes attention by %s, but ranks take torch's SDPA: %s (these are %s with %s)",
-            found.title,
-            found.needs,
+            wanted.title,
+            wanted.needs,
             ", ".join(devices),
             dtype,
         )
@@ -51,7 +45,7 @@ def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
 
 
 def _native_name() -> str:
-    """ComfyUI's name of the function that its models call; that function's own, where ComfyUI does not know it."""
+    """ComfyUI's name of the function that its models call, or the function's name if ComfyUI has not registered it."""
     used = native.optimized_attention
     registered = native.REGISTERED_ATTENTION_FUNCTIONS
     return next((name for name, function in registered.items() if function is used), used.__name__)

@@ -1,4 +1,4 @@
-"""The `devices` widget in this ComfyUI: see core/device_choice.py, which is told here what ComfyUI runs on."""
+"""The `devices` widget: the functions of core/device_choice.py for the devices and start options of this ComfyUI."""
 
 import comfy.cli_args
 import comfy.model_management
@@ -14,10 +14,10 @@ __all__ = ["choose_devices", "gpus", "half_dtypes", "host", "is_auto", "named_de
 
 
 def host() -> Host:
-    """What this ComfyUI runs on, and the options that it was started with."""
+    """The kind of device that this ComfyUI runs on, and its start options about devices."""
     args = comfy.cli_args.args
     chosen = getattr(args, "cuda_device", None)
-    option = comfy.cli_args.parser._option_string_actions.get("--cuda-device")  # a number only, before 2026-08
+    option = comfy.cli_args.parser._option_string_actions.get("--cuda-device")  # took a single number before 2026-08
     return Host(
         kind=comfy.model_management.get_torch_device().type,
         cuda_device=None if chosen is None else str(chosen),
@@ -26,7 +26,7 @@ def host() -> Host:
 
 
 def gpus() -> tuple[str, ...]:
-    """The GPUs that `auto` means; none where ComfyUI runs on something else."""
+    """The GPUs that `auto` stands for. Empty if ComfyUI runs on another kind of device."""
     return gpus_of(host())
 
 
@@ -47,8 +47,9 @@ def why_hidden() -> str:
 
 
 def half_dtypes(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of HALVES that all GPUs among the devices compute in, as ComfyUI finds and as its user has set (--force-fp16 and
-    others). GPUs of a Ray cluster are not asked and count as able. A ComfyUI under --cpu knows nothing of GPUs.
+    """Half dtypes (HALVES) that all GPUs among the devices compute in, by ComfyUI's tests and options (--force-fp16 ...).
+
+    GPUs of a Ray cluster are not asked and count as able. A ComfyUI under --cpu cannot test GPUs, so torch is asked.
     """
     local = [name for name in devices if device_kind(name) == "cuda" and not on_ray(name)]
     if host().kind != "cuda":

@@ -1,4 +1,4 @@
-"""Cancel, and how a node refuses."""
+"""Calls into ComfyUI for all nodes: the check for Cancel, and the refusal of what needs weights."""
 
 from typing import NoReturn
 
@@ -13,13 +13,13 @@ def check_cancelled() -> None:
 
 
 def refuse(what: str, instead: str) -> NoReturn:
-    """ValueError: `what` needs weights, which are on the ranks. `instead`: advice, a sentence."""
+    """ValueError: `what` needs the weights, which only ranks have. `instead`: advice, a sentence."""
     raise ValueError(
         f"model: {what}{on_behalf()} is not possible with Parallel DiT's weights, which are on its ranks. {instead}"
     )
 
 
 def on_behalf() -> str:
-    """Words for a refusal: the node that asks for it. Empty if none does."""
+    """Part of a refusal that names the node whose call it is. Empty if there is none."""
     nodes = named(calling_nodes())
     return f" (asked for by {nodes})" if nodes else ""

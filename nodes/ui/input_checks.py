@@ -1,23 +1,34 @@
 """Checks of a node's inputs against their types and limits: ComfyUI checks widgets, but not what comes over a link."""
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-Node = TypeVar("Node", bound=type)
+
+class ComfyNode(Protocol):
+    """A node's class as ComfyUI wants it."""
+
+    FUNCTION: str
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]: ...
+
+
+Node = TypeVar("Node", bound=type[ComfyNode])
 
 SHOWN = 60
 """Characters of a value that an error repeats."""
 
 
-def validate(*others: str) -> Callable[[Node], Node]:
-    """Class decorator: the node's function gets values of its inputs' types and within their limits, or is not called.
+def validate(*checked_by_node: str) -> Callable[[Node], Node]:
+    """Class decorator: the node's function only gets values of its inputs' types and within their limits.
 
-    ValueError, beginning with the input's name, for anything else. `others`: inputs that the node checks itself.
+    ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that are left to the node.
     """
 
     def adopt(node: Node) -> Node:
@@ -27,7 +38,7 @@ def validate(*others: str) -> Callable[[Node], Node]:
 
         @functools.cache
         def inputs() -> dict[str, tuple]:
-            return {name: spec for name, spec in _specs(node.INPUT_TYPES()).items() if name not in others}
+            return {name: spec for name, spec in _specs(node.INPUT_TYPES()).items() if name not in checked_by_node}
 
         @functools.cache
         def optional() -> frozenset[str]:
@@ -40,7 +51,7 @@ def validate(*others: str) -> Callable[[Node], Node]:
         def call(*arguments, **named):
             bound = signature.bind(*arguments, **named)
             values = dict(zip(list(signature.parameters)[1:], bound.args[1:], strict=False)) | bound.kwargs
-            if takes_any and (unknown := values.keys() - inputs().keys() - set(others)):
+            if takes_any and (unknown := values.keys() - inputs().keys() - set(checked_by_node)):
                 raise TypeError(f"{node.__name__} has no input named {', '.join(sorted(unknown))}")
             for name, (kind, options) in inputs().items():
                 if name in values and not (values[name] is None and name in optional()):
@@ -51,6 +62,17 @@ def validate(*others: str) -> Callable[[Node], Node]:
         return node
 
     return adopt
+
+
+@contextlib.contextmanager
+def renamed_input(loaders_name: str, nodes_name: str) -> Iterator[None]:
+    """A ValueError about the loader's input `loaders_name` becomes one about the present node's input `nodes_name`."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith(f"{loaders_name}: "):
+            raise
+        raise ValueError(str(error).replace(loaders_name, nodes_name, 1)) from error
 
 
 def _specs(types: dict[str, dict[str, tuple]]) -> dict[str, tuple]:
@@ -65,7 +87,7 @@ def defaults(types: dict[str, dict[str, tuple]]) -> dict[str, Any]:
 
 
 def coerce(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
-    """The value as an input of this type takes it. ValueError, beginning with `name`, for one that it does not."""
+    """The value converted to the input's type. ValueError, beginning with `name`, for a value that the input refuses."""
     if isinstance(kind, list):
         if not isinstance(value, str) or value not in kind:
             raise ValueError(f"{name}: {short(value)} is none of {', '.join(map(str, kind[:20]))}.")
@@ -108,7 +130,7 @@ def _text(name: str, value: Any, _options: dict[str, Any]) -> str:
 
 
 def _latent(name: str, value: Any, _options: dict[str, Any]) -> dict[str, Any]:
-    samples = value.get("samples") if isinstance(value, dict) else None
+    samples: Any = value.get("samples") if isinstance(value, dict) else None
     parts = samples.unbind() if getattr(samples, "is_nested", False) else [samples]
     for part in parts:
         if not isinstance(part, torch.Tensor):

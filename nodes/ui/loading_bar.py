@@ -8,14 +8,14 @@ from .node_text import say
 
 
 class LoadingBar:
-    """A pool.LoadProgress: the node's bar and a line of text on it. Shows nothing as long as nothing is loaded."""
+    """A pool.LoadProgress: progress bar and text on the node. Shows nothing as long as nothing is loaded."""
 
     def __init__(self) -> None:
         self._shown: tuple[str, int] | None = None
 
     @functools.cached_property
     def _bar(self) -> comfy.utils.ProgressBar:
-        """Made when something is loaded: every model call brings a LoadingBar, and hardly any has use for it."""
+        """Made at the first progress only, because every model call brings a LoadingBar and few of them load anything."""
         return comfy.utils.ProgressBar(100)
 
     def __call__(self, doing: str, fraction: float) -> None:

@@ -1,6 +1,7 @@
-"""Which node, of ComfyUI or of another pack, a function or a call comes from: what is refused is refused by that name."""
+"""Finds the node, of ComfyUI or of another pack, that a function or a call comes from, so that refusals can name it."""
 
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -8,25 +9,25 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-import nodes as comfyui  # not the pack's own: ComfyUI's module, which has the nodes of all packs
-
+COMFYUI = importlib.import_module("nodes")
+"""ComfyUI's module `nodes`, with its nodes and the tables of all packs' nodes."""
 SAMPLING = ("comfy.sample", "comfy.samplers")
-"""Modules that call what nodes have put on a MODEL. Whoever called them is not to blame for what these do."""
+"""Modules that call functions which nodes have put on a MODEL. Callers of these modules are not the cause of such a call."""
 OURS = __name__.removesuffix(".nodes.ui.other_nodes")
 SEPARATORS = re.compile(r"[./\\]")
-"""Of the parts of a module's name."""
+"""Separators of the parts of a module's name."""
 SHOWN = 3
-"""Most nodes that are named where several have a function in common."""
+"""The most nodes that a text names, if several nodes share a function."""
 
 
 @dataclass(frozen=True)
 class OtherNode:
-    """A node as its users know it."""
+    """A node under the name that users see."""
 
     id: str
     title: str
     pack: str
-    """Folder of the pack in custom_nodes. Empty: the node is ComfyUI's own."""
+    """Folder of the pack in custom_nodes. Empty for ComfyUI's nodes."""
 
     def __str__(self) -> str:
         return f"{self.title} ({self.pack})" if self.pack else self.title
@@ -35,22 +36,22 @@ class OtherNode:
 def nodes_of(source: Any) -> list[OtherNode]:
     """The nodes that a function, or an object with methods, comes from. Empty: none is known.
 
-    It is the node in whose class the function was defined; else those whose own functions use it by name.
+    That is the node in whose class the function was defined, or else all nodes whose functions use it by name.
     """
     source = definition(source)
     module, first = source.__module__, source.__qualname__.partition(".")[0]
-    near = [(name, kind) for name, kind in _kinds() if _pack(kind.__module__) == _pack(module)]
-    for name, kind in near:
+    of_the_pack = [(name, kind) for name, kind in _kinds() if _pack(kind.__module__) == _pack(module)]
+    for name, kind in of_the_pack:
         if any(base.__module__ == module and base.__name__ == first for base in kind.__mro__):
             return [_node(name, kind)]
     target = getattr(sys.modules.get(module), first, None)
     if target is None:
         return []
-    return [_node(name, kind) for name, kind in near if any(_uses(each, first, target) for each in _functions(kind))]
+    return [_node(name, kind) for name, kind in of_the_pack if any(_uses(each, first, target) for each in _functions(kind))]
 
 
 def definition(source: Any) -> FunctionType | type:
-    """The function of a method or of a partial function, the class of an object: what stands in a module."""
+    """The function inside a method or a partial function, or the class of an object: the thing that a module defines."""
     while isinstance(source, functools.partial):
         source = source.func
     source = getattr(source, "__func__", source)
@@ -60,27 +61,27 @@ def definition(source: Any) -> FunctionType | type:
 def name_of(source: Any) -> str:
     """Name of a function, a method, a partial function or a class, or of the class of another object.
 
-    Of its module only the last part is in it: ComfyUI names a pack's modules by the folder that it is in.
+    It has only the last part of the module's name, because ComfyUI names a pack's modules by the pack's folder.
     """
-    made = definition(source)
-    return f"{SEPARATORS.split(made.__module__)[-1]}.{made.__qualname__}"
+    defined = definition(source)
+    return f"{SEPARATORS.split(defined.__module__)[-1]}.{defined.__qualname__}"
 
 
 def nodes_that_set(entry: str) -> list[OtherNode]:
-    """The nodes one of whose functions sets this entry of transformer_options, or has ComfyUI's ModelPatcher set it."""
+    """The nodes with a function that sets this entry of transformer_options, itself or by a method of ModelPatcher."""
 
     def sets(function: FunctionType) -> bool:
         codes = list(_codes(function.__code__))
-        words = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
-        return words >= {"transformer_options", entry} or any(f"set_model_{entry}" in code.co_names for code in codes)
+        strings = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+        return strings >= {"transformer_options", entry} or any(f"set_model_{entry}" in code.co_names for code in codes)
 
     return [_node(name, kind) for name, kind in _kinds() if any(map(sets, _functions(kind)))]
 
 
 def calling_nodes() -> list[OtherNode]:
-    """The node for which the current call is made: its own function is under way, or one that it has put on the MODEL.
+    """The node that causes the current call: its function is on the stack, or a function that it has put on the MODEL.
 
-    Empty: the call is made for no other node. Several: see `nodes_of`.
+    Empty: no other node causes the call. Several: see `nodes_of`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (module := frame.f_globals.get("__name__", "")) not in SAMPLING:
@@ -88,51 +89,53 @@ def calling_nodes() -> list[OtherNode]:
             owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
             owner = owner if isinstance(owner, type) else type(owner)
             for name, kind in _kinds():
-                own = kind.__module__ == module and any(frame.f_code in _codes(each.__code__) for each in _functions(kind))
-                if owner is kind or own:
+                defined_here = kind.__module__ == module
+                if owner is kind or (
+                    defined_here and any(frame.f_code in _codes(each.__code__) for each in _functions(kind))
+                ):
                     return [_node(name, kind)]
             function = frame.f_globals.get(frame.f_code.co_name)
-            if getattr(function, "__code__", None) is frame.f_code and (found := nodes_of(function)):
-                return found
+            if getattr(function, "__code__", None) is frame.f_code and (nodes := nodes_of(function)):
+                return nodes
         frame = frame.f_back
     return []
 
 
-def named(found: list[OtherNode]) -> str:
-    """In words. Empty if there is none, or if there are too many to say which it was."""
-    if len(found) <= SHOWN:
-        return " or ".join(map(str, found))
-    return f"a node of {found[0].pack}" if found[0].pack else ""
+def named(nodes: list[OtherNode]) -> str:
+    """The nodes' names for a text. Empty if there is no node, or if too many of ComfyUI's nodes are possible."""
+    if len(nodes) <= SHOWN:
+        return " or ".join(map(str, nodes))
+    return f"a node of {nodes[0].pack}" if nodes[0].pack else ""
 
 
 def _kinds() -> Iterator[tuple[str, type]]:
-    """The nodes that are not our own, by id."""
-    kinds = comfyui.NODE_CLASS_MAPPINGS.items()
+    """(id, class) of all nodes but this pack's."""
+    kinds = COMFYUI.NODE_CLASS_MAPPINGS.items()
     return ((name, kind) for name, kind in kinds if isinstance(kind, type) and not kind.__module__.startswith(f"{OURS}."))
 
 
 def _node(name: str, kind: type) -> OtherNode:
     parent, _, pack = getattr(kind, "RELATIVE_PYTHON_MODULE", "").partition(".")
-    return OtherNode(name, comfyui.NODE_DISPLAY_NAME_MAPPINGS.get(name) or name, pack if parent == "custom_nodes" else "")
+    return OtherNode(name, COMFYUI.NODE_DISPLAY_NAME_MAPPINGS.get(name) or name, pack if parent == "custom_nodes" else "")
 
 
 def _pack(module: str) -> str:
-    """What the modules of a pack have in common."""
+    """The first part of a module's name, which all modules of a pack share."""
     return module.partition(".")[0]
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Those of a node's class, with those that it has of others in its module."""
+    """The functions of a node's class and of its base classes in the same module."""
     for base in kind.__mro__:
         if base.__module__ == kind.__module__:
             for value in vars(base).values():
-                function = getattr(value, "__func__", value)  # of a class method, of a static one
+                function = getattr(value, "__func__", value)  # class methods and static methods have a `__func__`
                 if isinstance(function, FunctionType):
                     yield function
 
 
 def _uses(function: FunctionType, name: str, target: Any, seen: frozenset[FunctionType] = frozenset()) -> bool:
-    """Whether the function, or one of its module that it calls, has a use for `target`, by this name."""
+    """Whether the function, or a function of its module that it calls, uses `target` by this name."""
     names = {each for code in _codes(function.__code__) for each in code.co_names}
     if name in names and function.__globals__.get(name, target) is target:
         return True
@@ -145,7 +148,7 @@ def _uses(function: FunctionType, name: str, target: Any, seen: frozenset[Functi
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those in it."""
+    """The code of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,41 +1,68 @@
-"""Widgets and types that several nodes share."""
+"""Widgets and types that several nodes share. Each function gives an input's entry in INPUT_TYPES: (type, options)."""
+
+from typing import Any
 
 from parallel_backend.placement.residency import AUTO
 
 CATEGORY = "Parallel DiT"
 MAX_DEGREE = 64
 
-
-def degree(tooltip: str) -> tuple[str, dict]:
-    """An INT widget for a degree of parallelism."""
-    return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
+Widget = tuple[Any, dict[str, Any]]
 
 
-def offload() -> tuple[str, dict]:
-    """A STRING widget for residency.offload_of."""
-    return (
-        "STRING",
-        {
-            "default": AUTO,
-            "tooltip": "auto: weights that do not fit on the GPUs stay in host memory and are copied to a GPU whenever "
-            "they are needed, beside the computing. none: a model that does not fit is refused. A number: as auto, and so "
-            "many GB of each GPU stay free.",
-        },
+def link(kind: str, tooltip: str) -> Widget:
+    """An input without a widget, for a link of this type."""
+    return (kind, {"tooltip": tooltip})
+
+
+def flag(default: bool, tooltip: str) -> Widget:
+    return ("BOOLEAN", {"default": default, "tooltip": tooltip})
+
+
+def text(default: str, tooltip: str) -> Widget:
+    return ("STRING", {"default": default, "tooltip": tooltip})
+
+
+def choice(values: list[str], default: str, tooltip: str) -> Widget:
+    return (values, {"default": default, "tooltip": tooltip})
+
+
+def whole_number(default: int, least: int, most: int, tooltip: str, **options: Any) -> Widget:
+    return ("INT", {"default": default, "min": least, "max": most, **options, "tooltip": tooltip})
+
+
+def degree(tooltip: str) -> Widget:
+    """A degree of parallelism."""
+    return whole_number(1, 1, MAX_DEGREE, tooltip)
+
+
+def share(default: float, tooltip: str) -> Widget:
+    """A number from 0 to 1."""
+    return ("FLOAT", {"default": default, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip": tooltip})
+
+
+def offload() -> Widget:
+    """The text that residency.offload_of reads."""
+    return text(
+        AUTO,
+        "auto: weights that do not fit on the GPUs stay in host memory and are copied to a GPU whenever they are needed, "
+        "beside the computing. none: a model that does not fit is refused. A number: as auto, and so many GB of each GPU "
+        "stay free.",
     )
 
 
-def threshold(default: float, tooltip: str) -> tuple[str, dict]:
-    """A FLOAT widget for CacheSettings.threshold."""
+def threshold(default: float, tooltip: str) -> Widget:
+    """CacheSettings.threshold."""
     return ("FLOAT", {"default": default, "min": 0.0, "max": 3.0, "step": 0.005, "round": 0.001, "tooltip": tooltip})
 
 
-def cfg_scale(tooltip: str) -> tuple[str, dict]:
-    """A FLOAT widget for classifier-free guidance, KSampler's, but 1 as distilled models want it."""
+def cfg_scale(tooltip: str) -> Widget:
+    """Classifier-free guidance as in KSampler, but with the default 1, which distilled models want."""
     return ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0, "step": 0.1, "round": 0.01, "tooltip": tooltip})
 
 
 class AnyType(str):
-    """Type that every link fits: ComfyUI compares types by `!=` of their names."""
+    """A type that every link fits: ComfyUI compares types by `!=` on their names."""
 
     def __ne__(self, other: object) -> bool:
         return False

@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import comfy.model_management
 import comfy.sd
@@ -25,11 +27,11 @@ from .tiles import decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, 
 
 T = TypeVar("T")
 SAMPLED = 16
-"""Values of each tensor by which weights are known again."""
+"""Values of each tensor that the digest of a VAE's weights is made of."""
 
 
 def too_small(cut: Cut, vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> str | None:
-    """In words that follow 'since': not every rank would have a part of it."""
+    """Reason, in words that follow 'since', why the latent cannot be cut: not every rank would get a band."""
     if cut.kind.independent:
         return None
     longest = max(cut.known.before(vae.first_stage_model, latent[:1]).shape[-2:])
@@ -39,14 +41,12 @@ def too_small(cut: Cut, vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> 
 
 
 def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Pool) -> torch.Tensor:
-    """[B, C, (frames,) H, W] -> [B, (frames,) 8 H, 8 W, 3] as vae.decode gives it, one batch entry after the other.
+    """[B, C, (frames,) H, W] -> [B, (frames,) S H, S W, 3] as vae.decode gives it, one batch entry after the other.
 
-    The scale is the VAE's. TooLittleMemory where a device has too little of it for a rank's part.
+    S is the VAE's scale. TooLittleMemory if a device has too little memory for a rank's band.
     """
     model = vae.first_stage_model
     remote, dtype = remote_vae(vae, cut, "decoder", pool)
-    # Older versions of ComfyUI have float32 always.
-    out_dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
     entries = [cut.known.before(model, cut.known.drawn(model, entry.to("cpu", dtype))) for entry in latent.split(1)]
     if cut.kind.independent:
         shape, pieces = model.decode_output_shape(latent.shape), len(latent_clips(model, entries[0]))
@@ -58,32 +58,31 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Poo
         share = len(bands(entries[0], 1, len(pool.devices))[0]) / longest
         needed = int(vae.memory_used_decode(counted(cut, latent.shape), dtype) * share)
     make_room(pool, needed)
-    progress = comfy.utils.ProgressBar(len(latent) * pieces)
-
-    def on_piece() -> None:
-        progress.update(1)
-
-    with shared_output(pool, (len(latent), *shape[1:]), out_dtype) as (images, shared):
+    on_piece = partial(comfy.utils.ProgressBar(len(latent) * pieces).update, 1)
+    run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
+    with shared_output(pool, (len(latent), *shape[1:]), _output_dtype(vae)) as (images, shared):
         for index, entry in enumerate(entries):
             target = images[index : index + 1]
             if cut.kind.independent:
-                decode_in_tiles(model, entry, remote, target, check_cancelled, needed, on_piece)
+                decode_in_tiles(model, entry, target, run_tiles, on_piece)
             else:
-                more = {"shared": shared, "bytes_needed": needed, "on_piece": on_piece}
-                remote.run(entry, cut.weights.scale, target, check_cancelled, **more)
-            if (done := vae.process_output(target)) is not target:  # most work in place
-                target.copy_(done)
+                scale = cut.weights.scale
+                remote.run(entry, scale, target, check_cancelled, shared=shared, bytes_needed=needed, on_piece=on_piece)
+            if (processed := vae.process_output(target)) is not target:  # most VAEs' process_output works in place
+                target.copy_(processed)
     return images.to(vae.output_device).movedim(1, -1)
 
 
 def counted(cut: Cut, shape: torch.Size) -> tuple[int, ...]:
-    """What ComfyUI's estimates of memory are asked for, for one batch entry of an input of that shape."""
+    """The shape of one batch entry that ComfyUI's estimates of memory are asked for. `shape`: of the whole input."""
     return (1, shape[1], cut.known.counted(shape[2]), *shape[3:]) if len(shape) == 5 else (1, *shape[1:])
 
 
 def model_input(vae: comfy.sd.VAE, pixels: torch.Tensor) -> torch.Tensor:
-    """IMAGE [frames or batch, H, W, C] as vae.encode hands it to its model: [B, 3, (frames,) rows, columns], cropped to
-    what the VAE's scale divides."""
+    """IMAGE [frames or batch, H, W, C] as vae.encode hands it to its model: [B, 3, (frames,) rows, columns].
+
+    Rows and columns are cropped to multiples of the VAE's scale.
+    """
     pixels = vae.vae_encode_crop_pixels(pixels).movedim(-1, 1)
     if vae.latent_dim == 3 and pixels.ndim < 5:
         pixels = pixels.unsqueeze(2) if vae.not_video else pixels.movedim(1, 0).unsqueeze(0)
@@ -91,13 +90,13 @@ def model_input(vae: comfy.sd.VAE, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: int) -> str | None:
-    """In words that follow 'since': not every rank would have a part of it, or ComfyUI cuts the video otherwise."""
+    """Reason, in words that follow 'since', why pixels cannot be cut as ComfyUI would encode them. None: they can."""
     if cut.kind.independent:
         return None
-    found = model_input(vae, pixels)
-    if found.ndim == 5 and not cut.known.frames(vae.first_stage_model, found.shape[2]):
-        return f"this VAE does not take {found.shape[2]} frames evenly"
-    longest, scale = max(found.shape[-2:]), cut.weights.scale
+    x = model_input(vae, pixels)
+    if x.ndim == 5 and not cut.known.frames(vae.first_stage_model, x.shape[2]):
+        return f"this VAE does not take {x.shape[2]} frames evenly"
+    longest, scale = max(x.shape[-2:]), cut.weights.scale
     if longest // scale >= ranks:
         return None
     return f"the picture has {longest} rows and columns at most, too few for {ranks} ranks, of {scale} each"
@@ -106,46 +105,46 @@ def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: i
 def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Pool) -> torch.Tensor:
     """IMAGE -> [B, C, (frames,) h, w] as vae.encode gives it, one batch entry after the other.
 
-    TooLittleMemory where a device has too little of it for a rank's part.
+    TooLittleMemory if a device has too little memory for a rank's band.
     """
     model, known = vae.first_stage_model, cut.known
     remote, dtype = remote_vae(vae, cut, "encoder", pool)
     whole = model_input(vae, pixels)
     entries = whole.split(1)
     if cut.kind.independent:
-        pieces, needed = len(pixel_clips(model, entries[0])), int(vae.memory_used_encode(_pixel_tile(model, whole), dtype))
+        frames = min(whole.shape[2], model.clip_length)
+        tile = (1, whole.shape[1], frames, *(min(size, model.tile_size) for size in whole.shape[3:]))
+        pieces, needed = len(pixel_clips(model, entries[0])), int(vae.memory_used_encode(tile, dtype))
     else:
         shape = remote.shape(entries[0], cut.weights.scale, cut.weights.channels)
         pieces, units = remote.pieces(entries[0]), max(whole.shape[-2:]) // cut.weights.scale
         share = len(bands(entries[0], cut.weights.scale, len(pool.devices))[0]) / units
         needed = int(vae.memory_used_encode(counted(cut, whole.shape), dtype) * share)
     make_room(pool, needed)
-    progress = comfy.utils.ProgressBar(len(entries) * pieces)
-
-    def on_piece() -> None:
-        progress.update(1)
-
-    found = []
+    on_piece = partial(comfy.utils.ProgressBar(len(entries) * pieces).update, 1)
+    run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
+    latents = []
     for entry in entries:
         x = known.before(model, vae.process_input(entry).to("cpu", dtype))
         if cut.kind.independent:
-            latent = encode_in_tiles(model, x, remote, check_cancelled, needed, on_piece)
+            latent = encode_in_tiles(model, x, run_tiles, on_piece)
         else:
             latent = torch.empty(shape, dtype=dtype)
             remote.run(x, cut.weights.scale, latent, check_cancelled, bytes_needed=needed, on_piece=on_piece)
-        found.append(known.after(model, latent))
-    out_dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
-    return torch.cat(found).to(vae.output_device, out_dtype)
+        latents.append(known.after(model, latent))
+    return torch.cat(latents).to(vae.output_device, _output_dtype(vae))
 
 
-def _pixel_tile(model: torch.nn.Module, whole: torch.Tensor) -> tuple[int, ...]:
-    """Shape of one tile of pixels."""
-    frames = min(whole.shape[2], model.clip_length)
-    return (1, whole.shape[1], frames, *(min(size, model.tile_size) for size in whole.shape[3:]))
+def _output_dtype(vae: comfy.sd.VAE) -> torch.dtype:
+    """Older versions of ComfyUI always give float32."""
+    return vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
 
 
 def with_room(pool: Pool, work: Callable[[], T]) -> T:
-    """`work`; once more where the models on its ranks can make way for what it lacks. Each try draws the same noise."""
+    """The result of `work`. If memory is short, models on the pool's ranks give way and `work` is tried once more.
+
+    Both tries draw the same noise. TooLittleMemory if the models hold less than what is missing.
+    """
     try:
         with noise_put_back():
             return work()
@@ -160,42 +159,43 @@ def with_room(pool: Pool, work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def noise_put_back() -> Iterator[None]:
-    """After TooLittleMemory torch's generators are as before. Whoever tries again, ComfyUI too, draws the same noise."""
-    device = getattr(torch, comfy.model_management.vae_device().type, None)  # a CPU has no generator beside torch's own
-    generators = [torch, device] if hasattr(device, "get_rng_state") else [torch]
-    states = [each.get_rng_state() for each in generators]
+    """After TooLittleMemory torch's generators are reset, so that the next try (or ComfyUI) draws the same noise."""
+    state = torch.get_rng_state()
+    backend: Any = getattr(torch, comfy.model_management.vae_device().type, None)  # such as torch.cuda
+    device_state = backend.get_rng_state() if hasattr(backend, "get_rng_state") else None  # torch.cpu has no generator
     try:
         yield
     except TooLittleMemory:
-        for each, state in zip(generators, states, strict=True):
-            each.set_rng_state(state)
+        torch.set_rng_state(state)
+        if device_state is not None:
+            backend.set_rng_state(device_state)
         raise
 
 
 def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: Pool) -> tuple[RemoteVAE, torch.dtype]:
-    """The part on the ranks of the pool, and what it computes in."""
+    """The part on the ranks of the pool, and the dtype that it computes in."""
     on_gpus = all(device_kind(device) == "cuda" for device in pool.devices)
     dtype = vae.vae_dtype if on_gpus else torch.float32
     settings, state = cut.known.settings(vae.first_stage_model), vae.get_sd()
 
     def weights() -> Weights:
-        found = cut.kind.weights(state, part, settings)
-        tensors = {name: tensor.to("cpu", dtype) for name, tensor in found.tensors.items()}
-        return Weights(found.config, tensors, found.scale, found.channels)
+        stored = cut.kind.weights(state, part, settings)
+        assert stored is not None  # `how_to_cut` has asked for the same
+        return replace(stored, tensors={name: tensor.to("cpu", dtype) for name, tensor in stored.tensors.items()})
 
-    # Another VAE may have the address of one that is gone, and a node may have written into the weights.
+    # The id alone is not enough: a new VAE may get a freed one's address, and a node may write into the weights.
     of_file = f"{vae.patcher.patches_uuid} {id(vae.first_stage_model)} {_sample(state.values())}"
     name = f"{of_file} {dtype} {json.dumps(settings, sort_keys=True)}"
     return RemoteVAE(pool, name, cut.known.kind, part, weights, lambda nbytes: make_room(pool, nbytes)), dtype
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> str:
-    """A digest of `SAMPLED` values of each tensor, evenly spread."""
-    found = hashlib.sha256()
+    """A digest of about SAMPLED values of each tensor, evenly spread."""
+    digest = hashlib.sha256()
     for tensor in tensors:
         values = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLED)]
-        found.update(values.to("cpu", torch.float32).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(values.to("cpu", torch.float32).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def make_room(pool: Pool, needed: int) -> None:

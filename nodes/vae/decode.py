@@ -1,6 +1,10 @@
 """Parallel VAE Decode: ComfyUI's VAE, its decoder on the ranks in bands."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from parallel_backend.client.registry import registry
 from parallel_backend.client.vae import TooLittleMemory
@@ -10,20 +14,17 @@ from ..ui.devices import gpus, is_auto, named_devices
 from ..ui.host import check_cancelled
 from ..ui.input_checks import validate
 from ..ui.node_text import say
-from ..ui.widgets import CATEGORY
+from ..ui.widgets import CATEGORY, link, text
 from .bands import decode_on_ranks, too_small, with_room
 from .known import Cut, how_to_cut
 
 log = logging.getLogger(__name__)
 
-
-DEVICES = (
-    "STRING",
-    {
-        "default": "auto",
-        "tooltip": "auto (those of the loaded model, or all GPUs), or a list such as cuda:0,cuda:1. Some of the loaded "
-        "model's GPUs beside other ones end its processes.",
-    },
+VAE = link("VAE", "The model's VAE, from Load VAE or a checkpoint loader.")
+DEVICES = text(
+    "auto",
+    "auto (those of the loaded model, or all GPUs), or a list such as cuda:0,cuda:1. Some of the loaded model's GPUs beside "
+    "other ones end its processes.",
 )
 
 
@@ -40,10 +41,7 @@ class ParallelVAEDecode:
     @classmethod
     def INPUT_TYPES(cls):
         return {
-            "required": {
-                "samples": ("LATENT", {"tooltip": "The latent to decode."}),
-                "vae": ("VAE", {"tooltip": "The model's VAE, from Load VAE or a checkpoint loader."}),
-            },
+            "required": {"samples": link("LATENT", "The latent to decode."), "vae": VAE},
             "optional": {"devices": DEVICES},
         }
 
@@ -55,27 +53,37 @@ class ParallelVAEDecode:
         if vae.latent_dim == 2 and latent.ndim == 5:
             latent = latent[:, :, 0]
         cut = how_to_cut(vae, "decoder", latent.ndim)
-        reason = cut if isinstance(cut, str) else None
         if isinstance(cut, Cut):
             _check_channels(cut, vae, latent)
-            pool = find_ranks(devices)
-            if pool is None or len(pool.devices) == 1:
-                reason = "there is only one device for it"
-            elif (reason := too_small(cut, vae, latent, len(pool.devices))) is None:
-                try:
-                    images = with_room(pool, lambda: decode_on_ranks(vae, cut, latent, pool))
-                    what = "tiles" if cut.kind.independent else f"{len(pool.devices)} bands"
-                    say(f"Decoded in {what} on {', '.join(pool.devices)}.")
-                    return (_pictures(images),)
-                except TooLittleMemory as short:
-                    reason = str(short)
-        log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", reason)
-        say(f"Decoded whole by ComfyUI, since {reason}.")
-        return (_pictures(vae.decode(latent)),)
+        images, how = computed_on_ranks(vae, cut, latent, devices, too_small, decode_on_ranks)
+        if images is None:
+            log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", how)
+            say(f"Decoded whole by ComfyUI, since {how}.")
+            return (_pictures(vae.decode(latent)),)
+        say(f"Decoded in {how}.")
+        return (_pictures(images),)
+
+
+def computed_on_ranks(
+    vae: Any, cut: Cut | str, x: torch.Tensor, devices: str, why_too_small: Callable[..., str | None], compute: Callable
+) -> tuple[torch.Tensor | None, str]:
+    """(`compute` of x on the ranks of the widget `devices`, how), or (None, reason why ComfyUI has to compute it whole)."""
+    if isinstance(cut, str):
+        return None, cut
+    pool = find_ranks(devices)
+    if pool is None or len(pool.devices) == 1:
+        return None, "there is only one device for it"
+    if (reason := why_too_small(cut, vae, x, len(pool.devices))) is not None:
+        return None, reason
+    try:
+        result = with_room(pool, lambda: compute(vae, cut, x, pool))
+    except TooLittleMemory as short:
+        return None, str(short)
+    return result, f"{'tiles' if cut.kind.independent else f'{len(pool.devices)} bands'} on {', '.join(pool.devices)}"
 
 
 def check_vae(vae) -> None:
-    """ValueError for anything else."""
+    """ValueError for an input that is no VAE of ComfyUI's."""
     if not all(hasattr(vae, name) for name in ("decode", "encode", "latent_dim", "first_stage_model")):
         raise ValueError("vae: this is no VAE. Connect Load VAE, or a checkpoint loader's.")
 
@@ -90,12 +98,12 @@ def _check_channels(cut: Cut, vae, latent) -> None:
 
 
 def _pictures(images):
-    """Videos [B, frames, rows, columns, 3] as IMAGE, one picture after the other."""
+    """Videos [B, frames, rows, columns, 3] -> IMAGE [B * frames, rows, columns, 3]. Pictures stay as they are."""
     return images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images
 
 
 def find_ranks(devices: str) -> Pool | None:
-    """Ranks on the named devices, started if they do not run. None: `auto` finds a single device."""
+    """Ranks on the named devices, started if necessary. None: `auto`, and there is a single device."""
     if not is_auto(devices):
         return registry().pool_for(named_devices(devices), check_cancelled)
     running, all_gpus = registry().pool_for(None, check_cancelled), gpus()

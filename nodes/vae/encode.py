@@ -2,14 +2,12 @@
 
 import logging
 
-from parallel_backend.client.vae import TooLittleMemory
-
 from ..ui.input_checks import validate
 from ..ui.node_text import say
-from ..ui.widgets import CATEGORY
-from .bands import encode_on_ranks, pixels_too_small, with_room
-from .decode import DEVICES, check_vae, find_ranks
-from .known import Cut, how_to_cut
+from ..ui.widgets import CATEGORY, link
+from .bands import encode_on_ranks, pixels_too_small
+from .decode import DEVICES, VAE, check_vae, computed_on_ranks
+from .known import how_to_cut
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +25,7 @@ class ParallelVAEEncode:
     @classmethod
     def INPUT_TYPES(cls):
         return {
-            "required": {
-                "pixels": ("IMAGE", {"tooltip": "The picture to encode, or a video's frames."}),
-                "vae": ("VAE", {"tooltip": "The model's VAE, from Load VAE or a checkpoint loader."}),
-            },
+            "required": {"pixels": link("IMAGE", "The picture to encode, or a video's frames."), "vae": VAE},
             "optional": {"devices": DEVICES},
         }
 
@@ -38,19 +33,10 @@ class ParallelVAEEncode:
         check_vae(vae)
         pixels = pixels[..., : vae.output_channels]
         cut = how_to_cut(vae, "encoder", 2 + vae.latent_dim)
-        reason = cut if isinstance(cut, str) else None
-        if isinstance(cut, Cut):
-            pool = find_ranks(devices)
-            if pool is None or len(pool.devices) == 1:
-                reason = "there is only one device for it"
-            elif (reason := pixels_too_small(cut, vae, pixels, len(pool.devices))) is None:
-                try:
-                    samples = with_room(pool, lambda: encode_on_ranks(vae, cut, pixels, pool))
-                    what = "tiles" if cut.kind.independent else f"{len(pool.devices)} bands"
-                    say(f"Encoded in {what} on {', '.join(pool.devices)}.")
-                    return ({"samples": samples},)
-                except TooLittleMemory as short:
-                    reason = str(short)
-        log.info("Parallel VAE Encode: encoding whole in ComfyUI, since %s", reason)
-        say(f"Encoded whole by ComfyUI, since {reason}.")
-        return ({"samples": vae.encode(pixels)},)
+        samples, how = computed_on_ranks(vae, cut, pixels, devices, pixels_too_small, encode_on_ranks)
+        if samples is None:
+            log.info("Parallel VAE Encode: encoding whole in ComfyUI, since %s", how)
+            say(f"Encoded whole by ComfyUI, since {how}.")
+            return ({"samples": vae.encode(pixels)},)
+        say(f"Encoded in {how}.")
+        return ({"samples": samples},)

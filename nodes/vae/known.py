@@ -1,4 +1,4 @@
-"""How a VAE of ComfyUI's is cut, or why it cannot be."""
+"""How a VAE of ComfyUI's is cut for the ranks, or why it cannot be cut."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Cut:
 
     known: Known
     weights: Weights
-    """Without values: on the meta device."""
+    """Tensors on the meta device, which have no values."""
 
     @property
     def kind(self) -> VAEClass:
@@ -26,7 +26,7 @@ class Cut:
 
 
 def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
-    """How, or the reason why this VAE cannot be cut, in words that follow 'since'. `dims`: of the latent."""
+    """How this VAE's part is cut, or the reason why not, in words that follow 'since'. `dims`: axes of the latent."""
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
     module = getattr(model, part, None)
@@ -55,24 +55,26 @@ def _path(module: object) -> str:
 
 
 def _patched(vae: comfy.sd.VAE) -> bool:
-    """Nodes have put patches on this VAE, or on another one of the same model, whose weights they still are in."""
+    """Whether nodes have put patches on this VAE, or the model's weights still have the patches of another VAE object."""
     patcher = vae.patcher
-    in_weights = getattr(vae.first_stage_model, "current_weight_patches_uuid", None)
+    uuid_in_weights = getattr(vae.first_stage_model, "current_weight_patches_uuid", None)
     added = patcher.patches or patcher.object_patches or patcher.weight_wrapper_patches or patcher.injections
-    return bool(added) or in_weights not in (None, patcher.patches_uuid)
+    return bool(added) or uuid_in_weights not in (None, patcher.patches_uuid)
 
 
 def _modules(model: torch.nn.Module, part: Part) -> list[torch.nn.Module]:
-    """The model's, but for those of its other part."""
+    """The model's modules without those of its other part."""
     other = "encoder" if part == "decoder" else "decoder"
     return [module for name, module in model.named_modules() if name.partition(".")[0] != other]
 
 
 def _changed(module: torch.nn.Module, paddings: Collection[str]) -> bool:
-    """The module is not as its class has it, or its class is not ComfyUI's or torch's: nodes for tiling, seamless textures,
-    fused kernels and the like change modules."""
-    own = vars(module)
+    """Whether the module differs from its class, or its class is neither ComfyUI's nor torch's.
+
+    Nodes for tiling, seamless textures and fused kernels change modules in such ways.
+    """
+    attributes = vars(module)
     hooked = module._forward_hooks or module._forward_pre_hooks
     foreign = type(module).__module__.partition(".")[0] not in ("comfy", "torch")
-    padded = own.get("padding_mode", "zeros") not in paddings
-    return "forward" in own or "_conv_forward" in own or bool(hooked) or foreign or padded
+    padded = attributes.get("padding_mode", "zeros") not in paddings
+    return "forward" in attributes or "_conv_forward" in attributes or bool(hooked) or foreign or padded

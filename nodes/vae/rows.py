@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
@@ -13,51 +13,57 @@ from parallel_backend.vaes import ltx
 
 from .tiles import why_no_tiles
 
-Model = torch.nn.Module
-Change = Callable[[Model, torch.Tensor], torch.Tensor]
+if TYPE_CHECKING:  # older versions of ComfyUI do not have all of these
+    from comfy.ldm.cosmos.vae import CausalContinuousVideoTokenizer as CosmosVAE
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE as LTXVAE
+    from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
+    from comfy.ldm.models.autoencoder import AutoencodingEngine as HunyuanVAE
+
+Change = Callable[[Any, torch.Tensor], torch.Tensor]
+"""A VAE's model (an object of one of ComfyUI's classes), tensor -> tensor."""
 
 
-def _same(_model: Model, x: torch.Tensor) -> torch.Tensor:
+def _same(_model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 @dataclass(frozen=True)
 class Known:
-    """A row of KNOWN: one part of a class of ComfyUI's."""
+    """A row of KNOWN: the decoder or encoder (the part) of a class of VAEs of ComfyUI's. Functions get ComfyUI's model."""
 
     kind: str
-    """Its row in vaes."""
+    """Key in parallel_backend.vaes.VAES."""
     dims: int
-    """Of a latent, batch and channels included."""
-    channels: Callable[[Model], int]
-    """Of a latent that the model decodes."""
-    matches: Callable[[Model], bool] = lambda _model: True
+    """Axes of a latent, batch and channels included."""
+    channels: Callable[[Any], int]
+    """Channels of a latent that the model decodes."""
+    matches: Callable[[Any], bool] = lambda _model: True
     """Tells rows of the same classes apart."""
     before: Change = _same
-    """What the model's own `decode`, or `encode`, does with its input before it is run by the part. [1, C, ...] each."""
+    """What the model's `decode` (or `encode`) does with its input [1, C, ...] before the part runs."""
     drawn: Change = _same
-    """What it draws at random before that. Once for each latent."""
+    """The random noise that `decode` adds before that, drawn once for each latent."""
     after: Change = _same
-    """What it does with the part's output."""
-    settings: Callable[[Model], dict[str, Any]] = lambda _model: {}
-    """For VAEClass.weights."""
-    why_not: Callable[[Model], str | None] = lambda _model: None
-    """Reason why this one cannot be cut all the same, in words that follow 'since'."""
-    frames: Callable[[Model, int], bool] = lambda _model, _frames: True
+    """What `encode` does with the part's output."""
+    settings: Callable[[Any], dict[str, Any]] = lambda _model: {}
+    """Settings for VAEClass.weights."""
+    why_not: Callable[[Any], str | None] = lambda _model: None
+    """Reason why a model of these classes cannot be cut all the same, in words that follow 'since'."""
+    frames: Callable[[Any, int], bool] = lambda _model, _frames: True
     """Whether a video of so many frames of pixels is encoded as in ComfyUI."""
     counted: Callable[[int], int] = lambda frames: frames
-    """Of the input: for as many its memory is estimated by ComfyUI's formula, where ranks run other pieces than ComfyUI."""
+    """Frames of the input -> frames for ComfyUI's estimate of memory. Ranks may run longer pieces than ComfyUI."""
     paddings: Collection[str] = ("zeros",)
-    """What its convolutions pad by."""
+    """Padding modes that the model's convolutions may have."""
 
 
-def _kl_channels(model: Model) -> int:
-    """Flux.2's latent has each 2 x 2 of what its decoder takes in the channels."""
+def _kl_channels(model: "AutoencoderKL") -> int:
+    """Channels of a latent. Flux.2's has each 2 x 2 patch of the decoder's input in its channels."""
     first = getattr(model, "post_quant_conv", model.decoder.conv_in)
     return first.weight.shape[1] * (4 if getattr(model, "bn", None) is not None else 1)
 
 
-def _unpacked(model: Model, latent: torch.Tensor) -> torch.Tensor:
+def _unpacked(model: "AutoencoderKL", latent: torch.Tensor) -> torch.Tensor:
     """The latent as the decoder's layers take it: Flux.2's [B, 4 C, H, W] -> [B, C, 2 H, 2 W]; others as they are."""
     bn = getattr(model, "bn", None)
     if bn is None:
@@ -66,7 +72,7 @@ def _unpacked(model: Model, latent: torch.Tensor) -> torch.Tensor:
     return F.pixel_shuffle(latent * torch.sqrt(variance + model.bn_eps) + mean, 2)
 
 
-def _packed(model: Model, latent: torch.Tensor) -> torch.Tensor:
+def _packed(model: "AutoencoderKL", latent: torch.Tensor) -> torch.Tensor:
     """The inverse of `_unpacked`."""
     bn = getattr(model, "bn", None)
     if bn is None:
@@ -75,48 +81,49 @@ def _packed(model: Model, latent: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(F.pixel_unshuffle(latent, 2), mean, variance, eps=model.bn_eps)
 
 
-def _squashed(model: Model) -> str | None:
+def _squashed(model: "AutoencodingEngine") -> str | None:
     return "a VAE whose decoder ends in tanh cannot be cut" if model.decoder.tanh_out else None
 
 
-def _levels(module: Model, side: str, to_next: str) -> list[Model]:
-    """Layers between the levels of a part, as its file counts them."""
-    return [level._modules[to_next] for level in getattr(module, side) if to_next in level._modules]
+def _resamplers(model: "HunyuanVAE") -> tuple[list[Any], list[Any]]:
+    """The encoder's downsampling layers and the decoder's upsampling layers, by level in the file's order."""
+    down = [level.downsample for level in model.encoder.down if "downsample" in level._modules]
+    return down, [level.upsample for level in model.decoder.up if "upsample" in level._modules]
 
 
-def _hunyuan_settings(model: Model) -> dict[str, Any]:
-    """ComfyUI runs a video in chunks since it has the attribute `carried`."""
-    down, up = _levels(model.encoder, "down", "downsample"), _levels(model.decoder, "up", "upsample")
+def _hunyuan_settings(model: "HunyuanVAE") -> dict[str, Any]:
+    """Versions of ComfyUI that run a video in chunks have the attribute `carried`."""
+    down, up = _resamplers(model)
     strides = [getattr(layer.conv, "conv", layer.conv).stride[0] for layer in down]
     scales = [layer.scale_factor[0] if isinstance(layer.scale_factor, tuple) else layer.scale_factor for layer in up]
     times = {"encoder": strides, "decoder": [int(scale) for scale in scales]}
     return {"times": times, "chunked": getattr(model.decoder, "carried", False)}
 
 
-def _shuffled_settings(model: Model) -> dict[str, Any]:
-    """HunyuanVideo 1.5 and HunyuanImage 2.1's refiner."""
-    down, up = _levels(model.encoder, "down", "downsample"), _levels(model.decoder, "up", "upsample")
+def _shuffled_settings(model: "HunyuanVAE") -> dict[str, Any]:
+    """Settings of HunyuanVideo 1.5 and of HunyuanImage 2.1's refiner."""
+    down, up = _resamplers(model)
     factors = {"encoder": [[2 if layer.tds else 1, 2, 2] for layer in down]}
     factors["decoder"] = [[2 if layer.tus else 1, 2, 2] for layer in up]
     carried = type(model.decoder.conv_in).__name__ == "CarriedConv3d"
     return {"kind": "video" if model.decoder.refiner_vae else "refiner", "factors": factors, "chunked": carried}
 
 
-def _image_settings(model: Model) -> dict[str, Any]:
-    down, up = _levels(model.encoder, "down", "downsample"), _levels(model.decoder, "up", "upsample")
+def _image_settings(model: "HunyuanVAE") -> dict[str, Any]:
+    down, up = _resamplers(model)
     return {"kind": "image", "factors": {"encoder": [[2, 2]] * len(down), "decoder": [[2, 2]] * len(up)}, "chunked": False}
 
 
-def _whole_or_four(model: Model, frames: int) -> bool:
-    """In chunks ComfyUI leaves the last frames out that make no full one of the latent; as a whole it does not."""
+def _whole_or_four(model: "HunyuanVAE", frames: int) -> bool:
+    """Encoding in chunks, ComfyUI drops last frames that do not fill a frame of the latent. Encoding whole, it does not."""
     return _hunyuan_settings(model)["chunked"] or frames % 4 == 1
 
 
 _PADDINGS = ("zeros", "reflect", "replicate")
 
 
-def _ltx_settings(model: Model) -> dict[str, Any]:
-    """A timestep of 0.05 is what ComfyUI took where the model had none of its own."""
+def _ltx_settings(model: "LTXVAE") -> dict[str, Any]:
+    """Older versions of ComfyUI take a timestep of 0.05 for every model."""
     parts = {"encoder": model.encoder, "decoder": model.decoder}
     return {
         "blocks": {name: [list(block) for block in part.blocks_desc] for name, part in parts.items()},
@@ -131,7 +138,7 @@ def _ltx_settings(model: Model) -> dict[str, Any]:
     }
 
 
-def _ltx_why_not(model: Model) -> str | None:
+def _ltx_why_not(model: "LTXVAE") -> str | None:
     settings = _ltx_settings(model)
     for part, mode in settings["padding_modes"].items():
         layers = [module for module in getattr(model, part).modules() if isinstance(module, torch.nn.Conv3d)]
@@ -140,8 +147,8 @@ def _ltx_why_not(model: Model) -> str | None:
     return ltx.why_not(settings)
 
 
-def _ltx_noise(model: Model, latent: torch.Tensor) -> torch.Tensor:
-    """Versions with a timestep are given a little noise. Drawn where ComfyUI draws it."""
+def _ltx_noise(model: "LTXVAE", latent: torch.Tensor) -> torch.Tensor:
+    """The latent with a little noise for models with a timestep, drawn on the device on which ComfyUI draws it."""
     if not model.timestep_conditioning:
         return latent
     scale = getattr(model, "decode_noise_scale", 0.025)
@@ -149,40 +156,35 @@ def _ltx_noise(model: Model, latent: torch.Tensor) -> torch.Tensor:
     return noise * scale + (1.0 - scale) * latent
 
 
-def _cosmos_statistics(model: Model, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of each channel and frame, in turns, [1, C, frames, 1, 1] each."""
+def _cosmos_statistics(model: "CosmosVAE", latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation, [1, C, frames, 1, 1] each. The model's frames are repeated for longer latents."""
     channels, frames = latent.shape[1:3]
 
-    def each(values: torch.Tensor) -> torch.Tensor:
+    def by_frame(values: torch.Tensor) -> torch.Tensor:
         values = values.view(channels, -1)
         values = values.repeat(1, math.ceil(frames / values.shape[1]))[:, :frames]
         return values.to(latent).view(1, channels, frames, 1, 1)
 
-    return each(model.latent_mean), each(model.latent_std)
+    return by_frame(model.latent_mean), by_frame(model.latent_std)
 
 
-def _cosmos_before(model: Model, latent: torch.Tensor) -> torch.Tensor:
+def _cosmos_before(model: "CosmosVAE", latent: torch.Tensor) -> torch.Tensor:
     mean, deviation = _cosmos_statistics(model, latent)
     return latent / model.sigma_data * deviation + mean
 
 
-def _cosmos_after(model: Model, latent: torch.Tensor) -> torch.Tensor:
+def _cosmos_after(model: "CosmosVAE", latent: torch.Tensor) -> torch.Tensor:
     mean, deviation = _cosmos_statistics(model, latent)
     return (latent - mean) / deviation * model.sigma_data
 
 
-def _z(model: Model) -> int:
-    """Of Hunyuan's."""
+def _hunyuan_channels(model: "HunyuanVAE") -> int:
     first = model.decoder.conv_in
     return getattr(first, "conv", first).weight.shape[1]
 
 
-def _eighths(_model: Model, frames: int) -> bool:
-    return frames % 8 == 1
-
-
-def _ltx_frames(model: Model, frames: int) -> bool:
-    """Older versions of ComfyUI refuse a video whose last frames make no full one of the latent."""
+def _ltx_frames(model: "LTXVAE", frames: int) -> bool:
+    """Older versions of ComfyUI refuse a video whose last frames do not fill a frame of the latent."""
     return frames % 8 == 1 or hasattr(model, "comfy_has_chunked_io")
 
 
@@ -191,26 +193,26 @@ _KL_ENCODER = Known("AutoencoderKL", 4, _kl_channels, after=_packed)
 _HUNYUAN = Known(
     "HunyuanVideo",
     5,
-    _z,
+    _hunyuan_channels,
     settings=_hunyuan_settings,
     frames=_whole_or_four,
     why_not=_squashed,
-    paddings=("zeros", "replicate"),  # older ComfyUI's convolutions pad by themselves, and say so
+    paddings=("zeros", "replicate"),  # in older versions of ComfyUI convolutions do the replicate padding themselves
 )
-_HUNYUAN_IMAGE = Known("HunyuanImage 2.1", 4, _z, settings=_image_settings)
+_HUNYUAN_IMAGE = Known("HunyuanImage 2.1", 4, _hunyuan_channels, settings=_image_settings)
 _REFINER = Known(
     "HunyuanImage 2.1 refiner",
     5,
-    _z,
+    _hunyuan_channels,
     lambda model: not model.decoder.refiner_vae,
     settings=_shuffled_settings,
     frames=lambda _model, frames: frames == 1 or frames % 4 == 0,
 )
-# Before ComfyUI had chunks it had another autoencoder under the same name.
+# Versions of ComfyUI without chunks have another autoencoder under the same name.
 _HUNYUAN_15 = Known(
     "HunyuanVideo 1.5",
     5,
-    _z,
+    _hunyuan_channels,
     lambda model: model.decoder.refiner_vae and _shuffled_settings(model)["chunked"],
     settings=_shuffled_settings,
 )
@@ -235,8 +237,9 @@ _LTX_ENCODER = Known(
     paddings=_PADDINGS,
 )
 _COSMOS = Known("Cosmos", 5, lambda model: model.latent_channels, before=_cosmos_before)
-_COSMOS_ENCODER = Known("Cosmos", 5, _COSMOS.channels, after=_cosmos_after, frames=_eighths)
-# ComfyUI counts less for up to 4 frames. Ranks compute 4 frames of pixels at a time, beside as many that are kept.
+_COSMOS_ENCODER = Known("Cosmos", 5, _COSMOS.channels, after=_cosmos_after, frames=lambda _model, frames: frames % 8 == 1)
+# Ranks compute 4 frames of pixels at a time and keep as many from the piece before, for which ComfyUI's estimate for few
+# frames is too low.
 _WAN = Known("AutoencoderKLWan", 5, lambda model: model.z_dim, counted=lambda frames: max(5, frames) if frames > 1 else 1)
 _H3 = Known("AutoencoderKLMiniMaxH3", 5, lambda model: model.post_quant_conv.weight.shape[1], why_not=why_no_tiles)
 
@@ -265,5 +268,4 @@ KNOWN: Mapping[tuple[str, str], tuple[Known, ...]] = {
     ("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", "comfy.ldm.minimax.vae.ViT3DDecoder"): (_H3,),
     ("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", "comfy.ldm.minimax.vae.EncoderFCN3D"): (_H3,),
 }
-"""By the classes of the model and of its part, some of which an older ComfyUI does not have. Exactly these: with anything
-else the picture would be wrong."""
+"""(class of the model, class of its part) -> rows. A derived class does not match: it may compute another picture."""

@@ -1,55 +1,49 @@
-"""VAEs that are made for tiles (MiniMax H3): ComfyUI's own class cuts and blends them, the ranks run them."""
+"""VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_backend.client.vae import RemoteVAE
-from parallel_backend.processes.pool import Poll
 from parallel_backend.vaes import minimax_h3
 
+if TYPE_CHECKING:  # older versions of ComfyUI do not have it
+    from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
 
-def why_no_tiles(model: torch.nn.Module) -> str | None:
-    """In words that follow 'since'."""
+RunTiles = Callable[[Iterator[torch.Tensor]], Iterator[torch.Tensor]]
+"""Tiles of each clip -> computed tiles of each clip: RemoteVAE.run_tiles."""
+
+
+def why_no_tiles(model: "MiniMaxH3VideoVAE") -> str | None:
+    """Reason why the ranks cannot decode or encode in tiles, in words that follow 'since'. None: they can."""
     if (model.vae_ratio, model.vae_ratio_t) != (minimax_h3.SCALE, minimax_h3.FRAMES):
         return "its VAE has other scales than MiniMax H3's"
     return None if model.tiling else "this VAE's tiling is switched off"
 
 
 def decode_in_tiles(
-    model: torch.nn.Module,
-    latent: torch.Tensor,
-    remote: RemoteVAE,
-    output: torch.Tensor,
-    poll: Poll,
-    needed: int,
-    on_clip: Callable[[], None],
+    model: "MiniMaxH3VideoVAE", latent: torch.Tensor, output: torch.Tensor, run_tiles: RunTiles, on_clip: Callable[[], None]
 ) -> None:
     """`model.decode` of a latent [1, C, frames, rows, columns] into `output`, with its tiles run by the ranks.
 
-    `needed`: bytes for one tile; TooLittleMemory where a device has less. `on_clip` is called after each of `latent_clips`.
+    `on_clip` is called after each of `latent_clips`.
     """
     scaled = latent * model.latents_std.view(1, -1, 1, 1, 1).to(latent) + model.latents_mean.view(1, -1, 1, 1, 1).to(latent)
     clips = (tiles_of(model, clip, model.vae_ratio) for clip in latent_clips(model, scaled))
-    _OnRanks.of(model, remote.run_tiles(clips, poll, needed), on_clip).decode(latent, output_buffer=output)
+    _with_tiles(model, run_tiles(clips), on_clip).decode(latent, output_buffer=output)
 
 
 def encode_in_tiles(
-    model: torch.nn.Module,
-    pixels: torch.Tensor,
-    remote: RemoteVAE,
-    poll: Poll,
-    needed: int,
-    on_clip: Callable[[], None],
+    model: "MiniMaxH3VideoVAE", pixels: torch.Tensor, run_tiles: RunTiles, on_clip: Callable[[], None]
 ) -> torch.Tensor:
-    """`model.encode` of pixels [1, 3, frames, rows, columns], as decode_in_tiles. `on_clip`: after each of `pixel_clips`."""
+    """`model.encode` of pixels [1, 3, frames, rows, columns]. `on_clip` is called after each of `pixel_clips`."""
     clips = (tiles_of(model, model._normalize_pixels(clip), 1) for clip in pixel_clips(model, pixels))
-    return _OnRanks.of(model, remote.run_tiles(clips, poll, needed), on_clip).encode(pixels)
+    return _with_tiles(model, run_tiles(clips), on_clip).encode(pixels)
 
 
-def latent_clips(model: torch.nn.Module, latent: torch.Tensor) -> list[torch.Tensor]:
-    """What ComfyUI's decode_temporal decodes at a time."""
+def latent_clips(model: "MiniMaxH3VideoVAE", latent: torch.Tensor) -> list[torch.Tensor]:
+    """The clips of frames that ComfyUI's decode_temporal decodes one after the other."""
     if latent.shape[2] == 1:
         return [latent]
     padding, clips = model._decode_temporal_chunks(latent.shape[2])
@@ -58,8 +52,8 @@ def latent_clips(model: torch.nn.Module, latent: torch.Tensor) -> list[torch.Ten
     return [padded[:, :, clip * step : clip * step + length] for clip in range(clips)]
 
 
-def pixel_clips(model: torch.nn.Module, pixels: torch.Tensor) -> list[torch.Tensor]:
-    """What ComfyUI's encode_temporal encodes at a time."""
+def pixel_clips(model: "MiniMaxH3VideoVAE", pixels: torch.Tensor) -> list[torch.Tensor]:
+    """The clips of frames that ComfyUI's encode_temporal encodes one after the other."""
     if pixels.shape[2] == 1:
         return [pixels]
     *clips, last = pixels.split(model.clip_length, dim=2)
@@ -67,16 +61,16 @@ def pixel_clips(model: torch.nn.Module, pixels: torch.Tensor) -> list[torch.Tens
     return [*clips, torch.cat([last, last[:, :, -1:].repeat(1, 1, missing, 1, 1)], dim=2)]
 
 
-def tile_shape(model: torch.nn.Module, shape: torch.Size) -> tuple[int, ...]:
-    """Of one tile of a latent of that shape."""
+def tile_shape(model: "MiniMaxH3VideoVAE", shape: torch.Size) -> tuple[int, ...]:
+    """Shape of one tile of a latent of this shape."""
     frames = min(shape[2], model.tokens_chunk_size + model.token_overlap)
     return (1, shape[1], frames, *(min(size, model.tile_size // model.vae_ratio) for size in shape[3:]))
 
 
-def tiles_of(model: torch.nn.Module, clip: torch.Tensor, ratio: int) -> torch.Tensor:
-    """[1, C, frames, rows, columns] -> [tiles, C, frames, rows, columns] in the order of ComfyUI's loops over them.
+def tiles_of(model: "MiniMaxH3VideoVAE", clip: torch.Tensor, ratio: int) -> torch.Tensor:
+    """[1, C, frames, rows, columns] -> [tiles, C, frames, rows, columns] in the order in which ComfyUI visits the tiles.
 
-    `ratio`: pixels for each row of the clip.
+    `ratio`: rows of pixels for each row of the clip.
     """
     rows, columns = (
         [slice(start // ratio, (start + length) // ratio) for start, length in zip(starts, lengths, strict=True)]
@@ -85,31 +79,30 @@ def tiles_of(model: torch.nn.Module, clip: torch.Tensor, ratio: int) -> torch.Te
     return torch.cat([clip[..., row, column] for row in rows for column in columns])
 
 
-class _OnRanks:
-    """Mixed into a copy of ComfyUI's model: its tiles come from the ranks, in the order in which it asks for them."""
+def _with_tiles(
+    model: "MiniMaxH3VideoVAE", clips: Iterator[torch.Tensor], on_clip: Callable[[], None]
+) -> "MiniMaxH3VideoVAE":
+    """A copy of ComfyUI's model that takes computed tiles from `clips` instead of computing them.
 
-    @staticmethod
-    def of(model: torch.nn.Module, clips: Iterator[torch.Tensor], on_clip: Callable[[], None]) -> torch.nn.Module:
-        """`clips`: the tiles of each clip that it is going to ask for."""
-        copied = copy.copy(model)
-        copied.__class__ = type("OnRanks", (_OnRanks, type(model)), {})
-        copied._clips, copied._on_clip = clips, on_clip
-        return copied
+    `clips`: for each clip its tiles [tiles, C, frames, rows, columns], in the order in which the model asks for them.
+    """
+    copied = copy.copy(model)
+    tiles: Iterator[torch.Tensor] = iter(())
 
-    def tiled_decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self._next_clip(super().tiled_decode, z)
+    def next_tile(_tile: torch.Tensor) -> torch.Tensor:
+        return next(tiles)
 
-    def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self._next_clip(super().tiled_encode, x)
+    def clip_by_clip(blend: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(clip: torch.Tensor) -> torch.Tensor:
+            nonlocal tiles
+            tiles = iter(next(clips).float().split(1))
+            blended = blend(clip)
+            on_clip()
+            return blended
 
-    def _next_clip(self, blended: Callable[[torch.Tensor], torch.Tensor], clip: torch.Tensor) -> torch.Tensor:
-        self._tiles = iter(next(self._clips).float().split(1))
-        found = blended(clip)
-        self._on_clip()
-        return found
+        return run
 
-    def _decode_pixels(self, _tile: torch.Tensor) -> torch.Tensor:
-        return next(self._tiles)
-
-    def _encode_moments(self, _tile: torch.Tensor) -> torch.Tensor:
-        return next(self._tiles)
+    # Instance attributes of the copy: its `tiled_decode` and `tiled_encode` call the copy's functions for single tiles.
+    copied._decode_pixels = copied._encode_moments = next_tile
+    copied.tiled_decode, copied.tiled_encode = clip_by_clip(copied.tiled_decode), clip_by_clip(copied.tiled_encode)
+    return copied

@@ -17,8 +17,8 @@ from pathlib import Path
 from .catalogue import ABOUT, CYCLES, STEPS
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The options, with `settings` of the self-test. Help is shown, and mistakes are named, without torch."""
+def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+    """The options, with `settings` of the self-test. Help and mistakes are printed before torch is imported."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel_backend.acceptance",
         description=__doc__,
@@ -32,7 +32,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--cycles", type=int, default=CYCLES, help="times that a model is loaded and unloaded")
     parser.add_argument("--only", type=names, default=tuple(ABOUT), help=f"a list of {', '.join(ABOUT)}")
-    options = parser.parse_args(given)
+    options = parser.parse_args(command_line)
     if unknown := set(options.only) - set(ABOUT):
         parser.error(f"--only: no check {', '.join(sorted(unknown))}; there are {', '.join(ABOUT)}")
     if options.model is not None and not options.model.exists():
@@ -53,8 +53,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main(given: list[str] | None = None) -> int:
-    options = arguments(given)
+def main(command_line: list[str] | None = None) -> int:
+    options = arguments(command_line)
     from .document import document_of, dumps
     from .kit import FAILED, run
     from .report import describe

@@ -1,4 +1,4 @@
-"""The checks by name, and how much they do unless told. Imports nothing, for a command line that has no torch."""
+"""The checks by name, and their default sizes. Imports nothing, for a command line without torch."""
 
 ABOUT = {
     "system": "driver, libraries, GPUs and how they are connected",
@@ -17,7 +17,7 @@ ABOUT = {
     "hang": "a rank is made to hang: the watchdog names it",
     "stuck GPU": "a GPU is made to spin: the watchdog names its rank",
 }
-"""Name -> what the check is about, in the order of the checks. One rank comes early, since later checks compare with it."""
+"""Name -> description, in the order of the checks. One rank comes early, since later checks compare with it."""
 STEPS = 8
 """Steps of a sampling, with the user's model and with the bundled one."""
 CYCLES = 20

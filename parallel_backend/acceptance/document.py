@@ -1,4 +1,4 @@
-"""A self-test's results as one JSON, without what says whose machine it is. Its form: acceptance.schema.json."""
+"""A self-test's results as one JSON, without names of machine and user. Its form: acceptance.schema.json."""
 
 import getpass
 import importlib.metadata
@@ -18,21 +18,21 @@ from .kit import STATUSES, Result
 from .session import Settings
 
 FORMAT, VERSION = "parallel-dit acceptance", 1
-"""The version counts up with every change that a reader has to know of."""
+"""The version of the document's form."""
 SCHEMA = Path(__file__).with_name("acceptance.schema.json")
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_WHY = 4000
-"""Characters; of a longer one the beginning and the end are kept."""
+"""Characters; a longer text loses its middle."""
 DIGITS = 5
-"""Significant ones of a figure."""
+"""Significant digits of a figure."""
 KEPT_PARTS = 2
 """Folders and files at a path's end that are kept."""
 PATH = re.compile(r"(?<![\w.~/:])(?:[A-Za-z]:)?(?:[\\/][^\\/:;,'\"<>|()\n]+){2,}[\\/][\w.+@~-]+")
-"""A path of more parts than that, from its root. Folders may have spaces, so that prose between two paths may go with it."""
+"""An absolute path of more than KEPT_PARTS parts. As folders may have spaces, text between two paths may match too."""
 
 
 def document_of(settings: Settings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """What json.dumps takes, as the schema has it."""
+    """The document of the schema, as json.dumps takes it."""
     checks = [asdict(result) | {"left_out": list(result.left_out)} for result in results]
     for check in checks:
         check["why"] = _cut(check["why"])
@@ -46,7 +46,7 @@ def document_of(settings: Settings, results: Sequence[Result], seconds: float) -
         "summary": {status: sum(result.status == status for result in results) for status in STATUSES},
         "checks": checks,
     }
-    return _cleaned(document, impersonal)
+    return _cleaned(document)
 
 
 def impersonal(text: str) -> str:
@@ -55,7 +55,7 @@ def impersonal(text: str) -> str:
     for folder in sorted(known, key=len, reverse=True):
         if len(folder) > 1:  # not the root
             text = text.replace(folder, known[folder])
-    text = PATH.sub(lambda found: ".../" + "/".join(re.split(r"[\\/]", found[0])[-KEPT_PARTS:]), text)
+    text = PATH.sub(lambda path: ".../" + "/".join(re.split(r"[\\/]", path[0])[-KEPT_PARTS:]), text)
     for name, instead in ((socket.gethostname(), "HOST"), (_user(), "USER")):
         if len(name) > 1:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
@@ -63,29 +63,29 @@ def impersonal(text: str) -> str:
 
 
 def pack_version() -> str:
-    """Of pyproject.toml, which is part of the pack; where pip has installed the backend alone, what pip knows."""
+    """From pyproject.toml; from pip's metadata where pip has installed the backend without it."""
     project = ROOT / "pyproject.toml"
     if not project.exists():
         return importlib.metadata.version("parallel-dit")
-    found = re.search(r'^version = "(.*)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else "?"
+    line = re.search(r'^version = "(.*)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
+    return line[1] if line else "?"
 
 
 def dumps(document: dict[str, Any]) -> str:
     """JSON with lists of numbers on one line."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"\[([^\[\]{}\"]*)\]", lambda found: "[" + re.sub(r"\s+", " ", found[1].strip()) + "]", text) + "\n"
+    return re.sub(r"\[([^\[\]{}\"]*)\]", lambda items: "[" + re.sub(r"\s+", " ", items[1].strip()) + "]", text) + "\n"
 
 
-def _cleaned(value: Any, clean) -> Any:
-    """Every text in it cleaned, floats rounded, and as text where they are no numbers, which JSON does not have."""
+def _cleaned(value: Any) -> Any:
+    """The value with all texts impersonal and floats rounded; infinities and NaN, which JSON lacks, become text."""
     if isinstance(value, dict):
-        return {clean(key): _cleaned(each, clean) for key, each in value.items()}
+        return {impersonal(key): _cleaned(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_cleaned(each, clean) for each in value]
+        return [_cleaned(each) for each in value]
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
-    return clean(value) if isinstance(value, str) else value
+    return impersonal(value) if isinstance(value, str) else value
 
 
 def _cut(text: str) -> str:

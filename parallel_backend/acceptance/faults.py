@@ -1,4 +1,4 @@
-"""What is said when a rank is killed, runs out of memory or hangs, how soon, and that the next call works."""
+"""Checks of ranks that are killed, run out of memory or hang: the error, its delay, and that the next call works."""
 
 import functools
 import os
@@ -24,22 +24,24 @@ from .one_rank import OTHER_KERNELS
 from .session import SelfTestSession
 
 Entry = Callable[[RankSettings, Connection], None]
-"""What a rank's process runs."""
+"""The main function of a rank's process."""
 ERROR_SECONDS = 5.0
-"""From a rank's end to the error."""
+"""The most seconds from a rank's end to the error."""
 HANG_MORE = 10.0
 """Seconds above the watchdog's limit: its clock's ticks, and ending ranks that are stuck in a transfer."""
 KILL_AFTER = 0.5
-"""Seconds of calls."""
+"""Seconds of calls before the kill."""
 CALLS = 5000
-"""Of a run that lasts until something ends it."""
+"""The most calls of a run: more than any fault needs."""
 FACTOR = 1.0
-"""Watchdog.factor: the limit may not wait for a multiple of a slow machine's blocks."""
+"""Watchdog.factor: on a slow machine a multiple of its longest block could exceed the limit."""
 
 
 def look_at_a_killed_rank(session: SelfTestSession, findings: Findings) -> None:
     pool = session.ranks(session.world)
-    victim, kill = session.world - 1, _After(KILL_AFTER, lambda: _kill(pool.pids[session.world - 1]))
+    victim = session.world - 1
+    # Windows has no SIGKILL: there os.kill ends a process by any signal.
+    kill = _After(KILL_AFTER, lambda: os.kill(pool.pids[victim], getattr(signal, "SIGKILL", signal.SIGTERM)))
     error = _error_of(session, session.load(_degrees(session), "fp32"), kill)
     _expect(findings, error, rf"rank {victim} \([^)]*\) (was killed by signal|ended with exit code) -?\d+")
     if kill.at is not None and error is not None:
@@ -57,12 +59,12 @@ def look_at_memory_running_out(session: SelfTestSession, findings: Findings) -> 
 
 
 def look_at_a_hang(session: SelfTestSession, findings: Findings) -> None:
-    """The limit is short here; the product's own is a minute, or twenty times the longest block before."""
+    """With a short limit; the product's is a minute, or twenty times the longest block before."""
     _look_at_a_hang(session, findings, faulty_rank.hang)
 
 
 def look_at_a_stuck_gpu(session: SelfTestSession, findings: Findings) -> None:
-    """As `look_at_a_hang`. The rank's host goes on, and so the watchdog has to see where its device is."""
+    """As `look_at_a_hang`. The rank's host thread runs on, so that the watchdog must watch its device."""
     if not session.settings.on_gpus:
         raise NotLookedAt("the ranks are on CPUs")
     _look_at_a_hang(session, findings, faulty_rank.stuck_device)
@@ -81,7 +83,7 @@ def _look_at_a_hang(session: SelfTestSession, findings: Findings, entry: Entry) 
 
 
 class _After:
-    """A poll that acts once, some time after its first call, and knows when it did."""
+    """A poll that acts once, `seconds` after its first call. `at`: the action's time.monotonic()."""
 
     def __init__(self, seconds: float, action: Poll):
         self.seconds, self.action = seconds, action
@@ -97,7 +99,7 @@ class _After:
 
 
 def _degrees(session: SelfTestSession) -> Degrees:
-    """A mode in which all ranks wait for each other in the middle of each block; one rank has none."""
+    """A mode whose ranks wait for each other in the middle of each block."""
     return Degrees(ring=session.world)
 
 
@@ -106,14 +108,10 @@ def _tiny_on(session: SelfTestSession, pool: Pool) -> RemoteTransformer:
     return load_model(pool, open_checkpoint(session.tiny_file), setup, session.poll)
 
 
-def _kill(pid: int) -> None:
-    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows ends a process by any signal
-
-
 def _error_of(session: SelfTestSession, model: RemoteTransformer, act: Poll = lambda: None) -> str | None:
-    """What many calls end with; None if they come to their end. RankErrors alone are caught.
+    """The RankError that ends a run of CALLS calls; None if no call fails.
 
-    `act` runs between calls too: a call may be over before anybody polls.
+    `act` runs between calls too, as a call may end before its first poll.
     """
 
     def poll() -> None:
@@ -130,17 +128,17 @@ def _error_of(session: SelfTestSession, model: RemoteTransformer, act: Poll = la
     return None
 
 
-def _expect(findings: Findings, error: str | None, words: str) -> None:
-    """Note the error's first line, and whether it begins as it should."""
+def _expect(findings: Findings, error: str | None, form: str) -> None:
+    """Note the error's first line, and whether it matches the regular expression `form`."""
     line = None if error is None else error.partition("\n")[0]
     findings.note("error", line)
     findings.expect(
-        line is not None and re.search(words, line) is not None, f"the error is {line!r}, not of the form {words!r}"
+        line is not None and re.search(form, line) is not None, f"the error is {line!r}, not of the form {form!r}"
     )
 
 
 def _works_again(session: SelfTestSession, findings: Findings) -> None:
-    """New ranks, and a call that equals one rank's."""
+    """New ranks, and a call that equals diffusers' on the CPU."""
     output = session.load(_degrees(session), "fp32").predict(ModelCall(*tiny_flux.call()), session.poll)
     expected = tiny_flux.reference(session.tiny_model, *tiny_flux.call())
     findings.at_most("the next call, from diffusers on a CPU", tiny_flux.relative(output, expected), OTHER_KERNELS)

@@ -1,48 +1,41 @@
-"""Ranks in which something goes wrong in the middle of a run, for the self-test alone: entries in place of entry.main."""
+"""Ranks that fail in the middle of a run, for the self-test alone: main functions in place of entry.main."""
 
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
 
 from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
 AT = 4
-"""The micro-step in which it does, from 1 on. The ones before are of the same size, so that the watchdog knows such."""
+"""The micro-step that fails, counted from 1. The watchdog's limit comes from the ones before, which are as long."""
 SPIN_CYCLES = 200_000_000_000
-"""Of a GPU's clock: about two minutes, should nobody end it."""
+"""Of a GPU's clock: about two minutes, if the rank is not ended."""
 TOO_MUCH = 1 << 50
-"""Bytes that no device has."""
+"""More bytes than any device has."""
 
 
 def out_of_memory(settings: RankSettings, connection: Connection) -> None:
-    """The last rank asks its device's allocator for more than there is."""
-
-    def run_out() -> None:
-        import torch
-
-        torch.empty(TOO_MUCH, dtype=torch.uint8, device=settings.device)
-
-    _act(settings, connection, run_out)
+    """The last rank asks its device's allocator for TOO_MUCH."""
+    _act(settings, connection, lambda torch: torch.empty(TOO_MUCH, dtype=torch.uint8, device=settings.device))
 
 
 def hang(settings: RankSettings, connection: Connection) -> None:
     """The last rank's main thread stops for an hour."""
-    _act(settings, connection, lambda: time.sleep(3600))
+    _act(settings, connection, lambda _torch: time.sleep(3600))
 
 
 def stuck_device(settings: RankSettings, connection: Connection) -> None:
     """The last rank's GPU spins in a kernel, while its host runs ahead."""
-
-    def spin() -> None:
-        import torch
-
-        torch.cuda._sleep(SPIN_CYCLES)
-
-    _act(settings, connection, spin)
+    _act(settings, connection, lambda torch: torch.cuda._sleep(SPIN_CYCLES))
 
 
-def _act(settings: RankSettings, connection: Connection, act: Callable[[], None]) -> None:
+def _act(settings: RankSettings, connection: Connection, act: Callable[[Any], object]) -> None:
+    """Run the rank; the last rank calls `act` with the module torch, which this module must not import too early."""
+    import torch
+
     from parallel_backend.rank.stage_forward import StageForward
 
     compute, count = StageForward.compute, 0
@@ -51,8 +44,8 @@ def _act(settings: RankSettings, connection: Connection, act: Callable[[], None]
         nonlocal count
         count += 1
         if settings.rank == len(settings.devices) - 1 and count == AT:
-            act()
+            act(torch)
         return compute(*arguments, **named)
 
-    StageForward.compute = computed
-    main(settings, connection)
+    with mock.patch.object(StageForward, "compute", computed):
+        main(settings, connection)

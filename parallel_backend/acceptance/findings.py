@@ -1,4 +1,4 @@
-"""What a check of the self-test finds: figures, what is wrong with them, and what it could not look at."""
+"""The findings of a self-test's check: its figures, failures, and parts that could not be checked."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ class NotLookedAt(Exception):
 
 
 class Findings:
-    """`figures`: name -> what JSON can hold. `wrong`, `left_out`: sentences."""
+    """`figures`: name -> JSON value. `wrong`: failures. `left_out`: parts that could not be checked, with the reason."""
 
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}
@@ -23,12 +23,12 @@ class Findings:
         self.figures[name] = value
 
     def at_most(self, name: str, value: float, limit: float) -> None:
-        """Note a figure, which is wrong above the limit, or if it is no number."""
+        """Note a figure, which is wrong above the limit, or if it is NaN."""
         self.note(name, value)
         self.expect(value <= limit, f"{name} is {value:.3g}, above its limit of {limit:.3g}")
 
     def at_least(self, name: str, value: float, limit: float) -> None:
-        """Note a figure, which is wrong below the limit, or if it is no number."""
+        """Note a figure, which is wrong below the limit, or if it is NaN."""
         self.note(name, value)
         self.expect(value >= limit, f"{name} is {value:.3g}, below its limit of {limit:.3g}")
 
@@ -38,16 +38,16 @@ class Findings:
 
     @contextlib.contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Around a part of a check, such as a mode, whose failure leaves the other parts to be looked at.
+        """Around a part `what` of a check, such as a mode, so that the other parts are checked whatever happens in it.
 
-        A RankError in it is wrong. A ValueError is a refusal: the part is left out.
+        A RankError in it is a failure. A ValueError is a refusal: the part is left out.
         """
         try:
             yield
         except RankError as error:
             self.wrong.append(f"{what}: {error}")
-        except ValueError as why:
-            self.leave_out(what, str(why))
+        except ValueError as refusal:
+            self.leave_out(what, str(refusal))
 
-    def leave_out(self, what: str, why: str) -> None:
-        self.left_out.append(f"{what}: {why}")
+    def leave_out(self, what: str, reason: str) -> None:
+        self.left_out.append(f"{what}: {reason}")

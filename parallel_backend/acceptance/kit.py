@@ -1,4 +1,4 @@
-"""All checks in their order, and what came of each."""
+"""Runs the checks in their order and collects their results."""
 
 import time
 import traceback
@@ -29,7 +29,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """Of one check. `why`: what is wrong, or why it was not looked at. `left_out`: its parts that were not."""
+    """Of one check. `why`: its failures, or why it was not made. `left_out`: parts that were not checked."""
 
     name: str
     about: str
@@ -58,7 +58,7 @@ LOOKS: dict[str, Callable[[SelfTestSession, Findings], None]] = {
     "stuck GPU": look_at_a_stuck_gpu,
 }
 CHECKS = {name: (about, LOOKS[name]) for name, about in ABOUT.items()}
-"""By name: what it is about, in a few words, and the check."""
+"""Name -> description and check."""
 
 
 def run(
@@ -68,9 +68,9 @@ def run(
     progress: Progress = lambda done, total, name: None,
     only: Collection[str] | None = None,
 ) -> list[Result]:
-    """Make the checks named in `only` (None: all), on ranks of the self-test's own, which have ended when this returns.
+    """Make the checks named in `only` (None: all). The self-test starts the ranks, and has ended them when this returns.
 
-    A check that fails does not end the others. What `poll` raises does, and is raised.
+    Checks go on after a failed one. An exception of `poll` ends them and is raised.
     """
     session = SelfTestSession(settings, host or Host(), poll)
     names = [name for name in CHECKS if only is None or name in only]
@@ -90,18 +90,16 @@ def look(name: str, session: SelfTestSession) -> Result:
     about, check = CHECKS[name]
     findings = Findings()
     started = time.perf_counter()
-    not_at_all = ""
+    status, why = PASSED, ""
     try:
         check(session, findings)
-    except NotLookedAt as why:
-        not_at_all = str(why)
+    except NotLookedAt as reason:
+        status, why = NOT_LOOKED_AT, str(reason)
     except Exception as error:
         if session.stopped is not None:
             raise
         findings.wrong.append("".join(traceback.format_exception(error)).strip())
-    if not_at_all and not findings.wrong:
-        status, why = NOT_LOOKED_AT, not_at_all
-    else:
-        status, why = (FAILED if findings.wrong else PASSED), "\n".join(findings.wrong)
+    if findings.wrong:
+        status, why = FAILED, "\n".join(findings.wrong)
     seconds = round(time.perf_counter() - started, 2)
     return Result(name, about, status, seconds, why, tuple(findings.left_out), findings.figures)

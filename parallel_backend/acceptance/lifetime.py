@@ -1,4 +1,4 @@
-"""Loading and unloading many times: what ranks keep afterwards."""
+"""Checks that loading and unloading many times leaves ranks with no more memory and threads."""
 
 import contextlib
 import itertools
@@ -18,13 +18,13 @@ from .findings import Findings, NotLookedAt
 from .session import SelfTestSession
 
 SETTLED = 4
-"""Cycles at the end, and as many before them, whose medians are compared. What libraries keep for good is there by then."""
+"""The last cycles, whose median is compared with that of as many before them. Libraries allocate in the cycles before."""
 LARGER = (0.02, 16 << 20)
-"""Growth from the one to the other: a share, or bytes where that is more."""
+"""Growth that is allowed: a share, or bytes where that is more."""
 
 
 def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
-    """The tiny model and the bundled one, each called once."""
+    """Each cycle loads the tiny model or the bundled one, calls it once and unloads it."""
     cycles = session.settings.cycles
     if cycles < 2 * SETTLED:
         raise NotLookedAt(f"{cycles} cycles are too few to tell growth; {2 * SETTLED} are needed")
@@ -52,21 +52,20 @@ def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
 
 
 def turns_of(world: int, tiny_file: Path) -> list[tuple[Degrees, Path]]:
-    """What is loaded in turn: modes that make different groups, those of them that each model has."""
-    turns = itertools.product((tiny_file, WEIGHTS), (Degrees(ring=world), Degrees(pipe=world)))
-    found = []
-    for path, degrees in turns:
+    """The models to load in turn: modes that make different process groups, as far as each model allows them."""
+    turns = []
+    for path, degrees in itertools.product((tiny_file, WEIGHTS), (Degrees(ring=world), Degrees(pipe=world))):
         with contextlib.suppress(ValueError):  # more stages than blocks
             open_checkpoint(path).check_degrees(degrees)
-            found.append((degrees, path))
-    return found
+            turns.append((degrees, path))
+    return turns
 
 
 def held_bytes(pool: Pool, session: SelfTestSession) -> list[int]:
-    """By rank: what is taken of its GPU, by whomever, or its own resident set. NotLookedAt where that is not known."""
+    """By rank: bytes in use on its GPU, by any process, or the rank's resident set. NotLookedAt where they are not known."""
     if session.settings.on_gpus:
-        answers: list[DeviceMemoryReport] = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), session.poll)
-        return [answer.total_bytes - answer.free_bytes for answer in answers]
+        reports = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), session.poll)
+        return [(report.total_bytes or 0) - (report.free_bytes or 0) for report in reports]
     if sys.platform != "linux":
         raise NotLookedAt("what a process has in memory is not known on this system")
     return [1024 * _status(pid, "VmRSS") for pid in pool.pids]
@@ -78,5 +77,5 @@ def thread_count(pid: int) -> int:
 
 
 def _status(pid: int, name: str) -> int:
-    words = Path(f"/proc/{pid}/status").read_text().split()
-    return int(words[words.index(f"{name}:") + 1])
+    fields = Path(f"/proc/{pid}/status").read_text().split()
+    return int(fields[fields.index(f"{name}:") + 1])

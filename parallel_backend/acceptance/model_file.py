@@ -1,4 +1,4 @@
-"""A user's own model: the host's own, one rank and all ranks sample the same noise with it."""
+"""Checks with the user's model: the host itself, one rank and all ranks sample the same noise with it."""
 
 import math
 import time
@@ -9,32 +9,32 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.wire.sampling import RunStats
 
+from . import tiny_flux
 from .findings import Findings, NotLookedAt
 from .modes import decibels
 from .session import SelfTestSession
 
 TOKENS = {True: 4096, False: 256}
-"""Image tokens on GPUs, and on CPU ranks."""
+"""Image tokens on GPUs (True), and on CPU ranks."""
 TEXT_TOKENS = 64
 FRAMES = 4
-"""Tokens along a video's time."""
+"""Tokens along a video's time axis."""
 REHEARSAL = 2
-"""Steps before the clock starts: a whole call and one in bands."""
+"""Steps before the timed ones: a whole call and one in bands."""
 CLOSE = {True: 35.0, False: 20.0}
-"""Decibels from the first run, of exact modes and of bands: relative differences of about 0.15 and 0.8. bf16 rounds, and
-with random conditioning bands differ more than in a picture."""
+"""The least decibels from the first run, for exact modes (True) and for bands: relative differences of about 0.15 and 0.8.
+bf16 rounds, and with random conditioning bands differ more than with a picture's."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is sampled: the same for all. `tensors`: random conditioning of the right shape, as there is no text encoder."""
+    """The inputs of all runs. `tensors`: random conditioning of the right shapes, as there is no text encoder."""
 
     noise: torch.Tensor | Latents
     tensors: dict[str, torch.Tensor]
@@ -46,7 +46,7 @@ class Problem:
 
 
 def problem_of(checkpoint: Checkpoint, tokens: int, steps: int) -> Problem:
-    """One picture of about so many tokens, as a square; of a video as many squares as FRAMES."""
+    """One square picture of about `tokens` tokens; a video has FRAMES frames with as many tokens together."""
     family, config = checkpoint.family, checkpoint.config
     video, most = family.patching.video, family.sizes.max_side(config)
     side = max(2, round(math.sqrt(tokens / (FRAMES if video else 1))))
@@ -59,7 +59,7 @@ def problem_of(checkpoint: Checkpoint, tokens: int, steps: int) -> Problem:
 
 
 def modes_of(world: int) -> list[Degrees]:
-    """One rank, then what all ranks may do with one picture: exact modes first."""
+    """One rank, then the modes of all ranks for one picture: exact modes first."""
     several = [Degrees(ulysses=world), Degrees(ring=world), Degrees(tensor=world), Degrees(pipe=world)]
     return [Degrees(), *(several if world > 1 else [])]
 
@@ -103,14 +103,16 @@ def look_at_model_file(session: SelfTestSession, findings: Findings) -> None:
 def _native(session: SelfTestSession, checkpoint: Checkpoint, problem: Problem) -> tuple[torch.Tensor, bool, dict[str, Any]]:
     if session.host.native is None:
         raise NotLookedAt("only the node Parallel Self-Test can load it into ComfyUI")
+    noise = problem.noise
     with session.host.native(checkpoint, problem.tensors) as predict:
+        assert isinstance(noise, torch.Tensor)
 
         def watched(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
             session.poll()
             return predict(x, timestep, tensors)
 
         def sample(steps: int) -> torch.Tensor:
-            return euler(watched, problem.noise, linear_sigmas(steps), problem.prompt)
+            return euler(watched, noise, linear_sigmas(steps), problem.prompt)
 
         latent, seconds = _timed(sample, problem.steps)
     return latent, True, {"seconds_per_step": seconds}
@@ -128,15 +130,13 @@ def _on_ranks(
 
     def sample(steps: int) -> torch.Tensor:
         nonlocal stats
+        inputs = model, problem.noise, linear_sigmas(steps), problem.prompt
         if degrees.pipe > 1:
-            bands = 2 * degrees.pipe
-            latent, stats = sample_in_bands(
-                model, problem.noise, linear_sigmas(steps), problem.prompt, bands, 1, session.poll
-            )
-            return packed(latents_of(latent))
-        latent = sample_whole(model, problem.noise, linear_sigmas(steps), problem.prompt, session.poll)
-        stats = model.close_run(0, session.poll)
-        return packed(latents_of(latent))
+            latent, stats = sample_in_bands(*inputs, 2 * degrees.pipe, 1, session.poll)
+        else:
+            latent = sample_whole(*inputs, session.poll)
+            stats = model.close_run(0, session.poll)
+        return tiny_flux.as_one(latent)
 
     latent, seconds = _timed(sample, problem.steps)
     figures = {
@@ -152,7 +152,7 @@ def _on_ranks(
 
 
 def _timed(sample: Callable[[int], torch.Tensor], steps: int) -> tuple[torch.Tensor, float]:
-    """The sample of so many steps, and its seconds for a step."""
+    """The sample of `steps` steps, and its seconds for a step."""
     sample(REHEARSAL)
     started = time.perf_counter()
     latent = sample(steps).cpu()  # waits for a GPU that still computes

@@ -1,4 +1,4 @@
-"""One rank against diffusers' own forward on the CPU, and its dtypes against each other. All else is compared with it."""
+"""Checks one rank against diffusers' forward on the CPU, and its dtypes against each other. Other checks compare with it."""
 
 import torch
 
@@ -13,12 +13,12 @@ from .findings import Findings
 from .session import OneRank, SelfTestSession
 
 SAME_KERNELS, OTHER_KERNELS = 1e-5, 1e-3
-"""Relative difference that rounding makes in fp32: between runs of the same kernels, and between a GPU's and a CPU's. The
-smallest change of an input moves the tiny model by more than the latter; its fp32 differs from its fp64 by 3e-7."""
+"""The most relative difference by rounding in fp32: between runs of the same kernels, and between a GPU's and a CPU's. The
+smallest change of an input moves the tiny model by more than the latter. Its fp32 output differs from fp64 by 3e-7."""
 HALF = {"bf16": 5e-2, "fp16": 1e-2}
-"""Of a half precision from fp32."""
+"""The most relative difference of a half precision from fp32."""
 FP8 = 0.2
-"""Of weights kept in fp8 from the same in fp32."""
+"""The most relative difference of weights in fp8 from weights in fp32."""
 STEPS, BANDS = 4, 3
 DIGITS = torch.tensor([[3, 1, 4, 1], [2, 7, 1, 8]])
 
@@ -36,15 +36,19 @@ def picture_arguments(steps: int) -> tuple[torch.Tensor, torch.Tensor, Prompt]:
 
 
 def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
-    """Leaves what the other checks compare with in `session.one_rank`."""
+    """Keeps the outputs in `session.one_rank`, for the other checks."""
     call = tiny_flux.call()
-    expected = tiny_flux.reference(session.tiny_model, *call)
-    model = session.load(Degrees(), "fp32")
-    whole = model.predict(ModelCall(*call), session.poll)
+
+    def output_in(dtype: str) -> torch.Tensor:
+        output = session.load(Degrees(), dtype).predict(ModelCall(*call), session.poll)
+        return tiny_flux.as_one(output).float()
+
+    expected, whole = tiny_flux.reference(session.tiny_model, *call), output_in("fp32")
     limit = OTHER_KERNELS if session.settings.on_gpus else SAME_KERNELS
     findings.at_most("fp32 from diffusers on a CPU", tiny_flux.relative(whole, expected), limit)
-    exact = sample_whole(model, *run_arguments(), session.poll)
-    bands, _ = sample_in_bands(model, *run_arguments(), BANDS, 1, session.poll)
+    model = session.load(Degrees(), "fp32")
+    exact = tiny_flux.as_one(sample_whole(model, *run_arguments(), session.poll))
+    bands = tiny_flux.as_one(sample_in_bands(model, *run_arguments(), BANDS, 1, session.poll)[0])
     control = tiny_flux.relative(bands, exact)
     findings.at_least("bands from the exact run (a control: keys are a step old)", control, 100 * SAME_KERNELS)
     calls = {"fp32": whole}
@@ -52,13 +56,13 @@ def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
         if session.settings.on_gpus and dtype not in native_halves(session.settings.devices[0]):
             findings.leave_out(dtype, "this GPU does not compute in it, so that nothing is loaded in it by default")
             continue
-        calls[dtype] = session.load(Degrees(), dtype).predict(ModelCall(*call), session.poll).float()
+        calls[dtype] = output_in(dtype)
         findings.at_most(f"{dtype} from fp32", tiny_flux.relative(calls[dtype], whole), limit)
     if session.settings.on_gpus:
-        stored = session.load(Degrees(), "fp8_e4m3fn/fp32").predict(ModelCall(*call), session.poll).float()
+        stored = output_in("fp8_e4m3fn/fp32")
         findings.at_most("fp8 weights, computed in fp32, from fp32", tiny_flux.relative(stored, whole), FP8)
     else:
         findings.leave_out("fp8 weights", "CPU ranks expand them to fp32 when they load them")
     bundled = session.load(Degrees(), "fp32", WEIGHTS)
     pictures = sample_whole(bundled, *picture_arguments(session.settings.steps), session.poll)
-    session.one_rank = OneRank(calls, bands, exact, pictures)
+    session.one_rank = OneRank(calls, bands, exact, tiny_flux.as_one(pictures))

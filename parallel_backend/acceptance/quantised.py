@@ -1,4 +1,4 @@
-"""One layer of each quantised format on each device: its product, and its weight expanded."""
+"""Checks one layer of each quantised format on each device: its product, and its expanded weight."""
 
 import torch
 import torch.nn.functional as F
@@ -23,43 +23,51 @@ LAYERS = (
 )
 FP8 = "fp8_e4m3fn"
 EXPANDED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative error of a product with an expanded weight, by what it is computed in."""
+"""The most relative error of a product with an expanded weight, by compute dtype."""
 MULTIPLIED = {"int8_tensorwise": 0.03, "asym_w4a8_int8": 0.03, FP8: 0.08, "mxfp8": 0.08, "nvfp4": 0.25, "convrot_w4a4": 0.25}
-"""Of a product for which the layer's input is rounded to the format. About twice what that rounding is."""
+"""The same where the layer's input is rounded to the format: about twice the error of that rounding."""
 
 
 def look_at_quantised(session: SelfTestSession, findings: Findings) -> None:
-    """In this process. On GPUs in half precision, in which files of these formats are computed there."""
+    """In this process; on GPUs in half precision, the compute dtype of these formats there."""
     half = session.settings.half if session.settings.on_gpus else None
     dtype = TORCH_DTYPES[half or "fp32"]
     for device in dict.fromkeys(session.settings.devices):
         for layer in (None, *LAYERS):
             packed, packing = weight_of(layer)
-            name = f"{FP8 if layer is None else layer.format}{', rotated' if layer and layer.rotation else ''} on {device}"
+            kind = FP8 if layer is None else layer.format
+            name = f"{kind}{', rotated' if layer and layer.rotation else ''} on {device}"
             session.poll()
-            _look_at_one(findings, name, packed, packing, torch.device(device), dtype)
+            _look_at_one(findings, name, packed, packing, torch.device(device), dtype, MULTIPLIED[kind])
 
 
 def _look_at_one(
-    findings: Findings, name: str, packed: torch.Tensor, packing: Packing, device: torch.device, dtype: torch.dtype
+    findings: Findings,
+    name: str,
+    packed: torch.Tensor,
+    packing: Packing,
+    device: torch.device,
+    dtype: torch.dtype,
+    multiplied_limit: float,
 ) -> None:
     expanded = packing.expand(packed, torch.float32)
     x = torch.randn(2, TOKENS, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
-    there, moved = packed.to(device), _moved(packing, device)
-    far = relative(moved.expand(there, torch.float32).cpu(), expanded)
-    findings.at_most(f"{name}: its weight from a CPU's", far, 1e-6)
+    packed = packed.to(device)
+    packing = packing.on({key: tensor.to(device) for key, tensor in packing.tensors.items()})
+    difference = relative(packing.expand(packed, torch.float32).cpu(), expanded)
+    findings.at_most(f"{name}: its weight from a CPU's", difference, 1e-6)
     layer = RankLinear(COLUMNS, ROWS, bias=False, device="meta")
     layer.adapters = []
-    layer.pack(there, moved, dtype)
+    layer.pack(packed, packing, dtype)
     multiplied = layer.arithmetic.weight is not None and layer.arithmetic.weight.multiplies
-    limit = MULTIPLIED[FP8 if isinstance(packing, Fp8) else packing.layer.format] if multiplied else EXPANDED[dtype]
     error = relative(layer(x.to(device)).double().cpu(), F.linear(x.double(), expanded.double()))
+    limit = multiplied_limit if multiplied else EXPANDED[dtype]
     findings.at_most(f"{name}: its product from the expanded weight's", error, limit)
     findings.note(f"{name}: how", layer.arithmetic.word)
 
 
 def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
-    """A weight [ROWS, COLUMNS] on the CPU, of random values and scales, the same every time. None: scaled fp8."""
+    """A weight [ROWS, COLUMNS] on the CPU, of random values and scales from a fixed seed. None: scaled fp8."""
     g = torch.Generator().manual_seed(0)
     if layer is None or layer.format == "mxfp8":
         values = torch.randn(ROWS, COLUMNS, generator=g).to(FP8_KINDS[FP8]).view(torch.uint8)
@@ -70,16 +78,10 @@ def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
     scales = {}
     for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].scales.items():
         spread = torch.rand(ones.shape, generator=g) + 0.5
-        if ones.dtype != torch.uint8:  # of blocks in int8's range, of rows small
+        if ones.dtype != torch.uint8:  # block scales keep products in int8's range; row scales are small
             scales[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
         elif layer.format == "mxfp8":  # exponents
             scales[name] = (118 + 6 * spread).to(torch.uint8)
         else:
             scales[name] = spread.to(torch.float8_e4m3fn).view(torch.uint8)
     return values, Quantised(layer, scales)
-
-
-def _moved(packing: Packing, device: torch.device) -> Packing:
-    if isinstance(packing, Fp8):
-        return Fp8(packing.kind, packing.scale.to(device))
-    return Quantised(packing.layer, {name: tensor.to(device) for name, tensor in packing.scales.items()})

@@ -5,10 +5,10 @@ from typing import Any
 from .kit import FAILED, NOT_LOOKED_AT, PASSED
 
 SHOWN_WHY = 700
-"""Characters of what is wrong with a check; the JSON has more."""
+"""Characters of a check's failures; the JSON has more."""
 SHOWN_FIGURES = 6
 SHOWN_TEXT = 120
-"""Characters of a figure that is a text, such as a rank's error."""
+"""Characters of a figure that is text, such as a rank's error."""
 MARKS = {PASSED: "ok     ", FAILED: "FAILED ", NOT_LOOKED_AT: "-      "}
 
 
@@ -57,7 +57,7 @@ def _system(figures: dict[str, Any]) -> list[str]:
 
 
 def _figures(figures: dict[str, Any]) -> list[str]:
-    """The first few of plain ones, and one line for each of those that are structures."""
+    """The first few plain figures, and one line for each link and run."""
     lines: list[str] = []
     plain = {name: value for name, value in figures.items() if not isinstance(value, (dict, list))}
     for name, value in list(plain.items())[:SHOWN_FIGURES]:

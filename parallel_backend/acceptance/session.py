@@ -1,4 +1,4 @@
-"""What the checks of a self-test share: devices, the ranks that serve now, tiny files, and how to be cancelled."""
+"""The state that the checks of a self-test share: settings, the ranks that run now, tiny model files, and cancelling."""
 
 import contextlib
 import os
@@ -29,30 +29,30 @@ from .findings import NotLookedAt
 from .tiny_flux import FLUX, random_flux, save_original
 
 Native = Callable[[Checkpoint, dict[str, torch.Tensor]], AbstractContextManager[Predict]]
-"""(checkpoint, conditioning tensors) -> the same model in the host itself, there until the context ends. NotLookedAt for a
-model that the host cannot load or call with these tensors."""
+"""(checkpoint, conditioning tensors) -> context with the same model in the host itself. NotLookedAt for a model that the
+host cannot load or call with these tensors."""
 
 
 def at_least_two(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Modes are what there is to be looked at: two ranks share the only device."""
+    """The devices, or the only device twice: checks of modes need two ranks."""
     return devices if len(devices) > 1 else 2 * devices
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a self-test is about."""
+    """The inputs of a self-test."""
 
     devices: tuple[str, ...]
     model: Path | None = None
-    """A checkpoint that one rank and all ranks sample with. None: no such check."""
+    """The user's checkpoint, with which one rank and all ranks sample. None: no such check."""
     tokens: int | None = None
-    """Image tokens of that. None: 4,096 on GPUs, which is Flux at 1024 x 1024, and 256 on CPU ranks."""
+    """Image tokens for the user's model. None: 4,096 on GPUs, which is Flux at 1024 x 1024, and 256 on CPU ranks."""
     steps: int = STEPS
-    """Steps of that, and of the bundled model."""
+    """Sampling steps of the user's model and of the bundled one."""
     cycles: int = CYCLES
     """Times that a model is loaded and unloaded."""
     hang_seconds: float = 5.0
-    """Limit of the watchdog for the rank that is made to hang. The product's own is a minute."""
+    """Limit of the watchdog for the rank that is made to hang. The product's limit is a minute."""
 
     def __post_init__(self):
         if not self.devices or any(map(on_ray, self.devices)):
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def half(self) -> str | None:
-        """The half precision that all devices compute in. None: old GPUs, which do in neither."""
+        """The half precision in which all devices compute. None: old GPUs compute in none."""
         if not self.on_gpus:
             return "bf16"
         return next((half for half in HALVES if all(half in native_halves(device) for device in self.devices)), None)
@@ -76,15 +76,15 @@ class Host:
 
     name: str = "command line"
     options: tuple[str, ...] = ()
-    """What it was started with."""
+    """Its command line."""
     native: Native | None = None
-    """None: the host has no models of its own."""
+    """None: the host cannot run models itself."""
 
 
 @dataclass(frozen=True)
 class OneRank:
-    """What one rank computes. `calls`: of the tiny model, by dtype. `bands`, `exact`: its runs in fp32, in bands and whole.
-    `pictures`: the bundled model's samples."""
+    """One rank's outputs. `calls`: of the tiny model, by dtype. `bands`, `exact`: samples of its runs in fp32, in bands and
+    whole. `pictures`: the bundled model's samples."""
 
     calls: dict[str, torch.Tensor]
     bands: torch.Tensor
@@ -94,12 +94,12 @@ class OneRank:
 
 @dataclass
 class SelfTestSession:
-    """At most one set of ranks is there at a time, so that a model has each device to itself. Close it at the end.
+    """At most one set of ranks runs at a time, so that a model has each device to itself. Close the session at the end.
 
-    The ranks are started as for a prompt, by a registry: without P2P if their links fail with it. But each has as many CPU
-    threads, however many there are, so that two have twice what one has.
+    The ranks are started as for a prompt, by a registry: without P2P if their links fail with it. But a rank's number of CPU
+    threads does not depend on the number of ranks, so that two ranks have twice one rank's.
 
-    `poll` may raise, here or in any wait: that ends the self-test and is kept in `stopped`.
+    An exception of `poll`, here or in any wait, ends the self-test and is kept in `stopped`.
     """
 
     settings: Settings
@@ -107,7 +107,7 @@ class SelfTestSession:
     on_poll: Poll = lambda: None
     stopped: BaseException | None = None
     one_rank: OneRank | None = None
-    """What the others are compared with, once that check has been made."""
+    """Set by the check of one rank, for later checks to compare with."""
     _registry: Registry = field(default_factory=Registry)
     _loaded: Setup | None = None
 
@@ -126,47 +126,49 @@ class SelfTestSession:
             raise
 
     def several(self) -> int:
-        """The number of ranks. NotLookedAt if it is one."""
+        """The number of ranks. NotLookedAt if there is one rank."""
         if self.world == 1:
             raise NotLookedAt("there is one rank; name more devices, or one device several times")
         return self.world
 
     def reference(self) -> OneRank:
-        """NotLookedAt if the check of one rank has not come that far."""
+        """One rank's outputs. NotLookedAt if its check has failed or was left out."""
         if self.one_rank is None:
             raise NotLookedAt("it is compared with one rank, whose own check has failed or was left out")
         return self.one_rank
 
     def ranks(self, world: int) -> Pool:
-        """Ranks on the first `world` devices, started now if other ones are there, or none, or they have failed."""
-        return self._registry.pool_for(self.settings.devices[:world], self.poll)
+        """The ranks on the first `world` devices, started now unless they run."""
+        pool = self._registry.pool_for(self.settings.devices[:world], self.poll)
+        assert pool is not None  # as devices are named
+        return pool
 
-    def load(self, degrees: Degrees, dtype: str, path: Path | None = None, attention: str = "auto") -> RemoteTransformer:
-        """A model on the first ranks, in place of what they had. `path` None: the tiny one.
+    def load(self, degrees: Degrees, dtype: str, path: Path | None = None) -> RemoteTransformer:
+        """A model on the first ranks, in place of their present one. `path` None: the tiny model.
 
-        ValueError if it cannot be cut so, or does not fit.
+        ValueError if the model does not allow the degrees, or does not fit.
         """
         path = path or self.tiny_file
-        open_checkpoint(path).check_degrees(degrees)  # before ranks are asked, which a refusal ends
-        setup = self.setup(path, degrees, dtype, attention)
+        open_checkpoint(path).check_degrees(degrees)  # a refusal by the ranks would end them
+        setup = self.setup(path, degrees, dtype)
         if setup != self._loaded:
             self._registry.unload()
             self._loaded = setup
         return self._registry.model(setup, self.poll)
 
-    def setup(self, path: Path, degrees: Degrees, dtype: str = "fp32", attention: str = "auto") -> Setup:
+    def setup(self, path: Path, degrees: Degrees, dtype: str = "fp32") -> Setup:
         """A model on the first ranks, cut evenly."""
-        return Setup(path, dtype, self.settings.devices[: degrees.world], degrees, attention, "even")
+        return Setup(path, dtype, self.settings.devices[: degrees.world], degrees, "auto", "even")
 
     def unload(self) -> None:
-        """Free what the ranks hold; they stay."""
+        """Take the ranks' model away; the ranks stay."""
         self._registry.unload()
 
     @contextlib.contextmanager
     def special_ranks(
         self, start: Callable[[StartSettings], Ranks] = LocalRanks, self_test: SelfTest = SELF_TEST
     ) -> Iterator[Pool]:
-        """Ranks on all devices that are started in another way, for this check alone."""
+        """Ranks on all devices, started in another way, for one check."""
         self.end_ranks()
         pool = Pool(self.settings.devices, start=start, self_test=self_test)
         try:
@@ -180,7 +182,7 @@ class SelfTestSession:
 
     @cached_property
     def folder(self) -> Path:
-        """For files of the self-test's own."""
+        """For the self-test's files."""
         return Path(tempfile.mkdtemp(prefix="parallel-dit-self-test-"))
 
     @cached_property

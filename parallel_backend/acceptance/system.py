@@ -1,4 +1,4 @@
-"""The check of the machine: driver, libraries, GPUs, how they are connected, and what NCCL wants of the system."""
+"""The check of the machine: driver, libraries, GPUs and their connections, and the system settings that NCCL needs."""
 
 import importlib.metadata
 import os
@@ -36,7 +36,7 @@ SETTINGS = re.compile(
 )
 """Environment variables that change what ranks do."""
 SMALL_SHM = 64 << 20
-"""Bytes of /dev/shm in a container that nobody gave more. NCCL without P2P goes through it."""
+"""A container's default bytes of /dev/shm, through which NCCL sends without P2P."""
 NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
 IOMMU = Path("/sys/class/iommu")
 COMMAND_LINE = Path("/proc/cmdline")
@@ -44,8 +44,8 @@ SHM = Path("/dev/shm")
 
 
 def look_at_system(session: SelfTestSession, findings: Findings) -> None:
-    """Notes only; what is likely to be in the way is in the figure `hints`."""
-    found: dict[str, Any] = {
+    """Notes only; the figure `hints` names likely obstacles."""
+    facts: dict[str, Any] = {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "libraries": {name: version for name in LIBRARIES if (version := _version(name)) is not None},
@@ -65,43 +65,43 @@ def look_at_system(session: SelfTestSession, findings: Findings) -> None:
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "peers": peers(torch.cuda.device_count()),
     }
-    found["load"] = [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
-    for name, value in found.items():
+    facts["load"] = [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    for name, value in facts.items():
         findings.note(name, value)
     try:
         findings.note("topology", topology(torch.cuda.device_count()))
-    except NotLookedAt as why:
+    except NotLookedAt as reason:
         findings.note("topology", None)
-        findings.leave_out("topology", str(why))
+        findings.leave_out("topology", str(reason))
     if not session.settings.on_gpus:
-        findings.leave_out("GPUs", "the ranks are on CPUs" if found["gpus"] else "torch sees none")
-    findings.note("hints", hints(found, len(set(session.settings.devices))))
+        findings.leave_out("GPUs", "the ranks are on CPUs" if facts["gpus"] else "torch sees none")
+    findings.note("hints", hints(facts, len(set(session.settings.devices))))
 
 
-def hints(found: dict[str, Any], devices: int) -> list[str]:
-    """What in these facts is known to be in the way of so many devices."""
-    said = []
-    blocked = [pair for pair, reached in found["peers"].items() if not reached]
-    if found["transport"] == "nccl" and blocked and (found["shm_bytes"] or SMALL_SHM + 1) <= SMALL_SHM:
-        said.append(
-            f"/dev/shm has {found['shm_bytes'] >> 20} MB, and GPUs without P2P talk through it: give the container more "
+def hints(facts: dict[str, Any], devices: int) -> list[str]:
+    """Known obstacles for this number of devices, from the facts that look_at_system notes."""
+    texts = []
+    blocked = [pair for pair, reached in facts["peers"].items() if not reached]
+    if facts["transport"] == "nccl" and blocked and (facts["shm_bytes"] or SMALL_SHM + 1) <= SMALL_SHM:
+        texts.append(
+            f"/dev/shm has {facts['shm_bytes'] >> 20} MB, and GPUs without P2P talk through it: give the container more "
             "(docker run --shm-size=8g, or --ipc=host)."
         )
-    if devices > 1 and found["iommu"]["active"] and any(found["peers"].values()):
-        said.append(
+    if devices > 1 and facts["iommu"]["active"] and any(facts["peers"].values()):
+        texts.append(
             "P2P is said to be possible and the IOMMU is on: on some boards such transfers hang. If ranks do, set "
             "NCCL_P2P_DISABLE=1, or switch the IOMMU off (BIOS, or iommu=pt on the kernel's command line)."
         )
-    if len(found["gpus"]) > 1 and devices == 1:
-        said.append("There are more GPUs than were looked at: name them in devices.")
-    return said
+    if len(facts["gpus"]) > 1 and devices == 1:
+        texts.append("There are more GPUs than were looked at: name them in devices.")
+    return texts
 
 
 def iommu() -> dict[str, Any]:
-    """Units that the system has, the kernel's options about them, and whether they translate a device's addresses."""
+    """Number of the system's IOMMU units, the kernel's options for them, and whether they translate devices' addresses."""
     units = len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0
-    words = COMMAND_LINE.read_text().split() if COMMAND_LINE.is_file() else []
-    options = [word for word in words if "iommu" in word]
+    kernel_options = COMMAND_LINE.read_text().split() if COMMAND_LINE.is_file() else []
+    options = [option for option in kernel_options if "iommu" in option]
     off = {"iommu=off", "iommu=pt", "intel_iommu=off", "amd_iommu=off"}
     return {"units": units, "options": options, "active": units > 0 and not off & set(options)}
 
@@ -139,7 +139,7 @@ def _nccl() -> str | None:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version and kind. The rest of that file says who built it."""
+    """The NVIDIA driver's version and kind, without the rest of that line, which names who built it."""
     if sys.platform != "linux" or not NVIDIA_VERSION.is_file():
         return None
     line = NVIDIA_VERSION.read_text().partition("\n")[0]

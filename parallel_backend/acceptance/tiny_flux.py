@@ -32,15 +32,13 @@ FLUX: dict[str, Any] = {
 
 
 def random_flux(config: dict[str, Any] = FLUX, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """diffusers' own module, see `randomise`."""
-    import diffusers
-
-    model = randomise(diffusers.FluxTransformer2DModel(**config).eval(), seed)
+    """A FluxTransformer2DModel of diffusers with random weights, see `randomise`."""
+    model = randomise(FAMILIES["flux"].transformer_class()(**config).eval(), seed)
     return model if dtype == torch.float32 else model.to(dtype)
 
 
 def randomise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Weights large enough that every part of the model shows in the output."""
+    """Random weights, large enough that every part of the model changes the output."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -78,12 +76,13 @@ def inputs(
     }
     if config.get("guidance_embeds"):
         tensors["guidance"] = torch.full((batch,), 3.5)
-    time_factor = FAMILIES[family].forward.time_embed.factor
-    return x, torch.full((batch,), 700.0 / time_factor), tensors
+    time_embed = FAMILIES[family].forward.time_embed
+    assert time_embed is not None
+    return x, torch.full((batch,), 700.0 / time_embed.factor), tensors
 
 
 def call() -> Call:
-    """Of odd sizes, with a guidance whose 1000-fold bf16 can hold: diffusers' model takes that."""
+    """A call of odd sizes, with a guidance whose 1000-fold bf16 holds exactly: diffusers' model multiplies it."""
     x, timestep, tensors = inputs(height=15, width=11)
     return x, timestep, tensors | {"guidance": torch.full((len(x),), 4.0)}
 
@@ -111,5 +110,10 @@ def reference(
 
 def relative(a: torch.Tensor | Latents, b: torch.Tensor | Latents) -> float:
     """Relative L2 difference of `a` from `b`."""
-    a, b = packed(latents_of(a)), packed(latents_of(b))
+    a, b = as_one(a), as_one(b)
     return ((a - b).norm() / b.norm()).item()
+
+
+def as_one(x: torch.Tensor | Latents) -> torch.Tensor:
+    """A model's only latent, or all of them as the one tensor that a sampler has."""
+    return packed(latents_of(x))

@@ -1,4 +1,4 @@
-"""How GPUs are connected, in the words of `nvidia-smi topo -m`, which asks the same library of the driver's."""
+"""How GPUs are connected, in the terms of `nvidia-smi topo -m`, from the same library of the driver (NVML)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from .findings import NotLookedAt
 
 WORDS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-"""NVML's nearest common ancestor of two devices -> the word: a PCIe switch, several, the host bridge, a socket, all."""
+"""NVML's nearest common ancestor of two devices -> term: one PCIe switch, several, host bridge, socket, whole system."""
 
 
 def topology(count: int) -> list[list[str]]:
@@ -45,7 +45,7 @@ def _word(pynvml: Any, one: Any, two: Any) -> str:
 
 
 def _nv_links(pynvml: Any, one: Any, two: Any) -> int:
-    """NVLinks from one device straight to the other. Through a switch NVML names the switch: those count for every pair."""
+    """NVLinks from one device to the other. NVML names a switch as the remote device, so links to a switch always count."""
     theirs = pynvml.nvmlDeviceGetPciInfo(two).busId
     count = 0
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):

@@ -1,4 +1,4 @@
-"""The links between ranks: how fast each is, with P2P and without, and what a pipeline's hop costs."""
+"""Checks of the links between ranks: how fast each is, with P2P and without, and the seconds of a pipeline's hop."""
 
 import statistics
 import time
@@ -22,10 +22,10 @@ WARM_UP, HOP_CALLS = 2, 20
 
 
 def look_at_links(session: SelfTestSession, findings: Findings) -> None:
-    """Every two ranks send to and fro, then all at once; by the same transfers that planning goes by."""
+    """Every two ranks send to and fro, then all at once: the transfers that planning times."""
     world = session.several()
     pool = session.ranks(world)
-    for note in pool.notes:  # the product copes, but the links are not what they could be
+    for note in pool.notes:  # such as P2P switched off: runs work, but their links are slower than they could be
         findings.wrong.append(note)
     findings.note("links", links(pool, session))
     if backend_for(pool.devices) != "nccl":
@@ -37,16 +37,16 @@ def look_at_links(session: SelfTestSession, findings: Findings) -> None:
 
 def links(pool: Pool, session: SelfTestSession) -> dict[str, Any]:
     """'0-1' -> GB/s and microseconds one way, and how many times slower links are while all send."""
-    found = links_of(measured_links(pool, SIZES, session.poll))
+    measured = links_of(measured_links(pool, SIZES, session.poll))
     between = {
         f"{one}-{two}": {"GB_per_s": round(link.bandwidth / 1e9, 3), "us": round(link.latency * 1e6, 1)}
-        for (one, two), link in found.between.items()
+        for (one, two), link in measured.between.items()
     }
-    return {"between": between, "crowding": round(found.crowding, 2)}
+    return {"between": between, "crowding": round(measured.crowding, 2)}
 
 
 def look_at_hop(session: SelfTestSession, findings: Findings) -> None:
-    """Milliseconds from the last stage through this process to the first: what planning takes HOP_SECONDS for."""
+    """Milliseconds from the last stage through this process to the first: HOP_SECONDS in planning."""
     degrees = Degrees(pipe=session.several())
     with findings.of(str(degrees)):  # which is left out where there are more ranks than blocks
         model, call, hops = session.load(degrees, "fp32"), tiny_flux.inputs(batch=1), []
@@ -55,7 +55,7 @@ def look_at_hop(session: SelfTestSession, findings: Findings) -> None:
             model.predict(ModelCall(*call), session.poll)
             whole = time.perf_counter() - started
             stages = model.close_run(0, session.poll)
-            if number >= WARM_UP:  # the last stage waits for the first from the call's beginning on
+            if number >= WARM_UP:  # the last stage counts its wait from the call's beginning, so the rest is the hop
                 hops.append(whole - (stages[-1].compute_seconds + stages[-1].wait_seconds))
         findings.note("ms of a hop, median", round(1000 * statistics.median(hops), 3))
         findings.note("ms of a hop, fastest and slowest", [round(1000 * bound, 3) for bound in (min(hops), max(hops))])

@@ -1,14 +1,15 @@
 """Checkpoints on disk: a checkpoint's family, where each parameter's values are, and how they are stored.
 
 Supported: single files in original (ComfyUI) key layout, safetensors or GGUF, with or without the `model.diffusion_model.`
-prefix, and diffusers folders (config.json, one or several safetensors files). Opening reads headers only. Values may be
-fp32, bf16, fp16, plain fp8, one of ComfyUI's quantised formats (quantised_formats.py), or GGUF's blocks
-(packed_formats.py).
+prefix, and diffusers folders (config.json, one or several safetensors files). Opening reads headers only. READABLE lists
+the storage formats.
 """
 
 import inspect
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_nam
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
-from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
 from parallel_backend.families.others import other_model
 
@@ -51,9 +52,9 @@ class Checkpoint:
     entries: dict[str, Entry] = field(repr=False)
     """Key in the file, without prefix -> tensor."""
     stated: Mapping[str, Any] = field(default_factory=dict)
-    """What a single file's header says of the model, see HeaderConfig."""
+    """The model's configuration in a single file's header, see HeaderConfig."""
     file_state: str = ""
-    """Of its files when they were opened, see file_state.py."""
+    """State of its files when they were opened, see file_state.py."""
 
     def check_unchanged(self, expected: str = "") -> None:
         """ValueError if the files are no longer as they were when they were opened, or as `expected`."""
@@ -83,19 +84,20 @@ class Checkpoint:
     @cached_property
     def _most(self) -> Entry:
         """An entry of the storage format that most values have."""
-        sizes: dict[tuple[str, bool], int] = {}
+        sizes: Counter[tuple[str, bool]] = Counter()
+        examples: dict[tuple[str, bool], Entry] = {}
         for entry in self.entries.values():
-            how = entry.dtype, entry.scale is not None
-            sizes[how] = sizes.get(how, 0) + _numel(entry.shape)
-        most = max(sizes, key=sizes.get)
-        return next(entry for entry in self.entries.values() if (entry.dtype, entry.scale is not None) == most)
+            storage = entry.dtype, entry.scale is not None
+            sizes[storage] += math.prod(entry.shape)
+            examples.setdefault(storage, entry)
+        return examples[max(sizes, key=lambda storage: sizes[storage])]
 
     @property
     def original_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Key in the family's original layout -> shape, for files of every layout. ComfyUI detects models by these."""
+        """Key in the family's original layout -> shape, for files of every layout. ComfyUI detects models by shapes."""
         original: dict[str, list[int]] = {}
         for target, source in self.family.file.key_map(self.config).items():
-            shape = [_numel(self.shape(target))] if source.flat else list(self.shape(target))
+            shape = [math.prod(self.shape(target))] if source.flat else list(self.shape(target))
             if source.key in original and source.rows is not None:
                 original[source.key][0] += shape[0]
             else:
@@ -122,10 +124,10 @@ class Checkpoint:
 
     @cached_property
     def tensor_degrees(self) -> frozenset[int] | None:
-        """The tensor degrees that cut no group of a quantised weight's values apart. None: all, as nothing is in groups."""
+        """The tensor degrees that cut no group of a quantised weight's values apart. None: all, as no weight has groups."""
         sizes, config, plan = self.family.sizes, self.config, self.family.tensor_plan
         cuts = {
-            (cut, self.shape(target)[1], entry.layer.unit)
+            (cut, self.shape(target)[1], entry.kept_layer.unit)
             for target, source in self.key_map.items()
             if (entry := self.entries[source.key]).dtype in KEPT
             and (cut := cut_of(plan, target))
@@ -154,9 +156,9 @@ class Checkpoint:
     def storage(self, target: str, dtype_name: str) -> str | None:
         """Format in which a rank keeps the weight of a linear layer: of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS or KEPT, or None.
 
-        None: the compute dtype. weight_dtype fp8_e4m3fn rounds other weights to fp8, and int8 the blocks' weights to
-        int8_tensorwise, but not in a quantised file, whose maker left some weights in full precision. `dtype_name`: see
-        core/dtypes.py.
+        None: the compute dtype. weight_dtype fp8_e4m3fn rounds all weights to fp8, and int8 the blocks' weights to
+        int8_tensorwise, but never the other weights of a quantised file, whose maker left them in full precision.
+        `dtype_name`: see core/dtypes.py.
         """
         entry = self.entries[self.key_map[target].key]
         if self.family.stays_float32(self.config, target):
@@ -167,7 +169,8 @@ class Checkpoint:
         kept = storage_name(dtype_name)
         if kept in HALF_KINDS:
             return kept if kept != compute_name(dtype_name) else None
-        if self._most.dtype in {*GGUF_BLOCKS, *KEPT, *FP8_KINDS}:  # the rest is small, but large in fp32 beside 4 bits
+        if self._most.dtype in {*GGUF_BLOCKS, *KEPT, *FP8_KINDS}:
+            # A quantised file's 16-bit weights stay packed on ranks that compute in fp32, where they would double.
             return entry.dtype if entry.dtype in HALF_KINDS and compute_name(dtype_name) == "fp32" else None
         if kept == "int8":
             return "int8_tensorwise" if target.partition(".")[0] in self.family.blocks.counts(self.config) else None
@@ -179,26 +182,26 @@ class Checkpoint:
         storage = self.storage(target, dtype_name) if len(shape) == 2 else None
         if storage in GGUF_BLOCKS:
             values, size = GGUF_BLOCKS[storage]
-            return _numel(shape) // values * size
+            return math.prod(shape) // values * size
         if storage in HALF_KINDS:
-            return _numel(shape) * 2
+            return math.prod(shape) * 2
         if storage in KEPT:
             entry = self.entries[self.key_map[target].key]
             scales = {leaf: tensor.shape for leaf, tensor in entry.scales.items()}
             return quantised_bytes(storage, shape, entry.shape, scales)
-        return _numel(shape) * (
+        return math.prod(shape) * (
             1 if storage else self.compute_dtype(target, TORCH_DTYPES[compute_name(dtype_name)]).itemsize
         )
 
     def compute_dtype(self, target: str, dtype: torch.dtype) -> torch.dtype:
-        """What the parameter is computed in, in a model that computes in `dtype`."""
+        """The dtype in which a model that computes in `dtype` computes this parameter."""
         return torch.float32 if self.family.stays_float32(self.config, target) else dtype
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a file or a diffusers folder. ValueError, with a text for the user, if it is no model that can be run."""
     path = Path(path)
-    if not path.is_dir() and not path.is_file():  # a pipe could block for ever
+    if not path.is_dir() and not path.is_file():  # reading a pipe could block for ever
         raise ValueError(f"model_name: {path.name} does not exist at {path.parent}.")
     try:
         checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path)
@@ -220,14 +223,12 @@ def _open_single_file(path: Path) -> Checkpoint:
     entries, stated = read_header(path)
     prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
-    stated = {layer.removeprefix(prefix): how for layer, how in stated.items()}
+    stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
     entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
     stated_config = read_stated_config(path)
     shapes = {key: entry.shape for key, entry in entries.items()}
-    found = (
-        family for family in FAMILIES.values() if family.file.detect(shapes) and family.file.takes_header(stated_config)
-    )
-    family = next(found, None)
+    candidates = (family for family in FAMILIES.values() if family.file.detect(shapes))
+    family = next((family for family in candidates if family.file.takes_header(stated_config)), None)
     if family is None:
         raise ValueError(_unknown(path.name, entries))
     for ending, usual in family.file.aliases.items():
@@ -237,7 +238,7 @@ def _open_single_file(path: Path) -> Checkpoint:
 
 
 def _unknown(name: str, entries: dict[str, Entry]) -> str:
-    """What a file is that no family takes, for the user."""
+    """The refusal of a file that no family takes."""
     if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
         return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
     return (
@@ -247,29 +248,32 @@ def _unknown(name: str, entries: dict[str, Entry]) -> str:
 
 
 def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
+    """The configuration that the tensors' shapes show, and the rest from the header's (`stated`)."""
     try:
         shown = family.file.configure({key: entry.shape for key, entry in entries.items()})
         header = family.file.header
         config = shown if header is None else header.arguments(stated) | shown
     except KeyError as missing:
         raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
-    settings = _settings(family, config, stated)
-    usual_settings = {name: usual(config) for name, usual in family.file.settings.items()}
-    check_settings(path.name, family.file, settings, usual_settings, len(entries))
+    settings = _settings(path.name, family, config, stated, len(entries))
     check_stated(path.name, family, config, stated)
     return config | settings
 
 
 def _with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """`entries`, checked. ValueError for a matrix without values: it could claim any size. Empty lists are markers."""
+    """`entries`, checked. ValueError for a matrix without values, which could claim any size. Empty vectors are markers."""
     empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
     if empty is not None:
         raise ValueError(f"model_name: {name} holds {empty} of shape {list(entries[empty].shape)}, which has no values.")
     return entries
 
 
-def _settings(family: Family, config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    return {name: stated.get(name, usual(config)) for name, usual in family.file.settings.items()}
+def _settings(name: str, family: Family, config: dict[str, Any], stated: dict[str, Any], tensors: int) -> dict[str, Any]:
+    """The family's settings of the file `name`, from its stated configuration or else the usual values; checked."""
+    usual_settings = {setting: usual(config) for setting, usual in family.file.settings.items()}
+    settings = {setting: stated.get(setting, usual) for setting, usual in usual_settings.items()}
+    check_settings(name, family.file, settings, usual_settings, tensors)
+    return settings
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -278,27 +282,24 @@ def _open_folder(path: Path) -> Checkpoint:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    family = next((family for family in FAMILIES.values() if _made_for(family, kind, config)), None)
+    of_class = (family for family in FAMILIES.values() if kind in (family.model_class, family.file.folder.older_class))
+    family = next((family for family in of_class if family.file.folder.takes(config)), None)
     if family is None:
         raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
     entries: dict[str, Entry] = {}
-    stated: dict[str, str] = {}
+    stated: dict[str, dict[str, Any]] = {}
     for file in sorted(path.glob("*.safetensors")):
         if not file.is_file():
             raise ValueError(f"model_name: {path.name} holds {file.name}, which is no file.")
-        for known, found in zip((entries, stated), read_header(file), strict=True):
-            known.update(found)
+        entries_of_file, stated_of_file = read_header(file)
+        entries |= entries_of_file
+        stated |= stated_of_file
     if not entries:
         raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
     entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
     config = _constructor_arguments(path.name, family, config, len(entries))
     key_map = {target: family.file.folder.source(config, target) for target in family.file.key_map(config)}
     return _checked(Checkpoint(path, family, config, key_map, entries))
-
-
-def _made_for(family: Family, kind: str | None, config: dict[str, Any]) -> bool:
-    """Whether a folder of class `kind` with this config.json is of the family."""
-    return kind in (family.model_class, family.file.folder.older_class) and family.file.folder.takes(config)
 
 
 def _read_config(path: Path) -> Any:
@@ -309,18 +310,15 @@ def _read_config(path: Path) -> Any:
 
 def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
     """Arguments of the class, from config.json or else the class's defaults."""
-    parameters = inspect.signature(family.transformer_class().__init__).parameters  # needs seconds, single files none of it
+    parameters = inspect.signature(family.transformer_class().__init__).parameters  # importing diffusers takes seconds
     defaults = {parameter: p.default for parameter, p in parameters.items() if parameter != "self"}
     arguments = {parameter: config.get(parameter, default) for parameter, default in defaults.items()}
     check_settings(name, family.file, arguments, defaults, tensors)
-    settings = _settings(family, arguments, config)
-    usual_settings = {setting: usual(arguments) for setting, usual in family.file.settings.items()}
-    check_settings(name, family.file, settings, usual_settings, tensors)
-    return arguments | settings
+    return arguments | _settings(name, family, arguments, config, tensors)
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint without tensors that the family ignores. ValueError for a missing, unusable or unused tensor."""
+    """The checkpoint without tensors that the family ignores. ValueError for a missing, unreadable or unused tensor."""
     name, entries = checkpoint.path.name, checkpoint.entries
     missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
@@ -348,7 +346,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """diffusers state dict, or a part of it -> original key layout: the inverse of the key map."""
+    """diffusers' state dict, or a part of it -> original key layout: the inverse of the key map."""
     parts: dict[str, list[tuple[Span | None, torch.Tensor]]] = {}
     for target, source in family.file.key_map(config).items():
         if target not in state:
@@ -360,7 +358,3 @@ def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.T
         key: torch.cat([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0].start if piece[0] else 0)])
         for key, pieces in parts.items()
     }
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

@@ -1,7 +1,7 @@
-"""Whether a model's files are still what they were when its header was read.
+"""Whether a model's files are unchanged since the client read their headers.
 
-Ranks read a file after the client has, one after the other, and streamed blocks again at each use where the host has no
-room for them. A file that is overwritten, replaced or cut meanwhile would give weights of two models.
+Ranks read a file later, one after the other, and streamed blocks again at each use if the host has no room for them. A file
+that is overwritten, replaced or cut meanwhile would give weights of two models.
 """
 
 import hashlib
@@ -10,18 +10,18 @@ from pathlib import Path
 
 
 def file_state(paths: Iterable[Path]) -> str:
-    """Digest of the files' names, sizes and times of change. A file that is not there counts as one without either.
+    """Digest of the files' names, sizes and times of change, or of the fact that a file is missing.
 
-    No inodes: some network drives give a file another number at each opening.
+    Inodes are left out, as some network drives give a file another number at each opening.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(set(paths)):
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
             digest.update(f"{path.name} none\n".encode())
         else:
-            digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

@@ -1,6 +1,6 @@
-"""A model's fingerprint: tells whether two machines have the same files, without reading all of them.
+"""A model's fingerprint: whether two machines have the same files, without reading all of their bytes.
 
-Other models of the same kind have the same header and size, so values are sampled.
+Models of one kind have equal headers and sizes, so values are sampled.
 """
 
 import hashlib

@@ -12,23 +12,23 @@ import torch
 
 from parallel_backend.core.dtypes import TORCH_DTYPES
 
-from .gguf_header import MAX_HEADER_BYTES, StoredTensor, read_gguf_header
-from .mapped_bytes import map_for_reading, mapped_bytes
+from .gguf_header import MAX_HEADER_BYTES, read_gguf_header
+from .mapped_file import MappedFile
 from .packed_formats import GGUF_BLOCKS, GgufBlocks
 
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
-class GgufFile:
-    """An opened file. `get_slice(key)[...]` is a tensor in the map's memory, as in safetensors.
+class GgufFile(MappedFile):
+    """An opened file, mapped for its first tensor.
 
     A tensor of blocks is [rows, bytes] uint8. If its rows are no whole number of blocks, it is expanded to float32.
     """
 
     def __init__(self, path: Path):
-        """ValueError, naming the file, for one that cannot be read."""
-        self.path = path
+        """ValueError, naming the file, if it cannot be read."""
+        super().__init__(path)
         try:
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         except ImportError as error:
@@ -49,18 +49,11 @@ class GgufFile:
                 self._sizes[name] = count // values * size
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).") from error
-        self._map: memoryview | None = None
-        self._tensors: dict[str, StoredTensor] = header.tensors
+        self._tensors = header.tensors
         self._shapes = {name: shape for name in self._tensors if (shape := header.arrays.get(ORIGINAL_SHAPE + name))}
         for name, shape in self._shapes.items():
             if min(shape) < 1 or math.prod(shape) != math.prod(self._tensors[name].shape):
                 raise ValueError(f"model_name: {path.name} holds {name} in another shape than its values have room for.")
-
-    def __enter__(self) -> "GgufFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tensors, self._map = {}, None  # the map is closed with the last tensor in it
 
     def keys(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -81,12 +74,12 @@ class GgufFile:
             )
         return kind if self._whole_blocks(key, kind) else "fp32"
 
-    def get_slice(self, key: str) -> torch.Tensor:
+    def get_tensor(self, key: str) -> torch.Tensor:
         if self._map is None:
             with self.path.open("rb") as file:
-                self._map = map_for_reading(file)
+                self._map_whole(file)
         kind, shape, start = self._kinds[key].name, self.shape(key), self._tensors[key].start
-        stored = mapped_bytes(self._map, start, self._sizes[key], self.path.name)
+        stored = self._bytes(start, self._sizes[key])
         if kind in PLAIN:
             return stored.view(TORCH_DTYPES[PLAIN[kind]]).view(shape)
         if self._whole_blocks(key, kind):

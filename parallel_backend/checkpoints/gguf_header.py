@@ -1,7 +1,7 @@
 """The header of a GGUF file: its tensors and their places. Every count and length is checked before it is used.
 
-The `gguf` package's reader makes an array of every element of every field and trusts all counts: a small file can keep it
-busy for hours. Format: ggml's docs/gguf.md, versions 2 and 3.
+The `gguf` package's reader makes an array of every element of every field and trusts all counts, so that a small file can
+keep it busy for hours. Format: ggml's docs/gguf.md, versions 2 and 3.
 """
 
 import math
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 ALIGNMENT = "general.alignment"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type of a field's value -> letter for `struct`."""
+"""Type number of a field's value -> its format letter in `struct`."""
 STRING, ARRAY = 8, 9
 MAX_HEADER_BYTES = 1 << 24
 MAX_TENSORS = 1 << 16
@@ -21,7 +21,7 @@ MAX_FIELDS = 1 << 14
 MAX_NAME = 1 << 12
 MAX_AXES = 8
 MAX_KEPT = 64
-"""Most elements of an array that is kept. Shapes are short. Vocabularies are not needed."""
+"""Most elements of an array that is kept: shapes are short, and vocabularies are not needed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StoredTensor:
     shape: Shape
     """Slowest axis first."""
     start: int
-    """Of its bytes, from the file's beginning."""
+    """Offset of its bytes in the file."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GgufHeader:
 
     tensors: dict[str, StoredTensor]
     arrays: dict[str, Shape] = field(repr=False)
-    """Fields that are short arrays of integers."""
+    """Fields that are arrays of up to MAX_KEPT integers."""
 
 
 class _Cursor:
@@ -103,17 +103,18 @@ def read_gguf_header(content: memoryview) -> GgufHeader:
     if tensors > MAX_TENSORS or fields > MAX_FIELDS:
         raise ValueError(f"{tensors} tensors and {fields} fields are more than any model has")
     alignment, arrays = _fields(cursor, fields)
-    found: dict[str, tuple[int, Shape, int]] = {}
+    described: dict[str, tuple[int, Shape, int]] = {}  # name -> type, shape, offset from the header's end
     for _ in range(tensors):
         name, axes = cursor.name(), cursor.number("I")
-        if axes > MAX_AXES or name in found:
+        if axes > MAX_AXES or name in described:
             raise ValueError(f"{name[:80]} comes twice or has {axes} axes")
         shape = cursor.numbers("Q" * axes)[::-1]
-        found[name] = cursor.number("I"), shape, cursor.number("Q")
-        if math.prod(shape) == 0 or found[name][2] % alignment:
+        kind, offset = cursor.number("I"), cursor.number("Q")
+        if math.prod(shape) == 0 or offset % alignment:
             raise ValueError(f"{name[:80]} has no values, or is at no multiple of {alignment} bytes")
+        described[name] = kind, shape, offset
     start = -(-cursor.at // alignment) * alignment
-    return GgufHeader({name: StoredTensor(kind, shape, start + at) for name, (kind, shape, at) in found.items()}, arrays)
+    return GgufHeader({name: StoredTensor(kind, shape, start + at) for name, (kind, shape, at) in described.items()}, arrays)
 
 
 def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape]]:

@@ -1,6 +1,6 @@
 """Checks of a checkpoint's configuration, before anything is built from it.
 
-Files come from anywhere. None must make a rank build a million layers, or a table of positions that fills its memory.
+Files come from anywhere. A malicious file must not make a rank build a million layers, or a table that fills its memory.
 """
 
 import json
@@ -11,7 +11,8 @@ from types import NoneType
 from typing import Any
 
 from parallel_backend.families import Family
-from parallel_backend.families.base.family import FileLayout
+from parallel_backend.families.base.file_layout import FileLayout
+from parallel_backend.families.base.step_inputs import Config
 
 MAX_CONFIG_BYTES = 1 << 20
 """Most bytes of a folder's config.json. The longest known are some thousand bytes."""
@@ -20,12 +21,10 @@ MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
 
 
-def check_settings(
-    name: str, layout: FileLayout, settings: Mapping[str, Any], defaults: Mapping[str, Any], tensors: int
-) -> None:
+def check_settings(name: str, layout: FileLayout, settings: Config, defaults: Mapping[str, Any], tensors: int) -> None:
     """ValueError, naming the setting of checkpoint `name`, for a value that no model of the family has.
 
-    `layout`: the family's, with limits for some settings. `defaults`: setting -> a value of its type; None allows any type.
+    `layout`: of the family, with limits for some settings. `defaults`: setting -> a value of its type; None allows any type.
     `tensors`: number of the checkpoint's tensors, which limits the number of layers.
     """
     for setting, value in settings.items():
@@ -38,10 +37,10 @@ def check_settings(
     layout.check_together(name, settings)
 
 
-def check_stated(name: str, family: Family, config: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+def check_stated(name: str, family: Family, config: Config, stated: Mapping[str, Any]) -> None:
     """ValueError, naming the entry, if the header of file `name` asks for a model that the family does not compute.
 
-    `config`: from the file's tensors. `stated`: what the header says.
+    `config`: from the file's tensors. `stated`: the header's configuration.
     """
     header = family.file.header
     if header is None:
@@ -54,9 +53,9 @@ def check_stated(name: str, family: Family, config: Mapping[str, Any], stated: M
         if known is None:
             raise ValueError(f"{shown}This version of {family.name} does not know what that is: the picture could be wrong.")
         if _as_tuples(value) not in (possible := known(config)):
-            words = " or ".join(map(json.dumps, possible))
+            values = " or ".join(map(json.dumps, possible))
             raise ValueError(
-                f"{shown}With such weights this version of {family.name} computes {entry} {words} only. Load the file with "
+                f"{shown}With such weights this version of {family.name} computes {entry} {values} only. Load the file with "
                 "Load Diffusion Model, on one GPU."
             )
 
@@ -77,12 +76,12 @@ def _plausible(value: Any, default: Any, most: int) -> bool:
     if isinstance(value, bool) or isinstance(default, bool):
         return isinstance(value, bool) and (default is None or isinstance(default, bool))
     if isinstance(value, (int, float)):
-        # Small negative numbers are switches.
+        # Some settings are switches, with -1 for off.
         return isinstance(default, (int, float, NoneType)) and math.isfinite(value) and -1 <= value <= most
     return isinstance(value, str) and len(value) <= MAX_TEXT and isinstance(default, (str, NoneType))
 
 
-def check_sizes(name: str, family: Family, config: Mapping[str, Any], shapes: list[tuple[int, ...]]) -> None:
+def check_sizes(name: str, family: Family, config: Config, shapes: list[tuple[int, ...]]) -> None:
     """ValueError if the sizes that follow from `config` do not fit tensors of these shapes."""
     sizes = {
         "attention heads": family.sizes.heads(config),
@@ -95,9 +94,9 @@ def check_sizes(name: str, family: Family, config: Mapping[str, Any], shapes: li
         sizes["groups of attention heads"] = keys
     if (side := family.sizes.max_side(config)) is not None:
         sizes["positions along a side"] = side
-    for what, size in sizes.items():
+    for quantity, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise ValueError(f"model_name: {name} has {size} {what}: its tensors do not fit each other.")
+            raise ValueError(f"model_name: {name} has {size} {quantity}: its tensors do not fit each other.")
     widest = max((size for shape in shapes for size in shape), default=0)
     if sizes["channels in a token"] > widest or (keys is not None and sizes["attention heads"] % keys):
         raise ValueError(f"model_name: {name} has a configuration that does not fit its tensors.")

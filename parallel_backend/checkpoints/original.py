@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.file_layout import Source
 
 from .checkpoint import PREFIXES, Checkpoint, to_original
 from .packed_formats import FP8_KINDS
@@ -18,7 +18,7 @@ PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
 
 
 class OriginalTensors:
-    """Reads a file only when a tensor is asked for, and keeps none."""
+    """Opens a file only for the tensor that is asked for, and keeps no file open."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -26,14 +26,14 @@ class OriginalTensors:
 
     @cached_property
     def _targets(self) -> dict[str, list[str]]:
-        """Key -> the parameters that have their values from it."""
+        """Key -> the parameters whose values it holds."""
         targets = defaultdict(list)
         for target, source in self._checkpoint.family.file.key_map(self._checkpoint.config).items():
             targets[source.key].append(target)
         return dict(targets)
 
     def value(self, key: str) -> torch.Tensor:
-        """float32, in the CPU's memory. For files of every layout and format. KeyError if no parameter has it."""
+        """float32 on the CPU, for files of every layout and format. KeyError if no parameter has the key."""
         checkpoint, host = self._checkpoint, torch.device("cpu")
         if key in self._text:
             with reading(replace(checkpoint, key_map={key: Source(key)})) as reader:
@@ -44,15 +44,15 @@ class OriginalTensors:
 
     @cached_property
     def _unused(self) -> dict[str, Entry]:
-        """Tensors of the file that the family computes itself, and native models have."""
+        """Tensors of the file that native models have, while the family computes them."""
         entries, _ = read_header(self._checkpoint.path)
         computed = self._checkpoint.family.file.computed(self._checkpoint.config)
         return {key: entries[prefix + key] for prefix in PREFIXES for key in computed if prefix + key in entries}
 
     def stored(self, key: str) -> torch.Tensor | None:
-        """As the file has it: a view of the mapped file, which takes no memory of its own. None: the file has none.
+        """A view of the mapped file, in the file's dtype. None if the file lacks the key.
 
-        ValueError where the file has it in another layout (diffusers), quantised or in blocks.
+        ValueError for a file in another layout (diffusers), and for quantised values or GGUF's blocks.
         """
         checkpoint = self._checkpoint
         if not checkpoint.path.is_dir():

@@ -1,47 +1,47 @@
-"""Packed weight formats: 8-bit floats with or without a scale, 16-bit floats, and GGUF's blocks. Packed weights are expanded
-to compute. ComfyUI's other quantised formats are in quantised_formats.py.
+"""Packed weight formats: 8-bit floats with or without a scale, 16-bit floats, and GGUF's blocks.
 
-A packed weight [rows, bytes] uint8 can be cut between any rows, and between columns where `byte_span` allows it.
+Packed weights are expanded to compute. ComfyUI's other quantised formats are in quantised_formats.py.
 """
 
+import abc
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, Self
+from typing import Self
 
 import torch
 
 from parallel_backend.core.spans import Span
 
 
-class Packing(Protocol):
-    """The format of a weight [rows, columns] kept as [rows, n] uint8."""
+class Packing(abc.ABC):
+    """The format of a weight [rows, columns] kept as [rows, n] uint8. It can be cut between any rows."""
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept beside those bytes."""
-        ...
+        """Bytes of `tensors`."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What is kept beside those bytes, by name."""
-        ...
+        """The tensors kept with the uint8 values, such as scales, by name."""
+        return {}
 
-    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Packing":
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         """The same with other `tensors` of these names."""
-        ...
+        return self
 
+    @abc.abstractmethod
     def byte_span(self, columns: Span) -> Span | None:
         """The bytes of a row that hold these columns; None where they are not whole groups of values."""
-        ...
 
+    @abc.abstractmethod
     def columns(self, row_bytes: int) -> int:
         """Values in `row_bytes` bytes of a row."""
-        ...
 
+    @abc.abstractmethod
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, n] uint8 -> new [rows, columns] in `dtype`, on the same device."""
-        ...
+        """[rows, n] uint8 -> new [rows, columns] in `dtype`, on the same device. Values are rounded once, at the end."""
 
 
 FP8_KINDS = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -69,7 +69,7 @@ CHUNK_VALUES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Packing):
     """8-bit floats."""
 
     kind: str
@@ -77,22 +77,18 @@ class Fp8:
     scale: torch.Tensor | None = None
     """float32 [1, 1], or [rows, 1] for each row, on the weight's device. None: not scaled."""
     input_scale: torch.Tensor | None = None
-    """float32 [1, 1]: the layer's input is divided by it before it is rounded to fp8. None: by one if there is a `scale`,
-    or else by what its largest value makes the largest of fp8."""
+    """float32 [1, 1]: the layer's input is divided by it before the input is rounded to fp8. None: the divisor is one if
+    there is a `scale`, or else maps the input's largest value to fp8's largest."""
     full_precision: bool = False
-    """The layer's input is to stay as it is, and the weight to be expanded."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    """The layer multiplies the expanded weight with its input in full precision."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         scales = {"scale": self.scale, "input_scale": self.input_scale}
         return {name: tensor for name, tensor in scales.items() if tensor is not None}
 
-    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Fp8":
-        return replace(self, **tensors)
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
+        return replace(self, scale=tensors.get("scale"), input_scale=tensors.get("input_scale"))
 
     def byte_span(self, columns: Span) -> Span:
         return columns
@@ -101,24 +97,13 @@ class Fp8:
         return row_bytes
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns] uint8 -> [rows, columns] in `dtype`. The product with the scale is rounded once."""
         values = packed.view(FP8_KINDS[self.kind]).to(dtype)
         return values if self.scale is None else torch.mul(values, self.scale, out=values)
 
 
-class _BytesAlone:
-    """A Packing that keeps nothing beside its bytes."""
-
-    nbytes = 0
-    tensors: ClassVar[Mapping[str, torch.Tensor]] = {}
-
-    def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        return self
-
-
 @dataclass(frozen=True)
-class Half(_BytesAlone):
-    """16-bit floats as they are, for devices that do not compute in them."""
+class Half(Packing):
+    """16-bit floats, for devices that do not compute in them."""
 
     kind: str
     """Key of HALF_KINDS."""
@@ -130,19 +115,17 @@ class Half(_BytesAlone):
         return row_bytes // 2
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, n] uint8 -> [rows, n / 2] in `dtype`."""
         return packed.view(HALF_KINDS[self.kind]).to(dtype)
 
 
 @dataclass(frozen=True)
-class GgufBlocks(_BytesAlone):
+class GgufBlocks(Packing):
     """GGUF's block formats. Every row is a whole number of blocks."""
 
     kind: str
     """Key of GGUF_BLOCKS."""
 
     def byte_span(self, columns: Span) -> Span | None:
-        """Bytes of a row that hold these columns. None if the columns do not begin and end at a block's border."""
         values, size = GGUF_BLOCKS[self.kind]
         if columns.start % values or columns.stop % values:
             return None
@@ -153,7 +136,6 @@ class GgufBlocks(_BytesAlone):
         return row_bytes // size * values
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, n] uint8 -> [rows, columns] in `dtype`. The format's arithmetic is in float32, rounded once."""
         values, size = GGUF_BLOCKS[self.kind]
         out = torch.empty(packed.shape[0], self.columns(packed.shape[1]), dtype=dtype, device=packed.device)
         places = out.view(-1, values).split(CHUNK_VALUES // values)

@@ -1,7 +1,7 @@
-"""ComfyUI's quantised formats of a linear layer's weight: what a file has beside the values, and what both are together.
+"""ComfyUI's quantised formats of a linear layer's weight: the layout of their scales, and the arithmetic that expands them.
 
 As comfy/quant_ops.py (`QUANT_ALGOS`) and comfy/ops.py (`_load_quantized_module`) have them; the layouts are comfy-kitchen's.
-fp8 is here as far as its file goes, and is expanded in packed_formats.py. A weight is [rows, columns], output by input.
+fp8's scales are here too, while its weights are expanded in packed_formats.py. A weight is [rows, columns], output by input.
 """
 
 import functools
@@ -9,16 +9,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Self
 
 import torch
 
 from parallel_backend.core.spans import Span
 
-from .packed_formats import CHUNK_VALUES
+from .packed_formats import CHUNK_VALUES, Packing
 
 
 class ScalePlace(Enum):
-    """Which values of the weight an element of a tensor beside it is for."""
+    """Which values of the weight one scale is for."""
 
     WHOLE = "all"
     ROW = "a row's"
@@ -30,11 +31,16 @@ class ScalePlace(Enum):
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """A tensor `<layer>.<name>` beside the weight."""
+    """The tensor `<layer>.<name>` of a weight's scales."""
 
     place: ScalePlace
     dtypes: tuple[str, ...]
     needed: bool = True
+
+    @property
+    def in_bytes(self) -> bool:
+        """A rank keeps each scale in one byte, not in float32."""
+        return self.place in (ScalePlace.BLOCK, ScalePlace.TILED)
 
 
 FLOATS = ("fp32", "bf16", "fp16")
@@ -44,15 +50,15 @@ TILE = 128, 4
 
 @dataclass(frozen=True)
 class Format:
-    """What a file has of a layer in this format. `stored`: its values' dtype in the file."""
+    """A layer's tensors in a file of this format. `stored`: dtype of the weight in the file."""
 
     stored: str
     scales: Mapping[str, ScaleLayout]
     block: int = 1
-    """Neighbouring values of a row that have a scale in common; 0 where the layer says it (`group_size`)."""
+    """Neighbouring values of a row that share a scale; 0 where the layer's settings have it (`group_size`)."""
     per_byte: int = 1
     rotated: bool = False
-    """Groups of a row's values are rotated (ConvRot); the layer says how large they are (`convrot_groupsize`)."""
+    """Groups of a row's values are rotated (ConvRot); the layer's settings have their size (`convrot_groupsize`)."""
 
 
 _FP8_SCALES = {
@@ -96,7 +102,7 @@ FORMATS = {
         rotated=True,
     ),
 }
-"""By the name that files give."""
+"""The format's name in files -> the format."""
 
 KEPT = frozenset(FORMATS) - {"float8_e4m3fn", "float8_e5m2"}
 """Names of the formats that a rank keeps as `Quantised`."""
@@ -104,22 +110,22 @@ KEPT = frozenset(FORMATS) - {"float8_e4m3fn", "float8_e5m2"}
 ROTATIONS = 4, 16, 64, 256, 1024
 """Sizes of a rotated group: powers of four."""
 CODES = 16
-"""Values that four bits stand for: of a codebook."""
+"""Values of a codebook, which four bits choose from."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How a layer of a file is quantised, by what the file says of it."""
+    """How a layer of a file is quantised."""
 
     format: str
     rotation: int = 0
     """Values of a row that are rotated together. 0: none."""
     block: int = 1
-    """Neighbouring values of a row that have a scale in common."""
+    """Neighbouring values of a row that share a scale."""
     full_precision: bool = False
-    """The layer's input is to stay as it is, and the weight to be expanded."""
+    """The layer multiplies the expanded weight with its input in full precision."""
     linear_dtype: str = "int4"
-    """Of convrot_w4a4: what a rotated input is rounded to, int4 or int8."""
+    """Of convrot_w4a4: the dtype to which a rotated input is rounded, int4 or int8."""
 
     @property
     def per_byte(self) -> int:
@@ -132,29 +138,24 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """A weight, or a rank's part of one, in one of KEPT. `scales`: by name, on the weight's device.
+class Quantised(Packing):
+    """The packing of a weight, or of a rank's part of one, in one of KEPT. `scales`: by name, on the weight's device.
 
-    Scales of rows are float32 [rows, 1], one for all float32 [1, 1], those of columns float32 [columns], of blocks
-    [rows, columns / block], tiles as in the file. A Packing (packed_formats.py).
+    Scales are float32 [rows, 1] by row, [1, 1] for all values and [columns] by column; by block they are
+    [rows, columns / block] in one byte each, and tiles are as in the file.
     """
 
     layer: Layer
     scales: Mapping[str, torch.Tensor] = field(repr=False)
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.scales.values())
-
-    @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self.scales
 
-    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Quantised":
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         return replace(self, scales=tensors)
 
     def byte_span(self, columns: Span) -> Span | None:
-        """The bytes of a row that hold these columns; None where they cut a group of them apart."""
         if columns.start % self.layer.unit or columns.stop % self.layer.unit:
             return None
         return Span(columns.start // self.layer.per_byte, columns.stop // self.layer.per_byte)
@@ -163,7 +164,6 @@ class Quantised:
         return row_bytes * self.layer.per_byte
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, n] uint8 -> new [rows, columns] in `dtype`: the format's arithmetic in float32, rounded once."""
         rows, columns = packed.shape[0], self.columns(packed.shape[1])
         out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
         scales = self._scale_factors(rows, columns)
@@ -174,6 +174,7 @@ class Quantised:
             for number, scale in enumerate(scales):
                 scale = scale[part] if scale.shape[0] == rows else scale
                 values = (values.view(len(values), scale.shape[1], -1) * scale[:, :, None]).view(len(values), columns)
+                # comfy-kitchen multiplies this format in int8, so the values before the row's scale are integers.
                 if number == 0 and self.layer.format == "asym_w4a8_int8":
                     values = values.round_().clamp_(-127, 127)
             if self.layer.rotation:
@@ -200,7 +201,7 @@ class Quantised:
         raise AssertionError(self.layer.format)
 
     def _scale_factors(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """float32 [rows or 1, n] each: the values are to be multiplied with one after the other. n divides the columns."""
+        """The factors of the values, applied one after the other: float32 [rows or 1, n] each; n divides the columns."""
         match self.layer.format:
             case "nvfp4":
                 blocks = untiled(self.scales["weight_scale"].view(torch.float8_e4m3fn), rows, columns // self.layer.block)
@@ -215,7 +216,7 @@ class Quantised:
 
 @functools.cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """float32 [size, size]: ConvRot's rotation, symmetric and its own inverse. `size`: one of ROTATIONS."""
+    """float32 [size, size]: ConvRot's rotation, a symmetric matrix that is its inverse. `size`: one of ROTATIONS."""
     four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float32, device=device)
     matrix = four
     while len(matrix) < size:
@@ -235,7 +236,7 @@ def _fp4_table(device: torch.device) -> torch.Tensor:
 
 
 def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Of [rows, columns] scales in whole tiles."""
+    """Shape of [rows, columns] scales, padded to whole tiles."""
     return -(-rows // TILE[0]) * TILE[0], -(-columns // TILE[1]) * TILE[1]
 
 
@@ -260,12 +261,12 @@ def tiled(scales: torch.Tensor) -> torch.Tensor:
 
 
 def int8_layer(columns: int) -> Layer:
-    """Of a weight that is quantised here: rotated in the largest groups of 256, 64 or 16 columns that make up `columns`."""
+    """For a weight that a rank quantises: rotated in groups of 256, 64 or 16 columns, the largest that divides `columns`."""
     return Layer("int8_tensorwise", next((size for size in (256, 64, 16) if columns % size == 0), 0))
 
 
 def blank(layer: Layer, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, Quantised]:
-    """A weight of zeros, whose product costs what any other costs: [rows, n] uint8, and what is beside it."""
+    """A weight of zeros, for timing products: [rows, n] uint8, and its packing with scales of one."""
     blocks = rows, columns // layer.block
     shapes = {
         ScalePlace.WHOLE: (1, 1),
@@ -275,17 +276,17 @@ def blank(layer: Layer, rows: int, columns: int, device: torch.device) -> tuple[
         ScalePlace.TILED: tiled_shape(*blocks),
     }
     scales = {}
-    for leaf, known in FORMATS[layer.format].scales.items():
-        if known.needed:
-            single = known.place in (ScalePlace.BLOCK, ScalePlace.TILED)
-            dtype = torch.float8_e4m3fn if known.place is ScalePlace.BLOCK else torch.uint8 if single else torch.float32
-            scales[leaf] = torch.ones(shapes[known.place], device=device).to(dtype)
+    dtypes = {ScalePlace.BLOCK: torch.float8_e4m3fn, ScalePlace.TILED: torch.uint8}
+    for leaf, layout in FORMATS[layer.format].scales.items():
+        if layout.needed:
+            ones = torch.ones(shapes[layout.place], device=device)
+            scales[leaf] = ones.to(dtypes.get(layout.place, torch.float32))
     packed = torch.zeros(rows, columns // layer.per_byte, dtype=torch.uint8, device=device)
     return packed, Quantised(layer, scales)
 
 
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
-    """A weight [rows, columns] -> int8_tensorwise with a scale by row: [rows, columns] uint8, and what expands it."""
+    """A weight [rows, columns] -> int8_tensorwise with a scale by row: [rows, columns] uint8, and its packing."""
     layer = int8_layer(values.shape[1])
     packed = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     scale = torch.empty(len(values), 1, device=values.device)
@@ -299,25 +300,24 @@ def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
 
 
 def quantised_bytes(kind: str, shape: tuple[int, ...], whole: tuple[int, ...], scales: Mapping[str, tuple[int, ...]]) -> int:
-    """Of a weight of `shape` in one of KEPT, which is some rows of one of shape `whole`, with what is beside it.
+    """Bytes on a rank of a weight of `shape` in one of KEPT, with its scales. Its rows are rows of the file's weight.
 
-    `scales`: shapes in the file; without any the weight is made by `quantise_int8`.
+    `whole`: shape of the file's weight. `scales`: shapes in the file; empty for a weight from `quantise_int8`.
     """
     size = math.prod(shape) // FORMATS[kind].per_byte
-    for leaf, expected in FORMATS[kind].scales.items():
-        if leaf in scales or (not scales and expected.needed):
-            single = expected.place in (ScalePlace.BLOCK, ScalePlace.TILED)
+    for leaf, layout in FORMATS[kind].scales.items():
+        if leaf in scales or (not scales and layout.needed):
             values = math.prod(scales.get(leaf, (shape[0], 1)))
-            size += (1 if single else 4) * (values if values == 1 else values * shape[0] // whole[0])
+            size += (1 if layout.in_bytes else 4) * (values if values == 1 else values * shape[0] // whole[0])
     return size
 
 
 def cut_scale(
     tensor: torch.Tensor, place: ScalePlace, layer: Layer, size: tuple[int, int], rows: list[Span], columns: list[Span]
 ) -> torch.Tensor:
-    """The part of a tensor beside a weight of `size` (rows, columns) that belongs to these rows and columns of it.
+    """The scales of these rows and columns, from the scales of a weight of `size` (rows, columns), as Quantised has them.
 
-    In the form that Quantised has; the columns are whole groups (`Layer.unit`).
+    The columns are whole groups (`Layer.unit`).
     """
     match place:
         case ScalePlace.WHOLE:
@@ -330,7 +330,7 @@ def cut_scale(
     if place is ScalePlace.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
         return joined([tensor.view(torch.uint8)[part] for part in whole])
     blocks = untiled(tensor, size[0], size[1] // layer.block) if place is ScalePlace.TILED else tensor
-    single = blocks.element_size() == 1  # bytes by another name can be cut and joined on every device
+    single = blocks.element_size() == 1  # some devices cannot cut and join float8, but all can as uint8
     values = torch.cat([(blocks.view(torch.uint8) if single else blocks)[span.slice] for span in rows])
     inside = [slice(span.start // layer.block, span.stop // layer.block) for span in columns]
     values = torch.cat([values[:, part] for part in inside], dim=1)
@@ -340,9 +340,9 @@ def cut_scale(
 
 
 def _whole_tiles(size: tuple[int, int], rows: list[Span], columns: list[Span]) -> list[slice] | None:
-    """Rows of tiles, which lie together, where they are all that these rows need. None: tiles have to be taken apart."""
+    """The tiles of these rows as slices, where the rows fill whole tiles. None: tiles have to be taken apart."""
     edges = [edge for span in rows for edge in (span.start, span.stop)]
-    inner = edges[:-1] if edges[-1] == size[0] else edges  # only what comes last may end within a tile
+    inner = edges[:-1] if edges[-1] == size[0] else edges  # the weight's last row may end within a tile
     if columns != [Span(0, size[1])] or any(edge % TILE[0] for edge in inner):
         return None
     return [slice(span.start, tiled_shape(span.stop, 1)[0]) for span in rows]

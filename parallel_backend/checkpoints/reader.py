@@ -1,32 +1,33 @@
-"""Reads a rank's part of weights from memory-mapped files: cut, converted or packed."""
+"""Reads a rank's part of the weights from memory-mapped files: cut, and converted or packed."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from parallel_backend.core.spans import Shard, Span
-from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.file_layout import Source
 
 from .checkpoint import Checkpoint, to_original
+from .gguf_file import GgufFile
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
 from .quantised_formats import FORMATS, KEPT, Quantised, cut_scale, quantise_int8
+from .safetensors_file import SafetensorsFile
 from .tensor_files import Entry, open_file
 
 
 class Reader:
     """Reads parts of parameters from a checkpoint's files. Opens a file when it is first needed.
 
-    Every part is copied straight from the mapped file to its place. A copy in between would leave holes in the heap, which
-    the process keeps after the weights are freed.
+    Every part is copied straight from the mapped file to its final memory. An intermediate copy would leave holes in the
+    heap, which the process keeps after the weights are freed.
     """
 
     def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
         self.checkpoint, self._stack = checkpoint, stack
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, GgufFile | SafetensorsFile] = {}
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
         """The part `shard` of a parameter in `dtype`, converted if the file has another format.
@@ -43,26 +44,27 @@ class Reader:
         entry, shape = self._entry(target), self.checkpoint.shape(target)
         out = out.view(_resized(shape, shard))
         if entry.dtype in GGUF_BLOCKS or entry.dtype in KEPT:
-            if self.packable(target, entry.dtype, shard):
+            if shard is None or self.packable(target, entry.dtype, shard):
                 packed, packing = self.packed(target, entry.dtype, shard, out.device)
                 out.copy_(packing.expand(packed, out.dtype).view(out.shape))
             else:
                 whole = self.values(target, out.dtype, None, out.device)
                 torch.cat([whole[:, span.slice] for span in shard.spans], dim=1, out=out)
             return
-        values = out if entry.scale is None else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        dim, spans, rows = self._cut(target, shard)
-        part = self._slices(entry)
-        for span, place in zip(spans, values.split([len(span) for span in spans], dim=dim), strict=True):
-            place.copy_(part[span.slice] if dim == 0 else part[rows.slice, span.slice])
-        if entry.scale is not None:
-            out.copy_(values * self._scale(target, shard, out.device).view(-1, *(1,) * (len(shape) - 1)))
+        if entry.scale is None:
+            self._copy(entry, *self._cut(target, shard), out)
+            return
+        values = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        self._copy(entry, *self._cut(target, shard), values)
+        scale = self._scale(entry.scale, target, shard, out.device)
+        out.copy_(values * scale.view(-1, *(1,) * (len(shape) - 1)))
 
     def packable(self, target: str, storage: str, shard: Shard | None) -> bool:
         """Whether `packed` can give the part `shard`. A part of columns must begin and end at a block's border."""
-        if shard is None or shard.dim == 0:
+        entry = self._entry(target)
+        if shard is None or shard.dim == 0 or entry.dtype != storage:
             return True
-        packing = self._stored(target) if self._entry(target).dtype == storage else None
+        packing = _stored(entry)
         return packing is None or all(packing.byte_span(span) is not None for span in shard.spans)
 
     def packed(
@@ -70,66 +72,67 @@ class Reader:
     ) -> tuple[torch.Tensor, Packing]:
         """The part `shard` of a matrix as [rows, n] uint8, and how to expand it. Rounded if the file has another format.
 
-        `out`: where the bytes are put, if not into new memory. On the meta device nothing is read but what is beside them.
+        `out`: memory for the bytes. None: new memory. On the meta device only scales are read.
         """
         entry = self._entry(target)
-        kinds = HALF_KINDS | FP8_KINDS
-        if storage in kinds and (entry.dtype != storage or storage in HALF_KINDS):
-            packing = Half(storage) if storage in HALF_KINDS else Fp8(storage)
-            if out is None:
-                return self.values(target, kinds[storage], shard, device).view(torch.uint8), packing
-            self.read_values(target, shard, out.view(kinds[storage]))
-            return out, packing
-        if entry.dtype != storage:
-            assert storage == "int8_tensorwise"
-            packed, packing = quantise_int8(self.values(target, torch.float32, shard, device))
-            return packed if out is None else out.copy_(packed), packing
-        packing = self._stored(target)
-        if isinstance(packing, Fp8):
-            scale = None if entry.scale is None else self._scale(target, shard, device)
-            given = entry.scales.get("input_scale")
-            given = None if given is None else self.tensor(given).float().view(1, 1).to(device, copy=True)
-            # Plain fp8 is expanded, as by ComfyUI without --fast: its file has no say on the rounding of inputs.
-            packing = Fp8(storage, scale, given, entry.layer is None or entry.layer.full_precision)
-        elif isinstance(packing, Quantised):
-            packing = Quantised(entry.layer, self._scales(target, shard, device))
-        row = Span(0, torch.Size(entry.shape[1:]).numel())
+        if entry.dtype != storage or storage in HALF_KINDS:
+            return self._rounded(target, storage, shard, device, out)
+        packing = self._packing(target, shard, device)
         dim, spans, rows = self._cut(target, shard)
-        spans = spans if dim == 0 else [packing.byte_span(span) for span in spans]
-        lengths = [len(span) for span in spans]
-        size = (sum(lengths), len(packing.byte_span(row))) if dim == 0 else (len(rows), sum(lengths))
+        spans = spans if dim == 0 else [_byte_span(packing, span) for span in spans]
+        length = sum(map(len, spans))
+        row = Span(0, torch.Size(entry.shape[1:]).numel())
+        size = (length, len(_byte_span(packing, row))) if dim == 0 else (len(rows), length)
         out = torch.empty(size, dtype=torch.uint8, device=device) if out is None else out
-        if device.type == "meta":
-            return out, packing
-        part = self._slices(entry)
-        for span, place in zip(spans, out.split(lengths, dim=dim), strict=True):
-            place.copy_((part[span.slice] if dim == 0 else part[rows.slice, span.slice]).view(torch.uint8))
+        if device.type != "meta":
+            self._copy(entry, dim, spans, rows, out)
         return out, packing
 
-    def _stored(self, target: str) -> Packing | None:
-        """How the file packs a weight, without its scales. None: not at all."""
+    def _rounded(
+        self, target: str, storage: str, shard: Shard | None, device: torch.device, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Packing]:
+        """`packed` for a format that the file does not have."""
+        kinds = HALF_KINDS | FP8_KINDS
+        if storage not in kinds:
+            assert storage == "int8_tensorwise"
+            packed, quantised = quantise_int8(self.values(target, torch.float32, shard, device))
+            return packed if out is None else out.copy_(packed), quantised
+        packing = Half(storage) if storage in HALF_KINDS else Fp8(storage)
+        if out is None:
+            return self.values(target, kinds[storage], shard, device).view(torch.uint8), packing
+        self.read_values(target, shard, out.view(kinds[storage]))
+        return out, packing
+
+    def _packing(self, target: str, shard: Shard | None, device: torch.device) -> Packing:
+        """How the file packs the part `shard` of a weight, with its scales."""
         entry = self._entry(target)
-        if entry.dtype in KEPT:
-            return Quantised(entry.layer, {})
-        if entry.dtype in FP8_KINDS:
-            return Fp8(entry.dtype)
-        return GgufBlocks(entry.dtype) if entry.dtype in GGUF_BLOCKS else None
+        packing = _stored(entry)
+        if isinstance(packing, Fp8):
+            scale = None if entry.scale is None else self._scale(entry.scale, target, shard, device)
+            input_entry = entry.scales.get("input_scale")
+            input_scale = None if input_entry is None else self.tensor(input_entry).float().view(1, 1).to(device, copy=True)
+            # Plain fp8 is expanded, as by ComfyUI without --fast: its file has no say on the rounding of inputs.
+            return Fp8(packing.kind, scale, input_scale, entry.layer is None or entry.layer.full_precision)
+        if isinstance(packing, Quantised):
+            return packing.on(self._scales(target, shard, device))
+        assert packing is not None
+        return packing
 
     def _scales(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
-        """What belongs to this part of a weight in one of KEPT, as Quantised has it."""
+        """The scales of the part `shard` of a weight in one of KEPT, as Quantised has them."""
         entry = self._entry(target)
-        dim, spans, rows = self._cut(target, shard)
-        rows, columns = (spans, [Span(0, entry.shape[1])]) if dim == 0 else ([rows], spans)
-        known = FORMATS[entry.dtype].scales
+        shape = entry.shape[0], entry.shape[1]
+        dim, spans, all_rows = self._cut(target, shard)
+        rows, columns = (spans, [Span(0, shape[1])]) if dim == 0 else ([all_rows], spans)
+        layouts = FORMATS[entry.dtype].scales
         parts = {}
-        for leaf, there in entry.scales.items():
-            part = cut_scale(self.tensor(there), known[leaf].place, entry.layer, entry.shape, rows, columns)
+        for leaf, scale in entry.scales.items():
+            part = cut_scale(self.tensor(scale), layouts[leaf].place, entry.kept_layer, shape, rows, columns)
             parts[leaf] = part.to(device, copy=True)  # a view of the mapped file would keep all of it open
         return parts
 
-    def _scale(self, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """Scale of the part `shard`: float32 [1, 1], or [rows, 1] of its rows."""
-        entry = self._entry(target).scale
+    def _scale(self, entry: Entry, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
+        """The scale, stored in `entry`, of the part `shard` of a weight in fp8: float32 [1, 1], or [rows, 1]."""
         scale = self.tensor(entry).float().view(-1, 1)
         if len(scale) > 1:
             dim, spans, rows = self._cut(target, shard)
@@ -149,23 +152,27 @@ class Reader:
     def _entry(self, target: str) -> Entry:
         return self.checkpoint.entries[self.checkpoint.key_map[target].key]
 
+    def _copy(self, entry: Entry, dim: int, spans: list[Span], rows: Span, out: torch.Tensor) -> None:
+        """Copy the spans of a stored tensor (see `_cut`) into `out`, in a row along `dim`. If `out` is uint8, as bytes."""
+        stored = self.tensor(entry)
+        for span, place in zip(spans, out.split([len(span) for span in spans], dim=dim), strict=True):
+            part = stored[span.slice] if dim == 0 else stored[rows.slice, span.slice]
+            place.copy_(part.view(torch.uint8) if place.dtype == torch.uint8 else part)
+
     def tensor(self, entry: Entry) -> torch.Tensor:
         """As stored: a view of the mapped file, all of which stays open with it."""
-        return self._file(entry).get_tensor(entry.key)
-
-    def _slices(self, entry: Entry) -> Any:
-        return self._file(entry).get_slice(entry.key)
-
-    def _file(self, entry: Entry) -> Any:
         if entry.file not in self._files:
-            self._files[entry.file] = self._stack.enter_context(open_file(entry.file))
-        return self._files[entry.file]
+            self._files[entry.file] = opened = open_file(entry.file)
+            self._stack.enter_context(opened)
+        return self._files[entry.file].get_tensor(entry.key)
 
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
-    """A Reader whose files are closed at the end of the context. ValueError there if they have changed since the checkpoint
-    was opened: what was read is worth nothing."""
+    """A Reader whose files are closed at the end of the context.
+
+    ValueError at the end if the files have changed since the checkpoint was opened: the tensors may be of two models.
+    """
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
         checkpoint.check_unchanged()
@@ -186,6 +193,21 @@ def text_values(checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device:
     keys = checkpoint.text_keys(prefix)
     with reading(replace(checkpoint, key_map={key: Source(key) for key in keys})) as reader:
         return {key.removeprefix(prefix): reader.values(key, dtype, None, device) for key in keys}
+
+
+def _stored(entry: Entry) -> Packing | None:
+    """How the file packs a weight, without its scales. None: it does not."""
+    if entry.dtype in KEPT:
+        return Quantised(entry.kept_layer, {})
+    if entry.dtype in FP8_KINDS:
+        return Fp8(entry.dtype)
+    return GgufBlocks(entry.dtype) if entry.dtype in GGUF_BLOCKS else None
+
+
+def _byte_span(packing: Packing, columns: Span) -> Span:
+    span = packing.byte_span(columns)
+    assert span is not None  # `packable` says so
+    return span
 
 
 def _resized(shape: tuple[int, ...], shard: Shard | None) -> list[int]:

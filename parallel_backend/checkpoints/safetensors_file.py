@@ -1,7 +1,6 @@
 """Safetensors files: their values, as views of a read-only map of the file.
 
-The safetensors package checks a file and reads its header. Its own tensors for torch would count as memory, see
-mapped_bytes.py.
+The safetensors package checks a file. Its tensors for torch would count as the process's memory, see mapped_file.py.
 """
 
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from .mapped_bytes import map_for_reading, mapped_bytes
+from .mapped_file import MappedFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -29,39 +28,31 @@ DTYPES = {
 }
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on; diffusers takes 2.6
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
-"""By safetensors' names, those that torch has."""
+"""Safetensors' name -> torch's dtype."""
 _LENGTH = struct.Struct("<Q")
 """A file begins with the length of its header."""
 
 
-class SafetensorsFile:
-    """An opened file. Its tensors are views of the map: they cannot be written to, and keep it open."""
+class SafetensorsFile(MappedFile):
+    """An opened file."""
 
     def __init__(self, path: Path):
         """SafetensorError for a file that is damaged or incomplete."""
+        super().__init__(path)
         with safe_open(path, framework="np"):
-            pass  # it is checked by now: every tensor lies within the file and has as many bytes as its shape says
+            pass  # opening checks that every tensor lies within the file and has as many bytes as its shape needs
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             self._header = json.loads(file.read(length))
-            self._map: memoryview | None = map_for_reading(file)
-        self._name, self._start = path.name, _LENGTH.size + length
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._map = None  # the map is closed with the last tensor in it
+            self._map_whole(file)
+        self._start = _LENGTH.size + length
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        """ValueError for a format that torch does not have."""
+        """A view of the map. ValueError for a dtype that torch does not have."""
         entry = self._header[key]
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{key} is stored as {entry['dtype'][:20]}")
         dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
         if start == stop:
             return torch.empty(entry["shape"], dtype=dtype)
-        return mapped_bytes(self._map, self._start + start, stop - start, self._name).view(dtype).view(entry["shape"])
-
-    get_slice = get_tensor
-    """As safetensors' own: its parts are read when they are used."""
+        return self._bytes(self._start + start, stop - start).view(dtype).view(entry["shape"])

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,39 +34,45 @@ class Entry:
     key: str
     """In the file, with its prefix."""
     shape: tuple[int, ...]
-    """Of the values, also if they are packed."""
+    """Of the values, not of the bytes in which they are packed."""
     dtype: str
     """fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.GGUF_BLOCKS or of quantised_formats.KEPT, or
     safetensors' own name."""
     layer: Layer | None = None
-    """Of the weight of a quantised layer: how it is quantised."""
+    """How the layer of this weight is quantised. None: it is not, or the file does not say it."""
     scales: "Mapping[str, Entry]" = field(default_factory=dict)
     """By name, the tensors of the file that belong to this weight (quantised_layers.py): its scales and others."""
 
     @property
     def scale(self) -> "Entry | None":
-        """What values in a dtype of floats are to be multiplied with."""
+        """The scale of values in fp8."""
         return self.scales.get("weight_scale")
 
+    @property
+    def kept_layer(self) -> Layer:
+        """`layer` of a weight in one of quantised_formats.KEPT."""
+        assert self.layer is not None
+        return self.layer
 
-def open_file(path: Path) -> AbstractContextManager[Any]:
-    """The memory-mapped file. `get_slice(key)[...]` is a tensor, of bytes if `Entry.dtype` is a type of GGUF_BLOCKS.
+
+def open_file(path: Path) -> GgufFile | SafetensorsFile:
+    """The memory-mapped file. `get_tensor(key)` is a view of it, of bytes if `Entry.dtype` is one of GGUF_BLOCKS.
 
     ValueError for a damaged file, such as one that another program has overwritten since it was checked.
     """
     try:
-        return _open(path)
+        return GgufFile(path) if _is_gguf(path) else SafetensorsFile(path)
     except SafetensorError as error:
         raise _unreadable(path, error) from error
 
 
-def _open(path: Path) -> AbstractContextManager[Any]:
-    return GgufFile(path) if path.suffix.lower() in GGUF else SafetensorsFile(path)
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() in GGUF
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
-    """Key -> entry; layer -> how it is quantised, where the header says it. ValueError for a file that cannot be read."""
-    if path.suffix.lower() in GGUF:
+    """Key -> entry; layer -> settings of its quantisation, where the header has them. ValueError for an unreadable file."""
+    if _is_gguf(path):
         with GgufFile(path) as file:
             return {key: Entry(path, key, file.shape(key), file.dtype(key)) for key in file.keys()}, {}  # noqa: SIM118
 
@@ -79,22 +84,19 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]
             key: Entry(path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype()))
             for key, part in keys.items()
         }
-        stated = _said(file, QUANTISATION, "layers")
-        return entries, {layer: _settings(how) for layer, how in stated.items()}
+        return entries, {layer: _object(value) for layer, value in _header_object(file, QUANTISATION, "layers").items()}
 
     return _reading(path, read)
 
 
 def read_stated_config(path: Path) -> dict[str, Any]:
     """The transformer's configuration in a single file's header, as in Lightricks' files. Empty if there is none."""
-    if path.suffix.lower() in GGUF:
-        return {}
-    return _reading(path, lambda file: _said(file, "config", "transformer"))
+    return {} if _is_gguf(path) else _reading(path, lambda file: _header_object(file, "config", "transformer"))
 
 
 def read_settings(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
-    """Layer -> how it is quantised, from a small tensor of JSON bytes for each layer."""
-    said = {}
+    """Layer -> settings of its quantisation, from a small tensor of JSON bytes for each layer."""
+    settings: dict[str, dict[str, Any]] = {}
     for path in {entry.file for entry in entries.values()}:
         keys = {name: entry for name, entry in entries.items() if entry.file == path}
 
@@ -102,25 +104,25 @@ def read_settings(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
             for name, entry in keys.items():
                 if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
                     raise ValueError(f"what it says of {name} is {entry.dtype} of the shape {list(entry.shape)}")
-            return {name: _settings(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
+            return {name: _object(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
 
-        said |= _reading(path, read)
-    return said
+        settings |= _reading(path, read)
+    return settings
 
 
-def _said(file: Any, entry: str, inside: str) -> dict[str, Any]:
+def _header_object(file: Any, entry: str, inside: str) -> dict[str, Any]:
     """Object `inside` of the JSON object in an entry of a safetensors header. Empty if either is missing."""
-    said = json.loads((file.metadata() or {}).get(entry, "{}"))
-    found = said.get(inside, {}) if isinstance(said, dict) else None
-    if not isinstance(found, dict):
+    outer = json.loads((file.metadata() or {}).get(entry, "{}"))
+    inner = outer.get(inside, {}) if isinstance(outer, dict) else None
+    if not isinstance(inner, dict):
         raise ValueError(f"its header says {entry} in a form that nobody writes")
-    return found
+    return inner
 
 
-def _settings(how: Any) -> dict[str, Any]:
-    if not isinstance(how, dict):
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise ValueError("what it says of a layer's format is no JSON object")
-    return how
+    return value
 
 
 def _reading(path: Path, read: Callable[[Any], Any]) -> Any:

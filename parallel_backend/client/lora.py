@@ -10,7 +10,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.file_layout import Source
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, wait_for
 from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Rescale, Weigh

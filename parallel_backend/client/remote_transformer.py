@@ -104,7 +104,7 @@ class RemoteTransformer:
         return self._ranks.ask(m.Unload(), m.Unloaded)
 
     def bytes_on(self, device: str) -> int:
-        """Bytes of weights and adapters on this device, over its ranks."""
+        """Bytes of weights and adapters on `device`, of all ranks that share it."""
         return self._sum_on(device, self.resident.device_bytes)
 
     def wanted_on(self, device: str) -> int:

@@ -90,6 +90,6 @@ class TokenOrder:
         return (self.places(span) >= self.image).nonzero()[:, 0]
 
     def reference_numbers(self, span: Span) -> torch.Tensor:
-        """[n - m]: the numbers of the reference tokens in `span` among all reference tokens."""
+        """The reference tokens in `span`, each by its index among all reference tokens: [reference tokens of the span]."""
         places = self.places(span)
         return places[places >= self.image] - self.image

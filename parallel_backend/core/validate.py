@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from .attention_kernels import ATTENTION, AUTO, KERNELS, known_devices, wanted
-from .degrees import Degrees
+from .degrees import AXES, Degrees
 from .devices import device_kind
 
 MOST_RANKS = 64
@@ -17,6 +17,14 @@ def factors(world: int, axes: int) -> Iterator[tuple[int, ...]]:
     for first in range(1, world + 1):
         if world % first == 0:
             yield from ((first, *rest) for rest in factors(world // first, axes - 1))
+
+
+def all_degrees(world: int) -> Iterator[Degrees]:
+    """All degrees of `world` ranks that combine. Patches are displaced."""
+    for sizes in factors(world, len(AXES)):
+        named = dict(zip(AXES, sizes, strict=True))
+        if named["patch"] == 1 or named["pipe"] == 1:
+            yield Degrees(**named, patch_mode="displaced" if named["patch"] > 1 else "none")
 
 
 def check_ranks(degrees: Degrees) -> None:

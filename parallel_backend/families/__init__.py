@@ -1,6 +1,4 @@
-"""The registry of families: a file each, a row here."""
-
-from parallel_backend.families.base.family import Family
+"""The registry of families. Each family has a file in this folder and a row here."""
 
 from . import (
     chroma,
@@ -34,6 +32,7 @@ from . import (
     wan_vace,
     z_image,
 )
+from .base.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family

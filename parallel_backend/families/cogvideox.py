@@ -1,7 +1,7 @@
 """CogVideoX 1.0 (2b, 5b) and 1.5 (text to video, picture to video): one list of joint blocks, joint sequence [text, image].
 
 Key layouts: ComfyUI's and diffusers' CogVideoXTransformer3DModel. Positions are those of the authors and of diffusers'
-pipelines; ComfyUI 0.33 has others for 1.0 (5b's are stretched by 1.875, 2b's are rotary).
+pipelines. ComfyUI 0.33 has other positions for 1.0: it stretches 5b's by 1.875 and makes 2b's rotary.
 """
 
 import math
@@ -11,31 +11,22 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    FolderLayout,
-    Forward,
-    Inputs,
-    Sizes,
-    Source,
-    TimeEmbed,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, FolderLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, rotary_table, text
+from .parts.key_map import KeyMap
 
 BLOCKS = "transformer_blocks"
 HEADS_OF_2B = 30
-"""Attention heads of 2b. It is the one model whose positions are added, not rotary; nothing else in the weights shows it."""
+"""Attention heads of 2b, the only model whose positions are added instead of rotary. Its other weights do not show it."""
 TRAINED = {"sample_height": 60, "sample_width": 90, "max_text_seq_length": 226}
-"""Latent rows, latent columns and text tokens that the 1.0 models count positions by."""
+"""Latent rows, latent columns and text tokens of the 1.0 models' training, to which their positions are scaled."""
 VIDEO_SIZE, MAX_VIDEO = ("sample_height", "sample_width", "sample_frames"), 1 << 23
-"""Settings that together are the size of a video for which the constructor makes positions, and their largest product."""
+"""Settings that give the size of a video for which the constructor makes positions, and their largest accepted product."""
 PROJECTION, TABLE = "patch_embed.proj.weight", "patch_embed.pos_embedding"
 
 _BLOCK = {  # diffusers module <- original module
@@ -55,7 +46,7 @@ _PLAN = {
 
 
 def _embeds_by(dimensions: int, shapes: Shapes) -> bool:
-    """Whether the weight that embeds patches has so many dimensions: 4 in 1.0 (convolution), 2 in 1.5 (linear layer)."""
+    """Whether the patch embedding's weight has `dimensions` axes: 4 in 1.0 (convolution), 2 in 1.5 (linear layer)."""
     return "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
 
 
@@ -90,22 +81,21 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.same("patch_embed.proj", "patch_embed.text_proj", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out")
     for name in ("time", "ofs") if config["ofs_embed_dim"] else ("time",):
         keys.copy({f"{name}_embedding.linear_{index}": f"{name}_embedding_linear_{index}" for index in (1, 2)})
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"blocks.{index}.")
+    for block in keys.each(BLOCKS, "blocks", config["num_layers"]):
         block.copy(_BLOCK)
         block.same("norm1.linear", "norm1.norm", "norm2.linear", "norm2.norm")
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    context = text("CogVideoX", config["text_embed_dim"], given)
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    context = text("CogVideoX", config["text_embed_dim"], call)
     needed = config["max_text_seq_length"]
     if not config["use_rotary_positional_embeddings"] and context.shape[1] != needed:
         raise ValueError(
             f"positive, negative: the prompt has {context.shape[1]} tokens, this model needs {needed}. Encode a shorter one "
             "with a CLIPLoader of type cogvideox, which fills it up to that."
         )
-    return {"context": context} | ({"ofs": given["ofs"]} if config["ofs_embed_dim"] else {})
+    return {"context": context} | ({"ofs": call["ofs"]} if config["ofs_embed_dim"] else {})
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
@@ -116,7 +106,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return {
-        "hidden_states": step.x.transpose(1, 2),
+        "hidden_states": step.image_tensor().transpose(1, 2),
         "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
         "timestep": step.timestep,
         "ofs": step.tensors.get("ofs"),
@@ -125,7 +115,8 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 
 def _sides(grid: tuple[int, ...], config: Config) -> list[torch.Tensor]:
-    """Positions along frames, rows, columns. In 1.0 they fill the middle of the training size's grid, in its proportions.
+    """Positions along frames, rows, columns. In 1.0 a video is scaled, in its proportions, into the middle of TRAINED's
+    grid.
 
     From diffusers' pipeline_cogvideox.py: get_resize_crop_region_for_grid, and get_3d_rotary_pos_embed's grid types.
     """
@@ -152,7 +143,7 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
 
 class _FileLayout(FileLayout):
     def check_together(self, name: str, settings: Mapping[str, Any]) -> None:
-        """The constructor makes positions for a whole video."""
+        """Limits the video for which the constructor makes positions."""
         video = [settings[side] for side in VIDEO_SIZE if isinstance(settings.get(side), int)]
         if math.prod(video) > MAX_VIDEO:
             raise ValueError(f"model_name: {name} says that it was made for videos of {' x '.join(map(str, video))}.")
@@ -195,18 +186,14 @@ COGVIDEOX = Family(
         whole_latent=True,
         time_embed=TimeEmbed("time_proj"),
         output=lambda out: out.transpose(1, 2),
-        cached_modules={
-            "patch_embed.text_proj": CacheScope.PROMPT,
-            "ofs_embedding": CacheScope.PROMPT,
-            "time_embedding": CacheScope.CALL,
-            "*.norm1.linear": CacheScope.CALL,
-            "*.norm2.linear": CacheScope.CALL,
-            "norm_out.linear": CacheScope.CALL,
-        },
+        cached_modules=cached(
+            call=("time_embedding", "*.norm1.linear", "*.norm2.linear", "norm_out.linear"),
+            prompt=("patch_embed.text_proj", "ofs_embedding"),
+        ),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},
-    patching=Patching(video=True),  # in bands of rows: each has every frame of the motion
+    patching=Patching(video=True),
     native_values=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config["ofs_embed_dim"]},
 )
 COGVIDEOX_15 = replace(

@@ -1,26 +1,27 @@
-"""Cosmos Predict2: text to image, and a first picture to video, whose frames have times of their own.
+"""Cosmos Predict2: text to image, and a first picture to video, where each frame has its time.
 
-Key layouts: NVIDIA's (which ComfyUI's files use) and diffusers' CosmosTransformer3DModel, whose forward is ours.
+Key layouts: NVIDIA's (which ComfyUI's files use) and diffusers' CosmosTransformer3DModel. The forward is models/cosmos.py.
 """
 
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import Blocks
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import count_blocks, text
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import WEIGHT, KeyMap
 
 NAME, BLOCKS = "Cosmos Predict2", "transformer_blocks"
 MAX_SIZE = (128, 240, 240)
 """Frames, rows and columns of the largest latent."""
 _ROPE_SCALES = {(17, 2048): (1.0, 3.0, 3.0), (17, 5120): (5 / 6, 2.0, 2.0)}
-"""(channels in, width) -> how far positions are stretched, by axis, in the models for video. As in ComfyUI."""
+"""(input channels, width) -> factor by which positions are stretched, by axis, in the video models, as in ComfyUI."""
 _IMAGE_SCALE, _NO_SCALE = (1.0, 4.0, 4.0), (1.0, 1.0, 1.0)
 _MODULATION = {"norm1": "self_attn", "norm2": "cross_attn", "norm3": "mlp"}
 _ATTENTION = {
@@ -28,9 +29,8 @@ _ATTENTION = {
     **{f"norm_{part}": f"{part}_norm" for part in "qk"},
     "to_out.0": "output_proj",
 }
-WEIGHT = ("weight",)
 ANIMA = "llm_adapter."
-"""Beginning of keys that Anima has beside these."""
+"""Beginning of keys that Anima has in addition to these."""
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -55,7 +55,7 @@ def _configure(shapes: Shapes) -> Config:
 
 
 def _key_map(config: Config) -> dict[str, Source]:
-    """ValueError for another Cosmos, which diffusers has the same class for."""
+    """ValueError for another Cosmos, which has the same class in diffusers."""
     others = ("use_crossattn_projection", "img_context_dim_in", "controlnet_block_every_n", "extra_pos_embed_type")
     other = next((name for name in others if config.get(name)), None)
     if other is not None or not config["concat_padding_mask"] or tuple(config["patch_size"]) != (1, 2, 2):
@@ -69,8 +69,7 @@ def _key_map(config: Config) -> dict[str, Source]:
         "proj_out": "final_layer.linear",
     }
     keys.copy(outside, WEIGHT)
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"blocks.{index}.")
+    for block in keys.each(BLOCKS, "blocks", config["num_layers"]):
         for norm, part in _MODULATION.items():
             block.copy({f"{norm}.linear_{layer}": f"adaln_modulation_{part}.{layer}" for layer in (1, 2)}, WEIGHT)
         for attention, part in (("attn1", "self_attn"), ("attn2", "cross_attn")):
@@ -84,7 +83,7 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 
 def _of_tokens(value: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """[b, width], or with a time for each frame [b, n, width]."""
+    """Cut of a modulation [b, width], or with a time for each frame [b, n, width]."""
     return rows.of_image(value, 1) if value.ndim == 3 else value
 
 
@@ -97,7 +96,7 @@ COSMOS_PREDICT2 = Family(
         detect=lambda shapes: "blocks.0.mlp.layer1.weight" in shapes and not any(key.startswith(ANIMA) for key in shapes),
         configure=_configure,
         key_map=_key_map,
-        ignored=(r"pos_embedder\..*", r"accum_.*", r".*\._extra_state"),  # of NVIDIA's own files
+        ignored=(r"pos_embedder\..*", r"accum_.*", r".*\._extra_state"),  # in NVIDIA's files
     ),
     blocks=Blocks(
         lists=(
@@ -113,21 +112,15 @@ COSMOS_PREDICT2 = Family(
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], max_side=lambda config: config["max_size"][-1] // 2),
     inputs=Inputs(
-        conditioning=lambda config, given: {"context": text(NAME, config["text_embed_dim"], given)},
-        accepts=("fps", "denoise_mask"),  # the rate changes nothing in Predict2; the mask has made the frames' times already
+        conditioning=lambda config, call: {"context": text(NAME, config["text_embed_dim"], call)},
+        accepts=("fps", "denoise_mask"),  # Predict2 ignores the rate; ComfyUI has made the frames' times
         vector_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["text_embed_dim"])},
     ),
     forward=Forward(
         arguments=_arguments,
         whole_latent=True,
-        cached_modules={
-            "rope": CacheScope.PROMPT,
-            "time_embed": CacheScope.CALL,
-            "norm_out.linear_1": CacheScope.CALL,
-            "norm_out.linear_2": CacheScope.CALL,
-        }
-        | TEXT_KEYS,
+        cached_modules=cached(call=("time_embed", "norm_out.linear_1", "norm_out.linear_2"), prompt=("rope",)) | TEXT_KEYS,
     ),
     tensor_plan={BLOCKS: block_plan("ff", norms=False) | {f"{norm}.linear_2": GATHER for norm in _MODULATION}},
     patching=Patching(video=True),

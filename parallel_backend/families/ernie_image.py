@@ -1,7 +1,7 @@
 """ERNIE-Image: single-stream blocks with one modulation for all of them, joint sequence [image, text].
 
-Tokens are single latent pixels. The picture's index is the text's length, as if it were its last word. ComfyUI's files have
-diffusers' key layout; the class is diffusers' with the batch first (models/ernie_image.py).
+Tokens are single latent pixels. On the axis on which text positions count words, the picture is at the text's length.
+ComfyUI's files have diffusers' key layout. The class is diffusers' with the batch first (models/ernie_image.py).
 """
 
 from typing import Any
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.rope import OPTION, rope_tensors
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.rope import OPTION, rope_tensors
 
 BLOCKS = "layers"
-_WEIGHT = ("weight",)
 _PLAN = {
     **dict.fromkeys((f"self_attention.to_{part}" for part in "qkv"), COLUMN_BY_HEADS),
     "self_attention.to_out.0": ROW_BY_HEADS,
@@ -54,23 +54,19 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.same("x_embedder.proj", *_EMBEDDERS, "final_norm.linear", "final_linear")
     if config["text_in_dim"] != config["hidden_size"]:
-        keys.same("text_proj", parameters=_WEIGHT)
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
-        block.same(*_PLAN, *_NORMS, parameters=_WEIGHT)
+        keys.same("text_proj", parameters=WEIGHT)
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
+        block.same(*_PLAN, *_NORMS, parameters=WEIGHT)
     return keys.sources
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    tokens = step.x
-    if tokens is None:
-        tokens = step.timestep.new_zeros(len(step.timestep), len(step.image), 1, dtype=step.dtype)
-    words = torch.arange(step.text.start, step.text.stop, dtype=torch.float32, device=step.timestep.device)
+    text_positions = F.pad(step.text_numbers[:, None], (0, 2))
     return {
-        "hidden_states": tokens,
+        "hidden_states": step.image_tensor(),
         "timestep": step.timestep,
         "encoder_hidden_states": step.text_tensor("context", config["text_in_dim"]),
-        "position_ids": torch.cat((step.positions(front=step.text_tokens), F.pad(words[:, None], (0, 2)))),
+        "position_ids": torch.cat((step.positions(front=step.text_tokens), text_positions)),
     }
 
 
@@ -93,9 +89,7 @@ ERNIE_IMAGE = Family(
         head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
     ),
     inputs=Inputs(
-        conditioning=lambda config, given: (
-            {"context": text("ERNIE-Image", config["text_in_dim"], given)} | rope_tensors(given)
-        ),
+        conditioning=lambda config, call: {"context": text("ERNIE-Image", config["text_in_dim"], call)} | rope_tensors(call),
         accepts=(),
         options=(OPTION,),
         token_tensors=("context",),
@@ -103,8 +97,7 @@ ERNIE_IMAGE = Family(
     ),
     forward=Forward(
         arguments=_arguments,
-        cached_modules={"pos_embed": CacheScope.BAND}
-        | dict.fromkeys(("time_embedding", "adaLN_modulation", "final_norm.linear"), CacheScope.CALL),
+        cached_modules=cached(call=("time_embedding", "adaLN_modulation", "final_norm.linear"), band=("pos_embed",)),
     ),
     tensor_plan={BLOCKS: _PLAN},
     patching=Patching(side=1),

@@ -4,50 +4,26 @@ Joint sequence [text, image]. Key layouts: black-forest-labs/flux (which ComfyUI
 FluxTransformer2DModel.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import embedded_guidance, example, text_and_pooled
-from parallel_backend.families.parts.flux_blocks import (
-    DOUBLE,
-    DOUBLE_MODULATION,
-    DOUBLE_PLAN,
-    FEED_FORWARD,
-    NATIVE_BLOCKS,
-    NATIVE_PATCHES,
-    NORM_ALIASES,
-    SINGLE,
-    SINGLE_PLAN,
-    block_counts,
-    double_keys,
-    rope_axes,
-    single_keys,
-    sizes,
-    token_arguments,
-)
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
-from parallel_backend.families.parts.rope import OPTION, rope_tensors, scale_and_shift
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .parts import flux_blocks
+from .parts.conditioning import embedded_guidance, example, joint_widths, text_and_pooled
+from .parts.key_map import KeyMap
+from .parts.references import ACCEPTS, reference_tensors
+from .parts.rope import OPTION, rope_tensors
 
-_OUTSIDE = {  # diffusers module <- original module
-    "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
-    "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
-    "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
-    "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
-    "context_embedder": "txt_in",
-    "x_embedder": "img_in",
-    "proj_out": "final_layer.linear",
+_EMBEDDERS = {  # diffusers module <- original module
+    "time_text_embed.timestep_embedder": "time_in",
+    "time_text_embed.text_embedder": "vector_in",
 }
-_GUIDANCE = {
-    "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
-    "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
-}
+_GUIDANCE = {"time_text_embed.guidance_embedder": "guidance_in"}
 _NEEDED = (
     "double_blocks.0.img_mod.lin.weight",  # not in Chroma, Flux.2
     "single_blocks.0.linear1.weight",
@@ -57,42 +33,40 @@ _NEEDED = (
 
 
 def _configure(shapes: Shapes) -> Config:
-    config = sizes(shapes)
+    config = flux_blocks.sizes(shapes)
     return config | {
         "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
         "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
-        "axes_dims_rope": rope_axes(config["attention_head_dim"]),
+        "axes_dims_rope": flux_blocks.rope_axes(config["attention_head_dim"]),
     }
 
 
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
-    keys.copy(_OUTSIDE | (_GUIDANCE if config["guidance_embeds"] else {}))
-    keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
-    double_keys(keys, config, FEED_FORWARD | DOUBLE_MODULATION)
-    single_keys(keys, config, {"norm.linear": "modulation.lin"})
+    flux_blocks.outside_keys(keys, _EMBEDDERS | (_GUIDANCE if config["guidance_embeds"] else {}))
+    flux_blocks.double_keys(keys, config, flux_blocks.FEED_FORWARD | flux_blocks.DOUBLE_MODULATION)
+    flux_blocks.single_keys(keys, config, flux_blocks.SINGLE_MODULATION)
     return keys.sources
 
 
 def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
     vectors = {"pooled_projections": step.tensors["pooled"], "guidance": step.tensors.get("guidance")}
-    return token_arguments(step) | vectors
+    return flux_blocks.token_arguments(step) | vectors
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", config, given)
-    scale, shift = scale_and_shift(given)
-    references = reference_tensors(Patching(), given, method="offset", scale=scale, shift=shift)
-    return tensors | references | rope_tensors(given) | embedded_guidance(config, given)
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", joint_widths(config), call)
+    references = reference_tensors(Patching(), call, method="offset")
+    return tensors | references | rope_tensors(call) | embedded_guidance(config, call)
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     guidance = {"guidance": torch.full((1,), 3.5)} if config["guidance_embeds"] else {}
-    return example(config, text_tokens) | guidance
+    return example(joint_widths(config), text_tokens) | guidance
 
 
 FILL_CHANNELS = 384
-"""Of the input of Flux fill, which overflows in fp16: 96 in each of the 4 pixels of a token."""
+"""Input channels of a token of Flux fill, which overflows in fp16: 96 in each of the token's 4 latent pixels."""
 
 FLUX = Family(
     name="flux",
@@ -102,17 +76,9 @@ FLUX = Family(
         detect=lambda shapes: all(key in shapes for key in _NEEDED),
         configure=_configure,
         key_map=_key_map,
-        aliases=NORM_ALIASES,
+        aliases=flux_blocks.NORM_ALIASES,
     ),
-    blocks=Blocks(
-        lists=(BlockList(DOUBLE), BlockList(SINGLE)),
-        counts=block_counts,
-        prologue=("x_embedder", "context_embedder"),
-        epilogue=("norm_out", "proj_out"),
-        residuals={"input": DOUBLE, "output": SINGLE},
-        native=NATIVE_BLOCKS,
-        native_patches=NATIVE_PATCHES,
-    ),
+    blocks=replace(flux_blocks.BLOCKS, residuals={"input": flux_blocks.DOUBLE, "output": flux_blocks.SINGLE}),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
     inputs=Inputs(
         conditioning=_conditioning,
@@ -125,18 +91,8 @@ FLUX = Family(
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_text_embed", factor=1000.0),
-        cached_modules={
-            "pos_embed": CacheScope.BAND,
-            "time_text_embed": CacheScope.CALL,
-            "*.norm1.linear": CacheScope.CALL,
-            "*.norm1_context.linear": CacheScope.CALL,
-            "*.norm.linear": CacheScope.CALL,
-            "norm_out.linear": CacheScope.CALL,
-        },
+        cached_modules=flux_blocks.cached_modules("time_text_embed"),
     ),
     half_dtypes=lambda config: ("bf16",) if config["in_channels"] == FILL_CHANNELS else ("bf16", "fp16"),
-    tensor_plan={
-        DOUBLE: DOUBLE_PLAN | {"norm1.linear": GATHER, "norm1_context.linear": GATHER},
-        SINGLE: SINGLE_PLAN | {"norm.linear": GATHER},
-    },
+    tensor_plan=flux_blocks.MODULATED_PLAN,
 )

@@ -1,9 +1,9 @@
 """HiDream-I1, and E1, which has a picture to change: double blocks, then single ones, with experts in each feed-forward.
 
 Joint sequence [image, text]. E1's picture lies to the right of the latent. The text is T5's tokens, those of Llama's last
-layer, and in each block those of a layer of its own, which come from the conditioning and go no further. Key layout:
-HiDream's, which diffusers' HiDreamImageTransformer2DModel has too; the forward is ours. Which tokens go to which expert is
-known on the device alone: each block stops the host to ask.
+layer, and in each block the tokens of one of Llama's layers, which enter from the conditioning and are dropped after the
+block. Key layout: HiDream's, which diffusers' HiDreamImageTransformer2DModel has too. The forward is models/hidream.py.
+Which tokens go to which expert is known on the device alone, so in each block the host waits for it.
 """
 
 from collections.abc import Mapping
@@ -12,26 +12,19 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    GATHER,
-    NORM_BY_HEADS,
-    ROW,
-    ROW_BY_HEADS,
-    LayerCut,
-)
-from parallel_backend.families.parts.conditioning import count_blocks, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks, Values
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
+from .parts.conditioning import count_blocks, text_and_pooled
+from .parts.key_map import WEIGHT, KeyMap
 
 NAME = "HiDream"
 DOUBLE, SINGLE, PROJECTIONS = "double_stream_blocks", "single_stream_blocks", "caption_projection"
 HEAD = 128
-"""Width of a head. Norms are over all heads, so the weights do not show it."""
+"""Width of a head. Norms are taken over all heads, so the weights do not show it."""
 LLAMA_LAYERS = 32
 EXPERTS = 4
 PATCHING = Patching()
@@ -71,44 +64,39 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.same(*(f"t_embedder.timestep_embedder.linear_{index}" for index in (1, 2)))
     keys.same(*(f"p_embedder.pooled_embedder.linear_{index}" for index in (1, 2)))
     keys.same("x_embedder.proj", "final_layer.linear", "final_layer.adaLN_modulation.1")
-    keys.same(*(f"{PROJECTIONS}.{index}.linear" for index in range(total + 1)), parameters=("weight",))
+    keys.same(*(f"{PROJECTIONS}.{index}.linear" for index in range(total + 1)), parameters=WEIGHT)
     for name, ends in ((DOUBLE, ("", "_t")), (SINGLE, ("",))):
         for index in range(config["num_layers" if name == DOUBLE else "num_single_layers"]):
             block = keys.inside(f"{name}.{index}.block.", f"{name}.{index}.block.")
             block.same("adaLN_modulation.1", *(f"attn1.to_{part}{end}" for part in ("q", "k", "v", "out") for end in ends))
-            block.same(*(f"attn1.{part}_rms_norm{end}" for part in "qk" for end in ends), parameters=("weight",))
-            block.same("ff_i.gate", parameters=("weight",))
+            block.same(*(f"attn1.{part}_rms_norm{end}" for part in "qk" for end in ends), parameters=WEIGHT)
+            block.same("ff_i.gate", parameters=WEIGHT)
             groups = [f"ff_i.{expert}" for expert in _EXPERTS] + ["ff_t"] * (name == DOUBLE)
-            block.same(*(f"{group}.{layer}" for group in groups for layer in _FEED_FORWARD), parameters=("weight",))
+            block.same(*(f"{group}.{layer}" for group in groups for layer in _FEED_FORWARD), parameters=WEIGHT)
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning. `context`: T5's tokens, and twice those of Llama's last layer, of which the second are in the
-    place of each block's own. `llama` [B, layers, T, w].
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context`: T5's tokens, then Llama's last layer twice; the second time stands for the layer that each block inserts.
+    `llama` [B, layers, T, w]: all of Llama's layers. `pooled`, and the tensors of `reference_picture`.
     """
     width = config["caption_channels"]
-    named = {**config, "joint_attention_dim": width[0], "pooled_projection_dim": config["text_emb_dim"]}
-    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", named, given)
-    llama, layers = given.get("encoder_hidden_states_llama3"), max(config["llama_layers"]) + 1
+    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", (width[0], config["text_emb_dim"]), call)
+    llama, layers = call.get("encoder_hidden_states_llama3"), max(config["llama_layers"]) + 1
     if llama is None or llama.ndim != 4 or llama.shape[1] < layers or llama.shape[-1] != width[1]:
-        found = "none" if llama is None else f"one of {list(llama.shape)}"
+        present = "none" if llama is None else f"one of {list(llama.shape)}"
         raise ValueError(
             f"positive, negative: {NAME} needs Llama's text, [batch, {layers} layers, tokens, {width[1]}], and this "
-            f"conditioning has {found}. Encode the prompt with a QuadrupleCLIPLoader that has Llama 3.1."
+            f"conditioning has {present}. Encode the prompt with a QuadrupleCLIPLoader that has Llama 3.1."
         )
     last = llama[:, config["llama_layers"][-1]]
-    found = {
-        "context": torch.cat((tensors["context"], last, last), dim=1),
-        "pooled": tensors["pooled"],
-        "llama": llama[:, :layers],
-    }
-    picture = given.get("image_cond")
-    return found if picture is None else found | reference_picture(picture, given["latent"][-1])
+    tensors |= {"context": torch.cat((tensors["context"], last, last), dim=1), "llama": llama[:, :layers]}
+    picture = call.get("image_cond")
+    return tensors if picture is None else tensors | reference_picture(picture, call["latent"][-1])
 
 
 def reference_picture(picture: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
-    """Conditioning tensors of a picture [B, C, H, W] to the right of a latent of this width. ValueError for an odd one."""
+    """Conditioning tensors of a picture [B, C, H, W] to the right of a latent of this width. ValueError for an odd width."""
     if width % 2:
         raise ValueError(f"latent_image: beside a picture this model takes latents of even width, this one's is {width}.")
     rows, columns = PATCHING.grid(tuple(picture.shape))
@@ -130,9 +118,9 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     llama = step.tensors["llama"]
     words = llama.shape[2]
     of_t5 = step.text_tokens - 2 * words
-    t5, last, own = step.text.before(of_t5), step.text.after(of_t5).before(words), step.text.after(of_t5 + words)
+    t5, last, inserted = step.text.before(of_t5), step.text.after(of_t5).before(words), step.text.after(of_t5 + words)
     context = step.tensors.get("context")
-    if context is None:  # of a later stage, which looks at its shape
+    if context is None:  # later stages read its shape only
         context = llama.new_zeros(len(llama), 1, 1).expand(-1, len(step.text), llama.shape[-1])
     context = context[:, : len(t5) + len(last)]
     return {
@@ -141,7 +129,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "pooled_embeds": step.tensors["pooled"],
         "encoder_hidden_states_t5": context[:, : len(t5)],
         "encoder_hidden_states_last": context[:, len(t5) :],
-        "encoder_hidden_states_llama3": llama[:, :, own.slice],
+        "encoder_hidden_states_llama3": llama[:, :, inserted.slice],
         "image_positions": step.positions()[:, 1:],
     }
 
@@ -163,12 +151,12 @@ VALUES = Values(text="to_v_t", image_argument="norm_hidden_states", text_argumen
 
 
 class _Inputs(Inputs):
-    def references(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        return [] if given.get("image_cond") is None else [given["image_cond"]]
+    def references(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [] if call.get("image_cond") is None else [call["image_cond"]]
 
 
 class _Forward(Forward):
-    untraced = ("block.ff_i",)  # experts: each has as many tokens as chose it
+    untraced = ("block.ff_i",)  # experts: the number of tokens of each depends on values
 
 
 HIDREAM = Family(
@@ -203,14 +191,11 @@ HIDREAM = Family(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedder"),
         output=lambda tokens: -rearrange(tokens, "b n (p c) -> b n (c p)", p=4),
-        cached_modules={
-            "t_embedder": CacheScope.CALL,
-            "p_embedder": CacheScope.PROMPT,
-            "pe_embedder": CacheScope.BAND,
-            f"{PROJECTIONS}.*": CacheScope.BAND,
-            "*.block.adaLN_modulation": CacheScope.CALL,
-            "final_layer.adaLN_modulation": CacheScope.CALL,
-        },
+        cached_modules=cached(
+            call=("t_embedder", "*.block.adaLN_modulation", "final_layer.adaLN_modulation"),
+            prompt=("p_embedder",),
+            band=("pe_embedder", f"{PROJECTIONS}.*"),
+        ),
     ),
     tensor_plan={
         DOUBLE: _plan(("", "_t"), (*_OF_IMAGE, "ff_t")),

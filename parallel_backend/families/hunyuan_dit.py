@@ -1,31 +1,26 @@
-"""HunyuanDiT 1.1 (and 1.0, its twin) and 1.2: CLIP's and T5's text by cross attention, long skips from block i to L - 1 - i.
+"""HunyuanDiT 1.0, 1.1 and 1.2: CLIP's and T5's text by cross-attention, long skips from block i to block L - 1 - i.
 
 Key layouts: Tencent's HunYuanDiT (which ComfyUI's files use) and diffusers' HunyuanDiT2DModel.
 
-Between pipeline stages the outputs of blocks that later ones still want travel with the hidden states: beside those, L/2 - 1
-more of their size in the middle of the model (19 of 40 blocks), one less for each block towards either end.
+Outputs of blocks that later blocks still read cross to the next pipeline stage with the hidden states: in the middle of the
+model L/2 - 1 tensors of the same size (19 of 40 blocks), one less for each block towards either end.
 """
 
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import (
-    check_learned_variance,
-    count_blocks,
-    rotary_table,
-    text,
-    without_variance,
-)
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import check_learned_variance, count_blocks, rotary_table, text, without_variance
+from .parts.cross_attention import TEXT_KEYS, block_plan
+from .parts.key_map import WEIGHT, KeyMap
 
 TRAINED = 32
-"""Token rows and columns of the 512 x 512 picture that positions are made for."""
+"""Token rows and columns of the 512 x 512 picture to which positions are scaled."""
 
 _TEXTS = ("text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
 _ACCEPTS = (*_TEXTS, "image_meta_size")
@@ -62,7 +57,7 @@ def _configure(shapes: Shapes) -> Config:
         "patch_size": patch,
         "hidden_size": width,
         "num_layers": count_blocks(shapes, "blocks."),
-        "mlp_ratio": (shapes["blocks.0.mlp.fc1.weight"][0] + 0.5) / width,  # of which the class takes the whole part
+        "mlp_ratio": (shapes["blocks.0.mlp.fc1.weight"][0] + 0.5) / width,  # the class truncates the product
         "learn_sigma": shapes["final_layer.linear.weight"][0] == 2 * channels * patch**2,
         "cross_attention_dim": words,
         "cross_attention_dim_t5": shapes["mlp_t5.0.weight"][1],
@@ -81,9 +76,8 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.tensor("text_embedding_padding")
     keys.tensor("time_extra_emb.pooler.positional_embedding", "pooler.positional_embedding")
     if config["use_style_cond_and_image_meta_size"]:
-        keys.copy({"time_extra_emb.style_embedder": "style_embedder"}, ("weight",))
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"blocks.{index}.", f"blocks.{index}.")
+        keys.copy({"time_extra_emb.style_embedder": "style_embedder"}, WEIGHT)
+    for index, block in enumerate(keys.each("blocks", "blocks", config["num_layers"])):
         block.copy(_BLOCK)
         block.split("attn1.Wqkv", {f"attn1.to_{part}": width for part in "qkv"})
         block.split("attn2.kv_proj", {f"attn2.to_{part}": width for part in "kv"})
@@ -94,7 +88,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 class _BlockList(BlockList):
     def skips(self, done: int, count: int) -> int:
-        """Blocks 0 ... L/2 - 2 give their output to blocks L - 1 ... L/2 + 1, the last one first."""
+        """Blocks L/2 + 1, L/2 + 2 ... L - 1 read the outputs of blocks L/2 - 2, L/2 - 3 ... 0."""
         return max(0, min(done - 1, count // 2 - 1) - max(0, done - count // 2 - 1))
 
 
@@ -102,19 +96,19 @@ class _Forward(Forward):
     weight_readers = ("time_extra_emb.pooler",)
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, text_len, cross_attention_dim] of CLIP, `encoder_hidden_states_t5` [B, text_len_t5, ...], a mask of each
-    [B, T], and where the model knows it `image_meta_size` [B, 6].
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """CLIP's `context` [B, text_len, cross_attention_dim], T5's `encoder_hidden_states_t5` [B, text_len_t5, ...], a mask [B,
+    T] of each, and `image_meta_size` [B, 6] if the model takes it.
 
-    ValueError for texts of other lengths: the class has a padding for each token.
+    ValueError for texts of other lengths, since the class has a learned padding vector for each position.
     """
-    context = text("HunyuanDiT", config["cross_attention_dim"], given)
-    if any(name not in given for name in _TEXTS):
+    context = text("HunyuanDiT", config["cross_attention_dim"], call)
+    if any(name not in call for name in _TEXTS):
         raise ValueError(
             "positive, negative: this conditioning lacks T5's text or a mask, which HunyuanDiT needs. Encode the prompt "
             "with the CLIP of a HunyuanDiT checkpoint."
         )
-    tensors = {"context": context, **{name: given[name] for name in _TEXTS}}
+    tensors = {"context": context, **{name: call[name] for name in _TEXTS}}
     lengths = context.shape[1], tensors["encoder_hidden_states_t5"].shape[1]
     if lengths != (needed := (config["text_len"], config["text_len_t5"])):
         raise ValueError(
@@ -122,7 +116,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
             f"{needed[0]} and {needed[1]}. Shorten it, and do not concatenate conditionings."
         )
     known = config["use_style_cond_and_image_meta_size"]
-    return tensors | ({"image_meta_size": given["image_meta_size"]} if known else {})
+    return tensors | ({"image_meta_size": call["image_meta_size"]} if known else {})
 
 
 def _example(config: Config, _text_tokens: int) -> dict[str, torch.Tensor]:
@@ -140,18 +134,18 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     tensors = step.tensors
     return {
         "hidden_states": step.x,
-        "timestep": step.timestep.to(step.dtype),  # whose dtype is that of its embedding; its value gets there exact
+        "timestep": step.timestep.to(step.dtype),  # only its dtype is read: TimeEmbed passes the float32 value
         "encoder_hidden_states": tensors["context"],
         **{name: tensors.get(name) for name in _ACCEPTS},
-        "style": torch.zeros(len(step.timestep), dtype=torch.long, device=step.timestep.device),  # there is but one
+        "style": torch.zeros(len(step.timestep), dtype=torch.long, device=step.timestep.device),  # there is one style
         "image_rotary_emb": _rotary(step, config),
     }
 
 
 def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [N, head]: the picture fills the middle of the trained square, in its own proportions.
+    """Cosines and sines [N, head]. The picture is scaled, in its proportions, to fit the middle of the trained square.
 
-    From Tencent's posemb_layers.py (get_fill_resize_and_crop, get_meshgrid); diffusers' table differs where it is no square.
+    From Tencent's posemb_layers.py (get_fill_resize_and_crop, get_meshgrid). diffusers' table differs for other shapes.
     """
     positions = step.of_tokens("positions", lambda _image: _positions(*step.grid))
     table = rotary_table(positions, (config["attention_head_dim"] // 2,) * 2, 10000.0)
@@ -159,7 +153,7 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _positions(rows: int, columns: int) -> torch.Tensor:
-    """[N, 2]: columns come first in a head."""
+    """[N, 2]: column, row. Columns rotate the first half of a head."""
     tall = rows > columns
     used = (TRAINED, round(TRAINED / rows * columns)) if tall else (round(TRAINED / columns * rows), TRAINED)
     sides = [
@@ -181,15 +175,10 @@ HUNYUAN_DIT = Family(
     ),
     blocks=Blocks(
         lists=(
-            _BlockList(
-                "blocks",
-                returns=("image",),
-                attention={"attn1": JOINT},
-                cuts={"image_rotary_emb": image_tables(0)},
-            ),
+            _BlockList("blocks", returns=("image",), attention={"attn1": JOINT}, cuts={"image_rotary_emb": image_tables(0)}),
         ),
         counts=lambda config: {"blocks": config["num_layers"]},
-        # No prologue: the class asks its small patch embedding for the patch size at the end.
+        # No prologue: the forward reads the patch size from the patch embedding on every stage.
         epilogue=("norm_out", "proj_out"),
         native={"double_block": "blocks"},
     ),
@@ -206,8 +195,7 @@ HUNYUAN_DIT = Family(
         whole_latent=True,
         time_embed=TimeEmbed("time_extra_emb"),
         output=without_variance,
-        cached_modules={"text_embedder": CacheScope.PROMPT}
-        | dict.fromkeys(("time_extra_emb", "*.norm1.linear", "norm_out.linear"), CacheScope.CALL)
+        cached_modules=cached(call=("time_extra_emb", "*.norm1.linear", "norm_out.linear"), prompt=("text_embedder",))
         | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),

@@ -1,36 +1,25 @@
 """HunyuanVideo 1.5: text and picture to video. Double blocks only; the latent, a picture and its mask are in the channels.
 
-Joint sequence [image, text]; the text is CLIP's view of the picture, ByT5's of quoted words, and the prompt, as far as there
-are such. The prompt's refiner takes the whole of it, as in HunyuanVideo. Key layouts: ComfyUI's, Tencent's, and diffusers'
-HunyuanVideo15Transformer3DModel, whose forward is ours.
+Joint sequence [image, text]. The text is CLIP's tokens of the picture and ByT5's of quoted words, if there are any, and the
+prompt, whose refiner takes the whole prompt. Key layouts: ComfyUI's, Tencent's, and diffusers'
+HunyuanVideo15Transformer3DModel. The forward is models/hunyuan.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.flux_blocks import DOUBLE, DOUBLE_PLAN, FEED_FORWARD, double_keys, rope_axes
-from parallel_backend.families.parts.hunyuan import (
-    ALIASES,
-    MODULATION,
-    glyph_keys,
-    has_refiner,
-    is_video_15,
-    outside_keys,
-    per_call,
-    sizes,
-    unmasked_text,
-)
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .parts import flux_blocks, hunyuan
+from .parts.key_map import WEIGHT, KeyMap
 
 NAME = "HunyuanVideo 1.5"
 SUPER_RESOLUTION = 98
-"""Channels in: the latent, the one to be made sharper, a picture and two masks."""
+"""Input channels of the super-resolution model: the latent, the one to be made sharper, a picture and two masks."""
 _PICTURE = {"norm_in": "proj.0", "linear_1": "proj.1", "linear_2": "proj.3", "norm_out": "proj.4"}
 
 
@@ -44,12 +33,12 @@ def _configure(shapes: Shapes) -> Config:
         raise ValueError(f"model_name: this is {NAME}'s super resolution, which this version cannot run.")
     if (patch := list(shapes["img_in.proj.weight"][2:])) != [1, 1, 1]:
         raise ValueError(f"model_name: this is a {NAME} with patches of {patch}, which this version cannot run.")
-    config = sizes(shapes)
+    config = hunyuan.sizes(shapes)
     return config | {
         "out_channels": shapes["final_layer.linear.weight"][0],
         "text_embed_2_dim": shapes["byt5_in.layernorm.weight"][0],
         "image_embed_dim": shapes["vision_in.proj.0.weight"][0],
-        "rope_axes_dim": rope_axes(config["attention_head_dim"]),
+        "rope_axes_dim": flux_blocks.rope_axes(config["attention_head_dim"]),
     }
 
 
@@ -57,17 +46,17 @@ def _key_map(config: Config) -> dict[str, Source]:
     if config.get("use_meanflow"):
         raise ValueError(f"model_name: this folder is a {NAME} with mean flow, which this version cannot run.")
     keys = KeyMap()
-    outside_keys(keys, config, {"time_embed.timestep_embedder": "time_in"})
-    glyph_keys(keys)
+    hunyuan.outside_keys(keys, config, {"time_embed.timestep_embedder": "time_in"})
+    hunyuan.glyph_keys(keys)
     keys.inside("image_embedder.", "vision_in.").copy(_PICTURE)
-    keys.copy({"cond_type_embed": "cond_type_embedding"}, ("weight",))
-    double_keys(keys, config, FEED_FORWARD | MODULATION)
+    keys.copy({"cond_type_embed": "cond_type_embedding"}, WEIGHT)
+    flux_blocks.double_keys(keys, config, flux_blocks.FEED_FORWARD | flux_blocks.DOUBLE_MODULATION)
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning; `picture` [B, P, image_embed_dim] is CLIP's."""
-    tensors, picture = unmasked_text(NAME, config, given), given.get("clip_fea")
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As `unmasked_text`, and CLIP's `picture` [B, P, image_embed_dim] if the call has one."""
+    tensors, picture = hunyuan.unmasked_text(NAME, config, call), call.get("clip_fea")
     if picture is None:
         return tensors
     if picture.shape[-1] != config["image_embed_dim"]:
@@ -79,13 +68,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    return {
-        "hidden_states": step.x,
-        "timestep": step.timestep,
-        "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
-        "encoder_hidden_states_2": step.tensors.get("glyphs"),
-        "image_embeds": step.tensors.get("picture"),
-    }
+    return hunyuan.unmasked_arguments(step, config) | {"image_embeds": step.tensors.get("picture")}
 
 
 HUNYUAN_VIDEO_15 = Family(
@@ -94,20 +77,18 @@ HUNYUAN_VIDEO_15 = Family(
     class_module="parallel_backend.families.models.hunyuan",
     native_classes=("HunyuanVideo15",),
     file=FileLayout(
-        detect=lambda shapes: has_refiner(shapes) and is_video_15(shapes),
+        detect=lambda shapes: hunyuan.has_refiner(shapes) and hunyuan.is_video_15(shapes),
         configure=_configure,
         key_map=_key_map,
-        aliases=ALIASES,
+        aliases=hunyuan.ALIASES,
     ),
-    blocks=Blocks(
-        lists=(BlockList(DOUBLE, returns=("image", "text"), cuts={"freqs_cis": image_tables(0)}, needs_text=True),),
-        counts=lambda config: {DOUBLE: config["num_layers"]},
+    blocks=replace(
+        hunyuan.BLOCKS,
+        lists=(hunyuan.block_list(flux_blocks.DOUBLE, "freqs_cis"),),
+        counts=lambda config: {flux_blocks.DOUBLE: config["num_layers"]},
         prologue=("x_embedder", "context_embedder", "context_embedder_2", "image_embedder"),
-        epilogue=("norm_out", "proj_out"),
-        text_first=False,
-        residuals={"input": DOUBLE},
-        native={"double_block": DOUBLE},
-        native_patches=("attn1_patch", "attn1_output_patch"),
+        residuals={"input": flux_blocks.DOUBLE},
+        native={"double_block": flux_blocks.DOUBLE},
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(
@@ -120,9 +101,9 @@ HUNYUAN_VIDEO_15 = Family(
         arguments=_arguments,
         whole_latent=True,
         time_embed=TimeEmbed("time_embed"),
-        cached_modules=per_call("time_embed"),
+        cached_modules=hunyuan.cached_modules("time_embed"),
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),
-    tensor_plan={DOUBLE: DOUBLE_PLAN | dict.fromkeys(MODULATION, GATHER)},
+    tensor_plan={flux_blocks.DOUBLE: flux_blocks.MODULATED_PLAN[flux_blocks.DOUBLE]},
     patching=Patching(side=1, video=True),
 )

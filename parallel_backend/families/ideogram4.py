@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, hidden, text
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, hidden, text
+from .parts.key_map import WEIGHT, KeyMap
 
 LAYERS = "layers"
 _QKV = ("attention.to_q", "attention.to_k", "attention.to_v")
 _NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2", "attention.norm_q", "attention.norm_k")
 _FEED_FORWARD = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 SECTIONS = (24, 20, 20)
-"""Pairs of channels that count (frames), rows and columns, of a head's 128. The weights do not show them."""
+"""Pairs of channels of a head of 128 that frames (always 0), rows and columns rotate. The weights do not show them."""
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -45,46 +46,40 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.same("input_proj", "llm_cond_proj", "t_embedding.mlp_in", "t_embedding.mlp_out", "adaln_proj")
-    keys.same("llm_cond_norm", "embed_image_indicator", parameters=("weight",))
+    keys.same("llm_cond_norm", "embed_image_indicator", parameters=WEIGHT)
     keys.same("final_layer.linear", "final_layer.adaln_modulation")
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{LAYERS}.{index}.", f"{LAYERS}.{index}.")
-        block.split("attention.qkv", dict.fromkeys(_QKV, hidden(config)), ("weight",))
-        block.copy({"attention.to_out.0": "attention.o"}, ("weight",))
-        block.same(*_FEED_FORWARD, *_NORMS, parameters=("weight",))
+    for block in keys.each(LAYERS, LAYERS, config["num_layers"]):
+        block.split("attention.qkv", dict.fromkeys(_QKV, hidden(config)), WEIGHT)
+        block.copy({"attention.to_out.0": "attention.o"}, WEIGHT)
+        block.same(*_FEED_FORWARD, *_NORMS, parameters=WEIGHT)
         block.same("adaln_modulation")
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning. Without text `context` is [B, 0, llm_features_dim]."""
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, llm_features_dim], T = 0 in a call without text, and TEXT_MASK where some of it is masked."""
     width = config["llm_features_dim"]
-    if given.get("context") is None:
-        return {"context": torch.zeros(given["latent"][0], 0, width)}
-    tensors, mask = {"context": text("Ideogram 4", width, given)}, given.get("attention_mask")
+    if call.get("context") is None:
+        return {"context": torch.zeros(call["latent"][0], 0, width)}
+    tensors, mask = {"context": text("Ideogram 4", width, call)}, call.get("attention_mask")
     if mask is not None and not mask.bool().all():
         tensors[TEXT_MASK] = mask.bool()
     return tensors
 
 
-def _channels(tokens: torch.Tensor, pattern: str) -> torch.Tensor:
-    """Tokens of a latent whose channels are pixels of 2 x 2, which the model counts before the channels, or back."""
-    return rearrange(tokens, pattern, p=4)
-
-
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    words, tokens, text_tokens = step.tensors.get("context"), step.x, len(step.text)
-    absent = step.timestep.new_zeros(len(step.timestep), 1, 1, dtype=step.dtype)  # later stages look at shapes alone
-    if words is None:
-        words = absent.expand(-1, text_tokens, config["llm_features_dim"])
+    context, tokens = step.tensors.get("context"), step.x
+    if context is None:  # later stages look at shapes alone
+        context = step.zeros(1).expand(-1, len(step.text), config["llm_features_dim"])
     if tokens is None:
-        tokens = absent.expand(-1, len(step.image), config["in_channels"])
+        tokens = step.zeros(1).expand(-1, len(step.image), config["in_channels"])
     return {
-        "hidden_states": _channels(tokens, "b n (c p) -> b n (p c)"),
+        # A latent's channels are those of 2 x 2 pixels. ComfyUI counts the pixels last, the model counts them first.
+        "hidden_states": rearrange(tokens, "b n (c p) -> b n (p c)", p=4),
         "timestep": 1 - step.timestep,
-        "encoder_hidden_states": words,
+        "encoder_hidden_states": context,
         "image_positions": step.positions()[:, 1:],
-        "text_positions": torch.arange(text_tokens, device=step.timestep.device) + float(step.text.start),
+        "text_positions": step.text_numbers,
     }
 
 
@@ -115,13 +110,8 @@ IDEOGRAM4 = Family(
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedding", model_time=lambda timestep: 1 - timestep),
-        output=lambda tokens: -_channels(tokens, "b n (p c) -> b n (c p)"),
-        cached_modules={
-            "t_embedding": CacheScope.CALL,
-            "adaln_proj": CacheScope.CALL,
-            "*.adaln_modulation": CacheScope.CALL,
-            "final_layer.adaln_modulation": CacheScope.CALL,
-        },
+        output=lambda tokens: -rearrange(tokens, "b n (p c) -> b n (c p)", p=4),
+        cached_modules=cached(call=("t_embedding", "adaln_proj", "*.adaln_modulation", "final_layer.adaln_modulation")),
     ),
     tensor_plan={
         LAYERS: {

@@ -1,7 +1,7 @@
-"""Kandinsky 5: video (Lite and Pro, text or a first picture to video) and image. They differ in what a latent is.
+"""Kandinsky 5: video (Lite and Pro, text or a first picture to video) and image. They differ in their latents.
 
-The text has blocks of its own, which every rank computes once per call, and is looked at by cross-attention. Key layout:
-Kandinsky's, which diffusers' Kandinsky5Transformer3DModel has too; the class is ours.
+The text runs through separate blocks, which every rank computes once per call, and is read by cross-attention. Key layout:
+Kandinsky's, which diffusers' Kandinsky5Transformer3DModel has too. The class is models/kandinsky5.py.
 """
 
 import math
@@ -11,29 +11,22 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    FolderLayout,
-    Forward,
-    Inputs,
-    Sizes,
-    Source,
-    TimeEmbed,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.rope import OPTION, rope_tensors
+from .base.blocks import JOINT, BlockList, Blocks, Values
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, FolderLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, example, text_and_pooled
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.rope import OPTION, rope_tensors
 
 VISUAL, TEXT = "visual_transformer_blocks", "text_transformer_blocks"
 PRO_VIDEO, LARGE = 4096, 14080
-"""Width of the Pro video model, and latent rows times columns from which on its positions lie closer together."""
+"""Width of the Pro video model, and the latent's rows times columns from which on its positions are scaled more."""
+_LOADER = "DualCLIPLoader of type kandinsky5 or kandinsky5_image"
 _QKV = ("to_query", "to_key", "to_value")
+_TEXT_KEYS = tuple(f"*.cross_attention.{layer}" for layer in ("to_key", "to_value", "key_norm"))
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -72,31 +65,31 @@ def _key_map(config: Config) -> dict[str, Source]:
         VISUAL: (config["num_visual_blocks"], "visual_modulation", ("self_attention", "cross_attention")),
     }
     for name, (count, modulation, attentions) in parts.items():
-        for index in range(count):
-            block = keys.inside(f"{name}.{index}.", f"{name}.{index}.")
+        for block in keys.each(name, name, count):
             block.same(f"{modulation}.out_layer")
-            block.same("feed_forward.in_layer", "feed_forward.out_layer", parameters=("weight",))
+            block.same("feed_forward.in_layer", "feed_forward.out_layer", parameters=WEIGHT)
             for attention in attentions:
                 block.same(*(f"{attention}.{layer}" for layer in (*_QKV, "out_layer")))
-                block.same(f"{attention}.query_norm", f"{attention}.key_norm", parameters=("weight",))
+                block.same(f"{attention}.query_norm", f"{attention}.key_norm", parameters=WEIGHT)
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning; `start` [B, C, t, H, W] takes the place of the latent's first frames, `unscaled` [B] bool
-    says that positions are not brought closer."""
-    named = {**config, "joint_attention_dim": config["in_text_dim"], "pooled_projection_dim": config["in_text_dim2"]}
-    tensors = text_and_pooled("Kandinsky 5", "DualCLIPLoader of type kandinsky5 or kandinsky5_image", named, given)
-    start = given.get("time_dim_replace")
-    tensors |= rope_tensors(given) | ({} if start is None else {"start": start})
-    # With options of any kind ComfyUI's class does without its own scale.
-    return tensors | (
-        {} if given.get(OPTION) is None else {"unscaled": torch.ones(len(tensors["context"]), dtype=torch.bool)}
-    )
+def _widths(config: Config) -> tuple[int, int]:
+    return config["in_text_dim"], config["in_text_dim2"]
+
+
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context`, `pooled`; `start` [B, C, t, H, W], which replaces the latent's first frames; `unscaled` [B] bool, whose
+    presence means that positions are not scaled."""
+    tensors = text_and_pooled("Kandinsky 5", _LOADER, _widths(config), call)
+    start = call.get("time_dim_replace")
+    tensors |= rope_tensors(call) | ({} if start is None else {"start": start})
+    if call.get(OPTION) is not None:  # any rope options replace the scale of ComfyUI's class
+        tensors["unscaled"] = torch.ones(len(tensors["context"]), dtype=torch.bool)
+    return tensors
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "start" not in tensors:
         return
     frames, *sides = VIDEO_PATCHING.grid(tuple(tensors["start"].shape))
@@ -104,30 +97,25 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
         raise ValueError("positive, negative: the first pictures' latent has another size than the video's, or more frames.")
 
 
-def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    text = torch.randn(1, text_tokens, config["in_text_dim"])
-    return {"context": text, "pooled": torch.randn(1, config["in_text_dim2"])}
-
-
 def _positions(step: StepInputs, config: Config) -> torch.Tensor:
-    """[n, 3] float32 of the rank's tokens, as ComfyUI scales them."""
+    """[n, 3] float32: positions of the rank's tokens, as ComfyUI scales them."""
     if not config["visual_cond"] or "unscaled" in step.tensors:
         return step.positions()
     rows, columns = step.grid[-2:]
-    closer = 3.16 if config["model_dim"] == PRO_VIDEO and 4 * rows * columns >= LARGE else 2.0
-    frames, places = step.positions().split((1, 2), dim=1)
-    return torch.cat((frames, places / closer), dim=1)
+    divisor = 3.16 if config["model_dim"] == PRO_VIDEO and 4 * rows * columns >= LARGE else 2.0
+    frames, sides = step.positions().split((1, 2), dim=1)
+    return torch.cat((frames, sides / divisor), dim=1)
 
 
 def _with_start(tokens: torch.Tensor, start: torch.Tensor, step: StepInputs) -> torch.Tensor:
-    """The rank's tokens [b, n, 4 C], with the pictures `start` in the place of the first frames' latent."""
+    """The rank's tokens [b, n, 4 C], with `start` in place of the first frames' latent; further channels stay."""
     frames = start.shape[2]
     packed = VIDEO_PATCHING.cut(step.token_order.along).pack(F.pad(start, (0, 0, 0, 0, 0, step.grid[0] - frames)))
-    own = packed[:, step.token_order.images(step.image).slice].to(tokens)
+    replaced = packed[:, step.token_order.images(step.image).slice].to(tokens)
     pictures = frames * math.prod(step.grid[1:])
     first = step.of_tokens("first frames", lambda image: step.places_in_class(image) < pictures)
-    width = own.shape[-1]
-    return torch.cat((torch.where(first[:, None], own, tokens[..., :width]), tokens[..., width:]), dim=-1)
+    width = replaced.shape[-1]
+    return torch.cat((torch.where(first[:, None], replaced, tokens[..., :width]), tokens[..., width:]), dim=-1)
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
@@ -201,23 +189,16 @@ def _family(name: str, native: str, video: bool) -> Family:
             accepts=("y", "attention_mask", *(("time_dim_replace",) if video else ())),  # ComfyUI's class ignores the mask
             options=(OPTION,),
             vector_tensors=("context", "pooled", "start", "unscaled"),
-            example=_example,
+            example=lambda config, tokens: example(_widths(config), tokens),
             check_grid=_check_grid,
         ),
         forward=Forward(
             arguments=_arguments,
             time_embed=TimeEmbed("time_embeddings"),
-            cached_modules={
-                "text_embeddings": CacheScope.PROMPT,
-                "pooled_text_embeddings": CacheScope.PROMPT,
-                "time_embeddings": CacheScope.CALL,
-                f"{TEXT}.*": CacheScope.CALL,
-                "*.visual_modulation": CacheScope.CALL,
-                "*.cross_attention.to_key": CacheScope.CALL,
-                "*.cross_attention.to_value": CacheScope.CALL,
-                "*.cross_attention.key_norm": CacheScope.CALL,
-                "out_layer.modulation": CacheScope.CALL,
-            },
+            cached_modules=cached(
+                call=("time_embeddings", f"{TEXT}.*", "*.visual_modulation", *_TEXT_KEYS, "out_layer.modulation"),
+                prompt=("text_embeddings", "pooled_text_embeddings"),
+            ),
         ),
         tensor_plan={
             VISUAL: _plan("visual_modulation", "self_attention", "cross_attention"),

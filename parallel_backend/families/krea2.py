@@ -1,26 +1,26 @@
 """Krea 2: text fused out of twelve layers of its encoder, then single-stream blocks; joint sequence [text, image].
 
 Keys and values have fewer heads than queries. All blocks share one modulation, to which each adds a table. Norms scale by
-1 + weight. Reference pictures count only where a method is given for them, as in ComfyUI's class. Key layouts: Krea's (which
-ComfyUI's files use) and diffusers' Krea2Transformer2DModel.
+1 + weight. Reference pictures are used only if the call names a method for them, as in ComfyUI's class. Key layouts: Krea's
+(which ComfyUI's files use) and diffusers' Krea2Transformer2DModel.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, reference_tensors
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.references import ACCEPTS, AT_ZERO, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
-_WEIGHT, _SCALE = ("weight",), {"weight": "scale"}
+_SCALE = {"weight": "scale"}
 _LAYERWISE, _REFINERS = "layerwise_blocks", "refiner_blocks"
 _LAYERS = {  # diffusers layer <- original layer
     "attn.to_q": "attn.wq",
@@ -83,7 +83,7 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.copy(_OUTSIDE)
-    keys.copy({"text_fusion.projector": "txtfusion.projector"}, _WEIGHT)
+    keys.copy({"text_fusion.projector": "txtfusion.projector"}, WEIGHT)
     keys.copy({"txt_in.norm": "txtmlp.0", "final_layer.norm": "last.norm"}, _SCALE)
     keys.tensor("final_layer.scale_shift_table", "last.modulation.lin")
     lists = {
@@ -92,9 +92,8 @@ def _key_map(config: Config) -> dict[str, Source]:
         (f"text_fusion.{_REFINERS}", f"txtfusion.{_REFINERS}"): config["num_refiner_text_blocks"],
     }
     for (ours, theirs), count in lists.items():
-        for index in range(count):
-            block = keys.inside(f"{ours}.{index}.", f"{theirs}.{index}.")
-            block.copy(_LAYERS, _WEIGHT)
+        for block in keys.each(ours, theirs, count):
+            block.copy(_LAYERS, WEIGHT)
             block.copy(_NORMS, _SCALE)
             if ours == BLOCKS:
                 block.tensor("scale_shift_table", "mod.lin", flat=True)
@@ -102,8 +101,9 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 class _Forward(Forward):
-    def prepare(self, model: nn.Module, step: StepInputs) -> None:
-        """The whole text is fused on each rank that has it, which then goes on with its own tokens."""
+    def prepare(self, model: Any, step: StepInputs) -> None:
+        """Replaces forwards: the whole text is fused on each rank that has it, and then cut to the rank's tokens; the last
+        layer gets the modulation for the sampler's time, without that for time 0."""
         fusion, project, last = model.text_fusion, model.txt_in, model.final_layer
         if (words := step.tensors.get("context")) is not None:
             layers = words.unflatten(-1, (model.config["num_text_layers"], -1))
@@ -112,27 +112,25 @@ class _Forward(Forward):
         last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
 
     def float32(self, config: Config) -> tuple[str, ...]:
+        """Norms, whose 1 + weight diffusers adds in float32."""
         return tuple(f".{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_q", "norm_k"))
 
 
 def _modulation(modulation: torch.Tensor, step: StepInputs) -> torch.Tensor:
-    """[b, 1, c] as it is; [2 b, 1, c], for the sampler's time and for time 0, as [b, n, c]: each token's own."""
+    """[b, 1, c] unchanged; [2 b, 1, c], for the sampler's time and for time 0 -> [b, n, c], for each token's time."""
     references = step.at_zero()
     if references is None:
         return modulation
-    own, zero = modulation.chunk(2)
+    sampler_time, zero = modulation.chunk(2)
     at_zero = torch.cat((references.new_zeros(len(step.text)), references))
-    return torch.where(at_zero[None, :, None], zero, own)
+    return torch.where(at_zero[None, :, None], zero, sampler_time)
 
 
 def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
-    def empty(tokens: int) -> torch.Tensor:  # this forward looks at its inputs' shape before it embeds them
-        return step.timestep.new_zeros(len(step.timestep), tokens, 1, dtype=step.dtype)
-
     positions = step.positions()
     return {
-        "hidden_states": empty(len(step.image)) if step.x is None else step.x,
-        "encoder_hidden_states": empty(len(step.text)),
+        "hidden_states": step.image_tensor(),
+        "encoder_hidden_states": step.zeros(len(step.text)),  # `prepare` has the text; the forward reads its length
         "timestep": step.times,
         "position_ids": torch.cat((positions.new_zeros(len(step.text), 3), positions)),
     }
@@ -142,17 +140,17 @@ def _text_width(config: Config) -> int:
     return config["num_text_layers"] * config["text_hidden_dim"]
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {"context": text("Krea 2", _text_width(config), given)}
-    method = given.get("ref_latents_method")
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Krea 2", _text_width(config), call)}
+    method = call.get("ref_latents_method")
     if method is None:
         return tensors
-    method = AT_ZERO if method == AT_ZERO else "index"  # ComfyUI's class knows these two
-    return tensors | reference_tensors(PATCHING, given | {"ref_latents_method": method}, method, methods=(method,))
+    method = AT_ZERO if method == AT_ZERO else "index"  # the two methods of ComfyUI's class
+    return tensors | reference_tensors(PATCHING, call | {"ref_latents_method": method}, method, methods=(method,))
 
 
 def _check_grid(grid: tuple[int, ...], _tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid. The latent has an axis of frames, and the model makes one."""
+    """The latent has an axis of frames, of which the model makes one."""
     if grid[0] > 1:
         raise ValueError(
             f"latent_image: the latent has {grid[0]} frames, this model makes 1. Use its own Empty Latent node."
@@ -190,12 +188,7 @@ KREA2 = Family(
     ),
     forward=_Forward(
         arguments=_arguments,
-        cached_modules={
-            "rotary_emb": CacheScope.BAND,
-            "text_fusion": CacheScope.PROMPT,
-            "time_embed": CacheScope.CALL,
-            "time_mod_proj": CacheScope.CALL,
-        },
+        cached_modules=cached(call=("time_embed", "time_mod_proj"), prompt=("text_fusion",), band=("rotary_emb",)),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},

@@ -1,87 +1,63 @@
 """LongCat-Image (and Edit): Flux.1 without pooled text and guidance, joint sequence [text, image].
 
-Text lies on a diagonal of rows and columns, and every picture behind its end, as ComfyUI's `LongCatImage._apply_model` has
-it: the latent at index 1, reference pictures from 2 on. Key layouts: black-forest-labs/flux (which ComfyUI's files use) and
-diffusers' LongCatImageTransformer2DModel.
+Positions are those of ComfyUI's `LongCatImage._apply_model`: words lie on a diagonal of rows and columns, pictures begin at
+the row and column after the last word, the latent at index 1 and reference pictures at 2 and higher. Key layouts:
+black-forest-labs/flux (which ComfyUI's files use) and diffusers' LongCatImageTransformer2DModel.
 """
 
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import text
-from parallel_backend.families.parts.flux_blocks import (
-    DOUBLE,
-    DOUBLE_MODULATION,
-    DOUBLE_PLAN,
-    FEED_FORWARD,
-    NATIVE_BLOCKS,
-    NATIVE_PATCHES,
-    SINGLE,
-    SINGLE_PLAN,
-    block_counts,
-    diagonal,
-    double_keys,
-    rope_axes,
-    single_keys,
-    sizes,
-    token_arguments,
-)
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
-from parallel_backend.families.parts.rope import OPTION, rope_tensors, scale_and_shift
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .parts import flux_blocks
+from .parts.conditioning import text
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.references import ACCEPTS, reference_tensors
+from .parts.rope import OPTION, rope_tensors
 
-_OUTSIDE = {  # diffusers module <- original module
-    "time_embed.timestep_embedder.linear_1": "time_in.in_layer",
-    "time_embed.timestep_embedder.linear_2": "time_in.out_layer",
-    "context_embedder": "txt_in",
-    "x_embedder": "img_in",
-    "proj_out": "final_layer.linear",
-}
-_WEIGHT = ("weight",)
-"""Of norms: ComfyUI's class reads them by diffusers' name alone. Those of Flux's files are renamed: _ALIASES."""
 _ALIASES = {"_norm.scale": "_norm.weight"}
-_NEEDED = ("double_blocks.0.img_mod.lin.weight", "double_blocks.0.img_mlp.0.weight", "single_blocks.0.linear1.weight")
-_NOT_THERE = ("vector_in.in_layer.weight", "guidance_in.in_layer.weight")
+"""Flux's files name a norm's parameter `scale`. ComfyUI's class reads it by diffusers' name alone."""
+_NEEDED = (
+    "double_blocks.0.img_mod.lin.weight",
+    "double_blocks.0.img_mlp.0.weight",
+    "single_blocks.0.linear1.weight",
+    "txt_in.weight",
+)
+_ABSENT = ("vector_in.in_layer.weight", "guidance_in.in_layer.weight")
 
 
 def _detect(shapes: Shapes) -> bool:
-    needed = (*_NEEDED, "txt_in.weight")
-    return all(key in shapes for key in needed) and not any(key in shapes for key in _NOT_THERE)
+    return all(key in shapes for key in _NEEDED) and not any(key in shapes for key in _ABSENT)
 
 
 def _configure(shapes: Shapes) -> Config:
-    config = sizes(shapes)
-    del config["out_channels"]  # those of its input
-    return config | {"axes_dims_rope": rope_axes(config["attention_head_dim"])}
+    config = flux_blocks.sizes(shapes)
+    del config["out_channels"]  # the class gives as many as it takes in
+    return config | {"axes_dims_rope": flux_blocks.rope_axes(config["attention_head_dim"])}
 
 
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
-    keys.copy(_OUTSIDE)
-    keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
-    double_keys(keys, config, FEED_FORWARD | DOUBLE_MODULATION, norms=_WEIGHT)
-    single_keys(keys, config, {"norm.linear": "modulation.lin"}, norms=_WEIGHT)
+    flux_blocks.outside_keys(keys, {"time_embed.timestep_embedder": "time_in"})
+    flux_blocks.double_keys(keys, config, flux_blocks.FEED_FORWARD | flux_blocks.DOUBLE_MODULATION, norms=WEIGHT)
+    flux_blocks.single_keys(keys, config, flux_blocks.SINGLE_MODULATION, norms=WEIGHT)
     return keys.sources
 
 
 def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
     places = step.positions(step.text_tokens, step.text_tokens, front=1)
-    return token_arguments(step) | {"img_ids": places, "txt_ids": diagonal(step)}
+    return flux_blocks.token_arguments(step) | {"img_ids": places, "txt_ids": flux_blocks.diagonal(step)}
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    words = text("LongCat-Image", config["joint_attention_dim"], given)
-    behind = (1, words.shape[1], words.shape[1])
-    scale, shift = scale_and_shift(given, behind)  # ComfyUI's BaseModel shifts positions in every call
-    shift = tuple(own + more for own, more in zip(behind, shift, strict=True))
-    references = reference_tensors(Patching(), given, method="offset", scale=scale, shift=shift)
-    return {"context": words} | references | rope_tensors(given, behind)
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    words = text("LongCat-Image", config["joint_attention_dim"], call)
+    behind = (1.0, float(words.shape[1]), float(words.shape[1]))  # ComfyUI's BaseModel shifts positions in every call
+    references = reference_tensors(Patching(), call, method="offset", usual=behind)
+    return {"context": words} | references | rope_tensors(call, behind)
 
 
 LONGCAT_IMAGE = Family(
@@ -89,27 +65,14 @@ LONGCAT_IMAGE = Family(
     model_class="LongCatImageTransformer2DModel",
     native_classes=("LongCatImage",),
     file=FileLayout(detect=_detect, configure=_configure, key_map=_key_map, aliases=_ALIASES),
-    blocks=Blocks(
-        lists=(BlockList(DOUBLE), BlockList(SINGLE)),
-        counts=block_counts,
-        prologue=("x_embedder", "context_embedder"),
-        epilogue=("norm_out", "proj_out"),
-        native=NATIVE_BLOCKS,
-        native_patches=NATIVE_PATCHES,
-    ),
+    blocks=flux_blocks.BLOCKS,
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
     inputs=Inputs(conditioning=_conditioning, accepts=ACCEPTS, options=(OPTION,), token_tensors=("context",)),
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_embed", factor=1000.0),
-        cached_modules={"pos_embed": CacheScope.BAND}
-        | dict.fromkeys(
-            ("time_embed", "*.norm1.linear", "*.norm1_context.linear", "*.norm.linear", "norm_out.linear"), CacheScope.CALL
-        ),
+        cached_modules=flux_blocks.cached_modules("time_embed"),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
-    tensor_plan={
-        DOUBLE: DOUBLE_PLAN | {"norm1.linear": GATHER, "norm1_context.linear": GATHER},
-        SINGLE: SINGLE_PLAN | {"norm.linear": GATHER},
-    },
+    tensor_plan=flux_blocks.MODULATED_PLAN,
 )

@@ -1,8 +1,8 @@
-"""LTX-2, 2.3 and 2.5: text and pictures to video with sound. Two streams of tokens look at each other in every block.
+"""LTX-2, 2.3 and 2.5: text and pictures to video with sound. Two streams of tokens attend to each other in every block.
 
-The sound is the video's companion latent (base/patching.Companion), and the blocks' text stream. Prompts are read by cross
-attention, behind connectors that ComfyUI's process runs once for a prompt (parts/ltx2_text.py). Key layouts: that of
-Lightricks, which ComfyUI's files have, and diffusers' LTX2VideoTransformer3DModel.
+The sound is the video's companion latent (base/patching.Companion), and takes the place of the blocks' text stream. Prompts
+are read by cross-attention after connectors, which ComfyUI's process runs once for a prompt (parts/ltx2_text.py). Key
+layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTX2VideoTransformer3DModel.
 """
 
 from collections.abc import Mapping
@@ -11,38 +11,22 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-    TextModel,
-)
-from parallel_backend.families.base.patching import Companion, Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    NORM_BY_HEADS,
-    ROW,
-    ROW_BY_HEADS,
-    TABLE_BY_HEADS,
-)
-from parallel_backend.families.parts import ltx2_inputs, ltx2_text
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.ltx_patchifier import Patchifier
+from .base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
+from .base.patching import Companion, Patching
+from .base.step_inputs import Config, Shapes
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS, LayerCut
+from .parts import ltx2_inputs, ltx2_text
+from .parts.conditioning import count_blocks
+from .parts.key_map import BOTH, WEIGHT, KeyMap
+from .parts.ltx import FRAME_RATE, PIXELS, TIME, Patchifier
 
 HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""
 BLOCKS = "transformer_blocks"
 NEEDED = ("rope_type", "causal_temporal_positioning", "use_middle_indices_grid")
-"""What a header must say. ComfyUI takes something else for granted that no LTX-2 was trained with."""
+"""Entries that a header must have. ComfyUI's defaults for them are values that no LTX-2 was trained with."""
 ROPES = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
 ATTENTIONS = {
     "attn1": IMAGE,
@@ -51,7 +35,7 @@ ATTENTIONS = {
     "video_to_audio_attn": TEXT_TO_IMAGE,
 }
 _CROSS = ("attn2", "audio_attn2")
-_TIMES = {  # diffusers module <- original module: an embedding of the time, each with a large layer behind it
+_TIMES = {  # diffusers module <- original module: embeddings of the time, each with a large layer at its end
     "time_embed": "adaln_single",
     "audio_time_embed": "audio_adaln_single",
     "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
@@ -66,24 +50,21 @@ _TABLES = {
 }
 HEADER = HeaderConfig(  # what ComfyUI's LTXAVModel reads
     values={
+        **header_arguments("in_channels", "attention_head_dim", "cross_attention_dim", "ff_bias", "num_layers"),
+        **header_arguments(
+            *(f"audio_{name}" for name in ("in_channels", "attention_head_dim", "cross_attention_dim", "ff_bias"))
+        ),
+        **header_arguments("caption_channels", "use_keyframes_abs_pos_embedding"),
         "image_model": lambda _config: ("ltxav",),
-        "in_channels": lambda config: (config["in_channels"],),
-        "audio_in_channels": lambda config: (config["audio_in_channels"],),
         "num_attention_heads": lambda _config: (HEADS,),
         "audio_num_attention_heads": lambda _config: (HEADS,),
-        "attention_head_dim": lambda config: (config["attention_head_dim"],),
-        "audio_attention_head_dim": lambda config: (config["audio_attention_head_dim"],),
-        "cross_attention_dim": lambda config: (config["cross_attention_dim"],),
-        "audio_cross_attention_dim": lambda config: (config["audio_cross_attention_dim"],),
-        "num_layers": lambda config: (config["num_layers"],),
-        "caption_channels": lambda config: (config["caption_channels"],),
         "positional_embedding_theta": lambda _config: (10000.0,),
         "positional_embedding_max_pos": lambda _config: ((20, 2048, 2048),),
         "audio_positional_embedding_max_pos": lambda _config: ((20,),),
         "causal_temporal_positioning": lambda _config: (True,),
         "use_middle_indices_grid": lambda _config: (True,),
-        "vae_scale_factors": lambda _config: (ltx2_inputs.PIXELS,),
-        "timestep_scale_multiplier": lambda _config: (ltx2_inputs.TIME,),
+        "vae_scale_factors": lambda _config: (PIXELS,),
+        "timestep_scale_multiplier": lambda _config: (TIME,),
         "av_ca_timestep_scale_multiplier": lambda _config: (1.0, 1000.0),
         "rope_type": lambda _config: ("split", "interleaved"),
         "frequencies_precision": lambda _config: ("float64", "float32"),
@@ -94,9 +75,6 @@ HEADER = HeaderConfig(  # what ComfyUI's LTXAVModel reads
         "use_prompt_adaln_single": lambda config: (
             (config["use_prompt_adaln_single"],) if config["cross_attn_mod"] else (True, False)
         ),
-        "ff_bias": lambda config: (config["ff_bias"],),
-        "audio_ff_bias": lambda config: (config["audio_ff_bias"],),
-        "use_keyframes_abs_pos_embedding": lambda config: (config["use_keyframes_abs_pos_embedding"],),
         **ltx2_text.HEADER,
     },
     others=True,
@@ -132,18 +110,18 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _stated(said: Mapping[str, Any]) -> Config:
-    missing = next((entry for entry in NEEDED if entry not in said), None)
+def _stated(header: Mapping[str, Any]) -> Config:
+    missing = next((entry for entry in NEEDED if entry not in header), None)
     if missing is not None:
         raise ValueError(
             f"model_name: the header of this LTX-2 file does not say its {missing}, as Lightricks' own files do. Whoever "
             "wrote the file lost it: even ComfyUI would compute something else than the model. Get it from another source."
         )
     return {
-        "rope_type": said["rope_type"],
-        "rope_double_precision": said.get("frequencies_precision", "float32") == "float64",
-        "cross_attn_timestep_scale_multiplier": said.get("av_ca_timestep_scale_multiplier", 1.0),
-        "caption_channels": said.get("caption_channels", 3840),
+        "rope_type": header["rope_type"],
+        "rope_double_precision": header.get("frequencies_precision", "float32") == "float64",
+        "cross_attn_timestep_scale_multiplier": header.get("av_ca_timestep_scale_multiplier", 1.0),
+        "caption_channels": header.get("caption_channels", 3840),
     }
 
 
@@ -162,8 +140,8 @@ def _key_map(config: Config) -> dict[str, Source]:
         keys.tensor(table)
     if config["use_keyframes_abs_pos_embedding"]:
         keys.tensor("keyframes_abs_pos_embedding")
-    for index in range(config["num_layers"]):
-        _block_keys(keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}."), config)
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
+        _block_keys(block, config)
     return keys.sources
 
 
@@ -174,30 +152,29 @@ def _block_keys(block: KeyMap, config: Config) -> None:
         block.tensor(f"{stream}scale_shift_table")
         if config["cross_attn_mod"]:
             block.tensor(f"{stream}prompt_scale_shift_table")
-        parameters = ("weight", "bias") if config[f"{stream}ff_bias"] else ("weight",)
+        parameters = BOTH if config[f"{stream}ff_bias"] else WEIGHT
         block.same(f"{stream}ff.net.0.proj", f"{stream}ff.net.2", parameters=parameters)
     for name in (*ATTENTIONS, *_CROSS):
         attention = block.inside(f"{name}.", f"{name}.")
         attention.same("to_q", "to_k", "to_v", "to_out.0", *(("to_gate_logits",) if config["gated_attn"] else ()))
-        attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+        attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, WEIGHT)
 
 
 class _Sizes(Sizes):
     def text_hidden(self, config: Config) -> int:
-        """Of the sound, which is the text stream."""
+        """Channels of the sound, which is the text stream."""
         return config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
     widths = zip(("context", "sound_context"), ltx2_inputs.text_widths(config), strict=True)
     return {name: torch.randn(1, text_tokens, width) for name, width in widths} | {
-        "seconds": torch.full((1,), 1.0 / ltx2_inputs.FRAME_RATE)
+        "seconds": torch.full((1,), 1.0 / FRAME_RATE)
     }
 
 
-def _plan() -> dict[str, Any]:
-    plan = {}
+def _plan() -> dict[str, LayerCut]:
+    plan: dict[str, LayerCut] = {}
     for name in (*ATTENTIONS, *_CROSS):
         plan |= dict.fromkeys([f"{name}.{layer}" for layer in ("to_q", "to_k", "to_v", "to_gate_logits")], COLUMN_BY_HEADS)
         plan |= {f"{name}.norm_q": NORM_BY_HEADS, f"{name}.norm_k": NORM_BY_HEADS, f"{name}.to_out.0": ROW_BY_HEADS}
@@ -239,18 +216,14 @@ LTX2 = Family(
     ),
     forward=Forward(
         arguments=ltx2_inputs.arguments,
-        cached_modules={
-            **dict.fromkeys(ROPES, CacheScope.BAND),
-            **dict.fromkeys((*_TIMES, *_PROMPT_TIMES), CacheScope.CALL),
-            **dict.fromkeys([f"*.attn2.{layer}" for layer in ("to_k", "to_v", "norm_k")], CacheScope.CALL),
-            **dict.fromkeys(("caption_projection", "audio_caption_projection"), CacheScope.PROMPT),
-        },
+        cached_modules=cached(
+            call=(*_TIMES, *_PROMPT_TIMES, *(f"*.attn2.{layer}" for layer in ("to_k", "to_v", "norm_k"))),
+            prompt=("caption_projection", "audio_caption_projection"),
+            band=ROPES,
+        ),
     ),
-    tensor_plan={
-        BLOCKS: _plan(),
-        **{name: {"": TABLE_BY_HEADS} for name in ROPES},
-    },
+    tensor_plan={BLOCKS: _plan(), **{name: {"": TABLE_BY_HEADS} for name in ROPES}},
     patching=PATCHING,
-    text_model=TextModel(ltx2_text.PREFIXES, ltx2_text.through_connectors),
+    text_model=ltx2_text.TEXT_MODEL,
     native_values=lambda _config: {"patchifier": Patchifier(PATCHING), "a_patchifier": Patchifier(SOUND)},
 )

@@ -1,6 +1,6 @@
-"""LTX-Video 0.9 to 0.9.8, 2B and 13B: text and pictures to video, with keyframes behind the video's own frames.
+"""LTX-Video 0.9 to 0.9.8, 2B and 13B: text and pictures to video, with keyframes after the video's frames.
 
-Text is read by cross attention, and no part of the sequence. The class takes tokens and their coordinates in pixels.
+Text is read by cross-attention and is no part of the sequence. The class takes tokens and their coordinates in pixels.
 Key layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTXVideoTransformer3DModel.
 """
 
@@ -9,48 +9,31 @@ from typing import Any
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import TABLE_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.ltx_patchifier import Patchifier
+
+from .base.blocks import Blocks
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import TABLE_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.ltx import FRAME_RATE, PIXELS, TIME, Patchifier
 
 HEADS = 32
 """Attention heads of every model of this family. Nothing in the weights shows it."""
 SMALL = 28
-"""Blocks of the 2B models. Some of these count frames otherwise than the others, as a file's header says."""
-TIME = 1000.0
-"""Factor between ComfyUI's sigma and the model's timestep."""
+"""Blocks of the 2B models. Early 2B models count frames differently (`causal_temporal_positioning` in a file's header)."""
 BLOCKS = "transformer_blocks"
-PIXELS = (8, 32, 32)
-"""Frames, rows and columns of pixels that a token stands for."""
-FRAME_RATE = 25.0
-"""Frames per second, ComfyUI's own, if the conditioning names none."""
 
 PATCHING = Patching(side=1, video=True)
 
-HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, beside `settings`
+HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, without `settings`
     values={
+        **header_arguments("in_channels", "attention_head_dim", "cross_attention_dim", "caption_channels", "num_layers"),
         "image_model": lambda _config: ("ltxv",),
-        "in_channels": lambda config: (config["in_channels"],),
         "num_attention_heads": lambda _config: (HEADS,),
-        "attention_head_dim": lambda config: (config["attention_head_dim"],),
-        "cross_attention_dim": lambda config: (config["cross_attention_dim"],),
-        "caption_channels": lambda config: (config["caption_channels"],),
-        "num_layers": lambda config: (config["num_layers"],),
         "positional_embedding_theta": lambda _config: (10000.0,),
         "positional_embedding_max_pos": lambda _config: ((20, 2048, 2048),),
         "vae_scale_factors": lambda _config: (PIXELS,),
@@ -94,36 +77,35 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.copy(_OUTSIDE)
     keys.same("caption_projection.linear_1", "caption_projection.linear_2", "proj_out")
     keys.tensor("scale_shift_table")
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
         block.tensor("scale_shift_table")
         block.same("ff.net.0.proj", "ff.net.2")
         for attention in (block.inside("attn1.", "attn1."), block.inside("attn2.", "attn2.")):
             attention.same(*_SAME)
-            attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+            attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, WEIGHT)
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, caption_channels], `frame_rate` [B]; `mask` [B, T] bool, which text may be seen; `keyframes`
-    [B, 3, K, 2] in pixels, of the last K tokens. ValueError for guides that want an attention of their own.
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, caption_channels], `frame_rate` [B], `mask` [B, T] bool (text that may be seen), and `keyframes`
+    [B, 3, K, 2], pixel bounds of the last K tokens. ValueError for guides with attention weights.
 
-    `denoise_mask` has made the timesteps already. It is only looked at for marks of tokens that are left out.
+    ComfyUI has already made the timesteps from `denoise_mask`. Values below zero in it mark tokens that are left out.
     """
-    context = text("LTX-Video", config["caption_channels"], given)
-    tensors = {"context": context, "frame_rate": torch.full((len(context),), float(given.get("frame_rate", FRAME_RATE)))}
-    if (mask := given.get("attention_mask")) is not None:
+    context = text("LTX-Video", config["caption_channels"], call)
+    tensors = {"context": context, "frame_rate": torch.full((len(context),), float(call.get("frame_rate", FRAME_RATE)))}
+    if (mask := call.get("attention_mask")) is not None:
         if mask.is_floating_point():
             raise ValueError("positive, negative: a text mask of weights cannot be forwarded. Use one of zeros and ones.")
         tensors["mask"] = mask.reshape(len(context), -1).bool()
-    if (keyframes := given.get("keyframe_idxs")) is not None and keyframes.shape[2]:
-        for guide in given.get("guide_attention_entries") or ():
+    if (keyframes := call.get("keyframe_idxs")) is not None and keyframes.shape[2]:
+        for guide in call.get("guide_attention_entries") or ():
             if guide["strength"] != 1.0 or guide["pixel_mask"] is not None:
                 raise ValueError(
                     "positive, negative: a guide with a mask, or a strength other than 1, cannot be forwarded to Parallel "
                     "DiT's ranks in this version. Use a strength of 1 and no mask in LTXVAddGuide."
                 )
-        if (given["denoise_mask"] < 0).any():
+        if (call["denoise_mask"] < 0).any():
             raise ValueError(
                 "positive, negative: a guide of a lower resolution (IC-LoRA) cannot be forwarded to Parallel DiT's ranks in "
                 "this version. Use one of the video's own size."
@@ -133,7 +115,6 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
     return {"context": torch.randn(1, text_tokens, config["caption_channels"]), "frame_rate": torch.full((1,), FRAME_RATE)}
 
 
@@ -142,7 +123,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     time = TIME * step.timestep
     if time.ndim > 1:  # of each token
         time = time.flatten(1)[:, places]
-    # Where there is no prologue only the number of tokens counts.
+    # Without a prologue only the number of tokens counts.
     x = time.new_zeros(1, 1, 1).expand(len(time), len(places), 1) if step.x is None else step.x
     return {
         "hidden_states": x,
@@ -154,9 +135,9 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 
 def _coordinates(step: StepInputs, causal: bool) -> torch.Tensor:
-    """[b, 3, n] float32 of the rank's tokens: seconds, row and column in pixels (comfy/ldm/lightricks/model.py).
+    """[b, 3, n] float32: second, pixel row and pixel column of the rank's tokens (comfy/ldm/lightricks/model.py).
 
-    `causal`: the first latent frame is one frame of the video, as in LTX-Video 0.9.5 and later.
+    `causal`: the first latent frame stands for one frame of the video, as in LTX-Video 0.9.5 and later.
     """
 
     def of_video(image: Span) -> torch.Tensor:
@@ -206,7 +187,7 @@ LTX_VIDEO = Family(
     ),
     forward=Forward(
         arguments=_arguments,
-        cached_modules={"rope": CacheScope.BAND, "caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
+        cached_modules=cached(prompt=("caption_projection",), band=("rope",)) | TEXT_KEYS,
     ),
     tensor_plan={BLOCKS: block_plan("ff"), "rope": {"": TABLE_BY_HEADS}},
     patching=PATCHING,

@@ -7,32 +7,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    COLUMN_BY_KEY_HEADS,
-    GATHER,
-    ROW,
-    ROW_BY_HEADS,
-)
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.next_dit import (
-    ACCEPTS,
-    AXES_LENS,
-    CONTEXT,
-    IGNORED,
-    MAX_SETTINGS,
-    MODULATED,
-    REFINER,
-    WEIGHT,
-    blocks,
-    caption,
-    has_keys,
-    sizes,
-)
+from .base.blocks import IMAGE, JOINT, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
+from .parts import next_dit
+from .parts.key_map import WEIGHT, KeyMap
 
 MODULATION = "norm1.linear"
 _OUTSIDE = {  # diffusers module <- original module
@@ -61,7 +42,7 @@ _PLAN = {
 
 
 def _configure(shapes: Shapes) -> Config:
-    size = sizes(shapes)
+    size = next_dit.sizes(shapes)
     sides = size["head"] // 3 // 2 * 2  # rotary axes are (32, 32, 32) of a head's 96
     return {
         "in_channels": size["channels"],
@@ -70,10 +51,10 @@ def _configure(shapes: Shapes) -> Config:
         "num_refiner_layers": size["refiners"],
         "num_attention_heads": size["heads"],
         "num_kv_heads": size["key_heads"],
-        # The feed-forward's width is 4 times the model's, rounded up to a multiple of this.
+        # The class rounds 4 times the model's width up to a multiple of this, which gives the feed-forward's width again.
         "multiple_of": shapes["layers.0.feed_forward.w1.weight"][0],
         "axes_dim_rope": (size["head"] - 2 * sides, sides, sides),
-        "axes_lens": AXES_LENS,
+        "axes_lens": next_dit.AXES_LENS,
         "cap_feat_dim": size["caption"],
     }
 
@@ -82,11 +63,11 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys, width = KeyMap(), config["hidden_size"]
     keys.copy(_OUTSIDE)
     keys.copy({"time_caption_embed.caption_embedder.0": "cap_embedder.0"}, WEIGHT)
-    counts = {MODULATED: config["num_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["num_refiner_layers"])
     key_values = width // config["num_attention_heads"] * config["num_kv_heads"]
-    for name, block in blocks(keys, counts, "attn", width, key_values):
-        block.copy(_BLOCK | {"norm1" if name == CONTEXT else "norm1.norm": "attention_norm1"}, WEIGHT)
-        if name != CONTEXT:
+    layers, refiners = config["num_layers"], config["num_refiner_layers"]
+    for name, block in next_dit.block_keys(keys, layers, refiners, "attn", width, key_values):
+        block.copy(_BLOCK | {"norm1" if name == next_dit.CONTEXT else "norm1.norm": "attention_norm1"}, WEIGHT)
+        if name != next_dit.CONTEXT:
             block.copy({MODULATION: "adaLN_modulation.1"})
     return keys.sources
 
@@ -117,16 +98,16 @@ LUMINA2 = Family(
     model_class="Lumina2Transformer2DModel",
     native_classes=("Lumina2",),
     file=FileLayout(
-        detect=lambda shapes: has_keys(shapes, "adaLN_modulation.1"),
+        detect=lambda shapes: next_dit.has_keys(shapes, "adaLN_modulation.1"),
         configure=_configure,
         key_map=_key_map,
-        ignored=IGNORED,
-        max_settings={**MAX_SETTINGS, "sample_size": 512},
+        ignored=next_dit.IGNORED,
+        max_settings={**next_dit.MAX_SETTINGS, "sample_size": 512},
     ),
     blocks=Blocks(
-        lists=(_blocks(REFINER, joined=False), _blocks(MODULATED, joined=True)),
-        counts=lambda config: {MODULATED: config["num_layers"]},
-        prologue=("x_embedder", CONTEXT),
+        lists=(_blocks(next_dit.REFINER, joined=False), _blocks(next_dit.MODULATED, joined=True)),
+        counts=lambda config: {next_dit.MODULATED: config["num_layers"]},
+        prologue=("x_embedder", next_dit.CONTEXT),
         epilogue=("norm_out",),
         native_patches=("noise_refiner", "double_block"),
     ),
@@ -138,8 +119,8 @@ LUMINA2 = Family(
         max_side=lambda config: min(config["axes_lens"][1:]),
     ),
     inputs=Inputs(
-        conditioning=lambda config, given: caption("Lumina 2", config, config["axes_lens"][0] - 1, given),
-        accepts=ACCEPTS,
+        conditioning=lambda config, call: next_dit.caption("Lumina 2", config, config["axes_lens"][0] - 1, call),
+        accepts=next_dit.ACCEPTS,
         token_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
     ),
@@ -148,12 +129,9 @@ LUMINA2 = Family(
         whole_latent=True,
         time_embed=TimeEmbed("time_caption_embed.time_proj", model_time=lambda timestep: 1 - timestep),
         output=lambda out: -out,
-        cached_modules={
-            "time_caption_embed": CacheScope.CALL,
-            "*.norm1.linear": CacheScope.CALL,
-            "norm_out.linear_1": CacheScope.CALL,
-            f"{CONTEXT}.*": CacheScope.PROMPT,
-        },
+        cached_modules=cached(
+            call=("time_caption_embed", "*.norm1.linear", "norm_out.linear_1"), prompt=(f"{next_dit.CONTEXT}.*",)
+        ),
     ),
-    tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
+    tensor_plan=next_dit.tensor_plan(_PLAN, MODULATION),
 )

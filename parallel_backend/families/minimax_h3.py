@@ -1,4 +1,4 @@
-"""MiniMax H3: a video and its sound in one packed sequence, with keyframes and references; plain and pruned files.
+"""MiniMax H3: a video and its sound in one sequence, with keyframes and references; plain and pruned files.
 
 Key layouts: MiniMax's (which ComfyUI's files use) and diffusers' MiniMaxH3Transformer3DModel.
 """
@@ -8,37 +8,19 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Finish,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-)
-from parallel_backend.families.base.patching import Latents
-from parallel_backend.families.base.step_inputs import REFERENCES, Config, Shapes
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN_BY_HEADS,
-    GATHER,
-    ROW,
-    ROW_BY_HEADS,
-    WIDTH,
-    CutKind,
-    LayerCut,
-)
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning, videos
-from parallel_backend.families.parts.minimax_layout import PATCHING, SOUND_CHANNELS
-from parallel_backend.families.parts.minimax_tokens import arguments
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, Finish, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
+from .base.patching import Latents
+from .base.step_inputs import REFERENCES, Config, Shapes
+from .base.tensor_plan import COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut
+from .parts.conditioning import count_blocks
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning, videos
+from .parts.minimax_layout import PATCHING, SOUND_CHANNELS
+from .parts.minimax_tokens import arguments
 
 BLOCKS = "transformer_blocks"
-_WEIGHT = ("weight",)
 _OUTSIDE = {  # diffusers module <- original module
     "proj_in": "video_patch_proj",
     "audio_proj_in": "audio_patch_proj",
@@ -54,24 +36,19 @@ _BLOCK_PLAN = {
     "ff.net.0.proj": LayerCut(CutKind.COLUMN, (WIDTH, WIDTH)),  # SwiGLU: value and gate
     "ff.net.2": ROW,
 }
-HEADER = HeaderConfig(  # arguments of ComfyUI's class, which takes no notice of others
+HEADER = HeaderConfig(  # arguments of ComfyUI's class, which ignores others
     values={
+        **header_arguments("hidden_size", "num_layers", "num_attention_heads", "attention_head_dim"),
+        **header_arguments("text_dim", "time_embed_dim", "adaln_curve_grid"),
         "image_model": lambda _config: ("minimax_h3",),
-        "hidden_size": lambda config: (config["hidden_size"],),
-        "num_layers": lambda config: (config["num_layers"],),
         "token_refiner_num_layers": lambda config: (config["num_refiner_layers"],),
-        "num_attention_heads": lambda config: (config["num_attention_heads"],),
-        "attention_head_dim": lambda config: (config["attention_head_dim"],),
         "ffn_hidden_size": lambda config: (config["ffn_dim"],),
         "latents_dim": lambda config: (config["in_channels"],),
         "audio_latents_dim": lambda config: (config["audio_in_channels"],),
         "patch_size": lambda _config: ((1, 2, 2),),
-        "text_dim": lambda config: (config["text_dim"],),
         "timestep_input_dim": lambda config: (config["freq_dim"],),
         "time_embed_hidden_size": lambda config: (config["time_embed_hidden_dim"],),
-        "time_embed_dim": lambda config: (config["time_embed_dim"],),
         "rope_inv_freq_len": lambda config: (config["rope_freq_dim"],),
-        "adaln_curve_grid": lambda config: (config["adaln_curve_grid"],),
         **{f"{name}_eps": lambda _config: (1e-5,) for name in ("norm", "qk_norm", "final_norm")},
         "sigma_shift_video": lambda _config: (12.0,),
         "sigma_shift_audio": lambda _config: (3.0,),
@@ -88,7 +65,7 @@ def _configure(shapes: Shapes) -> Config:
     table, sound = shapes.get("adaln_t_table"), shapes["audio_patch_proj.weight"][1]
     if sound != SOUND_CHANNELS:
         raise ValueError(f"model_name: this MiniMax H3 takes sound of {sound} channels, ComfyUI's has {SOUND_CHANNELS}.")
-    frequencies, time_hidden, width, rows = 256, 5376, 0, None  # the first two: what pruned files have no use for
+    frequencies, time_hidden, width, rows = 256, 5376, 0, None  # pruned files do not use the first two
     if table is None:
         time_hidden, frequencies = shapes["time_embedder.proj_in.weight"]
         width = shapes["time_embedder.proj_out.weight"][0]
@@ -116,16 +93,15 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.copy(_OUTSIDE)
-    keys.copy({"norm_out.norm": "final_layer.norm"}, _WEIGHT)
-    keys.same("token_refiner.final_norm", parameters=_WEIGHT)
+    keys.copy({"norm_out.norm": "final_layer.norm"}, WEIGHT)
+    keys.same("token_refiner.final_norm", parameters=WEIGHT)
     if config.get("adaln_curve_grid") is None:
         keys.copy(_TIME)
     else:
         keys.tensor("adaln_t_table")
-    for index in range(config["num_refiner_layers"]):
-        _block_keys(keys.inside(f"token_refiner.refiner_blocks.{index}.", f"token_refiner.blocks.{index}."), config)
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"blocks.{index}.")
+    for block in keys.each("token_refiner.refiner_blocks", "token_refiner.blocks", config["num_refiner_layers"]):
+        _block_keys(block, config)
+    for block in keys.each(BLOCKS, "blocks", config["num_layers"]):
         block.same("adaln_proj.linear")
         _block_keys(block, config)
     return keys.sources
@@ -133,16 +109,16 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 def _block_keys(block: KeyMap, config: Config) -> None:
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    block.same("norm1", "norm2", parameters=_WEIGHT)
+    block.same("norm1", "norm2", parameters=WEIGHT)
     names = {
         "attn.norm_q": "attn.q_norm",
         "attn.norm_k": "attn.k_norm",
         "attn.to_out.0": "attn.out_proj",
         "ff.net.2": "mlp.fc2",
     }
-    block.copy(names, _WEIGHT)
-    block.copy({"ff.net.0.proj": "mlp.fc1"}, _WEIGHT, swap_halves=True)
-    block.split("attn.qkv_proj", dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), width), _WEIGHT)
+    block.copy(names, WEIGHT)
+    block.copy({"ff.net.0.proj": "mlp.fc1"}, WEIGHT, swap_halves=True)
+    block.split("attn.qkv_proj", dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), width), WEIGHT)
 
 
 class _FileLayout(FileLayout):
@@ -151,11 +127,11 @@ class _FileLayout(FileLayout):
 
 
 class _Inputs(Inputs):
-    def references(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        return videos(given)
+    def references(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
+        return videos(call)
 
-    def carried(self, latents: Latents, timestep: torch.Tensor, given: dict[str, Any]) -> tuple[Latents, Finish]:
-        return carried(latents, timestep, given)
+    def carried(self, latents: Latents, timestep: torch.Tensor, call: dict[str, Any]) -> tuple[Latents, Finish]:
+        return carried(latents, timestep, call)
 
 
 class _Forward(Forward):
@@ -194,13 +170,11 @@ MINIMAX_H3 = Family(
     ),
     forward=_Forward(
         arguments=arguments,
-        cached_modules={
-            "rope": CacheScope.BAND,
-            "*.adaln_proj.linear": CacheScope.CALL,
-            "norm_out.linear": CacheScope.CALL,
-            "time_embedder": CacheScope.CALL,
-            **dict.fromkeys(("context_embedder", "token_refiner"), CacheScope.PROMPT),
-        },
+        cached_modules=cached(
+            call=("*.adaln_proj.linear", "norm_out.linear", "time_embedder"),
+            prompt=("context_embedder", "token_refiner"),
+            band=("rope",),
+        ),
     ),
     tensor_plan={
         BLOCKS: _BLOCK_PLAN | {"adaln_proj.linear": GATHER},

@@ -1,7 +1,6 @@
-"""Models that ComfyUI loads and no family computes: by which keys they are known, what they are, and why they are not here.
+"""Models that ComfyUI loads and no family computes: the keys that identify them, and why there is no family.
 
-From ComfyUI 0.33: model_detection.py, supported_models.py. Only looked at where no family takes a file. The row of a model
-that gets a family goes.
+From ComfyUI 0.33: model_detection.py, supported_models.py. Read only if no family takes a file.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ TO_COME = "a diffusion transformer that this version has no family for"
 
 @dataclass(frozen=True)
 class OtherModel:
-    """A kind of model. A file with all of `keys` is one; the first row that fits counts."""
+    """A kind of model. A file with all of `keys` is one. The first row of OTHERS that fits counts."""
 
     name: str
     what: str
@@ -61,9 +60,9 @@ OTHERS = (
     OtherModel("a Stable Diffusion (1.5, 2, XL, Video, or made from one)", UNET, ("input_blocks.0.0.weight",)),
 )
 PREFIX = "net."
-"""In front of the keys in NVIDIA's own files."""
+"""Prefix of the keys in NVIDIA's files."""
 
 
 def other_model(shapes: Shapes) -> OtherModel | None:
-    """Which of them a single file with these keys is."""
+    """The row of OTHERS for a single file with these keys. None: it is none of them."""
     return next((each for each in OTHERS if all(key in shapes or PREFIX + key in shapes for key in each.keys)), None)

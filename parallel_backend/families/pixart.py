@@ -1,8 +1,8 @@
 """PixArt-alpha (with the picture's size and aspect ratio as conditioning, and without) and PixArt-Sigma.
 
-Key layouts: the authors' PixArtMS (which ComfyUI's files use) and diffusers' PixArtTransformer2DModel, whose folders call
-it Transformer2DModel where an older diffusers made them. Positions are the authors' and diffusers': they fill the square
-that the model was trained with, at any size.
+Key layouts: the authors' PixArtMS (which ComfyUI's files use) and diffusers' PixArtTransformer2DModel, named
+Transformer2DModel in folders of older versions. Positions are the authors' and diffusers': at any size they fill the square
+that the model was trained with.
 """
 
 import math
@@ -10,41 +10,24 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    FolderLayout,
-    Forward,
-    Inputs,
-    Sizes,
-    Source,
-)
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.parts.conditioning import (
-    check_learned_variance,
-    count_blocks,
-    hidden,
-    text,
-    without_variance,
-)
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import Blocks
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, FolderLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .parts.conditioning import check_learned_variance, count_blocks, hidden, text, without_variance
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import BOTH, WEIGHT, KeyMap
 
 HEAD = 72
 """Width of a head in every model of this family. Nothing in the weights shows it."""
 SAMPLE = 128
-"""Side of the latent that positions are made for, if the file does not show it. All multiples of 64 give the same."""
+"""Side of the latent for which positions are made, if the file does not show it. All multiples of 64 give the same."""
 BLOCKS = "transformer_blocks"
 UNUSED = ("pos_embed", r"y_embedder\.y_embedding")
 """`FileLayout.ignored`: a table of positions, which the class computes, and the text of prompts dropped in training."""
+EMBEDDER = {"timestep_embedder": "t_embedder"}
+NEEDED = ("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.fc1.weight")
 SIZE_EMBEDDERS = {"resolution_embedder": "csize_embedder", "aspect_ratio_embedder": "ar_embedder"}
-
-
-def _detect(shapes: Shapes) -> bool:
-    needed = ("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.fc1.weight")
-    return all(key in shapes for key in needed)
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -65,49 +48,35 @@ def _configure(shapes: Shapes) -> Config:
 
 
 def _knows_sizes(config: Config) -> bool:
-    """Whether the picture's size is conditioning. A folder that does not say it follows the class's own rule."""
-    given = config["use_additional_conditions"]
-    return config["sample_size"] == 128 if given is None else given
-
-
-def _model_keys() -> KeyMap:
-    """The modules around the blocks."""
-    keys, times = KeyMap(), "adaln_single"
-    keys.copy({"pos_embed.proj": "x_embedder.proj", f"{times}.linear": "t_block.1", "proj_out": "final_layer.linear"})
-    keys.copy({f"{times}.emb.timestep_embedder.linear_{index}": f"t_embedder.mlp.{2 * index - 2}" for index in (1, 2)})
-    keys.copy({f"caption_projection.linear_{index}": f"y_embedder.y_proj.fc{index}" for index in (1, 2)})
-    keys.tensor("scale_shift_table", "final_layer.scale_shift_table")
-    return keys
-
-
-def _block_keys(keys: KeyMap, config: Config, index: int) -> None:
-    block, width = keys.inside(f"transformer_blocks.{index}.", f"blocks.{index}."), hidden(config)
-    block.tensor("scale_shift_table")
-    parameters = ("weight", "bias") if config["attention_bias"] else ("weight",)
-    block.split("attn.qkv", {f"attn1.to_{part}": width for part in "qkv"}, parameters)
-    block.split("cross_attn.kv_linear", {f"attn2.to_{part}": width for part in "kv"})
-    block.copy({"attn1.to_out.0": "attn.proj", "attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj"})
-    block.copy({"ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"})
+    """Whether the picture's size is conditioning. For a folder without this entry the rule of diffusers' class holds."""
+    stated = config["use_additional_conditions"]
+    return config["sample_size"] == 128 if stated is None else stated
 
 
 def _key_map(config: Config) -> dict[str, Source]:
     check_learned_variance("PixArt", config["out_channels"] == 2 * config["in_channels"])
-    keys = _model_keys()
-    if _knows_sizes(config):
-        for ours, theirs in SIZE_EMBEDDERS.items():
-            keys.copy({f"adaln_single.emb.{ours}.linear_{index}": f"{theirs}.mlp.{2 * index - 2}" for index in (1, 2)})
-    for index in range(config["num_layers"]):
-        _block_keys(keys, config, index)
+    keys, width = KeyMap(), hidden(config)
+    keys.copy({"pos_embed.proj": "x_embedder.proj", "adaln_single.linear": "t_block.1", "proj_out": "final_layer.linear"})
+    for target, source in (EMBEDDER | (SIZE_EMBEDDERS if _knows_sizes(config) else {})).items():
+        keys.copy({f"adaln_single.emb.{target}.linear_{index}": f"{source}.mlp.{2 * index - 2}" for index in (1, 2)})
+    keys.copy({f"caption_projection.linear_{index}": f"y_embedder.y_proj.fc{index}" for index in (1, 2)})
+    keys.tensor("scale_shift_table", "final_layer.scale_shift_table")
+    for block in keys.each(BLOCKS, "blocks", config["num_layers"]):
+        block.tensor("scale_shift_table")
+        block.split("attn.qkv", {f"attn1.to_{part}": width for part in "qkv"}, BOTH if config["attention_bias"] else WEIGHT)
+        block.split("cross_attn.kv_linear", {f"attn2.to_{part}": width for part in "kv"})
+        block.copy({"attn1.to_out.0": "attn.proj", "attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj"})
+        block.copy({"ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"})
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, caption_channels], and where the model knows them `resolution` [B, 2] and `aspect_ratio` [B, 1].
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, caption_channels], and if the model takes them `resolution` [B, 2] and `aspect_ratio` [B, 1].
 
-    All of the text is seen, as in the native model, which passes no mask on.
+    No mask: ComfyUI's native model attends to all of the text.
     """
-    tensors = {"context": text("PixArt", config["caption_channels"], given)}
-    return tensors | ({"resolution": given["c_size"], "aspect_ratio": given["c_ar"]} if _knows_sizes(config) else {})
+    tensors = {"context": text("PixArt", config["caption_channels"], call)}
+    return tensors | ({"resolution": call["c_size"], "aspect_ratio": call["c_ar"]} if _knows_sizes(config) else {})
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
@@ -129,7 +98,7 @@ PIXART = Family(
     model_class="PixArtTransformer2DModel",
     native_classes=("PixArtAlpha", "PixArtSigma"),
     file=FileLayout(
-        detect=_detect,
+        detect=lambda shapes: all(key in shapes for key in NEEDED),
         configure=_configure,
         key_map=_key_map,
         ignored=UNUSED,
@@ -157,7 +126,7 @@ PIXART = Family(
         arguments=_arguments,
         whole_latent=True,
         output=without_variance,
-        cached_modules={"adaln_single": CacheScope.CALL, "caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
+        cached_modules=cached(call=("adaln_single",), prompt=("caption_projection",)) | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={BLOCKS: block_plan("ff")},

@@ -1,31 +1,30 @@
 """Qwen-Image, Edit (2511 and its kind too) and Layered: joint blocks, joint sequence [text, image].
 
-Edit 2511 has its reference pictures at time 0: they are modulated for that time. So are those of any other file where the
-method for references asks for it. Layered makes the layers of a picture as a video's frames. ComfyUI's files have diffusers'
-key layout.
+Edit 2511 modulates reference pictures for time 0, and other files do where the call's method for references asks for it.
+Layered makes the layers of a picture as a video's frames. ComfyUI's files have diffusers' key layout.
 """
 
 import sys
 from typing import Any
 
 import torch
-from torch import nn
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
-from parallel_backend.families.parts.flux_blocks import rope_axes
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
+from .base.patching import Patching
+from .base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, rotary_table, text
+from .parts.flux_blocks import rope_axes
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
 EDIT_2511 = "__index_timestep_zero__"
 """Key that marks a file of Edit 2511, whose reference pictures are at time 0."""
 LAYERED = "time_text_embed.addition_t_embedding"
-"""Layer of Layered alone."""
+"""Layer that only Layered has."""
 _QKV = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 _PLAN = {
     **dict.fromkeys(("img_mod.1", "txt_mod.1"), GATHER),
@@ -61,28 +60,28 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     if config["use_additional_t_cond"]:
-        keys.same(LAYERED, parameters=("weight",))
+        keys.same(LAYERED, parameters=WEIGHT)
     keys.same("img_in", "txt_in", "norm_out.linear", "proj_out", *_TIME)
-    keys.same("txt_norm", parameters=("weight",))
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
+    keys.same("txt_norm", parameters=WEIGHT)
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
         block.same(*_PLAN)
-        block.same(*_NORMS, parameters=("weight",))
+        block.same(*_NORMS, parameters=WEIGHT)
     return keys.sources
 
 
 class _Forward(Forward):
-    def prepare(self, model: nn.Module, step: StepInputs) -> None:
-        """Rotary tables of the rank's tokens, and whether references are at time 0.
+    def prepare(self, model: Any, step: StepInputs) -> None:
+        """Gives the model rotary tables of the rank's tokens, and blocks the mode of references at time 0.
 
-        ComfyUI has row 0 of an odd grid at -(rows // 2), diffusers one further away.
+        Row 0 of an odd grid is at -(rows // 2), as in ComfyUI; diffusers puts it one further away.
         """
         rows, columns = step.grid[-2:]
-        words = torch.arange(step.text.start, step.text.stop, device=step.timestep.device) + max(rows // 2, columns // 2)
-        rope, positions = model.pos_embed, (step.positions(-(rows // 2), -(columns // 2)), words[:, None].expand(-1, 3))
+        rope, words = model.pos_embed, (step.text_numbers + max(rows // 2, columns // 2))[:, None].expand(-1, 3)
+        positions = (step.positions(-(rows // 2), -(columns // 2)), words)
         tables = tuple(rotary_table(each, rope.axes_dim, rope.theta) for each in positions)
         rope.forward = lambda *_args, **_named: tables
-        model.zero_cond_t, last = False, model.norm_out  # what the forward makes of it itself is for tokens in its own order
+        # The forward's index of tokens at time 0 assumes whole pictures in the class's order: `_modulate_index` makes it.
+        model.zero_cond_t, last = False, model.norm_out
         for block in model.transformer_blocks:
             block.zero_cond_t = REFERENCES_AT_ZERO in step.tensors
         last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
@@ -90,34 +89,33 @@ class _Forward(Forward):
 
 
 def _let_text_be_empty(module: Any) -> None:
-    """diffusers' rotation cannot reshape the text of a micro-step that has none. Idempotent."""
+    """Makes diffusers' rotation accept no tokens, as micro-steps without text have. Idempotent."""
     rotate = module.apply_rotary_emb_qwen
-    if rotate.__module__ == module.__name__:  # else it is this one already
+    if rotate.__module__ == module.__name__:  # not yet replaced
         module.apply_rotary_emb_qwen = lambda x, *args, **named: rotate(x, *args, **named) if x.shape[1] else x
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    layered = step.times.new_zeros(len(step.times), dtype=torch.long) if config["use_additional_t_cond"] else None
     return {
         "hidden_states": step.x,
         "encoder_hidden_states": step.text_tensor("context", config["joint_attention_dim"]),
         "timestep": step.times,
-        "additional_t_cond": step.times.new_zeros(len(step.times), dtype=torch.long)
-        if config["use_additional_t_cond"]
-        else None,
+        "additional_t_cond": layered,
     }
 
 
 def _modulate_index(_index: None, step: StepInputs) -> torch.Tensor | None:
-    """[1, n]: not 0 for the rank's tokens that are at time 0. None: none can be."""
+    """[1, n] bool: which of the rank's image tokens are at time 0, see StepInputs.at_zero."""
     references = step.at_zero()
     return None if references is None else references[None]
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], given)}
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], call)}
     method = "negative_index" if config["use_layer3d_rope"] else AT_ZERO if config["zero_cond_t"] else "index"
-    tensors |= reference_tensors(PATCHING, given, method, centred=True, methods=(*METHODS, AT_ZERO))
-    mask = given.get("attention_mask")
+    tensors |= reference_tensors(PATCHING, call, method, centred=True, methods=(*METHODS, AT_ZERO))
+    mask = call.get("attention_mask")
     return tensors if mask is None else tensors | {TEXT_MASK: mask.bool()}
 
 
@@ -125,12 +123,7 @@ QWEN_IMAGE = Family(
     name="qwen-image",
     model_class="QwenImageTransformer2DModel",
     native_classes=("QwenImage",),
-    file=FileLayout(
-        detect=_detect,
-        configure=_configure,
-        key_map=_key_map,
-        ignored=(EDIT_2511,),
-    ),
+    file=FileLayout(detect=_detect, configure=_configure, key_map=_key_map, ignored=(EDIT_2511,)),
     blocks=Blocks(
         lists=(BlockList(BLOCKS, by_token={"modulate_index": _modulate_index}),),
         counts=lambda config: {BLOCKS: config["num_layers"]},
@@ -150,8 +143,7 @@ QWEN_IMAGE = Family(
     forward=_Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_text_embed"),
-        cached_modules={"pos_embed": CacheScope.BAND}
-        | dict.fromkeys(("time_text_embed", "*.img_mod", "*.txt_mod", "norm_out.linear"), CacheScope.CALL),
+        cached_modules=cached(call=("time_text_embed", "*.img_mod", "*.txt_mod", "norm_out.linear"), band=("pos_embed",)),
     ),
     tensor_plan={BLOCKS: _PLAN},
     patching=PATCHING,

@@ -4,15 +4,15 @@ Key layouts: Stability AI's MMDiT (which ComfyUI's files use) and diffusers' SD3
 """
 
 import math
-from functools import partial
 from typing import Any
 
-from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import IMAGE, JOINT, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, example, hidden, joint_widths, text_and_pooled
+from .parts.key_map import WEIGHT, KeyMap
 
 HEAD = 64
 """Width of a head in every model of this family. The weights show it only where there are query norms."""
@@ -36,6 +36,7 @@ _PLAN = {
     **dict.fromkeys(("ff.net.0.proj", "ff_context.net.0.proj"), COLUMN),
     **dict.fromkeys(("ff.net.2", "ff_context.net.2"), ROW),
 }
+_LOADER = "TripleCLIPLoader, or a DualCLIPLoader of type sd3"
 _NEEDED = ("joint_blocks.0.context_block.adaLN_modulation.1.weight", "x_embedder.proj.weight", "pos_embed")
 
 
@@ -66,7 +67,7 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.copy(_OUTSIDE)
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
     for index in range(config["num_layers"]):
-        # The last block's text only serves as keys: nothing follows its attention, and it has no gates.
+        # In the last block text only gives keys and values: no layers follow its attention, and its modulation has no gates.
         ends = index == config["num_layers"] - 1
         block, joint = f"{BLOCKS}.{index}.", f"joint_blocks.{index}."
         image, text = keys.inside(block, f"{joint}x_block."), keys.inside(block, f"{joint}context_block.")
@@ -87,7 +88,7 @@ def _attention(
     keys.split(f"{name}.qkv", {f"{name}.{part}": hidden(config) for part in qkv})
     if config["qk_norm"] is not None:
         original = (f"{name}.ln_q", f"{name}.ln_k")
-        keys.copy(dict(zip((f"{name}.{norm}" for norm in norms), original, strict=True)), ("weight",))
+        keys.copy(dict(zip((f"{name}.{norm}" for norm in norms), original, strict=True)), WEIGHT)
     keys.copy({f"{name}.{out}": f"{name}.proj"} if out else {})
 
 
@@ -124,18 +125,17 @@ SD3 = Family(
         max_side=lambda config: config["pos_embed_max_size"],
     ),
     inputs=Inputs(
-        conditioning=partial(text_and_pooled, "SD3", "TripleCLIPLoader, or a DualCLIPLoader of type sd3"),
+        conditioning=lambda config, call: text_and_pooled("SD3", _LOADER, joint_widths(config), call),
         token_tensors=("context",),
         vector_tensors=("pooled",),
-        example=example,
+        example=lambda config, tokens: example(joint_widths(config), tokens),
     ),
     forward=Forward(
         arguments=_arguments,
         whole_latent=True,
         time_embed=TimeEmbed("time_text_embed"),
-        cached_modules=dict.fromkeys(
-            ("time_text_embed", "context_embedder", "*.norm1.linear", "*.norm1_context.linear", "norm_out.linear"),
-            CacheScope.CALL,
+        cached_modules=cached(
+            call=("time_text_embed", "context_embedder", "*.norm1.linear", "*.norm1_context.linear", "norm_out.linear")
         ),
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),

@@ -1,6 +1,6 @@
-"""Wan 2.1 and 2.2: text to video, picture to video (pictures in its channels, CLIP's beside the text), and the 2.2 5B.
+"""Wan 2.1 and 2.2: text to video, picture to video (the picture in the channels, CLIP's tokens before the text), and 2.2 5B.
 
-References in context, as Bernini-R has them, and Fun Control's picture are tokens behind the video's.
+Bernini-R's references in context and Fun Control's picture are tokens after the video's.
 """
 
 from typing import Any
@@ -8,32 +8,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.step_inputs import (
-    REFERENCE_POSITIONS,
-    REFERENCES,
-    Config,
-    Shapes,
-    StepInputs,
-    image_tables,
-)
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .base.blocks import Blocks
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ArgumentCut, Config, Shapes, StepInputs, image_tables
+from .parts import wan
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
 
-VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in diffusers
+VARIANTS = {  # wan.kind -> name
     "s2v": "Wan S2V",
     "humo": "HuMo",
     "wandancer": "WanDancer",
 }
-"""Those that cannot run."""
-EMBEDDER = {"condition_embedder.text_embedder": CacheScope.CALL}
+"""Variants that cannot run: they are other classes in ComfyUI, and have other classes or none in diffusers."""
 PICTURE = "reference_picture"
-"""Conditioning tensor [B, 2] int64: rows and columns, in latent pixels, of the picture that REFERENCES are of."""
+"""Conditioning tensor [B, 2] int64: latent rows and columns of Fun Control's picture, if REFERENCES are its tokens."""
+
+CUTS: dict[str, ArgumentCut] = {
+    "rotary_emb": image_tables(1),
+    # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
+    "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
+}
+"""`BlockList.cuts` of every variant."""
 
 
 def _configure(shapes: Shapes) -> Config:
-    if name := VARIANTS.get(wan.kind(shapes)):
+    if name := VARIANTS.get(wan.kind(shapes) or ""):
         raise ValueError(f"model_name: this is {name}, which this version cannot run. Use a Wan T2V or I2V model.")
     return wan.configure(shapes) | {"reference_channels": shapes.get("ref_conv.weight", (None, None))[1]}
 
@@ -45,46 +45,44 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As wan.conditioning, with REFERENCES and REFERENCE_POSITIONS (frame, row, column, number of the source), and PICTURE
-    if they are Fun Control's. Models without weights for that ignore it, as the native ones do."""
-    tensors, latents = wan.conditioning(config, given), given.get("context_latents")
-    picture = None if config["reference_channels"] is None else given.get("reference_latent")
+    if they are Fun Control's. Models without weights for Fun Control's picture ignore it, as ComfyUI's do."""
+    tensors, latents = wan.conditioning(config, call), call.get("context_latents")
+    picture = None if config["reference_channels"] is None else call.get("reference_latent")
     if not latents and picture is None:
         return tensors
     if latents and picture is not None:
         raise ValueError("positive, negative: references in context and a reference picture cannot be forwarded at once.")
-    if given.get("denoise_mask") is not None:
+    if call.get("denoise_mask") is not None:
         raise ValueError("positive, negative: references cannot be forwarded together with a noise mask.")
     if picture is not None:
-        packed, place = wan.packed(picture[:, :, None])
-        place = F.pad(place - torch.tensor((1.0, 0.0, 0.0)), (0, 1))  # it is the frame before the video
-        return (
-            tensors | wan.references([packed], [place]) | {PICTURE: torch.tensor(picture.shape[-2:]).expand(len(packed), -1)}
-        )
-    tokens, places = [], []
-    for number, latent in enumerate(latents, 1):
+        packed, position = wan.packed(picture[:, :, None])
+        position = F.pad(position - torch.tensor((1.0, 0.0, 0.0)), (0, 1))  # the picture is the frame before the video
+        tensors[PICTURE] = torch.tensor(picture.shape[-2:]).expand(len(packed), -1)
+        return tensors | wan.references([packed], [position])
+    tokens, positions = [], []
+    for number, latent in enumerate(latents or (), 1):
         if latent.shape[1] != config["in_channels"]:
             raise ValueError(
                 f"positive, negative: a reference in context has {latent.shape[1]} channels, this model needs "
                 f"{config['in_channels']}. Use a Wan T2V or Bernini model, and its own VAE."
             )
-        packed, place = wan.packed(latent)
+        packed, position = wan.packed(latent)
         tokens.append(packed)
-        places.append(F.pad(place, (0, 1), value=float(number)))
-    return tensors | wan.references(tokens, places)
+        positions.append(F.pad(position, (0, 1), value=float(number)))
+    return tensors | wan.references(tokens, positions)
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if PICTURE in tensors:
         wan.check_sizes("the reference picture", (1, *grid[1:]), (1, *tensors[PICTURE][0].tolist()))
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    # Of the first stage.
-    references = {"references": step.tensors.get(REFERENCES), "own": PICTURE in step.tensors}
-    return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "embedded": references}
+    # Only the first stage has REFERENCES, and only its module reads `patch_inputs`.
+    references = {"references": step.tensors.get(REFERENCES), "separate": PICTURE in step.tensors}
+    return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "patch_inputs": references}
 
 
 WAN = Family(
@@ -96,23 +94,13 @@ WAN = Family(
         detect=lambda shapes: wan.kind(shapes) in ("", "reference", *VARIANTS),
         configure=_configure,
         key_map=_key_map,
-        header=wan.header(
-            "t2v", "i2v", in_dim_ref_conv=lambda config: (config["reference_channels"],)
-        ),  # the same transformer
+        # ComfyUI's class makes the same transformer for both types.
+        header=wan.header("t2v", "i2v", in_dim_ref_conv=lambda config: (config["reference_channels"],)),
         ignored=(r".*\.norm_added_q\.weight",),
         max_settings={"rope_max_seq_len": 1 << 16},
     ),
     blocks=Blocks(
-        lists=(
-            block_list(
-                "blocks",
-                cuts={
-                    "rotary_emb": image_tables(1),
-                    # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
-                    "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
-                },
-            ),
-        ),
+        lists=(block_list("blocks", cuts=CUTS),),
         counts=lambda config: {"blocks": config["num_layers"]},
         prologue=("patch_embedding",),
         epilogue=("norm_out", "proj_out"),
@@ -135,7 +123,7 @@ WAN = Family(
     forward=Forward(
         arguments=_arguments,
         whole_latent=True,
-        cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | EMBEDDER | TEXT_KEYS,
+        cached_modules=cached(call=("condition_embedder", "condition_embedder.text_embedder"), prompt=("rope",)) | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ffn")},

@@ -1,22 +1,22 @@
-"""Wan 2.2 Animate: a character's picture moves as a pose video and a video of a face do."""
+"""Wan 2.2 Animate: animates the picture of a character after a video of poses and a video of a face."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import CacheScope, FolderLayout, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.conditioning import count_blocks, hidden
-from parallel_backend.families.parts.cross_attention import block_plan
-from parallel_backend.families.parts.key_map import KeyMap
-
-from .wan import WAN
+from .base.family import cached
+from .base.file_layout import FolderLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
+from .parts import wan
+from .parts.conditioning import count_blocks, hidden
+from .parts.cross_attention import block_list, block_plan
+from .parts.key_map import WEIGHT, KeyMap
+from .wan import CUTS, WAN
 
 EVERY = 5
-"""Blocks from one look at faces to the next. No file says it."""
+"""Blocks from one face adapter to the next. No file says it."""
 CONVOLUTIONS = "motion_encoder.enc.net_app.convs."
 
 
@@ -56,12 +56,12 @@ def _key_map(config: Config) -> dict[str, Source]:
         look = keys.inside(f"blocks.{index}.face.", f"face_adapter.fuser_blocks.{number}.")
         look.split("linear1_kv", {"to_k": width, "to_v": width})
         look.copy({"to_q": "linear1_q", "to_out": "linear2"})
-        look.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+        look.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, WEIGHT)
     return keys.sources
 
 
 def _add_motion(motion: KeyMap, blocks: int) -> None:
-    """The motion encoder, of so many residual blocks."""
+    """Adds the motion encoder. `blocks`: number of its residual blocks."""
     motion.tensor("motion_synthesis_weight", "dec.direction.weight")
     motion.copy({f"motion_network.{index}": f"enc.fc.{index}" for index in range(5)})
     layers = motion.inside("", "enc.net_app.convs.")
@@ -78,7 +78,6 @@ def _add_motion(motion: KeyMap, blocks: int) -> None:
 
 
 def _folder_source(config: Config, parameter: str) -> Source:
-    """See FolderLayout.source."""
     match parameter.split("."):
         case ["patch_embedding", stream, leaf]:
             return Source(f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}")
@@ -90,21 +89,20 @@ def _folder_source(config: Config, parameter: str) -> Source:
             return Source(parameter)
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's and, where there are any, `pose` [B, 16, t, H, W] in whole patches, `faces` [B, 3, t, side, side]."""
-    tensors, side = wan.conditioning(config, given), config["motion_encoder_size"]
-    faces = given.get("face_pixel_values")
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's and, if the call has them, `pose` [B, 16, t, H, W] in whole patches and `faces` [B, 3, t, side, side]."""
+    tensors, side = wan.conditioning(config, call), config["motion_encoder_size"]
+    faces = call.get("face_pixel_values")
     if faces is not None and tuple(faces.shape[-2:]) != (side, side):
         raise ValueError(
             f"positive, negative: the face video is {faces.shape[-1]} x {faces.shape[-2]}, this model needs {side} x "
             f"{side}. WanAnimateToVideo makes it so."
         )
-    found = {"pose": given.get("pose_latents"), "faces": faces}
-    return tensors | {name: tensor for name, tensor in found.items() if tensor is not None}
+    further = {"pose": call.get("pose_latents"), "faces": faces}
+    return tensors | {name: tensor for name, tensor in further.items() if tensor is not None}
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "pose" in tensors:
         sizes = tensors["pose"].shape[2:]
         wan.check_sizes("the pose video", (sizes[0], *grid[1:]), sizes)
@@ -112,8 +110,8 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return wan.arguments(step, config) | {
-        "embedded": {"pose": step.tensors.get("pose")},  # of the first stage
-        "given": {"faces": step.tensors.get("faces")},
+        "patch_inputs": {"pose": step.tensors.get("pose")},  # of the first stage
+        "block_inputs": {"faces": step.tensors.get("faces")},
     }
 
 
@@ -136,12 +134,8 @@ WAN_ANIMATE = replace(
     ),
     blocks=replace(
         WAN.blocks,
-        lists=(
-            replace(
-                WAN.blocks.lists[0], cuts=WAN.blocks.lists[0].cuts | {"seen": lambda seen, rows: rows.of_image(seen, 0)}
-            ),
-        ),
-        native=None,  # the look at faces would be skipped too
+        lists=(block_list("blocks", cuts=CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)}),),
+        native=None,  # a replaced block would skip the face adapter too
     ),
     inputs=replace(
         WAN.inputs,
@@ -154,10 +148,13 @@ WAN_ANIMATE = replace(
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules
-        | {"faces": CacheScope.PROMPT, "patch_embedding.pose": CacheScope.PROMPT}
-        | dict.fromkeys(("*.face.to_k", "*.face.to_v", "*.face.norm_k", "*.face.pre_norm_kv"), CacheScope.CALL),
+        cached_modules={
+            **WAN.forward.cached_modules,
+            **cached(
+                call=("*.face.to_k", "*.face.to_v", "*.face.norm_k", "*.face.pre_norm_kv"),
+                prompt=("faces", "patch_embedding.pose"),
+            ),
+        },
     ),
     tensor_plan={"blocks": block_plan("ffn") | _LOOK_PLAN},
-    native_values=wan.native_values,
 )

@@ -1,4 +1,4 @@
-"""Wan Animate 2: a character's picture moves as somebody does in another video. A file is told from Wan's by its header."""
+"""Wan Animate 2: a character's picture moves as a person in another video. Only its header tells a file from Wan's."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,13 +6,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.blocks import PAIRED
-from parallel_backend.families.base.family import Source
-from parallel_backend.families.base.step_inputs import Config, StepInputs, image_tables
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.conditioning import hidden
-
-from .wan import WAN
+from .base.blocks import PAIRED
+from .base.file_layout import Source
+from .base.step_inputs import Config, StepInputs, image_tables
+from .parts import wan
+from .parts.conditioning import hidden
+from .wan import CUTS, WAN
 
 KIND = "animate2"
 
@@ -21,16 +20,16 @@ def _key_map(config: Config) -> dict[str, Source]:
     return wan.key_map(config, "patch_embedding.video").sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's, and `reference` [B]: strength of frame 0. Of the pose, where there is one: `pose` [B, 16, T - 1, H, W] in
-    whole patches, `pose_strength` [B], `pose_context` and `pose_picture` as `context` and `picture`."""
-    tensors = wan.conditioning(config, given)
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's, and `reference` [B]: strength of frame 0. With a pose also `pose` [B, 16, T - 1, H, W] in whole patches,
+    `pose_strength` [B], and the pose's text and CLIP tokens `pose_context` and `pose_picture`."""
+    tensors = wan.conditioning(config, call)
     batch = len(tensors["context"])
-    tensors["reference"] = torch.full((batch,), float(given.get("reference_strength", 1.0)))
-    if (pose := given.get("pose_latents")) is None:
+    tensors["reference"] = torch.full((batch,), float(call.get("reference_strength", 1.0)))
+    if (pose := call.get("pose_latents")) is None:
         return tensors
-    own = {"context": given.get("context_pose"), "clip_fea": given.get("clip_fea_pose")}
-    text = wan.conditioning(config, given | {name: value for name, value in own.items() if value is not None})
+    pose_text = {"context": call.get("context_pose"), "clip_fea": call.get("clip_fea_pose")}
+    text = wan.conditioning(config, call | {name: value for name, value in pose_text.items() if value is not None})
     if text["context"].shape != tensors["context"].shape:
         raise ValueError(
             "positive, negative: the pose has a CLIP vision output and the video has none, which cannot be forwarded to "
@@ -38,27 +37,25 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
         )
     tensors |= {f"pose_{name}": value for name, value in text.items()}
     tensors["pose"] = F.pad(pose, (0, pose.shape[-1] % 2, 0, pose.shape[-2] % 2, 0, 0), mode="circular")
-    return tensors | {"pose_strength": torch.full((batch,), float(given.get("pose_strength", 1.0)))}
+    return tensors | {"pose_strength": torch.full((batch,), float(call.get("pose_strength", 1.0)))}
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "pose" in tensors:
         frames, *sides = tensors["pose"].shape[2:]
         wan.check_sizes("the pose video, with a frame for the reference image,", grid, (frames + 1, *sides))
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    given = {"reference": step.tensors["reference"]}
-    given |= {name: step.tensors.get(f"pose_{theirs}") for name, theirs in _OF_POSE.items()}
-    return wan.arguments(step, config) | {"embedded": {"pose": step.tensors.get("pose")}, "given": given}
+    block_inputs: dict[str, Any] = {"reference": step.tensors["reference"]}
+    block_inputs |= {name: step.tensors.get(f"pose_{theirs}") for name, theirs in _OF_POSE.items()}
+    return wan.arguments(step, config) | {"patch_inputs": {"pose": step.tensors.get("pose")}, "block_inputs": block_inputs}
 
 
 _OF_POSE = {"text": "context", "picture": "picture", "strength": "strength"}
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
     tensors = wan.example(config, text_tokens)
     return tensors | {"pose_context": tensors["context"], "reference": torch.ones(1), "pose_strength": torch.ones(1)}
 
@@ -83,25 +80,17 @@ WAN_ANIMATE_2 = replace(
                 WAN.blocks.lists[0],
                 attention={"attn1": PAIRED},
                 values=None,
-                cuts=WAN.blocks.lists[0].cuts
-                | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
+                cuts=CUTS | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
             ),
         ),
-        native=None,  # the pose would be skipped too
+        native=None,  # a replaced block would skip the pose too
     ),
     sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
     inputs=replace(
         WAN.inputs,
         conditioning=_conditioning,
         check_grid=_check_grid,
-        accepts=(
-            *wan.ACCEPTS,
-            "pose_latents",
-            "context_pose",
-            "clip_fea_pose",
-            "pose_strength",
-            "reference_strength",
-        ),
+        accepts=(*wan.ACCEPTS, "pose_latents", "context_pose", "clip_fea_pose", "pose_strength", "reference_strength"),
         options=(),
         vector_tensors=(*WAN.inputs.vector_tensors, "reference", *(f"pose_{theirs}" for theirs in _OF_POSE.values())),
         example=_example,

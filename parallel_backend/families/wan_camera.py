@@ -1,14 +1,14 @@
-"""Wan with camera control, 2.1 and 2.2: the camera moves on a given path."""
+"""Wan with camera control, 2.1 and 2.2: the camera moves along a path."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import CacheScope, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.parts import wan
-
+from .base.family import cached
+from .base.file_layout import Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .parts import wan
 from .wan import WAN
 
 
@@ -24,21 +24,20 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's and, where there is one, `camera` [B, control_channels, T, 8 H, 8 W]."""
-    tensors, camera = wan.conditioning(config, given), given.get("camera_conditions")
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's and, if the call has a path, its rays `camera` [B, control_channels, T, 8 H, 8 W]."""
+    tensors, camera = wan.conditioning(config, call), call.get("camera_conditions")
     return tensors if camera is None else tensors | {"camera": camera}
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "camera" in tensors:
         frames, *sides = tensors["camera"].shape[2:]
         wan.check_sizes("the camera's path", grid, (frames, *(side / wan.PIXELS for side in sides)))
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    return wan.arguments(step, config) | {"embedded": {"camera": step.tensors.get("camera")}}  # of the first stage
+    return wan.arguments(step, config) | {"patch_inputs": {"camera": step.tensors.get("camera")}}  # of the first stage
 
 
 WAN_CAMERA = replace(
@@ -67,6 +66,6 @@ WAN_CAMERA = replace(
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules | {"patch_embedding.camera": CacheScope.PROMPT},
+        cached_modules={**WAN.forward.cached_modules, **cached(prompt=("patch_embedding.camera",))},
     ),
 )

@@ -1,4 +1,4 @@
-"""SCAIL and SCAIL-2: characters of pictures move as a pose video does."""
+"""SCAIL and SCAIL-2: characters from pictures move as a pose video does."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.family import CacheScope, Source
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
-from parallel_backend.families.parts import wan
-
+from .base.family import cached
+from .base.file_layout import Source
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
+from .parts import wan
 from .wan import WAN
 
 ASIDE = 120.0
-"""Columns between a video and its pose in positions; rows between it and pictures that replace somebody in it."""
+"""Distance in positions: columns from a video to its pose, rows from a video to pictures that replace a character in it."""
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -28,13 +28,13 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's and, where there are any: `mask` [B, mask_channels, T, H, W] of the video; REFERENCES, of pictures and the
-    pose, with their masks; REFERENCE_POSITIONS [B, R, 7]: frame, row, column (the pose's are its own), whether it is of the
-    pose, whether it has a mask, rows and columns of the pose.
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's and, if the call has them: `mask` [B, mask_channels, T, H, W] of the video; REFERENCES, of pictures and the
+    pose, with their masks; REFERENCE_POSITIONS [B, R, 7]: frame, row and column (of the pose in the pose's grid), 1 for the
+    pose's, 1 for tokens with a mask, rows and columns of the token's grid.
     """
-    tensors, masks = wan.conditioning(config, given), config["mask_channels"]
-    videos = {name: given.get(name) for name in ("reference_latent", "pose_latents", "ref_mask_latents", "sam_latents")}
+    tensors, masks = wan.conditioning(config, call), config["mask_channels"]
+    videos = {name: call.get(name) for name in ("reference_latent", "pose_latents", "ref_mask_latents", "sam_latents")}
     for name, video in videos.items():
         if video is not None and (video.shape[-2] % 2 or video.shape[-1] % 2):
             raise ValueError(f"positive, negative: '{name}' has an odd size in latent pixels. Use multiples of 16.")
@@ -43,10 +43,10 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     if picture_mask is not None:
         tensors["mask"] = picture_mask[:, :, count:]
         picture_mask = picture_mask[:, :, :count]
-    replaces = given.get("ref_mask_flag") is not None and not bool(given["ref_mask_flag"])
-    # Only differences of positions count: the video's begin at frame 0.
+    replaces = call.get("ref_mask_flag") is not None and not bool(call["ref_mask_flag"])
+    # ComfyUI puts the pictures before the video. Only differences of positions count, so here the video begins at frame 0.
     earlier, below = (max(count - 1, 0), ASIDE) if replaces else (count, 0.0)
-    found = [
+    references = [
         _reference(video, mask, masks, shift, posed)
         for video, mask, shift, posed in (
             (pictures, picture_mask, (-earlier, below, 0.0), False),
@@ -54,41 +54,35 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
         )
         if video is not None
     ]
-    return tensors | (wan.references(*map(list, zip(*found, strict=True))) if found else {})
+    return tensors | (wan.references(*map(list, zip(*references, strict=True))) if references else {})
 
 
 def _reference(
     video: torch.Tensor, mask: torch.Tensor | None, channels: int | None, shift: tuple[float, ...], posed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, R, values] and positions [R, 7] of one stream."""
-    packed, places = wan.packed(video)
+    """Tokens [B, R, values] and REFERENCE_POSITIONS [R, 7] of pictures or of the pose (`posed`)."""
+    packed, positions = wan.packed(video)
     if channels is not None:
         blank = video.new_zeros(len(video), channels, *video.shape[2:])
         packed = torch.cat((packed, wan.packed(blank if mask is None else mask)[0]), dim=-1)
     _, rows, columns = wan.PATCHING.grid(tuple(video.shape))
     rest = torch.tensor([float(posed), float(mask is not None), float(rows), float(columns)])
-    return packed, torch.cat((places + torch.tensor(shift), rest.expand(len(places), -1)), dim=1)
-
-
-def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
-    if "mask" in tensors:
-        wan.check_sizes("the mask of the characters", grid, tensors["mask"].shape[2:])
+    return packed, torch.cat((positions + torch.tensor(shift), rest.expand(len(positions), -1)), dim=1)
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     positions, kinds = step.tensors.get(REFERENCE_POSITIONS), None
     if positions is not None:
-        places, kinds, sizes = positions.split((3, 2, 2), dim=-1)
-        # The pose covers the video, on the right of it, whatever its size: the middles of its patches are there.
+        frame, sides, kinds, sizes = positions.split((1, 2, 2, 2), dim=-1)
+        # A pose of any size is stretched to the video's grid: its patches' middles lie at fractions of rows and columns.
         _, rows, columns = step.grid
         scale = torch.stack((rows / sizes[..., 0], columns / sizes[..., 1]), dim=-1)
-        middles = places[..., 1:] * scale + (scale - 1) / 2
+        middles = sides * scale + (scale - 1) / 2
         middles = middles + F.pad(torch.full_like(middles[..., 1:], ASIDE), (1, 0))
-        inside = torch.where(kinds[..., :1] > 0, middles, places[..., 1:])
-        positions = torch.cat((places[..., :1], inside, torch.zeros_like(places[..., :1])), dim=-1)
+        sides = torch.where(kinds[..., :1] > 0, middles, sides)
+        positions = torch.cat((frame, sides, torch.zeros_like(frame)), dim=-1)
     embedded = {"mask": step.tensors.get("mask"), "references": step.tensors.get(REFERENCES), "kinds": kinds}
-    return wan.arguments(step, config) | {"positions": positions, "embedded": embedded}
+    return wan.arguments(step, config) | {"positions": positions, "patch_inputs": embedded}
 
 
 WAN_SCAIL = replace(
@@ -110,20 +104,13 @@ WAN_SCAIL = replace(
     inputs=replace(
         WAN.inputs,
         conditioning=_conditioning,
-        check_grid=_check_grid,
-        accepts=(
-            *wan.ACCEPTS,
-            "reference_latent",
-            "pose_latents",
-            "ref_mask_latents",
-            "sam_latents",
-            "ref_mask_flag",
-        ),
-        options=(),  # its references have positions that ComfyUI's class scales otherwise
+        check_grid=wan.size_check("mask", "the mask of the characters"),
+        accepts=(*wan.ACCEPTS, "reference_latent", "pose_latents", "ref_mask_latents", "sam_latents", "ref_mask_flag"),
+        options=(),  # ComfyUI's class scales the positions of references in another way
     ),
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules | {"patch_embedding.mask": CacheScope.PROMPT},
+        cached_modules={**WAN.forward.cached_modules, **cached(prompt=("patch_embedding.mask",))},
     ),
 )

@@ -1,18 +1,18 @@
-"""Wan VACE: a control video, with a mask, beside the one that is made."""
+"""Wan VACE: a control video with a mask guides the generated video."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import JOINT
-from parallel_backend.families.base.family import CacheScope, FolderLayout, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.conditioning import count_blocks, hidden
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_plan
-
+from .base.blocks import JOINT
+from .base.family import cached
+from .base.file_layout import FolderLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import GATHER
+from .parts import wan
+from .parts.conditioning import count_blocks, hidden
+from .parts.cross_attention import TEXT_KEYS, block_plan
 from .wan import WAN
 
 
@@ -36,7 +36,6 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _folder_source(config: Config, parameter: str) -> Source:
-    """See FolderLayout.source."""
     match parameter.split("."):
         case ["patch_embedding", stream, leaf]:
             return Source(f"{'vace_' if stream == 'control' else ''}patch_embedding.{leaf}")
@@ -46,10 +45,10 @@ def _folder_source(config: Config, parameter: str) -> Source:
             return Source(parameter)
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As Wan's, `control` [B, vace_in_channels, T, H, W] and its `strength` [B]. ValueError for several at once."""
-    tensors = wan.conditioning(config, given)
-    controls, strengths = given["vace_context"], given["vace_strength"]  # ComfyUI makes empty ones where there are none
+    tensors = wan.conditioning(config, call)
+    controls, strengths = call["vace_context"], call["vace_strength"]  # ComfyUI makes empty ones where there are none
     if controls.shape[1] > 1:
         raise ValueError(
             f"positive, negative: {controls.shape[1]} VACE controls at once cannot be forwarded to Parallel DiT's ranks in "
@@ -58,22 +57,11 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     return tensors | {"control": controls[:, 0], "strength": torch.full((len(controls),), float(strengths[0]))}
 
 
-def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
-    if "control" in tensors:
-        wan.check_sizes("the VACE control", grid, tensors["control"].shape[2:])
-
-
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return wan.arguments(step, config) | {
-        "embedded": {"control": step.tensors.get("control")},  # of the first stage
-        "given": {"strength": step.tensors["strength"]},
+        "patch_inputs": {"control": step.tensors.get("control")},  # of the first stage
+        "block_inputs": {"strength": step.tensors["strength"]},
     }
-
-
-def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
-    return wan.example(config, text_tokens) | {"strength": torch.ones(1)}
 
 
 _CONTROL_PLAN = {
@@ -102,23 +90,22 @@ WAN_VACE = replace(
     blocks=replace(
         WAN.blocks,
         lists=(replace(WAN.blocks.lists[0], attention={"attn1": JOINT, "vace.attn1": JOINT}),),
-        native=None,  # the control block would be skipped too
+        native=None,  # a replaced block would skip the control block too
     ),
     sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
     inputs=replace(
         WAN.inputs,
         conditioning=_conditioning,
-        check_grid=_check_grid,
+        check_grid=wan.size_check("control", "the VACE control"),
         accepts=(*wan.ACCEPTS, "vace_context", "vace_strength"),
         options=wan.OPTIONS,
         vector_tensors=(*WAN.inputs.vector_tensors, "strength"),
-        example=_example,
+        example=lambda config, tokens: wan.example(config, tokens) | {"strength": torch.ones(1)},
     ),
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules | {"patch_embedding.control": CacheScope.PROMPT} | _CONTROL_KEYS,
+        cached_modules={**WAN.forward.cached_modules, **_CONTROL_KEYS, **cached(prompt=("patch_embedding.control",))},
     ),
     tensor_plan={"blocks": block_plan("ffn") | _CONTROL_PLAN},
-    native_values=wan.native_values,
 )

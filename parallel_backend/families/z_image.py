@@ -1,7 +1,7 @@
 """Z-Image and Z-Image-Turbo: refiners for image and caption, then single-stream blocks; joint sequence [image, text].
 
 Key layouts: Tongyi's, with attention fused as in Lumina 2 (which ComfyUI's files use), and diffusers'
-ZImageTransformer2DModel. The class makes whole 32s of the image's and of the caption's tokens.
+ZImageTransformer2DModel. The class pads the image's and the caption's tokens to multiples of 32.
 """
 
 from dataclasses import replace
@@ -9,25 +9,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.next_dit import (
-    ACCEPTS,
-    AXES_LENS,
-    CONTEXT,
-    IGNORED,
-    MAX_SETTINGS,
-    MODULATED,
-    REFINER,
-    WEIGHT,
-    blocks,
-    caption,
-    has_keys,
-    sizes,
-)
+from .base.blocks import IMAGE, JOINT, BlockList, Blocks
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
+from .parts import next_dit
+from .parts.key_map import WEIGHT, KeyMap
 
 MULTIPLE = 32
 MODULATION = "adaLN_modulation.0"
@@ -49,11 +37,12 @@ _PLAN = {
 
 class _Inputs(Inputs):
     def padded(self, tokens: int) -> int:
+        """The class attends to its padding tokens, so their number changes the result."""
         return tokens + -tokens % MULTIPLE
 
 
 def _configure(shapes: Shapes) -> Config:
-    size = sizes(shapes)
+    size = next_dit.sizes(shapes)
     rows = size["head"] * 3 // 8 // 2 * 2  # rotary axes are (32, 48, 48) of a head's 128
     return {
         "in_channels": size["channels"],
@@ -64,7 +53,7 @@ def _configure(shapes: Shapes) -> Config:
         "n_kv_heads": size["key_heads"],
         "cap_feat_dim": size["caption"],
         "axes_dims": (size["head"] - 2 * rows, rows, rows),
-        "axes_lens": AXES_LENS,
+        "axes_lens": next_dit.AXES_LENS,
     }
 
 
@@ -75,18 +64,18 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.same("cap_embedder.0", parameters=WEIGHT)
     keys.tensor("x_pad_token")
     keys.tensor("cap_pad_token")
-    counts = {MODULATED: config["n_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["n_refiner_layers"])
-    for name, block in blocks(keys, counts, "attention", width, width):
+    for name, block in next_dit.block_keys(keys, config["n_layers"], config["n_refiner_layers"], "attention", width, width):
         block.same(*_FEED_FORWARD, *_NORMS, parameters=WEIGHT)
-        if name != CONTEXT:
+        if name != next_dit.CONTEXT:
             block.same(MODULATION)
     return keys.sources
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    # The image's padding counts as text of the stream, but is no part of the caption: the class adds it itself.
     words = replace(step, text_tokens=step.text_tokens - Z_IMAGE.image_padding(step.grid))
     return {
-        "x": list(step.x.unsqueeze(2).unbind()),
+        "x": list(step.image_tensor().unsqueeze(2).unbind()),
         "t": step.timestep,
         "cap_feats": list(words.text_tensor("context", config["cap_feat_dim"]).unbind()),
     }
@@ -109,19 +98,19 @@ Z_IMAGE = Family(
     model_class="ZImageTransformer2DModel",
     native_classes=("ZImage",),
     file=FileLayout(
-        detect=lambda shapes: has_keys(shapes, MODULATION),
+        detect=lambda shapes: next_dit.has_keys(shapes, MODULATION),
         configure=_configure,
         key_map=_key_map,
-        ignored=IGNORED,
-        max_settings=MAX_SETTINGS,
+        ignored=next_dit.IGNORED,
+        max_settings=next_dit.MAX_SETTINGS,
     ),
     blocks=Blocks(
-        lists=(_joined(REFINER, IMAGE, prologue=True), _joined(MODULATED, JOINT)),
-        counts=lambda config: {MODULATED: config["n_layers"]},
-        prologue=("all_x_embedder", "cap_embedder", CONTEXT),
+        lists=(_joined(next_dit.REFINER, IMAGE, prologue=True), _joined(next_dit.MODULATED, JOINT)),
+        counts=lambda config: {next_dit.MODULATED: config["n_layers"]},
+        prologue=("all_x_embedder", "cap_embedder", next_dit.CONTEXT),
         epilogue=("all_final_layer",),
         text_first=False,
-        residuals={"noise_refiner": REFINER, "double_block": MODULATED},
+        residuals={"noise_refiner": next_dit.REFINER, "double_block": next_dit.MODULATED},
         native_patches=("noise_refiner", "double_block"),
     ),
     sizes=Sizes(
@@ -132,8 +121,8 @@ Z_IMAGE = Family(
         max_side=lambda config: min(config["axes_lens"][1:]),
     ),
     inputs=_Inputs(
-        conditioning=lambda config, given: caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, given),
-        accepts=ACCEPTS,
+        conditioning=lambda config, call: next_dit.caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, call),
+        accepts=next_dit.ACCEPTS,
         token_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
     ),
@@ -142,12 +131,7 @@ Z_IMAGE = Family(
         whole_latent=True,
         time_embed=TimeEmbed("t_embedder", factor=1000.0, model_time=lambda timestep: 1 - timestep),
         output=lambda images: -torch.stack(images)[:, :, 0],
-        cached_modules={
-            "t_embedder": CacheScope.CALL,
-            "*.adaLN_modulation": CacheScope.CALL,
-            "cap_embedder": CacheScope.PROMPT,
-            f"{CONTEXT}.*": CacheScope.PROMPT,
-        },
+        cached_modules=cached(call=("t_embedder", "*.adaLN_modulation"), prompt=("cap_embedder", f"{next_dit.CONTEXT}.*")),
     ),
-    tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
+    tensor_plan=next_dit.tensor_plan(_PLAN, MODULATION),
 )

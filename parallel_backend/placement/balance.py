@@ -1,4 +1,4 @@
-"""Which blocks each stage gets, and which share of the picture each patch rank: from measured costs, or as the user says."""
+"""The blocks of each pipeline stage and the picture's share of each patch rank, from measured costs or the user's text."""
 
 import logging
 import math
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 ROUNDING = 1e-9
 """Sums of seconds count as equal if they differ by less than this part: the order of adding moves the last digits."""
 ALIKE = 1.2
-"""Devices count as equally fast if their times differ by less than this factor, which is noise."""
+"""Devices whose times differ by less than this factor count as equally fast: the difference is noise."""
 QUARTER = 0.25
 """The shorter of the two timed sequences, as a part of the longer one."""
 CPU_ROWS = 32
-"""Rows of image tokens that CPU ranks time blocks with, whatever the run: more of a large model would take minutes."""
+"""Rows of image tokens with which CPU ranks time blocks. More rows of a large model would take minutes."""
 GPU_ROWS = 32, 512
-"""The fewest and the most that GPUs do. Fewer do not fill one, and more would take an old one many seconds."""
+"""The fewest and the most rows for GPUs. Fewer do not fill a GPU, and more would take an old one many seconds."""
 
 
 def cut_blocks(
@@ -33,15 +33,16 @@ def cut_blocks(
 ) -> tuple[Span, ...] | None:
     """Cut the blocks into consecutive non-empty spans, one per stage, so that the slowest stage is as fast as possible.
 
-    `costs[stage][block]`: seconds of the block on that stage's device. A stage's blocks, of these `sizes` in bytes, must
-    fit its capacity (None: no limit). None where no cut fits. With `spill`, by stage, none needs to: each byte beyond the
-    capacity then takes so many seconds beside the computing, for its copy from host memory.
+    `costs[stage][block]`: seconds of the block on that stage's device. `sizes`: bytes of each block. `capacities`: bytes
+    for each stage's blocks (None: no limit). None is returned where no cut fits. With `spill`, by stage, blocks may exceed
+    the capacity: each further byte then takes so many seconds for its copy from host memory, while the stage computes.
     """
     stages, count = len(costs), len(sizes)
     assert 1 <= stages <= count
     total = [[0.0, *accumulate(stage)] for stage in costs]
     held = [0, *accumulate(sizes)]
-    # best[s][n]: smallest possible slowest stage when the first s stages have n blocks; cut[s][n]: where its last starts
+    # Dynamic programming over (stages, blocks). best[s][n]: seconds of the slowest stage if the first s stages have the
+    # first n blocks in the best way; cut[s][n]: first block of stage s in that way.
     best = [[math.inf] * (count + 1) for _ in range(stages + 1)]
     cut = [[0] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = 0.0
@@ -64,28 +65,41 @@ def cut_blocks(
     return tuple(reversed(spans))
 
 
+def cut_without_limits(costs: Sequence[Sequence[float]], sizes: Sequence[int]) -> tuple[Span, ...]:
+    """`cut_blocks` for stages of any size."""
+    spans = cut_blocks(costs, sizes, [None] * len(costs))
+    assert spans is not None
+    return spans
+
+
+def equally_full(limits: Sequence[float | None], sizes: Sequence[int]) -> tuple[Span, ...]:
+    """The cut whose fullest stage is the least full. `limits`: bytes of each stage's device (None: no limit)."""
+    fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in limits]
+    return cut_without_limits(fullness, sizes)
+
+
 @dataclass(frozen=True)
 class Balance:
     """How a model is cut."""
 
     stage_blocks: tuple[Span, ...]
-    """Blocks of each stage, all block lists counted through."""
+    """Blocks of each stage, numbered through all block lists."""
     patch_shares: tuple[float, ...]
-    """Share of the picture of each patch rank; their sum is 1."""
+    """Each patch rank's share of the picture. Their sum is 1."""
     stage_costs: tuple[StageCost, ...] | None
-    """By stage, for the timed number of tokens. None: nothing was measured."""
+    """By stage, for `timed_tokens`. None: nothing was measured."""
     timed_tokens: int = 1
-    """Image tokens of the longer sequence that blocks were timed with, on each rank."""
+    """Image tokens of the longer timed sequence, on each rank."""
 
     def costs(self, tokens: float) -> tuple[StageCost, ...] | None:
-        """By stage, for an image of which each rank has so many tokens."""
+        """By stage, for an image of which each rank has `tokens` tokens."""
         if self.stage_costs is None:
             return None
         return tuple(cost.scaled(tokens / self.timed_tokens) for cost in self.stage_costs)
 
 
 def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span, ...] | None:
-    """Stages from the widget's text, such as '30,27'. None for 'auto' and 'even'. ValueError for anything else."""
+    """The stages that the widget's text names, such as '30,27'. None for 'auto' and 'even'. ValueError for other texts."""
     if stage_split.strip().lower() in ("auto", "even"):
         return None
     try:
@@ -102,7 +116,7 @@ def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span,
 
 
 def timed_rows(expected: Request | None, degrees: Degrees, on_gpus: bool) -> tuple[int, int]:
-    """Rows of image tokens that blocks are timed with: those of a rank's whole call, as far as possible, and a quarter."""
+    """Rows of image tokens in the two timed sequences: the rows of a rank's whole call, within limits, and a quarter."""
     rows = CPU_ROWS
     if on_gpus:
         fewest, most = GPU_ROWS
@@ -112,13 +126,19 @@ def timed_rows(expected: Request | None, degrees: Degrees, on_gpus: bool) -> tup
 
 
 def even_stages(blocks: int, stages: int) -> tuple[Span, ...]:
-    """Stages of equal numbers of blocks, as far as they divide: about what measuring equal devices comes to."""
+    """Stages of equal numbers of blocks, as far as they divide: about the cut that equal devices' measurements give."""
     return stages_by_size([1] * blocks, stages)
 
 
 def stages_by_size(sizes: Sequence[int], stages: int) -> tuple[Span, ...]:
-    """Stages of which the largest is as small as possible: what `stage_split` auto comes to where memory is short."""
-    return cut_blocks([sizes] * stages, sizes, [None] * stages)
+    """The cut whose largest stage is as small as possible: `stage_split` auto where memory is short."""
+    return cut_without_limits([sizes] * stages, sizes)
+
+
+def stage_ranks(degrees: Degrees) -> list[list[int]]:
+    """The ranks of each stage."""
+    stage_of = [degrees.coordinate(rank).pipe for rank in range(degrees.world)]
+    return [[rank for rank, its_stage in enumerate(stage_of) if its_stage == stage] for stage in range(degrees.pipe)]
 
 
 def divide(
@@ -130,11 +150,11 @@ def divide(
     other_bytes: int | None = None,
     spill: Sequence[float] = (),
 ) -> Balance:
-    """The cut for blocks of these lists, by what each rank (in rank order) measured.
+    """The cut by the ranks' measurements, `probes` in the order of ranks.
 
-    `sizes`: bytes that each block takes on a rank. `other_bytes`: bytes that a rank takes outside its blocks; None where no
-    run is known, and blocks may have WEIGHTS_SHARE of what is free. `spill`: see spill_seconds. `imagined`: nothing is about
-    to be loaded so, hence nobody is warned.
+    `lists`: each block's list. `sizes`: bytes of each block on a rank. `other_bytes`: bytes of a rank outside its blocks;
+    None where no run is known, so that blocks may have WEIGHTS_SHARE of the free memory. `spill`: see spill_seconds.
+    `imagined`: a prediction alone, so that nobody is warned.
     """
     probes = without_noise(lists, probes)
 
@@ -143,19 +163,17 @@ def divide(
         return max(members, key=lambda p: _whole_model(lists, p))
 
     stages = [slowest("pipe", index) for index in range(degrees.pipe)]
-    last = degrees.pipe - 1
     costs = [[p.blocks[name][0] for name in lists] for p in stages]
-    for index, block in ((0, 0), (last, -1)):  # embedding and head, half each
-        costs[index][block] += stages[index].ends[0] / 2
-    members = [[p.rank for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
-    free = [[probes[rank].free_bytes for rank in own] for own in members]
-    limits = [None if None in given else _room_for_blocks(min(given), other_bytes) for given in free]
-    blocks = cut_blocks(costs, sizes, limits, [max(spill[rank] for rank in own) for own in members] if spill else ())
+    # Embedding and head were timed together: half of their seconds go to the first block and half to the last.
+    costs[0][0] += stages[0].ends[0] / 2
+    costs[-1][-1] += stages[-1].ends[0] / 2
+    members = stage_ranks(degrees)
+    limits = [_room_for_blocks([probes[rank].free_bytes for rank in ranks], other_bytes) for ranks in members]
+    blocks = cut_blocks(costs, sizes, limits, [max(spill[rank] for rank in ranks) for ranks in members] if spill else ())
     if blocks is None:
         if not imagined:
             log.warning("Parallel DiT: the model hardly fits the devices' free memory; stages are cut by memory alone.")
-        fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in limits]
-        blocks = cut_blocks(fullness, sizes, [None] * degrees.pipe)
+        blocks = equally_full(limits, sizes)
     speeds = [1 / _whole_model(lists, slowest("patch", index)) for index in range(degrees.patch)]
     return Balance(
         blocks,
@@ -165,10 +183,10 @@ def divide(
 
 
 def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float]:
-    """By rank, seconds that a byte of weights adds to a whole picture's computing if it is streamed. Empty: none can be.
+    """By rank, seconds that a streamed byte of weights adds to a whole picture's computing. Empty: no byte can be streamed.
 
-    `rates`: bytes a second from host memory to each rank's device, 0 where nothing comes from there. A run in bands streams
-    a stage's weights once for each band, with all batch entries; an exact call once for each entry.
+    `rates`: bytes a second from host memory to each rank's device, 0 where weights cannot come from there. A run in bands
+    streams a stage's weights once for each band, with all batch entries; an exact call once for each entry.
     """
     if not rates or not all(rates):
         return []
@@ -176,8 +194,12 @@ def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float
     return [passes / rate for rate in rates]
 
 
-def _room_for_blocks(free: int, other_bytes: int | None) -> int:
-    return int(WEIGHTS_SHARE * free) if other_bytes is None else int(USABLE_MEMORY * free) - other_bytes
+def _room_for_blocks(free: Sequence[int | None], other_bytes: int | None) -> int | None:
+    """Bytes for a stage's blocks. `free`: bytes free on its ranks' devices. None: no limit, as a device's is not known."""
+    known = [size for size in free if size is not None]
+    if len(known) < len(free):
+        return None
+    return int(WEIGHTS_SHARE * min(known)) if other_bytes is None else int(USABLE_MEMORY * min(known)) - other_bytes
 
 
 def _whole_model(lists: list[str], probed: m.Probed) -> float:
@@ -185,7 +207,7 @@ def _whole_model(lists: list[str], probed: m.Probed) -> float:
 
 
 def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed]:
-    """The probes, with the same figures for all ranks if these are about equally fast: equal devices get equal parts."""
+    """The probes, averaged over ranks if these are about equally fast, so that equal devices get equal parts."""
     totals = [_whole_model(lists, p) for p in probes]
     if max(totals) > ALIKE * min(totals):
         return list(probes)
@@ -195,7 +217,7 @@ def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed
     return [m.Probed(p.rank, blocks, ends, p.free_bytes, keeping) for p in probes]
 
 
-def _stage_cost(blocks: list[tuple[float, float]]) -> StageCost:
+def _stage_cost(blocks: list[tuple[float, ...]]) -> StageCost:
     """The line through the seconds of the two timed sequences. `blocks`: (longer, shorter) of each block of the stage."""
     whole, quarter = (sum(block[i] for block in blocks) for i in range(2))
     slope = max(0.0, (whole - quarter) / (1 - QUARTER))

@@ -1,4 +1,4 @@
-"""The memories that ranks share, as the ranks found them."""
+"""The memories that ranks share, as the ranks reported them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ class DeviceMemory:
     """One memory that `ranks` share, on `device`; all figures are bytes.
 
     `free`: free to these ranks, None where unknown. `held`: taken by their model. `total`: None where unknown. `host`,
-    `host_free`: the machine whose memory is beside the device's, and what is free there; empty and None where the device's
-    memory is the machine's own. `copy_rate`: bytes a second from there to the device, 0 where unknown. `vae`: taken by parts
-    of VAEs, which make way.
+    `host_free`: name and free bytes of the machine whose memory is beside the device's; empty and None where the device
+    computes in the machine's memory. `copy_rate`: bytes a second from the machine's memory to the device, 0 where unknown.
+    `vae`: taken by parts of VAEs, which make way for a model.
     """
 
     device: str
@@ -32,34 +32,41 @@ class DeviceMemory:
 
     @property
     def streams(self) -> bool:
-        """Weights can be kept in another memory and brought here when they are needed."""
+        """Weights can be kept in host memory and copied here when they are needed."""
         return bool(self.host) and self.free is not None
 
     @property
     def name(self) -> str:
-        """How a message calls it."""
+        """The memory's name in a message."""
         if self.of_gpu or self.host:
             return self.device
         return "this machine" if len(self.ranks) == 1 else f"this machine, for {len(self.ranks)} ranks"
 
 
-def device_memories(devices: Sequence[str], answers: Sequence[DeviceMemoryReport]) -> tuple[DeviceMemory, ...]:
-    """`answers`: what the ranks said of their memory, in their order. Ranks of equal places share one DeviceMemory."""
+def device_memories(devices: Sequence[str], reports: Sequence[DeviceMemoryReport]) -> tuple[DeviceMemory, ...]:
+    """`reports`: by rank. Ranks of equal places share one DeviceMemory."""
     places: dict[str, list[DeviceMemoryReport]] = {}
-    for answer in answers:
-        places.setdefault(answer.place, []).append(answer)
+    for report in reports:
+        places.setdefault(report.place, []).append(report)
     return tuple(
         DeviceMemory(
-            devices[found[0].rank],
-            tuple(answer.rank for answer in found),
-            # What a process has in reserve serves itself alone, but each of them is about to take more than that.
-            None if None in (frees := [f.free_bytes for f in found]) else min(frees) + sum(f.cached_bytes for f in found),
-            sum(answer.held_bytes for answer in found),
-            found[0].total_bytes,
-            found[0].host,
-            found[0].host_free_bytes,
-            min(answer.copy_rate for answer in found),
-            sum(answer.vae_bytes for answer in found),
+            devices[sharing[0].rank],
+            tuple(report.rank for report in sharing),
+            _free(sharing),
+            sum(report.held_bytes for report in sharing),
+            sharing[0].total_bytes,
+            sharing[0].host,
+            sharing[0].host_free_bytes,
+            min(report.copy_rate for report in sharing),
+            sum(report.vae_bytes for report in sharing),
         )
-        for found in places.values()
+        for sharing in places.values()
     )
+
+
+def _free(sharing: Sequence[DeviceMemoryReport]) -> int | None:
+    known = [report.free_bytes for report in sharing if report.free_bytes is not None]
+    if len(known) < len(sharing):
+        return None
+    # An allocator's reserve serves its own process alone. It counts for all, since each process is about to take more.
+    return min(known) + sum(report.cached_bytes for report in sharing)

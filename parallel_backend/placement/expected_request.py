@@ -1,4 +1,4 @@
-"""The memory request of a run, from what its sampler knows before the first model call."""
+"""The memory request of a run, from the sampler's inputs before the first model call."""
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 
@@ -11,7 +11,7 @@ def expected_request(
     """`shape`: of the latent, with as many axes as the model takes. `entries`: batch entries of a model call, pictures times
     prompts. `prompt`: tokens of the longest prompt. `kept`, `bands`: see Request.
 
-    Reference pictures are not in it: only a model call has their tokens. A companion latent is as long as ComfyUI's
+    Reference pictures are not counted, as only a model call has their tokens. A companion latent is as long as ComfyUI's
     empty latents have it.
     """
     family, config = checkpoint.family, checkpoint.config

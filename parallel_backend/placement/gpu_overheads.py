@@ -1,6 +1,6 @@
-"""What a rank takes of its GPU beside tensors of the model: figures in bytes, each with its source, in this one place.
+"""A GPU's memory that a rank takes beside the model's tensors: bytes, each figure with its source.
 
-None of them was measured with this product: it has never run on several GPUs. Parallel Self-Test reports the real ones.
+No figure was measured with this product, which has never run on several GPUs. Parallel Self-Test reports the real ones.
 """
 
 CONTEXT = 500_000_000

@@ -29,75 +29,61 @@ class Links:
     """Two devices, the lower one first -> their link while the others are idle."""
     crowding: float = 1.0
     """How many times slower links are while all devices send."""
-    socket: int = 0
-    """Devices, counted from the first one, that share a side of a bridge. 0: there is no bridge."""
-    bridge: float = 0.0
-    """Bytes a second, each way, that all transfers over the bridge share."""
 
     def link(self, one: int, two: int) -> Link:
         """The link while all devices send."""
         quiet = self.between[min(one, two), max(one, two)]
         return Link(quiet.latency, quiet.bandwidth / self.crowding)
 
-    def crosses(self, one: int, two: int) -> bool:
-        return bool(self.socket) and one // self.socket != two // self.socket
-
     def send(self, one: int, two: int, size: float) -> float:
         """Seconds of a transfer of one pair."""
-        crossing = size / self.bridge if self.crosses(one, two) else 0.0
-        return max(self.link(one, two).seconds(size), crossing)
+        return self.link(one, two).seconds(size)
 
     def exchange(self, groups: Iterable[Sequence[int]], size: float) -> float:
-        """Seconds in which every device of every group sends `size` bytes, evenly to the others of its group."""
-        slowest, crossing = 0.0, [0.0, 0.0]
+        """Seconds of an all-to-all in every group at once: every device sends `size` bytes, evenly to the others."""
+        slowest = 0.0
         for group in groups:
             part = size / (len(group) - 1)
             for one in group:
-                ways = [(self.link(one, two), self.crosses(one, two)) for two in group if two != one]
-                seconds = max(link.latency for link, _ in ways) + sum(part / link.bandwidth for link, _ in ways)
+                links = [self.link(one, two) for two in group if two != one]
+                seconds = max(link.latency for link in links) + sum(part / link.bandwidth for link in links)
                 slowest = max(slowest, seconds)
-                crossing[one // self.socket % 2 if self.socket else 0] += part * sum(far for _, far in ways)
-        return max(slowest, max(crossing) / self.bridge if self.bridge else 0.0)
+        return slowest
 
     def shift(self, groups: Iterable[Sequence[int]], size: float) -> float:
-        """Seconds in which every device of every group sends `size` bytes to the next one, the last to the first."""
-        slowest, crossing = 0.0, 0
-        for group in groups:
-            ring = list(pairwise([*group, group[0]]))
-            slowest = max(slowest, *(self.link(*pair).seconds(size) for pair in ring))
-            crossing += sum(self.crosses(*pair) for pair in ring) / 2  # as many one way as the other
-        return max(slowest, crossing * size / self.bridge if self.bridge else 0.0)
+        """Seconds of a ring step in every group at once: every device sends `size` bytes to the next one in the ring."""
+        rings = ([*group, group[0]] for group in groups)
+        return max(self.link(*pair).seconds(size) for ring in rings for pair in pairwise(ring))
 
     def all_reduce(self, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Seconds in which every group adds up tensors of `size` bytes, one of each device, so that all have the sum."""
+        """Seconds of an all-reduce in every group at once, of one tensor of `size` bytes on each device."""
         count = len(groups[0])
         return 2 * (count - 1) * self.shift(groups, size / count)
 
 
 def alike(devices: int, link: Link) -> dict[tuple[int, int], Link]:
-    """Links of which all are equal."""
+    """Equal links between all devices."""
     return {(one, two): link for one in range(devices) for two in range(one + 1, devices)}
 
 
-def links_of(found: Sequence[LinksProbed]) -> Links:
-    """The links as the ranks timed them.
+def links_of(probes: Sequence[LinksProbed]) -> Links:
+    """The links as the ranks timed them, by rank.
 
-    Their crowding is the seconds of an exchange of all devices, over what it would take without disturbing each other.
+    Their crowding is the seconds of an exchange of all devices, divided by the seconds that quiet links would take for it.
     """
-    between = {(rank.rank, other): fit(times) for rank in found for other, times in rank.links.items()}
+    between = {(probe.rank, other): fit(times) for probe in probes for other, times in probe.links.items()}
     if not between:
         return Links({})
-    size = max(SIZES)
-    alone = Links(between).exchange([range(len(found))], size * (len(found) - 1))
-    together = max(rank.together for rank in found)
-    return Links(between, max(1.0, together / alone))
+    quiet = Links(between).exchange([range(len(probes))], max(SIZES) * (len(probes) - 1))
+    together = max(probe.together for probe in probes)
+    return Links(between, max(1.0, together / quiet))
 
 
 def fit(times: Sequence[tuple[int, float]]) -> Link:
     """The line through (bytes, seconds) with the least squares of relative errors, so that small transfers count too.
 
-    Neither figure comes out negative or endless: the latency is at most the smallest transfer's, the bandwidth at least
-    what the largest one shows on the whole.
+    The latency lies between 0 and the seconds of the smallest transfer. The bandwidth is finite, and at least the largest
+    transfer's bytes over its seconds.
     """
     weights = [1 / seconds**2 for _, seconds in times]
     total = sum(weights)

@@ -1,16 +1,17 @@
-"""Changes of one widget that make a run fit, by the same memory model that found it too large."""
+"""Changes of one widget that make a run fit, by the memory model that says that it does not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
-from parallel_backend.core.validate import factors
+from parallel_backend.core.validate import all_degrees
 
-from .balance import cut_blocks, stages_by_size
-from .memory_model import Request, bytes_by_block, memory_of
-from .model_sizes import ModelSizes, model_sizes, rank_weights
+from .balance import equally_full, stage_ranks, stages_by_size
+from .memory_model import Request, bytes_by_block, memory_by_rank
+from .model_sizes import ModelSizes, model_sizes, weights_by_rank
 
 RANKS_TRIED = 16
 WAYS = 2
@@ -22,7 +23,7 @@ class Capacity:
     """Bytes that ranks may fill, weights included.
 
     `by_rank`: on each rank's device, in their order. Further devices count as the smallest of them. `together`: all ranks
-    share one memory, and these are equal shares of it. `streams`: weights may be in host memory, as far as they can.
+    share one memory, and `by_rank` are equal shares of it. `streams`: blocks may be streamed from host memory.
     """
 
     by_rank: tuple[float, ...]
@@ -39,21 +40,20 @@ class Capacity:
 
 def changes(
     checkpoint: Checkpoint,
-    dtype: str,
-    device: str,
+    setup: Setup,
     sizes: ModelSizes,
-    degrees: Degrees,
     spans: tuple[Span, ...],
     requests: tuple[Request, ...],
     capacity: Capacity,
     devices: int,
 ) -> list[str]:
-    """Each change in the words of its widget; empty if no single one helps.
+    """Each change, as the widget's name and value; empty if no single change helps.
 
-    `spans`: the blocks of each stage at present. `devices`: how many there are.
+    `spans`: the blocks of each stage at present. `devices`: number of devices of this machine.
     """
     if not capacity.by_rank:
         return []
+    degrees = setup.degrees
 
     def fit(changed: tuple[Request, ...]) -> bool:
         return fits(sizes, degrees, spans, changed, capacity)
@@ -61,8 +61,8 @@ def changes(
     ways = [str(other) for other in _degrees(sizes, degrees, requests, capacity, devices)]
     if (split := _stages_that_fit(sizes, degrees, spans, requests, capacity)) is not None:
         ways.append(f"stage_split {','.join(str(len(span)) for span in split)}")
-    if not dtype.startswith("fp8"):
-        packed = model_sizes(checkpoint, "fp8_e4m3fn", device)
+    if not setup.dtype.startswith("fp8"):
+        packed = model_sizes(checkpoint, "fp8_e4m3fn", setup.devices[0])
         if fits(packed, degrees, spans, requests, capacity) and not fit(requests):
             ways.append("weight_dtype fp8_e4m3fn")
     if not requests:
@@ -91,36 +91,30 @@ def fits(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> bool:
     """Whether all ranks fit, with these stages."""
-    needs = []
-    for rank in range(degrees.world):
-        weights = rank_weights(sizes, degrees.tensor, spans[degrees.coordinate(rank).pipe])
-        spared = weights.total - weights.least if capacity.streams else 0
-        needs.append(memory_of(sizes, degrees, spans, rank, requests).total - spared)
+    needs = [need.total for need in memory_by_rank(sizes, degrees, spans, requests)]
+    if capacity.streams:
+        weights = weights_by_rank(sizes, degrees, spans)
+        needs = [need - (one.total - one.least) for need, one in zip(needs, weights, strict=True)]
     return capacity.holds(needs)
 
 
 def _degrees(
-    sizes: ModelSizes,
-    degrees: Degrees,
-    requests: tuple[Request, ...],
-    capacity: Capacity,
-    devices: int,
+    sizes: ModelSizes, degrees: Degrees, requests: tuple[Request, ...], capacity: Capacity, devices: int
 ) -> list[Degrees]:
     """Degrees that fit, nearest to the present ones first: few widgets to change, few devices, stages before the rest."""
     fitting = []
     for world in range(1, min(devices, RANKS_TRIED) + 1):
-        for parts in factors(world, len(AXES)):
-            named = dict(zip(AXES, parts, strict=True))
-            if named["patch"] > 1 or parts == degrees.sizes:
+        for other in all_degrees(world):
+            if other.patch > 1 or other.sizes == degrees.sizes:
                 continue
-            other = Degrees(**named)
             try:
                 sizes.check(other)
             except ValueError:
                 continue
             if fits(sizes, other, stages_by_size(bytes_by_block(sizes, other, requests), other.pipe), requests, capacity):
                 fitting.append(other)
-    fitting.sort(key=lambda other: (_changed(degrees, other), other.world, -other.pipe, -other.ulysses))
+    changed = lambda other: sum(one != two for one, two in zip(other.sizes, degrees.sizes, strict=True))  # noqa: E731
+    fitting.sort(key=lambda other: (changed(other), other.world, -other.pipe, -other.ulysses))
     chosen: dict[tuple[str, ...], Degrees] = {}
     for other in fitting:  # one for each set of widgets is enough
         chosen.setdefault(tuple(axis for axis in AXES if getattr(other, axis) > getattr(degrees, axis)), other)
@@ -130,26 +124,16 @@ def _degrees(
 def _stages_that_fit(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> tuple[Span, ...] | None:
-    """Other stages of the same degrees that fit: each as full as the others. None if there are none."""
+    """Other stages of the same degrees, each as full as the others. None if they do not fit either."""
     if capacity.together or degrees.pipe == 1 or len(capacity.by_rank) != degrees.world:
         return None
-    stage_of = [degrees.coordinate(rank).pipe for rank in range(degrees.world)]
-    limits = [
-        min(limit for limit, own in zip(capacity.by_rank, stage_of, strict=True) if own == stage)
-        for stage in range(degrees.pipe)
-    ]
-    blocks = bytes_by_block(sizes, degrees, requests)
-    fullness = [[size / max(1.0, limit) for size in blocks] for limit in limits]
-    found = cut_blocks(fullness, blocks, [None] * degrees.pipe)
-    return found if found != spans and fits(sizes, degrees, found, requests, capacity) else None
-
-
-def _changed(one: Degrees, two: Degrees) -> int:
-    return sum(getattr(one, axis) != getattr(two, axis) for axis in AXES)
+    limits = [min(capacity.by_rank[rank] for rank in ranks) for ranks in stage_ranks(degrees)]
+    other_spans = equally_full(limits, bytes_by_block(sizes, degrees, requests))
+    return other_spans if other_spans != spans and fits(sizes, degrees, other_spans, requests, capacity) else None
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The largest number under `below` that fits, if smaller ones do too; 0 if none does."""
+    """The largest number under `below` that fits, if all smaller ones do too; 0 if none does."""
     low, high = 0, below - 1
     while low < high:
         middle = (low + high + 1) // 2

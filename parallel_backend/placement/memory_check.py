@@ -1,8 +1,7 @@
-"""Whether a model, or a run of it, fits its ranks' devices. Asked before anything is allocated; the answer names the widgets
-that would change it.
+"""Whether a model, or a run of it, fits its ranks' devices, checked before anything is allocated.
 
-Weights, keys and values, and the hidden states that every block has are certain: a run that has no room for them is refused.
-The whole estimate may be off by half: where only that does not fit, a warning is logged.
+Weights, keys and values, and the hidden states that every block has are certain: a run without room for them is refused,
+and the error names the widgets that help. The whole estimate may be off by half: a run that exceeds it gets a warning.
 """
 
 import logging
@@ -19,8 +18,8 @@ from parallel_backend.core.spans import Span
 
 from .device_memory import DeviceMemory
 from .memory_advice import Capacity, changes, fits
-from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, MemoryNeed, Request, memory_of
-from .model_sizes import RankWeights, model_sizes, rank_weights
+from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, MemoryNeed, Request, memory_by_rank
+from .model_sizes import RankWeights, model_sizes, weights_by_rank
 from .residency import ALL, AUTO, GB, share_out, shared_bytes
 
 log = logging.getLogger(__name__)
@@ -28,23 +27,17 @@ log = logging.getLogger(__name__)
 SHARED = hasattr(os, "memfd_create")
 """Ranks on CPUs that have the same weights share one copy of them (rank/host_memory/arena.py)."""
 TARGET_SHARE = 0.75
-"""A run that ran out of memory is told what would take this part of its estimate."""
+"""After a run has run out of memory, the advice is for changes that need this part of the run's estimate."""
 
 
 class MemoryCheck:
-    """For one model on its ranks. `device_count`: devices that this machine has.
+    """For one model on its ranks. `device_count`: devices of this machine.
 
-    `spans`: the blocks of each stage. They may be set anew once blocks are measured. `last`: what was asked last, for an
-    error that comes later.
+    `spans`: the blocks of each stage. They may be set anew once blocks are measured. `last`: the last check's requests and
+    memories, for the advice after a later error.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        setup: Setup,
-        spans: tuple[Span, ...],
-        device_count: int,
-    ):
+    def __init__(self, checkpoint: Checkpoint, setup: Setup, spans: tuple[Span, ...], device_count: int):
         self.checkpoint, self.setup, self.degrees, self.spans = checkpoint, setup, setup.degrees, spans
         self.sizes = replace(model_sizes(checkpoint, setup.dtype, setup.devices[0]), transfer_dtype=setup.transfer_dtype)
         self.device_count, self.offload = device_count, setup.offload
@@ -52,184 +45,174 @@ class MemoryCheck:
         self._warned: tuple[Request, ...] | None = None
 
     def memory(self, requests: tuple[Request, ...]) -> list[MemoryNeed]:
-        """What each rank needs with these requests, in the order of ranks."""
-        ranks = range(self.degrees.world)
-        return [memory_of(self.sizes, self.degrees, self.spans, rank, requests) for rank in ranks]
+        """By rank, with these requests."""
+        return memory_by_rank(self.sizes, self.degrees, self.spans, requests)
 
     def weights(self) -> list[RankWeights]:
-        """Of each rank, in their order."""
-        stages = [self.degrees.coordinate(rank).pipe for rank in range(self.degrees.world)]
-        return [rank_weights(self.sizes, self.degrees.tensor, self.spans[stage]) for stage in stages]
+        """By rank."""
+        return weights_by_rank(self.sizes, self.degrees, self.spans)
 
     def streams(self, memory: DeviceMemory) -> bool:
-        """Weights that do not fit there may be in host memory."""
+        """Whether weights that do not fit there may be streamed from host memory."""
         return self.offload.streams and memory.streams
 
     def missing(self, requests: tuple[Request, ...], memory: DeviceMemory, resident: Sequence[int] | None) -> int:
-        """Bytes that a device lacks for its ranks by the whole estimate, with all of their weights and what is to stay free;
-        0 where it lacks none, or its free bytes are unknown.
+        """Bytes that a device lacks for all weights of its ranks and the whole estimate, with `offload`'s bytes left free.
 
-        `resident`: bytes of weights that each rank has on its device now, the requests come beside them. None: the model is
-        not loaded, and takes the place of what ranks hold.
+        0 where it lacks none, or its free bytes are unknown.
+        `resident`: bytes of weights that each rank has on its device now. None: the model is not loaded, and takes the place
+        of the weights that ranks hold.
         """
         if memory.free is None:
             return 0
-        needed, there = self.memory(requests), memory.free - self.offload.leave_free
+        needs, free = self.memory(requests), memory.free - self.offload.leave_free
         if resident is None:
-            other_bytes = sum(needed[rank].total - needed[rank].weights for rank in memory.ranks)
-            size = other_bytes + self._together(memory, {rank: needed[rank].weights for rank in memory.ranks})
-            return max(0, math.ceil(size / USABLE_MEMORY) - there - memory.held)
-        away = sum(max(0, needed[rank].weights - resident[rank]) for rank in memory.ranks)
-        size = away + sum(needed[rank].run for rank in memory.ranks)
-        return max(0, math.ceil(size / USABLE_MEMORY) - there)
+            other_bytes = sum(needs[rank].total - needs[rank].weights for rank in memory.ranks)
+            size = other_bytes + self._together(memory, {rank: needs[rank].weights for rank in memory.ranks})
+            return max(0, math.ceil(size / USABLE_MEMORY) - free - memory.held)
+        away = sum(max(0, needs[rank].weights - resident[rank]) for rank in memory.ranks)
+        size = away + sum(needs[rank].run for rank in memory.ranks)
+        return max(0, math.ceil(size / USABLE_MEMORY) - free)
 
     def _together(self, memory: DeviceMemory, sizes: Mapping[int, int]) -> int:
         """Bytes that weights of these `sizes`, by rank, take in `memory`."""
         shared = not memory.of_gpu and not memory.host and SHARED
         return shared_bytes(self.degrees, sizes) if shared else sum(sizes.values())
 
-    def check_weights(self, found: Sequence[DeviceMemory]) -> None:
-        """Before loading; the model takes the place of what ranks hold. ValueError if its weights have no room, also with
-        all streamed that can be.
+    def check_weights(self, memories: Sequence[DeviceMemory]) -> None:
+        """Before loading, where the model takes the place of the weights that ranks hold.
+
+        ValueError if the weights have no room, even with every block streamed that may be.
         """
-        self.last = (), tuple(found)
+        self.last = (), tuple(memories)
         weights = self.weights()
-        for memory in found:
+        for memory in memories:
             streams = self.streams(memory)
             sizes = {rank: weights[rank].least if streams else weights[rank].total for rank in memory.ranks}
             size = self._together(memory, sizes)
             if memory.free is not None and size > memory.free + memory.held:
                 name = self.checkpoint.path.name
-                what = f"the weights of {name} take {_size(size)} on {memory.name}"
+                lack = f"the weights of {name} take {_size(size)} on {memory.name}"
                 if streams:
-                    what = f"of the weights of {name} at least {_size(size)} have to be on {memory.name}"
-                there = f"{_size(memory.free + memory.held)}{_place(memory)} is free"
+                    lack = f"of the weights of {name} at least {_size(size)} have to be on {memory.name}"
+                free = f"{_size(memory.free + memory.held)}{_of_total(memory)} is free"
                 raise ValueError(
-                    f"model_name: {what}, where {there} with {self.degrees} and weight_dtype {self.setup.dtype}. "
-                    f"{self._instead((), _usable(found))}"
+                    f"model_name: {lack}, where {free} with {self.degrees} and weight_dtype {self.setup.dtype}. "
+                    f"{self._instead((), _usable(memories))}"
                 )
 
     def placed(
-        self, requests: tuple[Request, ...], found: Sequence[DeviceMemory], resident: Sequence[int] | None = None
+        self, requests: tuple[Request, ...], memories: Sequence[DeviceMemory], resident: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """By rank, bytes of its device that its weights may have beside these requests; ALL where that is all of them.
+        """By rank, bytes of its device that its weights may take beside these requests; ALL where they may all stay there.
 
-        `resident`: see `missing`; what is there moves only for a reason. It goes by the whole estimate, and down to what the
-        ranks cannot compute without. Ranks with the same weights get the same: they go at the pace of the slowest.
+        `resident`: see `missing`; resident weights move only if the whole estimate says that they must. Limits go down to
+        RankWeights.least. Ranks with the same weights get the same limit, since all wait for the slowest.
         """
-        weights, needed = self.weights(), self.memory(requests)
+        weights, needs = self.weights(), self.memory(requests)
         limits = [ALL] * self.degrees.world
-        for memory in found:
-            if not self.streams(memory):
+        for memory in memories:
+            if memory.free is None or not self.streams(memory):
                 continue
-            own = [weights[rank] for rank in memory.ranks]
-            run = sum(needed[rank].total - needed[rank].weights for rank in memory.ranks)
-            there = memory.free - self.offload.leave_free
-            budget = int((USABLE_MEMORY if requests else WEIGHTS_SHARE) * (there + memory.held)) - run
+            sharing = [weights[rank] for rank in memory.ranks]
+            run = sum(needs[rank].total - needs[rank].weights for rank in memory.ranks)
+            free = memory.free - self.offload.leave_free
+            budget = int((USABLE_MEMORY if requests else WEIGHTS_SHARE) * (free + memory.held)) - run
             if resident is not None:
-                now, run = sum(resident[rank] for rank in memory.ranks), sum(needed[rank].run for rank in memory.ranks)
-                budget = int(USABLE_MEMORY * (there + now)) - run
-                if budget < now <= there + now - run / USABLE_MEMORY:  # the slack that it was given is no reason
+                now, run = sum(resident[rank] for rank in memory.ranks), sum(needs[rank].run for rank in memory.ranks)
+                budget = int(USABLE_MEMORY * (free + now)) - run
+                # The run alone fits: weights do not move to win back the slack that USABLE_MEMORY leaves beside them.
+                if budget < now <= free + now - run / USABLE_MEMORY:
                     budget = now
-            for rank, one, size in zip(memory.ranks, own, share_out(own, budget), strict=True):
+            for rank, one, size in zip(memory.ranks, sharing, share_out(sharing, budget), strict=True):
                 limits[rank] = ALL if size == one.total else size
         return tuple(min(limits[other] for other in self.degrees.same_weights(rank)) for rank in range(len(limits)))
 
     def check(
-        self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], resident: Sequence[int] | None = None
+        self, requests: tuple[Request, ...], memories: tuple[DeviceMemory, ...], resident: Sequence[int] | None = None
     ) -> None:
         """Before a run, once the model is loaded. ValueError if the run cannot fit. One warning if it probably does not.
 
         `resident`: bytes of weights that each rank has on its device, which can give way where they are streamed.
         """
-        self.last = requests, found
-        needed, weights = self.memory(requests), self.weights()
-        for memory in found:
+        self.last = requests, memories
+        needs, weights = self.memory(requests), self.weights()
+        for memory in memories:
             if memory.free is None:
                 continue
-            own = [needed[rank] for rank in memory.ranks]
+            sharing = [needs[rank] for rank in memory.ranks]
             free = memory.free
             if resident is not None and self.streams(memory):
                 free += sum(max(0, resident[rank] - weights[rank].least) for rank in memory.ranks)
-            certain, likely = sum(one.certain for one in own), sum(one.run for one in own)
+            certain, likely = sum(need.certain for need in sharing), sum(need.run for need in sharing)
+            if certain <= free and (likely <= USABLE_MEMORY * free or requests == self._warned):
+                continue
+            text = f"{self._shortage(sharing, memory, free)} {self._instead(requests, _usable(memories))}"
             if certain > free:
-                raise ValueError(f"latent_image: {self._said(own, memory, free)} {self._instead(requests, _usable(found))}")
-            if likely > USABLE_MEMORY * free and requests != self._warned:
-                self._warned = requests
-                log.warning("Parallel DiT: %s %s", self._said(own, memory, free), self._instead(requests, _usable(found)))
+                raise ValueError(f"latent_image: {text}")
+            self._warned = requests
+            log.warning("Parallel DiT: %s", text)
 
     def said_of_streaming(self, limits: Sequence[int]) -> str:
-        """What these limits (see `placed`) mean, in words. Empty if nothing is streamed."""
-        weights = self.weights()
+        """The streamed bytes under these limits (see `placed`), as text. Empty if nothing is streamed."""
         streamed = [
             f"{one.streamed(limit) / 1e9:.1f} of {one.total / 1e9:.1f} GB on rank {rank}"
-            for rank, (one, limit) in enumerate(zip(weights, limits, strict=True))
+            for rank, (one, limit) in enumerate(zip(self.weights(), limits, strict=True))
             if one.streamed(limit)
         ]
         return f"weights come from host memory as they are needed: {', '.join(streamed)}" if streamed else ""
 
     def advice(self) -> str:
-        """For a run that ran out of memory although it was let through: its estimate, and what takes a quarter less.
+        """For a run that ran out of memory although its check passed: its estimate, and changes that need a quarter less.
 
-        Empty if nothing was asked yet.
+        Empty before the first check.
         """
         if self.last is None:
             return ""
-        requests, found = self.last
-        needed = self.memory(requests)
+        requests, memories = self.last
+        needs = self.memory(requests)
         each = "; ".join(
-            f"{memory.device} {self._parts([needed[rank] for rank in memory.ranks], loaded=True)}"
+            f"{memory.device} {self._parts([needs[rank] for rank in memory.ranks], loaded=True)}"
             + ("" if memory.free is None else f", {_size(memory.free + memory.held)} was there for it")
-            for memory in found
+            for memory in memories
         )
-        less = [(memory, TARGET_SHARE * sum(needed[rank].total for rank in memory.ranks)) for memory in found]
+        less = [(memory, TARGET_SHARE * sum(needs[rank].total for rank in memory.ranks)) for memory in memories]
         instead = self._instead(requests, less)
-        if found and all(map(self.streams, found)):
-            lack = (1 - TARGET_SHARE) * max(need.total for need in needed)
+        if memories and all(map(self.streams, memories)):
+            lack = (1 - TARGET_SHARE) * max(need.total for need in needs)
             instead += (
                 f" Or set offload to {math.ceil((self.offload.leave_free + lack) / GB)}, which leaves so many GB free."
             )
         return f"The run was expected to take: {each}. {instead}"
 
-    def _said(self, own: Sequence[MemoryNeed], memory: DeviceMemory, free: int) -> str:
-        """`free`: with what weights can give up there, where they are streamed. Below 0 where not even weights fit."""
-        size = sum(one.run for one in own)
-        weights = sum(one.weights for one in own)
+    def _shortage(self, needs: Sequence[MemoryNeed], memory: DeviceMemory, free: int) -> str:
+        """`free`: with the bytes that streamed weights can give up there. Below 0 where not even weights fit."""
+        weights = sum(need.weights for need in needs)
         free_text = (
             "is free with weights streamed" if self.streams(memory) else f"is free beside {_size(weights)} of weights"
         )
         return (
-            f"this run needs about {_size(size)} more on {memory.name} ({self._parts(own)}), where {_size(max(0, free))}"
-            f"{_place(memory)} {free_text}."
+            f"this run needs about {_size(sum(need.run for need in needs))} more on {memory.name} ({self._parts(needs)}), "
+            f"where {_size(max(0, free))}{_of_total(memory)} {free_text}."
         )
 
-    def _parts(self, own: Sequence[MemoryNeed], loaded: bool = False) -> str:
-        """Sizes in words. `loaded`: with what is there from loading on."""
+    def _parts(self, needs: Sequence[MemoryNeed], loaded: bool = False) -> str:
+        """Sizes as text. `loaded`: with MemoryNeed.loaded."""
         sizes = {
-            "of weights": sum(one.weights for one in own) if loaded else 0,
-            "for keys and values": sum(one.buffers + one.arriving for one in own),
-            "to compute": sum(one.activations + one.staging for one in own),
-            "for NCCL": sum(one.communicators for one in own) if loaded else 0,
-            "for the GPU's libraries": sum(one.workspaces for one in own),
+            "of weights": sum(need.weights for need in needs) if loaded else 0,
+            "for keys and values": sum(need.buffers + need.arriving for need in needs),
+            "to compute": sum(need.activations + need.staging for need in needs),
+            "for NCCL": sum(need.communicators for need in needs) if loaded else 0,
+            "for the GPU's libraries": sum(need.workspaces for need in needs),
         }
-        return ", ".join(f"{_size(size)} {what}" for what, size in sizes.items() if size)
+        return ", ".join(f"{_size(size)} {purpose}" for purpose, size in sizes.items() if size)
 
     def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[DeviceMemory, float]]) -> str:
-        """What would fit, in words. `limits`: bytes that the ranks of each room may have."""
+        """The changes that would fit, as a sentence. `limits`: bytes that the ranks of each memory may take."""
         shares = tuple(limit / len(memory.ranks) for memory, limit in limits for _ in memory.ranks)
         memories = [memory for memory, _ in limits]
         capacity = Capacity(shares, len(memories) == 1 and not memories[0].of_gpu, all(map(self.streams, memories)))
-        ways = changes(
-            self.checkpoint,
-            self.setup.dtype,
-            self.setup.devices[0],
-            self.sizes,
-            self.degrees,
-            self.spans,
-            requests,
-            capacity,
-            self.device_count,
-        )
+        ways = changes(self.checkpoint, self.setup, self.sizes, self.spans, requests, capacity, self.device_count)
         if not capacity.streams and all(memory.streams for memory in memories):
             streaming = replace(capacity, streams=True)
             if fits(self.sizes, self.degrees, self.spans, requests, streaming):
@@ -239,17 +222,17 @@ class MemoryCheck:
         return f"It would fit with {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}."
 
 
-def _usable(found: Sequence[DeviceMemory]) -> list[tuple[DeviceMemory, float]]:
-    return [(memory, USABLE_MEMORY * (memory.free + memory.held)) for memory in found if memory.free is not None]
+def _usable(memories: Sequence[DeviceMemory]) -> list[tuple[DeviceMemory, float]]:
+    return [(memory, USABLE_MEMORY * (memory.free + memory.held)) for memory in memories if memory.free is not None]
 
 
 def devices_for(used: tuple[str, ...]) -> int:
-    """How many devices other degrees could use: all GPUs of this machine where all ranks are on some, else those in use."""
+    """How many devices other degrees could use: all GPUs of this machine if all ranks are on GPUs, else those in use."""
     local = all(device.startswith("cuda") for device in used)
     return max(len(used), torch.cuda.device_count() if local else 0)
 
 
-def _place(memory: DeviceMemory) -> str:
+def _of_total(memory: DeviceMemory) -> str:
     return "" if memory.total is None else f" of {_size(memory.total)}"
 
 

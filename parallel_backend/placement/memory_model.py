@@ -1,10 +1,11 @@
-"""The one memory model: what weights, keys and values, computing and a GPU's libraries take on a rank.
+"""The one memory model: bytes of weights, keys and values, activations and a GPU's libraries on a rank.
 
-The planner and Parallel Doctor go by it, and so does the check before a model is loaded and before a run (memory_check.py).
-Weights and K/V buffers are counted. The rest is an estimate: ACTIVATIONS here, what libraries take in gpu_overheads.py.
+The planner and Parallel Doctor use it, and so does the check before a model is loaded and before a run (memory_check.py).
+Weights and K/V buffers are counted exactly. Activations and libraries (gpu_overheads.py) are estimates.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from parallel_backend.core.communicators import communicators
@@ -22,20 +23,19 @@ USABLE_MEMORY = 0.95
 WEIGHTS_SHARE = 0.85
 """Part of a device's free memory that weights may take where no run is known. The rest is for a run."""
 KV_COPIES = 2
-"""Sets of K/V buffers where keys that are a step old are moved on along the line through two."""
+"""Sets of K/V buffers where keys of the last two steps are kept, to extrapolate this step's along the line through them."""
 ACTIVATIONS = {True: 20, False: 16}
 """Hidden states of a micro-step's tokens that are in memory at once, at the peak of a block; True: text runs through the
-blocks beside the image. Its input, normed and as queries, keys and values, attention's result, 4 hidden sizes of the
+blocks with the image. They are the input, normed and as queries, keys and values, attention's result, 4 hidden sizes of the
 feed-forward twice, rotary tables and norms in float32. Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a
 band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14, Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its
 rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15, LTX-Video 12 to 17."""
 TIMED = {True: 3, False: 18}
-"""Further ones where tokens have times of their own, as those of a first frame that is given: each token's modulation.
-Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text stream makes it one
-of the former kind, 3 and 3."""
+"""Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
+Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
+blocks (True), 3 and 3."""
 LEAST = 1.0, 3.0
-"""Hidden states that every block has at once, whatever else it does: its input, and queries, keys and values of the rank's
-heads."""
+"""Hidden states that every block certainly has at once: its input, and queries, keys and values of the rank's heads."""
 
 TEXT_KEYS = 3
 """Hidden states of the text that a block of cross attention keeps for a call in bands: keys, normed ones, values."""
@@ -51,15 +51,15 @@ class MemoryNeed:
     activations: int
     """Other tensors at the peak of a micro-step."""
     arriving: int = 0
-    """Keys of other ranks that displaced patches have under way from call to call."""
+    """Keys of other ranks that arrive during a call for the next one (displaced patches)."""
     least: int = 0
-    """The part of the activations that is there for certain."""
+    """The certain part of the activations."""
     staging: int = 0
-    """Hidden states that a GPU has on their way to and from the neighbouring stages."""
+    """Hidden states on their way to and from the neighbouring stages."""
     communicators: int = 0
-    """NCCL's buffers, which come with the model."""
+    """NCCL's buffers, made when the model is loaded."""
     workspaces: int = 0
-    """Of a GPU's matrix products, from the first one on."""
+    """For a GPU's matrix products, from the first one on."""
 
     @property
     def total(self) -> int:
@@ -67,17 +67,17 @@ class MemoryNeed:
 
     @property
     def loaded(self) -> int:
-        """What is there from loading to unloading."""
+        """Bytes from loading to unloading."""
         return self.weights + self.communicators
 
     @property
     def run(self) -> int:
-        """What a run takes beside that, at the most."""
+        """Further bytes at the peak of a run."""
         return self.buffers + self.arriving + self.activations + self.staging + self.workspaces
 
     @property
     def certain(self) -> int:
-        """The part of `run` that it cannot do without."""
+        """The part of `run` that is no estimate."""
         return self.buffers + self.arriving + self.least
 
 
@@ -90,22 +90,22 @@ class Request:
     references: int
     """Tokens of reference pictures."""
     text: int
-    """Text tokens, with those that the model's class adds to text and image."""
+    """Text tokens, with the padding that the model's class adds to text and image."""
     padding: int
-    """Those of them that are the image's."""
+    """Of `text`, the padding tokens of the image."""
     entries: int
     """Batch entries of a call."""
     first_replica: int = 0
     """Replica that gets the first entries."""
     looked_at: int = 0
-    """Tokens that blocks look at by cross attention."""
+    """Tokens that blocks read by cross attention."""
     kept: int = 0
     """Sets of keys and values that a run keeps from call to call; 0 for exact calls."""
     bands: int = 1
     band_dim: int = -2
     """Axis of `grid` that bands cut."""
     timed: bool = False
-    """Tokens have times of their own."""
+    """Each token has a timestep."""
     together: bool = False
     """All entries are the first replica's."""
 
@@ -114,22 +114,17 @@ class Request:
         return math.prod(self.grid) + self.references
 
     def entries_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """As call.Conditioning.shares has them."""
+        """Batch entries of the rank at these coordinates, as call.Conditioning.shares has them."""
         number = (at.batch - self.first_replica) % degrees.batch
         if self.together:
             return 0 if number else self.entries
         return len(split(Span(0, self.entries), degrees.batch)[number])
 
 
-def activation_bytes(tokens: float, token_bytes: int, joint: bool, timed: bool = False) -> int:
-    """The estimate for a micro-step of so many tokens on a rank, over all of its batch entries. `timed`: see Request."""
-    return round((ACTIVATIONS[joint] + (TIMED[joint] if timed else 0)) * tokens * token_bytes)
-
-
 def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
     """Tokens, over all entries, of a whole call's micro-step and of the largest band's, see banded_run.cut_rows.
 
-    `rows`: of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one.
+    `rows`: token rows of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one.
     """
     whole = (entries if stages == 1 else 1) * (image + text)
     if bands == 1:
@@ -142,7 +137,7 @@ def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, ban
 def memory_of(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], rank: int, requests: tuple[Request, ...]
 ) -> MemoryNeed:
-    """On one rank, with the weights; `spans`: the blocks of each stage. Buffers of all requests are there at once."""
+    """Bytes on one rank. `spans`: the blocks of each stage. The buffers of all requests are in memory at once."""
     at = degrees.coordinate(rank)
     span = spans[at.pipe]
     computing = [_computing(sizes, degrees, span, at, request) for request in requests]
@@ -160,50 +155,59 @@ def memory_of(
     )
 
 
+def memory_by_rank(
+    sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...]
+) -> list[MemoryNeed]:
+    """`memory_of` each rank."""
+    return [memory_of(sizes, degrees, spans, rank, requests) for rank in range(degrees.world)]
+
+
 def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request, ...]) -> list[int]:
-    """Bytes of each block's weights and of what these requests keep for it, on the rank that keeps most of it."""
+    """Bytes of each block's weights and of the keys and values that these requests keep for it, on the rank with most."""
     coordinates = (degrees.coordinate(rank) for rank in range(degrees.world))
-    places = {replace(at, pipe=0, patch=0, ring=0) for at in coordinates}  # along these axes all keep as much
-    found = []
-    for index, size in enumerate(sizes.block_bytes):
-        block = Span(index, index + 1)
-        kept = [
-            sum(
-                buffer_bytes(sizes, degrees, block, at, request) + _arriving_bytes(sizes, degrees, block, at, request)
-                for request in requests
-            )
-            for at in places
-        ]
-        found.append(size // degrees.tensor + max(kept))
-    return found
+    places = {replace(at, pipe=0, patch=0, ring=0) for at in coordinates}  # along these axes all ranks keep as much
+
+    def kept(block: Span, at: Coordinate) -> int:
+        parts = ((sizes, degrees, block, at, request) for request in requests)
+        return sum(buffer_bytes(*part) + _arriving_bytes(*part) for part in parts)
+
+    return [
+        size // degrees.tensor + max(kept(Span(index, index + 1), at) for at in places)
+        for index, size in enumerate(sizes.block_bytes)
+    ]
 
 
 def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) -> int:
-    """Bytes of a run beside the blocks' weights and what it keeps for them, on a rank with all of it."""
+    """Bytes of a run beside the blocks' weights, keys and values, on a rank with all weights outside the blocks."""
     uncut = (Span(0, len(sizes.block_bytes)),) * degrees.pipe
-    needs = [memory_of(sizes, degrees, uncut, rank, (request,)) for rank in range(degrees.world)]
+    needs = memory_by_rank(sizes, degrees, uncut, (request,))
     return sum(sizes.ends) + max(need.activations + need.staging + need.communicators + need.workspaces for need in needs)
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """What kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates."""
-    tokens = {JOINT: request.image + request.text, IMAGE: request.image + request.padding}
-    tokens |= {TEXT: request.text, IMAGE_TO_TEXT: request.text, TEXT_TO_IMAGE: request.image}
+    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates."""
     layers = [over for block in sizes.attention[span.slice] for over in block]
     layers += sizes.prologue if span.start == 0 else ()
-    of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
-    values = sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
+    values = int(head_values(sizes, layers, request.image, request.text, request.padding))
     return 2 * request.kept * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
 
 
+def head_values(sizes: ModelSizes, layers: Iterable[str], image: float, text: int, padding: int) -> float:
+    """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over."""
+    tokens = {JOINT: image + text, IMAGE: image + padding, TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
+    of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
+    return sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
+
+
 def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """This call's keys from other ranks, which the next call reads, the rank's own among them."""
+    """Bytes of this call's keys of all ranks, which the next call reads."""
     if not degrees.displaced or not request.kept:
         return 0
     keys = buffer_bytes(sizes, degrees, span, at, request) // request.kept
     if not (bits := change_bits(sizes.transfer_dtype)):
         return keys
-    return keys + change_bytes(keys // sizes.itemsize, sizes.head_size, bits)  # what all hold, and the changes
+    # Changes are sent quantised, so a rank also keeps the values that all ranks have decoded so far.
+    return keys + change_bytes(keys // sizes.itemsize, sizes.head_size, bits)
 
 
 def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
@@ -216,15 +220,15 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 
 
 def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:
-    """Activations: what is certain, and the estimate."""
+    """Bytes of activations: the certain part, and the estimate."""
     entries = request.entries_on(degrees, at)
     if not entries:
         return 0, 0
     whole, band = _step_tokens(sizes, degrees, at, request)
     token_bytes = sizes.token_bytes
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
-    estimate = activation_bytes(max(whole, band) / degrees.sequence, token_bytes, sizes.joint, request.timed)
-    estimate += sizes.expanded // degrees.tensor
+    states = ACTIVATIONS[sizes.joint] + (TIMED[sizes.joint] if request.timed else 0)
+    estimate = round(states * (max(whole, band) / degrees.sequence) * token_bytes) + sizes.expanded // degrees.tensor
     if request.kept and request.bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
         estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)
     return math.floor(least), estimate

@@ -1,7 +1,4 @@
-"""What a model's memory depends on, from its file's header: bytes of its blocks and of what is around them, its attention.
-
-Nothing is read but headers.
-"""
+"""The sizes of a model that its memory depends on, from its files' headers: bytes of weights, heads, attention layers."""
 
 import functools
 import math
@@ -22,16 +19,16 @@ from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model's memory depends on, and which degrees it allows. Blocks of all lists are counted through."""
+    """The sizes that a model's memory depends on, and the degrees that it allows. Blocks are numbered through all lists."""
 
     block_bytes: tuple[int, ...]
     """Bytes of each block's weights."""
     ends: tuple[int, int, int]
     """Bytes of the other weights: see ends_bytes."""
     attention: tuple[tuple[str, ...], ...]
-    """For each block, which tokens each of its attention layers is over."""
+    """For each block, the tokens that each of its attention layers is over (families.base.blocks)."""
     prologue: tuple[str, ...]
-    """The same for the attention layers that the first stage has beside its blocks."""
+    """The same for the attention layers that the first stage runs before the blocks."""
     heads: int
     key_heads: int | None
     """Heads of keys and values. None: as many as `heads`."""
@@ -39,21 +36,21 @@ class ModelSizes:
     hidden: int
     """Channels of a token between blocks."""
     itemsize: int
-    """Bytes of a value that is computed with."""
+    """Bytes of a value in the compute dtype."""
     joint: bool
     """Text tokens run through the blocks."""
     expanded: int = 0
-    """Bytes of the largest packed weight of a linear layer once it is expanded, as it is at each use."""
+    """Bytes of the largest packed weight of a linear layer in the compute dtype: it is expanded at each use."""
     on_gpus: bool = False
-    """Ranks have a GPU's libraries."""
+    """Ranks load a GPU's libraries."""
     tensor_degrees: frozenset[int] | None = None
-    """Those that the file's quantised weights can be cut to. None: all."""
+    """Tensor degrees to which the file's quantised weights can be cut. None: all."""
     cut_ends: tuple[int, int, int] = (0, 0, 0)
     """Of `ends`, the bytes that tensor ranks share."""
     transfer_dtype: str = "full"
-    """See loading.Load."""
+    """See core.setup.Setup."""
     text_head_size: int | None = None
-    """Of attention over a text stream with channels of its own, or between it and the image. None: `head_size`."""
+    """Channels of a head in attention over, or to, a text stream of another width. None: `head_size`."""
 
     @property
     def weight_bytes(self) -> int:
@@ -75,11 +72,16 @@ class ModelSizes:
         )
 
     def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """Whose keys and values a rank keeps: once for the heads that share them, unless some of these are elsewhere."""
+        """Heads of keys and values that a rank keeps.
+
+        Query heads that share keys and values keep them once, if the cut leaves them all on this rank. If it does not, the
+        rank keeps them once for each query head, as they travel.
+        """
         groups = self.key_heads or self.heads
         sharing = self.heads // groups
-        own = split(Span(0, len(split(Span(0, groups), degrees.tensor)[at.tensor]) * sharing), degrees.ulysses)[at.ulysses]
-        return len(own) if own.start % sharing or own.stop % sharing else len(own) // sharing
+        tensor_heads = len(split(Span(0, groups), degrees.tensor)[at.tensor]) * sharing
+        heads = split(Span(0, tensor_heads), degrees.ulysses)[at.ulysses]
+        return len(heads) if heads.start % sharing or heads.stop % sharing else len(heads) // sharing
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ class RankWeights:
     """A rank's weights, in bytes."""
 
     ends: int
-    """Of all that is in no counted block. It never leaves the device while the rank computes."""
+    """Of the weights outside the blocks. They never leave the device while the rank computes."""
     blocks: tuple[int, ...]
-    """Of its blocks, in their order."""
+    """Of each block, in their order."""
 
     @property
     def total(self) -> int:
@@ -97,42 +99,42 @@ class RankWeights:
 
     @property
     def least(self) -> int:
-        """The fewest on the device with which the rank computes: all blocks are streamed."""
+        """The fewest bytes on the device with which the rank computes: all blocks are streamed."""
         return self.ends + least_bytes(self.blocks)
 
     def streamed(self, resident: int) -> int:
-        """Bytes that each micro-step brings to the device, where weights may have `resident` bytes of it."""
+        """Bytes that each micro-step copies to the device, if weights may take `resident` bytes there."""
         return sum(self.blocks[index] for index in self.streamed_blocks(resident))
 
     def on_device(self, resident: int) -> int:
-        """Bytes that weights then take on the device, slots included."""
+        """Bytes that weights take on the device, slots included, if they may take `resident` bytes there."""
         return self.ends + device_bytes(self.blocks, self.streamed_blocks(resident))
 
     def streamed_blocks(self, resident: int) -> tuple[int, ...]:
-        """Indices into `blocks`."""
+        """Indices into `blocks` of the streamed blocks, if weights may take `resident` bytes on the device."""
         return streamed_blocks(self.blocks, resident - self.ends)
 
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
-    """Of ranks on devices like `device`."""
+    """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family, config = checkpoint.family, checkpoint.config
     lists = block_lists(checkpoint)
     parts = [target.split(".") for target in checkpoint.key_map]
     modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
 
     def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
-        found = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
+        kinds = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
         # PAIRED keeps the keys of two streams.
-        return tuple(tokens for kind in found for tokens in ((JOINT, JOINT) if kind == PAIRED else (kind,)))
+        return tuple(tokens for kind in kinds for tokens in ((JOINT, JOINT) if kind == PAIRED else (kind,)))
 
     attention, prologue = [], []
     for spec in family.blocks.lists:
         indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
-        found = [layers(f"{spec.name}.{index}", dict(spec.attention)) for index in indices]
+        by_block = [layers(f"{spec.name}.{index}", dict(spec.attention)) for index in indices]
         if spec.prologue:
-            prologue += [tokens for block in found for tokens in block]
+            prologue += [tokens for block in by_block for tokens in block]
         else:
-            attention += found
+            attention += by_block
     on_gpus, text_hidden = "cuda" in device, family.sizes.text_hidden(config)
     computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
     return ModelSizes(
@@ -155,21 +157,21 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
 
 
 def _largest_packed(checkpoint: Checkpoint, dtype: str) -> int:
-    """Values of the largest matrix that ranks keep packed; 0 if they keep none so."""
+    """Values of the largest matrix that ranks keep packed; 0 if they keep none packed."""
     shapes = ((target, checkpoint.shape(target)) for target in checkpoint.key_map)
     packed = (shape for target, shape in shapes if len(shape) == 2 and checkpoint.storage(target, dtype))
     return max(map(math.prod, packed), default=0)
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:
-    """For each block, all lists counted through, the list that it is in."""
+    """The name of each block's list."""
     counts = checkpoint.family.blocks.counts(checkpoint.config)
     return [name for name, count in counts.items() for _ in range(count)]
 
 
 def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
-    """Bytes of each block's weights on one rank. `lists`: see block_lists."""
-    sizes = dict.fromkeys(((name, index) for index, name in _numbered(lists)), 0)
+    """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
+    sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
     for target in checkpoint.key_map:
         name, _, rest = target.partition(".")
         if name in lists:
@@ -177,18 +179,13 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
     return list(sizes.values())
 
 
-def _numbered(lists: list[str]) -> list[tuple[int, str]]:
-    """Each block's index in its own list."""
-    return [(lists[:place].count(name), name) for place, name in enumerate(lists)]
-
-
 def joint_text(checkpoint: Checkpoint) -> bool:
-    """Whether text tokens run through the blocks, beside the image's."""
+    """Whether text tokens run through the blocks with the image's."""
     return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.blocks.lists if not spec.prologue)
 
 
 def _is_cut(checkpoint: Checkpoint, target: str) -> bool:
-    """Whether tensor ranks share a parameter. All large matrices count as weights of linear layers."""
+    """Whether tensor ranks share a parameter. All matrices count as weights of linear layers."""
     family, shape = checkpoint.family, checkpoint.shape(target)
     if cut_of(family.tensor_plan, target):
         return True
@@ -200,7 +197,10 @@ def _is_cut(checkpoint: Checkpoint, target: str) -> bool:
 def ends_bytes(
     checkpoint: Checkpoint, dtype: str, which: Callable[[str], bool] = lambda target: True
 ) -> tuple[int, int, int]:
-    """Bytes of the weights of no counted block that the first, the last, every stage has. `which`: parameters that count."""
+    """Bytes of the weights outside the blocks: on the first stage, on the last, and on every stage.
+
+    `which`: the parameters that count. Blocks before the stages' blocks (a prologue list) are weights of the first stage.
+    """
     family = checkpoint.family
     counted = {spec.name for spec in family.blocks.lists if not spec.prologue}
     prologue = {*family.blocks.prologue, *(spec.name for spec in family.blocks.lists if spec.prologue)}
@@ -217,7 +217,12 @@ def ends_bytes(
 
 
 def rank_weights(sizes: ModelSizes, tensor: int, span: Span) -> RankWeights:
-    """Of a rank of the stage with blocks `span`, one of `tensor` that share each block."""
+    """The weights of one of `tensor` ranks of the stage with the blocks `span`."""
     first, last, shared = (end - part + part // tensor for end, part in zip(sizes.ends, sizes.cut_ends, strict=True))
     ends = shared + (first if span.start == 0 else 0) + (last if span.stop == len(sizes.block_bytes) else 0)
     return RankWeights(ends, tuple(size // tensor for size in sizes.block_bytes[span.slice]))
+
+
+def weights_by_rank(sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...]) -> list[RankWeights]:
+    """The weights of each rank. `spans`: the blocks of each stage."""
+    return [rank_weights(sizes, degrees.tensor, spans[degrees.coordinate(rank).pipe]) for rank in range(degrees.world)]

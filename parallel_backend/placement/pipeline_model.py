@@ -1,4 +1,4 @@
-"""Seconds of a pipelined run: its micro-steps in their order, on stages of known cost. And the number of bands from that."""
+"""Seconds of a pipelined run, by a simulation of its micro-steps on stages of known cost; the number of bands from them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps, window
 
 HOP_SECONDS = 0.002
-"""From the last stage through ComfyUI's sampler to the first: encoding, a thread's turn, a step of the sampler."""
+"""From the last stage through ComfyUI's sampler to the first: encoding, a thread's switch, a step of the sampler."""
 BANDS_PER_STAGE = (1, 2, 4)
 """Numbers of bands that are considered, as multiples of the number of stages."""
 AS_FAST = 1.05
@@ -21,18 +21,18 @@ class StageCost:
     """Seconds of a stage's micro-step, as a line over its share of the image."""
 
     fixed: float
-    """Seconds whatever the micro-step's size."""
+    """Seconds at any size of the micro-step."""
     whole: float
-    """Seconds beside the fixed ones for the whole image."""
+    """Further seconds for the whole image."""
     copies: float = 0.0
-    """Seconds in which the stage's streamed weights come to the device, beside the computing, in every micro-step."""
+    """Seconds of the copies of the stage's streamed weights in every micro-step. They overlap computing."""
 
     def seconds(self, share: float) -> float:
         """Seconds of a micro-step with this share of the image."""
         return max(self.copies, self.fixed + share * self.whole)
 
     def scaled(self, factor: float) -> "StageCost":
-        """For an image of `factor` times as many tokens. By the same line: attention's growth beyond it is left out."""
+        """For an image of `factor` times as many tokens, by the same line: attention's quadratic growth is left out."""
         return replace(self, whole=factor * self.whole)
 
 
@@ -44,27 +44,28 @@ def simulate(
     hop: float = 0.0,
     entries: int = 1,
 ) -> list[float]:
-    """When each call's last micro-step leaves the last stage.
+    """When each call's last micro-step leaves the last stage, in seconds from the run's start.
 
     `compute`: seconds on each stage. An exact call is `entries` micro-steps of `compute(step)` each. `transfer`: seconds
-    from each stage to the next one, beside the computing; None: none. `hop`: seconds from the last stage through the
-    sampler to the first.
+    from each stage to the next one, which overlap computing. `hop`: seconds from the last stage through the sampler to the
+    first.
     """
-    free = [0.0] * len(compute(steps[0]))
+    free = [0.0] * len(compute(steps[0]))  # when each stage can begin its next micro-step
     ready = [0.0] * bands  # when each band's latest output is with the sampler
     ends: list[float] = []
     finished = [0.0] * (steps[-1].call + 1)
-    under_way = window(len(free))
+    in_flight = window(len(free))
     for step in steps:
         covered = step.covers(bands)
         start = max(ready[band] for band in covered)
         seconds = compute(step)
-        ways = transfer(step) if transfer is not None else [0.0] * len(free)
+        transfers = transfer(step) if transfer is not None else [0.0] * len(free)
         for _ in range(entries if step.band is None else 1):
-            time = max(start, ends[-under_way]) if len(ends) >= under_way else start
-            for stage, (busy, way) in enumerate(zip(seconds, ways, strict=True)):
+            # The client posts at most `in_flight` micro-steps at a time, so this one waits for an earlier one's end.
+            time = max(start, ends[-in_flight]) if len(ends) >= in_flight else start
+            for stage, (busy, sending) in enumerate(zip(seconds, transfers, strict=True)):
                 free[stage] = max(time, free[stage]) + busy
-                time = free[stage] + way
+                time = free[stage] + sending
             ends.append(time)
         for band in covered:
             ready[band] = ends[-1] + hop
@@ -87,27 +88,26 @@ def finish_times(
 ) -> list[float]:
     """When each call leaves the last stage, for stages of these costs and transfers that cost nothing.
 
-    This is what `num_pipeline_patch` 0 and the bounds in the documentation go by.
+    `choose_bands` and the bounds in the documentation use it.
     """
     return simulate(micro_steps(exact, bands), bands, by_share(stage_costs, bands, entries), hop=hop, entries=entries)
 
 
 def band_counts(stages: int, rows: int) -> list[int]:
-    """Numbers of bands that a pipeline may use, for a picture of so many rows of tokens; ascending."""
+    """Numbers of bands that a pipeline may use for a picture of `rows` rows of tokens; ascending."""
     return sorted({min(factor * stages, rows) for factor in BANDS_PER_STAGE})
 
 
 def choose_bands(
     stages: int, rows: int, steps: int, stage_costs: Sequence[StageCost] | None = None, entries: int = 1
 ) -> int:
-    """Number of bands for `num_pipeline_patch` 0: the least with which a run of `steps` is about as fast as it can be.
+    """Number of bands for `num_pipeline_patch` 0: of `band_counts` the smallest within AS_FAST of the fastest.
 
     `rows`: of the picture's tokens. `stage_costs`: for a picture of this run's size. `entries`: of a call's batch.
-    The pipeline is full from one band per stage on, with no slack for the hop. More bands hide the hop and the transfers,
-    but make kernels smaller, which shows in the measured costs, and the other bands' keys older. Of `band_counts` the
-    smallest is taken that is within AS_FAST of the fastest. No counts in between: the picture depends on the number of
-    bands, so a measurement that comes out a little different must rarely change it. Without measured costs it is two per
-    stage, and no more than 8 unless there are more stages.
+    From one band per stage on the pipeline is full. More bands hide the hop and the transfers, but make kernels smaller,
+    which shows in the measured costs, and the other bands' keys older. Counts in between are not considered: the picture
+    depends on the number of bands, so noise in a measurement must rarely change it. Without measured costs there are two
+    bands per stage, and no more than 8 unless there are more stages.
     """
     if stages == 1:
         return 1

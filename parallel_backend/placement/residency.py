@@ -1,4 +1,4 @@
-"""How many bytes of its weights each rank may keep on its device. The others are in host memory and streamed from there."""
+"""How many bytes of its weights each rank may keep on its device. The other weights are streamed from host memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,10 @@ def offload_of(text: str) -> Offload:
 
 
 def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
-    """What each of the ranks that share `budget` bytes of a device gets of it: all that it has, if that is enough for all.
+    """Bytes of a device for each of the ranks whose weights share `budget` bytes there.
 
-    Otherwise each has its least, whatever the budget, and the same part of the rest as the others.
+    Each rank gets all of its weights if the budget holds them. Otherwise it gets its least, whatever the budget, and the
+    same fraction of its other weights as the others get of theirs.
     """
     wanted, least = sum(one.total for one in weights), sum(one.least for one in weights)
     if budget >= wanted or wanted == least:
@@ -43,7 +44,7 @@ def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
 
 
 def shared_bytes(degrees: Degrees, sizes: Mapping[int, int]) -> int:
-    """Bytes of these ranks' weights in one machine's memory: those that have the same weights share one copy there.
+    """Bytes of these ranks' weights in one machine's memory, where ranks with the same weights share one copy.
 
     `sizes`: rank -> bytes of its weights, or of a part of them.
     """

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from parallel_backend.core.block_residency import SLOTS
 
 ROUNDS = 4
-"""Micro-steps after which the next one takes as long as the one before it: copies are at most SLOTS blocks ahead."""
+"""Micro-steps until a micro-step takes as long as the one before it: copies are at most SLOTS blocks ahead."""
 
 
 def streamed_seconds(compute: Sequence[float], copies: Sequence[float], gap: float = 0.0) -> float:
-    """Seconds from a micro-step's first block to the end of its last, one micro-step after the other.
+    """Seconds from a micro-step's first block to the end of its last, where micro-steps follow one another.
 
-    `compute`: of a rank's blocks, in their order. `copies`: seconds in which each one's bytes come to the device; 0 for a
+    `compute`: seconds of a rank's blocks, in their order. `copies`: seconds of each block's copy to the device; 0 for a
     block that stays there. `gap`: seconds between two micro-steps, in which copies go on.
 
-    Copies are one after the other, round and round. A streamed block's begins when a slot is free: after the block that is
-    SLOTS before it among the streamed ones. So a step takes about max(sum of compute, sum of copies), by groups of blocks.
+    Blocks are copied one after the other. A copy begins when a slot is free: after the block that is SLOTS before it among
+    the streamed ones. So a micro-step takes about max(sum of compute, sum of copies), by groups of blocks.
     """
     if not any(copies):
         return sum(compute)

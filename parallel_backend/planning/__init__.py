@@ -1,5 +1,4 @@
-"""Which degrees are fastest, from a few constants of a machine rather than from rehearsals.
+"""Predicts seconds, traffic and memory of every mode (degrees and patches), and ranks the modes.
 
-The constants are seconds of a block, links and memory. The machine may be this one, calibrated in seconds, or one that is
-not there.
+Costs come from rehearsals of the modes (Parallel Doctor), or from a calibration of a few seconds (`degrees` auto).
 """

@@ -1,4 +1,4 @@
-"""What can be said of a model on a machine before a run: whether the planner should be allowed PipeFusion."""
+"""Whether the planner should be allowed PipeFusion, which has to be known before a run's picture and cfg are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from parallel_backend.placement.memory_model import USABLE_MEMORY
 
 @dataclass(frozen=True)
 class Cards:
-    """The devices that `auto` means. `memory`: bytes of each. `peers`: all reach each other's memory directly (P2P)."""
+    """The devices of the widget's `auto`. `memory`: bytes of each. `peers`: all reach each other's memory directly (P2P)."""
 
     memory: Sequence[int]
     peers: bool
@@ -18,11 +18,10 @@ class Cards:
 
 
 def why_pipefusion(weights: int, cards: Cards) -> str:
-    """Why exact modes alone would be slow for a model of so many bytes of weights, in words; empty if they would not be.
+    """Why exact modes alone would be slow for a model with `weights` bytes of weights, as text; empty if they would not be.
 
-    Split batch, Ulysses and ring need the whole model on every card, and Ulysses, ring and tensor fast links. Where one of
-    the two is not there PipeFusion is offered to the planner, which takes it if it is the fastest. Neither picture nor cfg
-    is known yet.
+    Split batch, Ulysses and ring need the whole model on every card. Ulysses, ring and tensor need fast links. If one of the
+    two is missing, PipeFusion is offered to the planner, which takes it if it is the fastest.
     """
     if weights > USABLE_MEMORY * min(cards.memory):
         return "no card holds the whole model"

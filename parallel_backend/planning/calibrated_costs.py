@@ -1,6 +1,6 @@
-"""Costs worked out from a calibration: a few figures of a machine, for every mode and any picture.
+"""Costs computed from a calibration: a few figures of a machine, for every mode and any picture.
 
-Formulas: docs/planner.md.
+docs/planner.md has the formulas in one place.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import IMAGE
-from parallel_backend.placement.balance import Balance
-from parallel_backend.placement.memory_model import Request, buffer_bytes
+from parallel_backend.placement.balance import Balance, stage_ranks
+from parallel_backend.placement.memory_model import buffer_bytes, head_values
 from parallel_backend.placement.model_sizes import ModelSizes
 
 from .machine import Machine
@@ -22,7 +22,7 @@ from .workload import SUMS, Workload
 ULYSSES_INPUT_SHARE = 0.75
 """Part of Ulysses' bytes that travels before attention, as queries, keys and values in one message; the rest after it."""
 LEAST_GROWTH = 0.05
-"""Part of the longer sequence's seconds that is taken to grow with the tokens, at least."""
+"""The least part of the longer timed sequence's seconds that counts as growing with the tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class BlockCost:
     fixed: float
     token: float
     pairs: float
-    """What a key costs a query beside the query's linear layers, by arithmetic: see pairs_of."""
+    """Operations of attention for a query and a key, divided by those of a token's linear layers: see pairs_of."""
 
     def work(self, queries: float, keys: float) -> float:
-        """Seconds beside the fixed ones."""
+        """Seconds without the fixed ones."""
         return self.token * queries + self.attention(queries, keys)
 
     def attention(self, queries: float, keys: float) -> float:
@@ -43,21 +43,22 @@ class BlockCost:
         return self.token * self.pairs * queries * keys
 
     def whole(self, tokens: float) -> float:
-        """Seconds for a sequence of so many tokens."""
+        """Seconds for a sequence of `tokens` tokens."""
         return self.fixed + self.work(tokens, tokens)
 
 
 def pairs_of(hidden: int) -> float:
-    """A block's linear layers are 12 h^2 weights, so 24 h^2 operations for a token; its attention 4 h a query and key."""
+    """BlockCost.pairs of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for a token. Its
+    attention takes 4 h operations for a query and a key."""
     return 1 / (6 * hidden)
 
 
 def through(times: Sequence[tuple[int, float]], pairs: float) -> BlockCost:
-    """The cost that takes these (tokens, seconds), of a shorter and a longer sequence. Its attention grows with tokens
-    squared, for sequences that were not timed; balance.StageCost is a straight line, for bands of one that was.
+    """The cost through the (tokens, seconds) of a shorter and a longer sequence. Attention grows with tokens squared, as the
+    cost is for sequences of any length; balance.StageCost is a straight line, as it is for bands of a timed sequence.
 
-    Neither part comes out negative, and a little grows with the tokens: a GPU that neither sequence has filled shows no
-    growth, and a longer one would seem to cost nothing.
+    Neither part comes out negative, and at least LEAST_GROWTH grows with the tokens: a GPU that neither sequence fills shows
+    no growth, so that longer sequences would seem to cost nothing.
     """
     (short, quick), (long, slow) = sorted(times)
     sizes = [tokens * (1 + pairs * tokens) for tokens in (short, long)]
@@ -71,14 +72,14 @@ class DeviceCost:
     blocks: Mapping[str, BlockCost]
     """Block list -> cost of one of its blocks."""
     around: BlockCost
-    """Of all that is not in a block."""
+    """Of all computing outside the blocks."""
     keeping: float = 0.0
-    """Seconds that a call takes for a byte of keys and values that it keeps: they are extrapolated, corrected, written."""
+    """Seconds of a call for each byte of keys and values that it keeps, which it extrapolates, corrects and writes."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine, and what a kind of model costs on it."""
+    """A machine, and the costs of a kind of model on it."""
 
     machine: Machine
     costs: tuple[DeviceCost, ...]
@@ -116,17 +117,16 @@ class CalibratedCosts:
             return cost.fixed + entries * cost.work(queries, keys) * share / tensor
 
         blocks = {name: [0.0] * degrees.world for name in self.workload.kept}
-        for stage in range(degrees.pipe):
-            members = [rank for rank in range(degrees.world) if degrees.coordinate(rank).pipe == stage]
+        for ranks in stage_ranks(degrees):
             for name, seconds in blocks.items():
-                own = {rank: _of(costs[rank], name) for rank in members}
+                block_costs = {rank: _of(costs[rank], name) for rank in ranks}
                 slowest = max(
                     compute(rank, cost, keys, degrees.tensor) + costs[rank].keeping * self._kept(mode, kind, rank, name)
-                    for rank, cost in own.items()
+                    for rank, cost in block_costs.items()
                 )
-                attention = entries * min(cost.attention(queries, keys) for cost in own.values())
-                waits, overlapped = self._transfers(mode, members, name, kind, entries, attention)
-                for rank in members:
+                attention = entries * min(cost.attention(queries, keys) for cost in block_costs.values())
+                waits, overlapped = self._transfers(mode, ranks, name, kind, entries, attention)
+                for rank in ranks:
                     seconds[rank] = max(slowest + waits, overlapped)
         around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
         return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around, self.calibration.hop)
@@ -145,7 +145,7 @@ class CalibratedCosts:
         return [None] * mode.degrees.world
 
     def _tokens(self, mode: Mode, kind: StepKind) -> tuple[float, int]:
-        """Tokens of one batch entry in a micro-step: the image's, and the text's."""
+        """Tokens of one batch entry in a micro-step: of the image (on average over other bands), and of the text."""
         workload = self.workload
         if kind is StepKind.EXACT:
             return workload.image, workload.text
@@ -153,7 +153,7 @@ class CalibratedCosts:
         return workload.band_image(mode.bands, first), workload.text if first or workload.text_in_bands else 0
 
     def _kept(self, mode: Mode, kind: StepKind, rank: int, block: str) -> int:
-        """Bytes of a block's keys and values that a micro-step brings to the present call: the call's first one does."""
+        """Bytes of a block's keys and values that a micro-step extrapolates to the present call: its first band's does."""
         request = self.workload.request(mode.exact, mode.bands)
         if kind is not StepKind.FIRST_BAND or not request.kept:
             return 0
@@ -162,53 +162,46 @@ class CalibratedCosts:
         return buffer_bytes(sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
 
     def _bytes(self, mode: Mode, axis: str, block: str, kind: StepKind, entries: int) -> float:
-        """That a rank sends for one block in a micro-step with so many batch entries."""
+        """Bytes that a rank sends for one block in a micro-step with `entries` batch entries."""
         degrees, count, sizes = mode.stage_degrees, getattr(mode.degrees, axis), self.workload.sizes
         if axis == "tensor":
             size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
-            return 2 * self._sums(block) * size * (count - 1) / count
+            return 2 * self.workload.sums.get(block, SUMS) * size * (count - 1) / count
         if axis == "ulysses":
             # Keys and values travel repeated, once for each query head, as the class has them. Queries and results are as
-            # many: layers in which one stream looks at the other come in pairs.
-            of_all = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(tensor=degrees.tensor), kind, entries)
+            # many bytes: layers in which one stream attends to the other come in pairs.
+            repeated = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(tensor=degrees.tensor), kind, entries)
             packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
-            return 2 * of_all * packed / degrees.sequence * (count - 1) / count
+            return 2 * repeated * packed / degrees.sequence * (count - 1) / count
         keys = self._keys(mode, block, sizes, degrees, kind, entries) / degrees.patch
         if axis == "ring":
             return keys / count * (count - 1)
-        sent, bits = keys * (count - 1), change_bits(sizes.transfer_dtype)  # with those of the other ring ranks
+        sent, bits = keys * (count - 1), change_bits(sizes.transfer_dtype)  # a patch rank has the other ring ranks' keys too
         if bits and kind is not StepKind.EXACT:
             group = group_size(sizes.head_size)
             sent *= change_bytes(group, group, bits) / (group * sizes.itemsize)
         return sent
 
     def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
-        """Bytes of the keys and values that a micro-step computes for a block, of all its tokens.
-
-        On the rank of these `degrees` with most heads.
-        """
+        """Bytes of the keys and values of all tokens that a micro-step computes for a block, on the rank with most heads."""
         image, text = self._tokens(mode, kind)
-        request = Request((image,), 0, text, self.workload.padding if text else 0, entries, kept=1)
-        sizes = replace(sizes, attention=(self._layers(block),), block_bytes=(0,), prologue=())
-        ranks = map(degrees.coordinate, range(degrees.world))
-        return max(buffer_bytes(sizes, degrees, Span(0, 1), at, request) for at in ranks)
+        values = head_values(sizes, self._layers(block), image, text, self.workload.padding if text else 0)
+        heads = max(sizes.key_heads_on(degrees, degrees.coordinate(rank)) for rank in range(degrees.world))
+        return 2 * entries * heads * values * sizes.itemsize
 
     def _layers(self, block: str) -> tuple[str, ...]:
-        """Which tokens each attention layer of a block is over.
+        """The tokens that each attention layer of a block is over.
 
-        Linear attention, of which sums and neighbouring tokens travel, is taken for a layer over the image.
+        Linear attention, which sends sums and neighbouring tokens, counts as a layer over the image.
         """
         return self.workload.sizes.attention[self.workload.blocks.index(block)] or (IMAGE,)
-
-    def _sums(self, block: str) -> float:
-        return self.workload.sums.get(block, SUMS)
 
     def _transfers(
         self, mode: Mode, members: list[int], block: str, kind: StepKind, entries: int, attention: float
     ) -> tuple[float, float]:
-        """Seconds of the transfers of a block in a micro-step: those that it waits for, and those beside its computing.
+        """Seconds of a block's transfers in a micro-step: those that it waits for, and those that overlap its computing.
 
-        `attention`: seconds of the whole attention, uncut.
+        `members`: the ranks of its stage. `attention`: seconds of the whole attention, uncut.
         """
         degrees, links, layers = mode.degrees, self.machine.links, len(self._layers(block))
         waits = overlapped = 0.0
@@ -225,7 +218,7 @@ class CalibratedCosts:
             waits += steps * (latency + max(0.0, shift - latency - computing))
         if degrees.tensor > 1:
             size = entries * sum(self._tokens(mode, kind)) * self.workload.sizes.token_bytes / degrees.sequence
-            waits += self._sums(block) * links.all_reduce(_groups(mode, "tensor", members), size)
+            waits += self.workload.sums.get(block, SUMS) * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
             seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, kind, entries))
             waits, overlapped = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)
@@ -237,7 +230,7 @@ def _of(cost: DeviceCost, block: str) -> BlockCost:
 
 
 def _groups(mode: Mode, axis: str, members: list[int]) -> list[list[int]]:
-    """The ranks among `members` that differ in nothing but this axis."""
+    """Groups of `members` whose ranks differ in this axis alone."""
     groups: dict[tuple, list[int]] = {}
     for rank in members:
         at = mode.degrees.coordinate(rank)

@@ -1,4 +1,4 @@
-"""The calibration of the machine that is there: the ranks time a block and their links, about ten seconds in all."""
+"""The calibration of this machine: its ranks time a block and their links, which takes about ten seconds."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.placement.balance import without_noise
 from parallel_backend.placement.gpu_overheads import context_bytes
 from parallel_backend.placement.links import SIZES
-from parallel_backend.placement.model_sizes import joint_text
+from parallel_backend.placement.model_sizes import block_lists, joint_text
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, DeviceMemoryReport, Probe, Probed, ReadMemory
@@ -23,18 +23,18 @@ from .calibrated_costs import Calibration, DeviceCost, pairs_of, through
 from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
-"""Rows of image tokens that blocks are timed with: a GPU is not filled by less, and a CPU would take minutes for more."""
+"""Rows of image tokens in the two timed sequences: fewer do not fill a GPU, and more would take a CPU minutes."""
 VERSION = 5
-"""Version of the calibration. An older file does not count."""
+"""Part of the key: files of older versions are measured again."""
 
 
 def contexts(device: str) -> int:
-    """Bytes of a GPU that processes on it need for themselves: ComfyUI's and a rank's. The memory model counts libraries."""
+    """Bytes of a GPU for the CUDA contexts of ComfyUI's process and a rank's. The memory model counts libraries."""
     return 2 * context_bytes(device)
 
 
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
-    """What a calibration is true for."""
+    """Everything that a calibration depends on: a file with another key is not used."""
     family, config = checkpoint.family, checkpoint.config
     return {
         "version": VERSION,
@@ -57,39 +57,36 @@ def _device(name: str) -> list[object]:
 
 
 def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Calibration:
-    """Takes the ranks' model away. RankError if one fails."""
+    """Ranks lose their model. RankError if a rank fails."""
     wait_for(pool.ready, poll)
-    found = measured_links(pool, SIZES, poll)
+    links = measured_links(pool, SIZES, poll)
     memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)
     rows = ROWS["cuda" if all(device_kind(device) == "cuda" for device in pool.devices) else "cpu"]
-    lists = [name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count]
-    probes = measured_blocks(pool, Probe(str(checkpoint.path), dtype, rows), lists, poll)
-    return calibration_of(pool.devices, checkpoint, found, memories, probes, rows)
+    probes = measured_blocks(pool, Probe(str(checkpoint.path), dtype, rows), block_lists(checkpoint), poll)
+    return calibration_of(pool.devices, checkpoint, links, memories, probes, rows)
 
 
 def calibration_of(
     devices: Sequence[str],
     checkpoint: Checkpoint,
-    found: Sequence[LinksProbed],
+    links: Sequence[LinksProbed],
     memories: Sequence[DeviceMemoryReport],
     probes: Sequence[Probed],
     rows: tuple[int, int],
 ) -> Calibration:
-    """What the ranks found, as a calibration. A GPU counts with all of its memory: what is free now may change."""
-    family, config = checkpoint.family, checkpoint.config
-    pairs = pairs_of(family.sizes.hidden(config))
+    """The ranks' measurements as a calibration. A GPU counts with all of its memory, as its free memory may change."""
+    pairs = pairs_of(checkpoint.family.sizes.hidden(checkpoint.config))
     text = PROBE_TEXT if joint_text(checkpoint) else 0
     tokens = [count * PROBE_COLUMNS + text for count in rows]
-    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
     costs = tuple(
         DeviceCost(
             {name: through(list(zip(tokens, times, strict=True)), pairs) for name, times in probed.blocks.items()},
             through(list(zip(tokens, probed.ends, strict=True)), 0.0),
             probed.keeping,
         )
-        for probed in without_noise(lists, probes)
+        for probed in without_noise(block_lists(checkpoint), probes)
     )
-    machine = machine_of(devices, found, memories)
+    machine = machine_of(devices, links, memories)
     usable = tuple(
         replace(device, memory=None if device.total is None else max(0, device.total - contexts(device.name)), total=None)
         for device in machine.devices

@@ -18,7 +18,7 @@ from .machine import Device, Machine
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
-"""Of a calibration's file. That of eight devices has about ten thousand."""
+"""Most bytes of a calibration's file. That of eight devices has about ten thousand."""
 
 
 def cached(
@@ -27,27 +27,27 @@ def cached(
     measure: Callable[[], Calibration],
     fits: Callable[[Calibration], bool] = lambda _calibration: True,
 ) -> Calibration:
-    """The calibration of `key` from its file in `folder`, or measured, and written there for the next time.
+    """The calibration of `key` from its file in `folder`; else it is measured and written there.
 
-    A file that cannot be read, is of something else or does not fit, counts as none. A folder that cannot be written to is
-    named in the log, and the next call measures again.
+    A file that cannot be read, has another key or does not fit is measured again. If the folder cannot be written to, a
+    warning is logged, and the next call measures again.
     """
     path = folder / f"calibration-{_digest(key)[:16]}.json"
-    found = load(path, key)
-    if found is None or not fits(found):
-        found = measure()
+    calibration = load(path, key)
+    if calibration is None or not fits(calibration):
+        calibration = measure()
         try:
-            store(path, key, found)
+            store(path, key, calibration)
         except OSError as error:
             log.warning("Parallel DiT: the calibration could not be kept in %s (%s)", path, error)
-    return found
+    return calibration
 
 
 def store(path: Path, key: dict[str, object], calibration: Calibration) -> None:
-    """Atomically: whoever reads meanwhile sees the file before or after. OSError if it cannot be written."""
+    """Atomically: a concurrent reader sees the old file or the new one. OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = _plain(calibration)
-    content = {"key": key, "calibration": found, "digest": _digest(found)}
+    plain = _plain(calibration)
+    content = {"key": key, "calibration": plain, "digest": _digest(plain)}
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w") as file:
@@ -59,7 +59,7 @@ def store(path: Path, key: dict[str, object], calibration: Calibration) -> None:
 
 
 def load(path: Path, key: dict[str, object]) -> Calibration | None:
-    """None if there is no such file, or it is of another key, or not as `store` wrote it."""
+    """None if there is no such file, it has another key, or it was changed after `store` wrote it."""
     try:
         if not path.exists():
             return None
@@ -85,19 +85,19 @@ def _digest(content: object) -> str:
 
 
 def _plain(calibration: Calibration) -> dict[str, Any]:
-    """For JSON. Memory that is free now and P2P access are not kept."""
+    """The calibration as JSON values, without momentary free memory and P2P access."""
     machine, links = calibration.machine, calibration.machine.links
     return {
         "devices": [[device.name, device.kind, device.memory, device.copies] for device in machine.devices],
         "between": [[*pair, link.latency, link.bandwidth] for pair, link in links.between.items()],
-        "shared": [links.crowding, links.socket, links.bridge],
+        "shared": [links.crowding],
         "costs": [asdict(cost) for cost in calibration.costs],
         "hop": calibration.hop,
     }
 
 
 def _calibration(content: dict[str, Any]) -> Calibration:
-    """What `_plain` was given."""
+    """The inverse of `_plain`."""
     between = {(one, two): Link(*figures) for one, two, *figures in content["between"]}
     devices = tuple(Device(name, kind, memory, None, copies) for name, kind, memory, copies in content["devices"])
     costs = tuple(
@@ -106,4 +106,4 @@ def _calibration(content: dict[str, Any]) -> Calibration:
         )
         for cost in content["costs"]
     )
-    return Calibration(Machine(devices, Links(between, *content["shared"])), costs, content["hop"])
+    return Calibration(Machine(devices, Links(between, content["shared"][0])), costs, content["hop"])

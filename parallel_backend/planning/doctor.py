@@ -1,4 +1,4 @@
-"""The examination of Parallel Doctor: look at the machine, rehearse every mode, plan from that."""
+"""The examination of Parallel Doctor: measure the machine, rehearse every mode, plan from both."""
 
 import itertools
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from dataclasses import replace
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.measurements import measured_links
 from parallel_backend.core.setup import ALLOWED, Offload
-from parallel_backend.placement.balance import ALIKE
 from parallel_backend.placement.links import SIZES
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
@@ -21,9 +20,9 @@ from .rehearsed_costs import RehearsedCosts, needed
 from .workload import Workload
 
 HostFree = Callable[[], int | None]
-"""Bytes of the host's memory that are free. None: not known."""
+"""Free bytes of the host's memory. None: not known."""
 Progress = Callable[[int, int], None]
-"""(done, of how many)."""
+"""(rehearsals done, all rehearsals)."""
 
 
 def examine(
@@ -36,7 +35,7 @@ def examine(
     progress: Progress = lambda _done, _total: None,
     offload: Offload = ALLOWED,
 ) -> Plan:
-    """Takes the ranks' model away and leaves them without one. RankError if a rank fails, also for want of memory."""
+    """The ranks lose their model. RankError if a rank fails, for instance for lack of memory."""
     world = len(pool.devices)
     modes = possible(workload, world)[0] if world > 1 else []
     costs = measure(pool, checkpoint, workload, modes, attention, host_free, poll, progress)
@@ -53,13 +52,14 @@ def measure(
     poll: Poll,
     progress: Progress = lambda _done, _total: None,
 ) -> RehearsedCosts:
-    """The costs of these modes, and of one device. The host's memory is asked for once the ranks have no model."""
+    """The costs of these modes, and of one device. `host_free` is called once the ranks have no model."""
     wait_for(pool.ready, poll)
     links = measured_links(pool, SIZES, poll)
     memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)
     costs = RehearsedCosts(workload, machine_of(pool.devices, links, memories, host_free()), {})
     groups = [list(same) for _, same in itertools.groupby(needed(modes, workload), key=lambda kind: kind.degrees)]
-    # CPU ranks have no device of their own: what else the machine does, or its clock, must not fall on one mode alone.
+    # CPU ranks share the machine with other programs. Each group is timed twice, in mirrored order, so that a slow phase of
+    # the machine does not fall on one mode alone.
     groups += groups[::-1] if costs.machine.on_cpus else []
     total, done = 1 + sum(map(len, groups)), itertools.count(1)
 
@@ -68,16 +68,10 @@ def measure(
 
     advance()
     for kinds in groups:
-        uneven = kinds[0].degrees.patch > 1 and _uneven(costs)
-        found = rehearse(pool, checkpoint, workload, kinds, attention, uneven, poll, advance)
-        known = costs.rehearsed
-        found = {kind: known[kind].quicker(call) if kind in known else call for kind, call in found.items()}
-        costs = replace(costs, rehearsed={**known, **found})
+        uneven = kinds[0].degrees.patch > 1 and costs.uneven
+        rehearsed = dict(costs.rehearsed)
+        for kind, call in rehearse(pool, checkpoint, workload, kinds, attention, uneven, poll, advance).items():
+            rehearsed[kind] = rehearsed[kind].quicker(call) if kind in rehearsed else call
+        costs = replace(costs, rehearsed=rehearsed)
     wait_for(pool.ask(Unload(), Unloaded), poll)
     return costs
-
-
-def _uneven(costs: RehearsedCosts) -> bool:
-    """Whether the devices' speeds differ by more than noise."""
-    totals = [sum(times.values()) for times in costs.block_seconds()]
-    return max(totals) > ALIKE * min(totals)

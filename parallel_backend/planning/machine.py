@@ -15,13 +15,13 @@ class Device:
     name: str
     """As the `devices` widget has it."""
     kind: str
-    """What it is, for a report."""
+    """The hardware's name, for a report."""
     memory: int | None = None
-    """Bytes that a run may have. None: it computes in the host's memory."""
+    """Bytes that a run may take. None: the device computes in the host's memory."""
     total: int | None = None
-    """Bytes of its memory altogether."""
+    """All bytes of the device's memory."""
     copies: float = 0.0
-    """Bytes a second that come there from host memory. 0: it computes in that memory."""
+    """Bytes a second from host memory to the device. 0: the device computes in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Machine:
     """In the order of the ranks."""
     links: Links
     host_free: int | None = None
-    """Bytes of memory that all CPU ranks share. None: not known."""
+    """Free bytes of the memory that all CPU ranks share. None: not known."""
     peers: Mapping[tuple[int, int], bool] = field(default_factory=dict)
     """Pair of CUDA devices -> the first one can reach the second one's memory directly (P2P)."""
 
@@ -44,13 +44,13 @@ class Machine:
 
 
 def machine_of(
-    names: Sequence[str], found: Sequence[LinksProbed], memories: Sequence[DeviceMemoryReport], host_free: int | None = None
+    names: Sequence[str], probes: Sequence[LinksProbed], memories: Sequence[DeviceMemoryReport], host_free: int | None = None
 ) -> Machine:
-    """The machine as its ranks found it, with the memory that is free now."""
+    """The machine as its ranks, in their order, report it, with the memory that is free now."""
     devices = []
-    for name, one, memory in zip(names, found, memories, strict=True):
-        free, total = (one.free_bytes, one.total_bytes) if one.total_bytes else (memory.free_bytes, memory.total_bytes)
-        apart = (free, total, memory.copy_rate or COPY_RATE) if memory.host else (one.free_bytes, one.total_bytes)
-        devices.append(Device(name, one.name, *apart))
-    peers = {(one.rank, other): reached for one in found for other, reached in one.peers.items()}
-    return Machine(tuple(devices), links_of(found), host_free, peers)
+    for name, probe, memory in zip(names, probes, memories, strict=True):
+        source = probe if probe.total_bytes or not memory.host else memory
+        copies = (memory.copy_rate or COPY_RATE) if memory.host else 0.0
+        devices.append(Device(name, probe.name, source.free_bytes, source.total_bytes, copies))
+    peers = {(probe.rank, other): reached for probe in probes for other, reached in probe.peers.items()}
+    return Machine(tuple(devices), links_of(probes), host_free, peers)

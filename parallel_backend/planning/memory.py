@@ -1,4 +1,4 @@
-"""What a mode takes of the devices' memory and of the host's, and what is streamed of weights that devices do not hold."""
+"""The memory that a mode takes of devices and host, and the weights that it streams as devices do not hold them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Holding:
     """With all of its weights."""
     weights: RankWeights
     resident: int
-    """Bytes of the device that the weights may have."""
+    """Bytes of the device that the weights may take."""
     copies: float = 0.0
-    """Bytes a second that come to the device from host memory while all ranks copy. 0: none do."""
+    """Bytes a second from host memory to the device while all ranks copy. 0: weights cannot come from there."""
 
     @property
     def on_device(self) -> int:
@@ -31,11 +31,11 @@ class Holding:
 
     @property
     def streamed(self) -> int:
-        """Bytes of weights in host memory, which each micro-step brings to the device."""
+        """Bytes of weights in host memory, which each micro-step copies to the device."""
         return self.weights.streamed(self.resident)
 
     def copy_seconds(self) -> list[float]:
-        """Of each block, in their order; 0 for those that stay on the device."""
+        """By block, in their order; 0 for those that stay on the device."""
         seconds = [0.0] * len(self.weights.blocks)
         for index in self.weights.streamed_blocks(self.resident):
             seconds[index] = self.weights.blocks[index] / self.copies
@@ -49,42 +49,46 @@ def holdings(
     weights: Sequence[RankWeights],
     offload: Offload,
 ) -> tuple[Holding, ...]:
-    """By rank; `devices`: each one's device, by its number in the machine."""
-    found: dict[int, Holding] = {}
-    for group in _together(machine, devices):
+    """By rank. `devices`: the number of each rank's device in the machine."""
+    by_rank: dict[int, Holding] = {}
+    for group in _sharing(machine, devices):
         device = machine.devices[devices[group[0]]]
-        own = [weights[rank] for rank in group]
-        resident = [one.total for one in own]
+        of_group = [weights[rank] for rank in group]
+        resident = [one.total for one in of_group]
         if offload.streams and device.copies and device.memory is not None:
             other_bytes = sum(needs[rank].total - needs[rank].weights for rank in group)
-            resident = share_out(own, int(USABLE_MEMORY * (device.memory - offload.leave_free)) - other_bytes)
-        for rank, one, limit in zip(group, own, resident, strict=True):
-            found[rank] = Holding(needs[rank], one, limit, device.copies / len(group))
-    return tuple(found[rank] for rank in range(len(devices)))
+            resident = share_out(of_group, int(USABLE_MEMORY * (device.memory - offload.leave_free)) - other_bytes)
+        for rank, one, limit in zip(group, of_group, resident, strict=True):
+            by_rank[rank] = Holding(needs[rank], one, limit, device.copies / len(group))
+    return tuple(by_rank[rank] for rank in range(len(devices)))
 
 
 def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
-    """Of the machine's own memory: weights that are streamed, and all of ranks that compute there."""
-    there = [machine.devices[device].memory is None for device in mode.devices]
-    weights = {rank: one.weights.total if there[rank] else one.streamed for rank, one in enumerate(held)}
-    other_bytes = sum(one.need.total - one.weights.total for one, on_cpu in zip(held, there, strict=True) if on_cpu)
+    """Bytes of the host's memory: of streamed weights, and of ranks that compute there."""
+    weights, other_bytes = {}, 0
+    for rank, (device, holding) in enumerate(zip(mode.devices, held, strict=True)):
+        on_host = machine.devices[device].memory is None
+        weights[rank] = holding.weights.total if on_host else holding.streamed
+        other_bytes += holding.need.total - holding.weights.total if on_host else 0
     return shared_bytes(mode.degrees, weights) + other_bytes
 
 
 def lacking(
     held: Mapping[int, int], devices: Sequence[str], free: Sequence[int | None], on_host: int, host_free: int | None
 ) -> str:
-    """Why ranks that need so many bytes do not fit; empty if they do. `free`: bytes on each rank's device, None for one that
-    computes in the host's memory. `on_host`: see bytes_on_host."""
+    """Why ranks that need these bytes do not fit; empty if they do.
+
+    `held`: number of a device -> bytes that its rank needs there. `devices`, `free`: name and free bytes of each device of
+    the machine, None for a device that computes in the host's memory. `on_host`: see bytes_on_host.
+    """
     lacks = ""
     if host_free is not None and on_host > USABLE_MEMORY * host_free:
         lacks = f"the ranks need {gigabytes(on_host)} of host memory together, {gigabytes(host_free)} is free"
-    for rank in held:
-        size = sum(
-            held[other] for other in held if other == rank or (devices[other] == devices[rank] and _shared(devices[rank]))
-        )
-        if free[rank] is not None and size > USABLE_MEMORY * free[rank]:
-            lacks = f"needs {gigabytes(size)} on {devices[rank]}, which has {gigabytes(free[rank])} free"
+    for number in held:
+        name, free_bytes = devices[number], free[number]
+        size = sum(held[other] for other in held if other == number or (devices[other] == name and _shared(name)))
+        if free_bytes is not None and size > USABLE_MEMORY * free_bytes:
+            lacks = f"needs {gigabytes(size)} on {name}, which has {gigabytes(free_bytes)} free"
     return lacks
 
 
@@ -92,8 +96,8 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _together(machine: Machine, devices: Sequence[int]) -> list[list[int]]:
-    """The ranks, by the memory that they are in."""
+def _sharing(machine: Machine, devices: Sequence[int]) -> list[list[int]]:
+    """Groups of ranks that share a memory."""
     groups: dict[object, list[int]] = {}
     for rank, device in enumerate(devices):
         name = machine.names[device]
@@ -102,5 +106,5 @@ def _together(machine: Machine, devices: Sequence[int]) -> list[list[int]]:
 
 
 def _shared(name: str) -> bool:
-    """Devices of this name are one. Those of a cluster are not, and one that a CPU rank stands in for has its own."""
+    """Whether devices of this name are one GPU. GPUs of a cluster may be several, and CPU devices count one by one."""
     return device_kind(name) == "cuda" and not on_ray(name)

@@ -1,10 +1,10 @@
-"""Modes: the degrees and bands in which so many devices can run a workload."""
+"""Modes: the degrees and bands in which a number of devices can run a workload."""
 
 import math
 from dataclasses import dataclass, replace
 
-from parallel_backend.core.degrees import AXES, WIDGETS, Degrees
-from parallel_backend.core.validate import factors
+from parallel_backend.core.degrees import WIDGETS, Degrees
+from parallel_backend.core.validate import all_degrees
 from parallel_backend.placement.pipeline_model import band_counts
 
 from .workload import Workload
@@ -16,11 +16,11 @@ class Mode:
     bands: int = 1
     """PipeFusion's patches; 1 elsewhere."""
     device: int | None = None
-    """Device that runs it alone. None: the first `degrees.world` devices run it."""
+    """The only device. None: the first `degrees.world` devices."""
 
     @property
     def exact(self) -> bool:
-        """Every model call is exact, not the warm-up's alone."""
+        """Every model call is exact, not only those of the warm-up."""
         return self.degrees.pipe == 1 and not self.degrees.displaced
 
     @property
@@ -45,15 +45,11 @@ class Mode:
 def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, str]]:
     """Every mode that uses all of `world` devices, more than one; and other degrees with the reason against them."""
     modes, refused = [], {}
-    for sizes in factors(world, len(AXES)):
-        named = dict(zip(AXES, sizes, strict=True))
-        if named["patch"] > 1 and named["pipe"] > 1:
-            continue
-        degrees = Degrees(**named, patch_mode="displaced" if named["patch"] > 1 else "none")
+    for degrees in all_degrees(world):
         try:
             workload.sizes.check(degrees)
-        except ValueError as why:
-            refused[degrees] = str(why)
+        except ValueError as reason:
+            refused[degrees] = str(reason)
             continue
         if degrees.batch > workload.entries:
             refused[degrees] = (

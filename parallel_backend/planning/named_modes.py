@@ -1,4 +1,4 @@
-"""Degrees of a mode that the user names, such as `ulysses`, on so many devices: Parallelize Model's `mode`."""
+"""Degrees of a mode that the user names, such as `ulysses`: Parallelize Model's `mode`."""
 
 from dataclasses import replace
 
@@ -6,32 +6,35 @@ from parallel_backend.core.degrees import Degrees
 
 AUTO = "auto"
 AXIS = {"pipefusion": "pipe", "ulysses": "ulysses", "ring": "ring", "tensor": "tensor", "split batch": "batch"}
-"""Mode -> axis whose ranks are all that are left."""
+"""Mode -> axis that gets the ranks which parallel_config leaves."""
 MODES = (AUTO, *AXIS)
 
 
-def ranks_of(mode: str, wanted: int, possible: int, given: Degrees) -> int:
-    """How many devices the mode uses. `wanted`: 0 for all `possible` ones; `given`: degrees that are taken as they are.
+def ranks_of(mode: str, wanted: int, possible: int, config: Degrees) -> int:
+    """How many devices the mode uses. `wanted`: 0 for all `possible` ones. `config`: degrees of the input parallel_config.
 
-    ValueError, naming `gpus`, where the given degrees do not go into that number.
+    ValueError, naming `gpus`, where the config's ranks do not divide the wanted number.
     """
-    multiplies = given.world == 1 or mode in ("pipefusion", "tensor", "split batch")
+    multiplies = config.world == 1 or mode in ("pipefusion", "tensor", "split batch")
     if wanted == 0:
-        return max(given.world, possible // given.world * given.world) if multiplies else given.world
-    if wanted == given.world or (multiplies and wanted % given.world == 0):
+        return max(config.world, possible // config.world * config.world) if multiplies else config.world
+    if wanted == config.world or (multiplies and wanted % config.world == 0):
         return wanted
     multiple = " or a multiple of it" if multiplies else ""
     raise ValueError(
-        f"gpus is {wanted}, but parallel_config has {given}, for {given.world}{multiple}. Set gpus to 0, or to that number."
+        f"gpus is {wanted}, but parallel_config has {config}, for {config.world}{multiple}. Set gpus to 0, or to that "
+        "number."
     )
 
 
-def degrees_of(mode: str, ranks: int, given: Degrees, heads: int) -> Degrees:
-    """The degrees of `mode`, not auto, on so many ranks, with those of `given` as they are. `heads`: the model's attention
-    heads, by which Ulysses is limited: it takes ring ranks for the rest."""
-    left = ranks // given.world
+def degrees_of(mode: str, ranks: int, config: Degrees, heads: int) -> Degrees:
+    """The degrees of `mode`, not auto, on `ranks` ranks: those of `config`, and `mode`'s axis multiplied.
+
+    `heads`: the model's attention heads, which limit Ulysses; further ranks become ring ranks.
+    """
+    left = ranks // config.world
     if mode == "ulysses" and left > heads:
         ulysses = max(degree for degree in range(1, heads + 1) if left % degree == 0)
-        return replace(given, ulysses=ulysses, ring=left // ulysses)
+        return replace(config, ulysses=ulysses, ring=left // ulysses)
     axis = AXIS[mode]
-    return replace(given, **{axis: getattr(given, axis) * left})
+    return replace(config, **{axis: getattr(config, axis) * left})

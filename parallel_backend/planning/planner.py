@@ -1,4 +1,4 @@
-"""Every way to use a machine for a workload, ranked."""
+"""Every mode in which a machine can run a workload, ranked by predicted seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,68 +12,69 @@ from .prediction import Costs, Prediction, predict
 AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
 DISPLACED = 2
-"""Ranks on the patch axis that auto takes: displaced patches of two are as close to one rank as PipeFusion with four
-patches, those of more are not (docs/decisions.md, 151)."""
+"""The most ranks on the patch axis that `degrees` auto takes. In measured pictures of 4, 8 and 20 steps displaced patches of
+two ranks were closer to one rank's picture than PipeFusion with four patches. Displaced patches of four ranks were not."""
 
 
 @dataclass(frozen=True)
 class Plan:
     costs: Costs
     predictions: tuple[Prediction, ...]
-    """Fastest first, those that do not fit too. Of one device, that of the best device."""
+    """Fastest first, with those that do not fit. Of the modes of one device, only that of the best device."""
     refused: dict[Degrees, str]
-    """Degrees that cannot be, and why."""
+    """Degrees that the workload does not allow, and the reason."""
 
     @property
     def best(self) -> Prediction | None:
-        """Of all that fit, PipeFusion and displaced patches too, which are approximate. None if nothing fits."""
+        """Among all modes that fit, approximate ones (PipeFusion, displaced patches) included. None if no mode fits."""
         return advise(self.predictions)
 
     @property
     def best_exact(self) -> Prediction | None:
-        return advise([found for found in self.predictions if found.mode.exact])
+        """Among the exact modes that fit. None if none fits."""
+        return advise([prediction for prediction in self.predictions if prediction.mode.exact])
 
     @property
     def one_device(self) -> Prediction:
-        return next(found for found in self.predictions if found.mode.device is not None)
+        return next(prediction for prediction in self.predictions if prediction.mode.device is not None)
 
 
 def plan(costs: Costs, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
-    """All modes of `counts` devices, the first so many (None: all of them), and of the best single one.
+    """All modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single device.
 
     `offload`: whether weights may be streamed where they do not fit.
     """
-    devices, refused = len(costs.machine.devices), {}
+    devices = len(costs.machine.devices)
     modes: list[Mode] = []
+    refused: dict[Degrees, str] = {}
     for count in counts or (devices,):
         if count > 1:
-            found, why = possible(costs.workload, count)
-            modes += found
-            refused |= why
+            possible_modes, reasons = possible(costs.workload, count)
+            modes += possible_modes
+            refused |= reasons
     singles = [predict(costs, Mode(Degrees(), device=device), offload) for device in range(devices)]
-    one = min(singles, key=lambda found: (bool(found.lacks), found.seconds))
+    one = min(singles, key=lambda prediction: (bool(prediction.lacks), prediction.seconds))
     predictions = [*(predict(costs, mode, offload) for mode in modes), one]
-    return Plan(costs, tuple(sorted(predictions, key=lambda found: found.seconds)), refused)
+    return Plan(costs, tuple(sorted(predictions, key=lambda prediction: prediction.seconds)), refused)
 
 
 def advise(predictions: Sequence[Prediction]) -> Prediction | None:
     """The fastest that fits; among those as fast one device before more, exact modes before others, fewer patches."""
-    fitting = [found for found in predictions if not found.lacks]
+    fitting = [prediction for prediction in predictions if not prediction.lacks]
     if not fitting:
         return None
-    limit = AS_GOOD * min(found.seconds for found in fitting)
-    as_good = [found for found in fitting if found.seconds <= limit]
+    limit = AS_GOOD * min(prediction.seconds for prediction in fitting)
+    as_good = [prediction for prediction in fitting if prediction.seconds <= limit]
     return min(as_good, key=lambda f: (f.mode.device is None, not f.mode.exact, f.mode.bands, f.seconds))
 
 
 def choose(plan: Plan) -> Prediction:
-    """What `degrees` auto takes: of all modes that are close enough the best that fits, or else the one that needs least
-    memory.
+    """The choice of `degrees` auto: of the modes that are close enough to one rank the best that fits, or else the one that
+    needs least memory.
 
-    PipeFusion and displaced patches are to be had where the sampler pipelines; elsewhere the workload's steps are all
-    warm-up, and so exact.
+    Where the sampler does not pipeline all of the workload's steps are warm-up, and so exact in every mode.
     """
     workload = plan.costs.workload
     patches = DISPLACED if workload.warm_up_steps < workload.steps else 1
-    usable = [found for found in plan.predictions if found.mode.degrees.patch <= patches]
-    return advise(usable) or min(usable, key=lambda found: (found.most_memory, found.seconds))
+    usable = [prediction for prediction in plan.predictions if prediction.mode.degrees.patch <= patches]
+    return advise(usable) or min(usable, key=lambda prediction: (prediction.most_memory, prediction.seconds))

@@ -1,9 +1,9 @@
 """The one prediction: seconds, traffic and memory of a run in a mode, from the costs of its micro-steps.
 
-The costs are measured in rehearsals of the mode itself (rehearsed_costs.py), or worked out from a calibration
-(calibrated_costs.py).
+Costs are measured in rehearsals of the mode (rehearsed_costs.py), or computed from a calibration (calibrated_costs.py).
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,9 +13,9 @@ from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.core.spans import Span, split
-from parallel_backend.placement.balance import Balance, divide, spill_seconds
-from parallel_backend.placement.memory_model import MemoryNeed, bytes_by_block, bytes_outside_blocks, memory_of
-from parallel_backend.placement.model_sizes import rank_weights
+from parallel_backend.placement.balance import Balance, divide, spill_seconds, stage_ranks
+from parallel_backend.placement.memory_model import MemoryNeed, bytes_by_block, bytes_outside_blocks, memory_by_rank
+from parallel_backend.placement.model_sizes import weights_by_rank
 from parallel_backend.placement.pipeline_model import simulate
 from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.wire.diagnosis import Probed
@@ -26,10 +26,9 @@ from .modes import Mode
 from .workload import Workload
 
 AROUND = ""
-"""Stands where a block's name does for all that is not in a block."""
+"""In place of a block's name: all computing outside the blocks."""
 ENDS_SHARE = 0.5
-"""Part of what is around the blocks that one stage of several does. Embedding and head are on different stages; the rest is
-on all of them."""
+"""Part of the computing around the blocks that one stage of several does, as embedding and head are on different stages."""
 
 
 class StepKind(Enum):
@@ -47,11 +46,11 @@ class StepCost:
     """Seconds of a micro-step. Figures by rank are in the order of the mode's ranks."""
 
     blocks: Mapping[str, tuple[float, ...]]
-    """Kind of block -> by rank, of one such block, with its transfers."""
+    """Kind of block -> by rank, seconds of one such block, with its transfers."""
     around: tuple[float, ...]
-    """By rank, of all that is not in a block."""
+    """By rank, seconds outside the blocks."""
     hop: float = 0.0
-    """From the ranks' output through the sampler to the next call."""
+    """Seconds from the ranks' output through the sampler to the next call."""
 
 
 Sent = Mapping[str, Mapping[str, Sequence[float]]]
@@ -59,54 +58,60 @@ Sent = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 class Costs(Protocol):
-    """What a prediction needs to know of a workload on a machine."""
+    """The costs of a workload on a machine, from which `predict` predicts a run."""
 
-    workload: Workload
-    machine: Machine
+    @property
+    def workload(self) -> Workload: ...
+
+    @property
+    def machine(self) -> Machine: ...
 
     def by_device(self, mode: Mode) -> StepCost:
-        """What stages are cut by: of a whole call."""
+        """Of a whole call: the costs by which stages are cut."""
+        ...
 
     def step(self, mode: Mode, kind: StepKind, cut: Balance) -> StepCost: ...
 
     def sent(self, mode: Mode, exact: bool) -> Sent:
-        """In a whole step, with all its calls' micro-steps."""
+        """In a whole step, with all micro-steps of its call."""
+        ...
 
     def activations(self, mode: Mode) -> Sequence[int | None]:
-        """By rank, measured bytes beside weights and K/V buffers. None: not measured, so the estimate counts."""
+        """By rank, measured bytes beside weights and K/V buffers. None: not measured, so that the estimate counts."""
+        ...
 
 
 @dataclass(frozen=True)
 class Prediction:
     mode: Mode
     seconds: float
-    """Of a run, with the picture in memory and the model loaded."""
+    """Of a sampling run, with the model loaded."""
     step_bytes: dict[str, tuple[int, ...]]
     """Mesh axis -> bytes that each rank sends in a step after the warm-up."""
     held: tuple[Holding, ...]
     """By rank."""
     lacks: str = ""
-    """Why it does not fit; empty if it does."""
+    """Why the mode does not fit; empty if it does."""
 
     @property
     def moved(self) -> int:
-        """Bytes in a step, over all ranks."""
+        """Bytes that all ranks together send in a step."""
         return sum(map(sum, self.step_bytes.values()))
 
     @property
     def memory(self) -> tuple[MemoryNeed, ...]:
-        """By rank, with weights that are streamed."""
-        return tuple(one.need for one in self.held)
+        """By rank, streamed weights included."""
+        return tuple(holding.need for holding in self.held)
 
     @property
     def most_memory(self) -> int:
         """Bytes of the device on the rank that needs most."""
-        return max(one.on_device for one in self.held)
+        return max(holding.on_device for holding in self.held)
 
     @property
     def most_streamed(self) -> int:
-        """Bytes that a micro-step brings to the device of the rank that streams most. 0: all weights stay on the devices."""
-        return max(one.streamed for one in self.held)
+        """Bytes that a micro-step copies to the device of the rank that streams most. 0: all weights stay on the devices."""
+        return max(holding.streamed for holding in self.held)
 
 
 def predict(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
@@ -114,7 +119,7 @@ def predict(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
     cut = cut_model(costs, mode, offload)
     held = _holdings(costs, mode, cut, offload)
     machine = costs.machine
-    sizes = dict(zip(mode.devices, (one.on_device for one in held), strict=True))
+    sizes = dict(zip(mode.devices, (holding.on_device for holding in held), strict=True))
     on_host = bytes_on_host(machine, mode, held)
     lacks = lacking(sizes, machine.names, [device.memory for device in machine.devices], on_host, machine.host_free)
     exact = mode.exact or costs.workload.warm_up_steps == costs.workload.steps
@@ -122,7 +127,7 @@ def predict(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
 
 
 def cut_model(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Balance:
-    """The stages and patches as `stage_split` auto would cut them for this run."""
+    """The stages and patches as `stage_split` auto cuts them for this run."""
     workload, cost = costs.workload, costs.by_device(mode)
     request = workload.request(mode.exact, mode.bands)
     probes = [
@@ -144,17 +149,17 @@ def cut_model(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Balance:
 def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:
     """Mesh axis -> bytes that each rank sends in one step."""
     workload, degrees = costs.workload, mode.degrees
-    sent, axes = costs.sent(mode, exact), {}
+    sent = costs.sent(mode, exact)
+    axes: dict[str, list[float]] = defaultdict(lambda: [0.0] * degrees.world)
+    kinds = [StepKind.EXACT] if exact else [_kind(step) for step in micro_steps([False], mode.bands)]
     for rank in range(degrees.world):
         at = degrees.coordinate(rank)
         for name in (*workload.blocks[cut.stage_blocks[at.pipe].slice], AROUND):
             for axis, counts in sent.get(name, {}).items():
-                axes.setdefault(axis, [0.0] * degrees.world)[rank] += counts[rank]
+                axes[axis][rank] += counts[rank]
         if degrees.pipe > 1:
             entries = len(split(Span(0, workload.entries), degrees.batch)[at.batch])
-            kinds = [StepKind.EXACT] if exact else [_kind(step) for step in micro_steps([False], mode.bands)]
-            handed_on = sum(_handed_on(workload, mode, cut, rank, kind) for kind in kinds)
-            axes.setdefault("pipe", [0.0] * degrees.world)[rank] = entries * handed_on
+            axes["pipe"][rank] = entries * sum(_handed_on(workload, mode, cut, rank, kind) for kind in kinds)
     return {axis: tuple(map(round, counts)) for axis, counts in axes.items() if any(counts)}
 
 
@@ -182,36 +187,37 @@ def _seconds(costs: Costs, mode: Mode, cut: Balance, held: Sequence[Holding]) ->
     workload, degrees = costs.workload, mode.degrees
     exact = [mode.exact or step < workload.warm_up_steps for step in range(workload.steps)]
     steps = micro_steps(exact, mode.bands)
-    cost = {kind: costs.step(mode, kind, cut) for kind in set(map(_kind, steps))}
-    members = [
-        [rank for rank in range(degrees.world) if degrees.coordinate(rank).pipe == stage] for stage in range(degrees.pipe)
-    ]
+    step_costs = {kind: costs.step(mode, kind, cut) for kind in set(map(_kind, steps))}
+    stages = stage_ranks(degrees)
     compute = {
         kind: [
-            _stage_seconds(costs, mode, one, span, own, held) for span, own in zip(cut.stage_blocks, members, strict=True)
+            _stage_seconds(costs, mode, cost, span, ranks, held)
+            for span, ranks in zip(cut.stage_blocks, stages, strict=True)
         ]
-        for kind, one in cost.items()
+        for kind, cost in step_costs.items()
     }
     if degrees.pipe == 1:
-        return sum(compute[_kind(step)][0] + cost[_kind(step)].hop for step in steps)
-    entries, apart, links = mode.entries(workload), degrees.sequence * degrees.tensor, costs.machine.links
+        return sum(compute[_kind(step)][0] + step_costs[_kind(step)].hop for step in steps)
+    entries, links = mode.entries(workload), costs.machine.links
+    next_stage = degrees.sequence * degrees.tensor  # from a rank to the same rank of the next stage
 
     def transfer(kind: StepKind) -> list[float]:
         """By stage, seconds to the next one over the slowest of its links."""
         together = 1 if kind is StepKind.EXACT else entries
-        sizes = [[(rank, together * _handed_on(workload, mode, cut, rank, kind)) for rank in own] for own in members[:-1]]
-        return [max(links.send(rank, rank + apart, size) for rank, size in own) for own in sizes] + [0.0]
 
-    transfers = {kind: transfer(kind) for kind in cost}
-    hop = max(one.hop for one in cost.values())
+        def seconds(rank: int) -> float:
+            return links.send(rank, rank + next_stage, together * _handed_on(workload, mode, cut, rank, kind))
+
+        return [max(map(seconds, ranks)) for ranks in stages[:-1]] + [0.0]
+
+    transfers = {kind: transfer(kind) for kind in step_costs}
+    hop = max(cost.hop for cost in step_costs.values())
     ends = simulate(steps, mode.bands, lambda step: compute[_kind(step)], lambda step: transfers[_kind(step)], hop, entries)
     return ends[-1] + hop
 
 
-def _stage_seconds(
-    costs: Costs, mode: Mode, cost: StepCost, span: Span, members: list[int], held: Sequence[Holding]
-) -> float:
-    """Of one stage's slowest rank, micro-step after micro-step."""
+def _stage_seconds(costs: Costs, mode: Mode, cost: StepCost, span: Span, ranks: list[int], held: Sequence[Holding]) -> float:
+    """Seconds of a micro-step on the slowest rank of the stage with the blocks `span`."""
     share = 1.0 if mode.degrees.pipe == 1 else ENDS_SHARE
     names = costs.workload.blocks[span.slice]
 
@@ -220,17 +226,15 @@ def _stage_seconds(
         blocks = [cost.blocks[name][rank] for name in names]
         return around + streamed_seconds(blocks, held[rank].copy_seconds(), around + cost.hop)
 
-    return max(map(seconds, members))
+    return max(map(seconds, ranks))
 
 
 def _holdings(costs: Costs, mode: Mode, cut: Balance, offload: Offload) -> tuple[Holding, ...]:
-    """By rank."""
-    sizes, degrees, ranks = costs.workload.sizes, mode.degrees, range(mode.degrees.world)
-    requests = (costs.workload.request(mode.exact, mode.bands),)
-    estimates = [memory_of(sizes, degrees, cut.stage_blocks, rank, requests) for rank in ranks]
+    """By rank, with measured activations where there are any."""
+    model = costs.workload.sizes, mode.degrees, cut.stage_blocks
+    estimates = memory_by_rank(*model, (costs.workload.request(mode.exact, mode.bands),))
     needs = [
         estimate if peak is None else replace(estimate, activations=peak)
         for estimate, peak in zip(estimates, costs.activations(mode), strict=True)
     ]
-    weights = [rank_weights(sizes, degrees.tensor, cut.stage_blocks[degrees.coordinate(rank).pipe]) for rank in ranks]
-    return holdings(costs.machine, mode.devices, needs, weights, offload)
+    return holdings(costs.machine, mode.devices, needs, weights_by_rank(*model), offload)

@@ -26,11 +26,11 @@ from .prediction import AROUND, StepCost
 from .workload import Workload
 
 WARM_UP = 2
-"""Calls that are not counted: the first makes buffers and picks kernels, the second makes those of extrapolation."""
+"""Calls before the timed ones. The first allocates buffers and picks kernels; the second allocates extrapolation's."""
 REPEATS = (3, 12)
-"""Calls that are counted, at least and at most."""
+"""The fewest and the most timed calls."""
 ENOUGH_SECONDS = 0.3
-"""After this time no more calls are counted than at least."""
+"""Seconds of timed calls after which the fewest are enough."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class CallKind:
     buffered: bool = False
     """The call belongs to a run, which keeps keys and values."""
     stale: bool = False
-    """The call is in `bands` patches, with the keys of the call before; in one patch for displaced patches."""
+    """The call is in `bands` patches, with the keys of the call before. Displaced patches have one band."""
     alone: bool = False
-    """The first replica makes it by itself, which is quicker where ranks share caches and memory."""
+    """Only the first replica makes the call, which is quicker where ranks share caches and memory."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,25 @@ class Rehearsed:
     """A call of the kept blocks. Figures by rank are over all ranks of the pool."""
 
     first: StepCost
-    """The only micro-step or, in bands, the first band's, with which the text runs."""
+    """Of the only micro-step or, in bands, the first band's, with which the text runs."""
     other: StepCost
-    """Another band's; the same as `first` where there is none."""
+    """Of another band's micro-step; the same as `first` where there is no other band."""
     sent: dict[str, dict[str, tuple[int, ...]]]
     """Block, or AROUND -> mesh axis -> bytes that each rank sent in the whole call."""
     activation_bytes: tuple[int | None, ...]
-    """By rank, memory beside weights and buffers at its peak. None for CPU ranks, which cannot tell."""
+    """By rank, peak bytes beside weights and buffers. None for CPU ranks, where the peak is not known."""
 
     def quicker(self, again: "Rehearsed") -> "Rehearsed":
-        """Of two rehearsals of one kind, each figure where it was less disturbed."""
+        """Two rehearsals of one kind in one: the smaller of each two figures, as it was less disturbed."""
         return replace(self, first=_over([self.first, again.first], min), other=_over([self.other, again.other], min))
 
 
 @dataclass(frozen=True)
 class _MicroStep:
     seconds: float
-    """At the client."""
+    """As the client measures it."""
     stats: list[RunStats]
+    """By rank."""
 
     @property
     def cost(self) -> StepCost:
@@ -93,7 +94,7 @@ def rehearse(
     poll: Poll,
     on_kind: Callable[[], None],
 ) -> dict[CallKind, Rehearsed]:
-    """All of `kinds`, which have the same degrees. Loads the kept blocks on the ranks, in place of what model they held.
+    """All of `kinds`, which have the same degrees. The ranks load the kept blocks, in place of the model that they held.
 
     `measured_shares`: displaced patches get shares of the picture by their speed. `on_kind` is called after each kind.
     """
@@ -109,16 +110,16 @@ def rehearse(
         transfer_dtype=workload.sizes.transfer_dtype,
     )
     model = load_model(pool, checkpoint, setup, poll, only=workload.kept)
-    found = {}
+    rehearsed = {}
     for kind in kinds:
         assert kind.degrees == degrees
         batch = 1 if kind.alone else replicas * kind.entries
         example = checkpoint.family.inputs.example(checkpoint.config, workload.prompt)
         tensors = {name: tensor.repeat(batch, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}
         x = model.family.patching.alongside(torch.randn(batch, *workload.shape[1:]))
-        found[kind] = (_in_a_run if kind.buffered else _whole)(model, kind, x, tensors, poll)
+        rehearsed[kind] = (_in_a_run if kind.buffered else _whole)(model, kind, x, tensors, poll)
         on_kind()
-    return found
+    return rehearsed
 
 
 def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, tensors, poll: Poll) -> Rehearsed:
@@ -131,7 +132,7 @@ def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, 
 
 
 def _in_a_run(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, tensors, poll: Poll) -> Rehearsed:
-    """Bands one after the other: which overlap with what is the schedule's affair, not theirs."""
+    """Bands run one after the other here: the prediction's simulation overlaps them."""
     patching, latents = model.family.patching, latents_of(x)
     shapes = [tuple(latent.shape) for latent in latents]
     patching = patching.cut(patching.best_axis(patching.grid(shapes[0])))
@@ -194,7 +195,7 @@ def _sum_up(model: RemoteTransformer, calls: list[list[_MicroStep]]) -> Rehearse
 
 
 def _over(costs: list[StepCost], figure: Callable[[list[float]], float]) -> StepCost:
-    """Each figure from the same one of all the costs."""
+    """One cost, each of whose figures is `figure` of that figure in all `costs`."""
     ranks = range(len(costs[0].around))
     return StepCost(
         {name: tuple(figure([cost.blocks[name][rank] for cost in costs]) for rank in ranks) for name in costs[0].blocks},

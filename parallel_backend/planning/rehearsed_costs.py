@@ -1,10 +1,10 @@
-"""Costs as rehearsals of the modes themselves have shown them."""
+"""Costs as measured in rehearsals of the modes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.placement.balance import Balance
+from parallel_backend.placement.balance import ALIKE, Balance
 
 from .machine import Machine
 from .modes import Mode
@@ -25,9 +25,15 @@ class RehearsedCosts:
     rehearsed: Mapping[CallKind, Rehearsed]
 
     def block_seconds(self) -> list[dict[str, float]]:
-        """By rank: of one block of each kind, whole picture, all ranks at work."""
+        """By rank: seconds of one block of each kind, for the whole picture, while all ranks compute."""
         cost = self.rehearsed[ALL_AT_WORK].first
         return [{name: times[rank] for name, times in cost.blocks.items()} for rank in range(len(cost.around))]
+
+    @property
+    def uneven(self) -> bool:
+        """The devices' speeds differ by more than noise."""
+        totals = [sum(times.values()) for times in self.block_seconds()]
+        return max(totals) > ALIKE * min(totals)
 
     def by_device(self, mode: Mode) -> StepCost:
         if mode.device is not None:
@@ -55,7 +61,7 @@ class RehearsedCosts:
         }
 
     def activations(self, mode: Mode) -> Sequence[int | None]:
-        """The largest of all calls of the mode."""
+        """By rank, the largest of all calls of the mode."""
         if mode.device is not None:
             return [self.rehearsed[whole_call(self.workload)].activation_bytes[mode.device]]
         kinds = [exact_call(mode, self.workload), *([] if mode.exact else [banded_call(mode, self.workload)])]
@@ -67,7 +73,8 @@ class RehearsedCosts:
         cost = self.rehearsed[whole_call(self.workload)].first
         if not self.machine.on_cpus:
             return _of_rank(cost, device, 1)
-        # CPU ranks share caches and memory, so that one is quicker alone; they are alike, and take entries one by one.
+        # CPU ranks share caches and memory, so that one of them is quicker alone. All are equally fast, so rank 0 was timed
+        # for one entry, and a CPU takes entries one by one.
         return _of_rank(self.rehearsed[ALONE].first, 0, self.workload.entries)
 
 
@@ -77,7 +84,7 @@ def _of_rank(cost: StepCost, rank: int, times: int) -> StepCost:
 
 
 def needed(modes: list[Mode], workload: Workload) -> list[CallKind]:
-    """What the costs of these modes, and of one device, come from; smaller calls first, so that memory peaks grow."""
+    """The calls to rehearse for these modes, and for one device; smaller calls first, so that memory peaks grow."""
     kinds = {ALONE, ALL_AT_WORK, whole_call(workload)}
     for mode in modes:
         kinds |= {exact_call(mode, workload), *([] if mode.exact else [banded_call(mode, workload)])}

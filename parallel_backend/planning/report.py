@@ -1,4 +1,4 @@
-"""What is said of a plan: the Doctor's report, the planner's table, and the choice in a line."""
+"""A plan as text: the Doctor's report, the planner's table, and the choice in a line."""
 
 from collections.abc import Mapping
 
@@ -10,16 +10,18 @@ from .modes import Mode
 from .planner import AS_GOOD, Plan
 from .prediction import Prediction
 from .rehearsed_costs import RehearsedCosts
+from .workload import Workload
 
 SHOWN = 10
-"""Modes that are listed, beside those of a single degree, which are listed however slow they are."""
+"""Modes that are listed. Modes of a single degree are always listed too."""
 
 
 def describe_rehearsed(plan: Plan) -> str:
     """The Doctor's report. `plan` is of RehearsedCosts."""
     costs = plan.costs
+    assert isinstance(costs, RehearsedCosts)
     parts = [
-        _workload(costs),
+        _workload(costs.workload),
         _machine(costs.machine),
         _blocks(costs),
         _table(plan, "predicted seconds"),
@@ -35,23 +37,23 @@ def describe_planned(plan: Plan) -> str:
 
 
 def compare(planned: Plan, rehearsed: Plan) -> str:
-    """The planner's table, beside what the Doctor rehearsed for the same workload."""
-    seconds = {found.mode: found.seconds for found in rehearsed.predictions}
+    """The planner's table, with the Doctor's rehearsed seconds for the same workload."""
+    seconds = {prediction.mode: prediction.seconds for prediction in rehearsed.predictions}
     seconds |= {planned.one_device.mode: rehearsed.one_device.seconds}
     head = f"what degrees auto goes by, from a calibration of a few seconds: {summary(planned.costs.machine)}"
     return "\n".join([head, _table(planned, "planned seconds, rehearsed seconds", seconds), *_choices(planned)])
 
 
-def choice(found: Prediction, machine: Machine) -> str:
+def choice(prediction: Prediction, machine: Machine) -> str:
     """The choice in a line, for a node and the log."""
-    names = ", ".join(machine.names[device] for device in found.mode.devices)
-    if found.mode.device is not None:
-        return f"one device, {names}, planned {found.seconds:.1f} s"
-    return f"{found.mode.degrees} on {names}, planned {found.seconds:.1f} s"
+    names = ", ".join(machine.names[device] for device in prediction.mode.devices)
+    if prediction.mode.device is not None:
+        return f"one device, {names}, planned {prediction.seconds:.1f} s"
+    return f"{prediction.mode.degrees} on {names}, planned {prediction.seconds:.1f} s"
 
 
 def summary(machine: Machine) -> str:
-    """The machine's figures, as far as one line holds them."""
+    """The machine's main figures in a line."""
     links = machine.links
     text = f"{len(machine.devices)} x {machine.devices[0].kind}"
     if links.between:
@@ -59,13 +61,11 @@ def summary(machine: Machine) -> str:
         text += f", links {slowest.bandwidth / 1e9:.3g} GB/s, {slowest.latency * 1e6:.0f} us"
     if links.crowding > 1:
         text += f", {links.crowding:.2g} times slower when all send"
-    if links.bridge:
-        text += f", {links.bridge / 1e9:.3g} GB/s each way between groups of {links.socket}"
     return text
 
 
 def settings(mode: Mode, machine: Machine) -> str:
-    """The widgets that make this mode, to be copied."""
+    """The widgets' values for this mode, for the user to copy."""
     degrees = mode.degrees
     devices = [machine.names[device] for device in mode.devices]
     loader = {WIDGETS[axis]: getattr(degrees, axis) for axis in ("pipe", "tensor", "batch")} | {"devices": ",".join(devices)}
@@ -82,12 +82,11 @@ def settings(mode: Mode, machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _listed(widgets: dict[str, object]) -> str:
+def _listed(widgets: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in widgets.items())
 
 
-def _workload(costs: RehearsedCosts) -> str:
-    workload = costs.workload
+def _workload(workload: Workload) -> str:
     return (
         f"{workload.name}: {workload.kind}, {workload.dtype}, {len(workload.blocks)} blocks, "
         f"{_size(workload.sizes.weight_bytes)} of weights\n"
@@ -111,7 +110,7 @@ def _machine(machine: Machine) -> str:
 
 
 def _device(device: Device) -> str:
-    if device.memory is None:
+    if device.memory is None or device.total is None:
         return device.kind
     return f"{device.kind}, {gigabytes(device.memory)} free of {gigabytes(device.total)}"
 
@@ -126,56 +125,55 @@ def _blocks(costs: RehearsedCosts) -> str:
 
 
 def _table(plan: Plan, columns: str, other: Mapping[Mode, float] | None = None) -> str:
-    """Modes, fastest first. `columns` names the columns of seconds; `other`: those of the second one."""
+    """Modes, fastest first. `columns`: heading of the columns of seconds. `other`: the second column's seconds."""
     one = plan.one_device
-    known = "" if one.lacks else ", against one device"
-    lines = [f"{columns}{known}, largest memory of a rank, moved in a step over all ranks:"]
-    shown = [found for place, found in enumerate(plan.predictions) if place < SHOWN or _single(found.mode)]
-    for found in shown:
-        also = "" if other is None else f"{other[found.mode]:9.2f} s"
-        faster = "" if one.lacks else f"  {one.seconds / found.seconds:5.2f}x"
-        moved = _size(found.moved) if found.moved else "nothing"
+    against = "" if one.lacks else ", against one device"
+    lines = [f"{columns}{against}, largest memory of a rank, moved in a step over all ranks:"]
+    shown = [prediction for place, prediction in enumerate(plan.predictions) if place < SHOWN or _single(prediction.mode)]
+    for prediction in shown:
+        second = "" if other is None else f"{other[prediction.mode]:9.2f} s"
+        faster = "" if one.lacks else f"  {one.seconds / prediction.seconds:5.2f}x"
+        moved = _size(prediction.moved) if prediction.moved else "nothing"
+        lacks = f"; does not fit: {prediction.lacks}" if prediction.lacks else ""
         lines.append(
-            f"{found.seconds:9.2f} s{also}{faster}  {_size(found.most_memory):>8}  {moved:>8}  "
-            f"{_named(found.mode, plan)}{_streamed(found)}{'; does not fit: ' + found.lacks if found.lacks else ''}"
+            f"{prediction.seconds:9.2f} s{second}{faster}  {_size(prediction.most_memory):>8}  {moved:>8}  "
+            f"{_named(prediction.mode, plan)}{_streamed(prediction)}{lacks}"
         )
     if left := len(plan.predictions) - len(shown):
         lines.append(f"and {left} more, none of them faster")
     return "\n".join(lines)
 
 
-def _streamed(found: Prediction) -> str:
-    """How much of the weights is in host memory, if any is."""
-    return f"; streams {_size(found.most_streamed)} a micro-step" if found.most_streamed else ""
+def _streamed(prediction: Prediction) -> str:
+    """The streamed bytes of weights. Empty if none are streamed."""
+    return f"; streams {_size(prediction.most_streamed)} a micro-step" if prediction.most_streamed else ""
 
 
-def _where_weights_are(found: Prediction, plan: Plan) -> list[str]:
-    """By rank, in words. Empty if none are streamed."""
-    if not found.most_streamed:
+def _where_weights_are(prediction: Prediction, plan: Plan) -> list[str]:
+    """By rank, the bytes that stay on the device and those that are streamed. Empty if none are streamed."""
+    if not prediction.most_streamed:
         return []
     names = plan.costs.machine.names
     ranks = (
-        f"{names[device]} {_size(one.weights.total - one.streamed)} and {_size(one.streamed)}"
-        for device, one in zip(found.mode.devices, found.held, strict=True)
+        f"{names[device]} {_size(holding.weights.total - holding.streamed)} and {_size(holding.streamed)}"
+        for device, holding in zip(prediction.mode.devices, prediction.held, strict=True)
     )
     return [f"weights that stay on the device, and that a micro-step streams from host memory: {', '.join(ranks)}"]
 
 
 def _other_ways(best: Prediction, plan: Plan) -> list[str]:
-    """What streaming costs elsewhere: the same degrees with other numbers of patches, and other single degrees. Empty where
-    `best` streams nothing."""
+    """The seconds of the same degrees with more patches, and of other single degrees. Empty where `best` streams nothing."""
     if not best.most_streamed:
         return []
     lines = [
-        f"with {found.mode.bands} patches {found.seconds:.2f} s: every patch brings the stage's weights once more"
-        for found in plan.predictions
-        if found.mode.degrees == best.mode.degrees and found.mode.bands > best.mode.bands > 1
+        f"with {prediction.mode.bands} patches {prediction.seconds:.2f} s: every patch brings the stage's weights once more"
+        for prediction in plan.predictions
+        if prediction.mode.degrees == best.mode.degrees and prediction.mode.bands > best.mode.bands > 1
     ]
-    others = (found for found in plan.predictions if _single(found.mode) and not found.lacks)
     return lines + [
-        f"{_named(found.mode, plan)}: {found.seconds:.2f} s{_streamed(found)}"
-        for found in others
-        if found.mode.degrees != best.mode.degrees
+        f"{_named(other.mode, plan)}: {other.seconds:.2f} s{_streamed(other)}"
+        for other in plan.predictions
+        if _single(other.mode) and not other.lacks and other.mode.degrees != best.mode.degrees
     ]
 
 
@@ -202,8 +200,8 @@ def _named(mode: Mode, plan: Plan) -> str:
 
 
 def _impossible(plan: Plan) -> str:
-    """Of single degrees only: products fail for the same reasons."""
-    lines = [why for degrees, why in plan.refused.items() if _single(Mode(degrees))]
+    """The reasons against single degrees alone: products of degrees fail for the same ones."""
+    lines = [reason for degrees, reason in plan.refused.items() if _single(Mode(degrees))]
     return "\n".join(["not possible:", *lines]) if lines else ""
 
 
@@ -218,7 +216,7 @@ def _advice(plan: Plan) -> str:
     if mode.device is not None:
         kind = "CPU rank" if machine.on_cpus else "GPU"
         reasons = [f"advice: stay on one {kind} ({machine.names[mode.device]}), {best.seconds:.2f} s"]
-        others = [found for found in plan.predictions if not found.lacks and found is not best]
+        others = [prediction for prediction in plan.predictions if not prediction.lacks and prediction is not best]
         if others:
             reasons.append(
                 f"the best of the others, {others[0].mode}, takes {others[0].seconds:.2f} s: less than "
@@ -236,15 +234,14 @@ def _advice(plan: Plan) -> str:
 
 
 def _alternatives(best: Prediction, plan: Plan) -> list[str]:
-    """What else could be chosen, and why it was not."""
+    """A faster mode that does not fit, and the fastest exact mode."""
     lines = []
-    quicker = [found for found in plan.predictions if found.lacks and found.seconds < best.seconds]
-    if quicker and quicker[0].mode.device is None:
-        lines.append(f"{quicker[0].mode} would be faster, but does not fit: {quicker[0].lacks}")
-    if not best.mode.exact:
-        exact = next((found for found in plan.predictions if found.mode.exact and not found.lacks), None)
-        if exact is not None:
-            lines.append(f"the fastest that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
+    quicker = next((other for other in plan.predictions if other.lacks and other.seconds < best.seconds), None)
+    if quicker is not None and quicker.mode.device is None:
+        lines.append(f"{quicker.mode} would be faster, but does not fit: {quicker.lacks}")
+    exact = next((other for other in plan.predictions if other.mode.exact and not other.lacks), None)
+    if exact is not None and not best.mode.exact:
+        lines.append(f"the fastest that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
     return lines
 
 

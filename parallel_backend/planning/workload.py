@@ -15,7 +15,7 @@ from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
 
 SUMS = 2
-"""Attention's result and the feed-forward's."""
+"""All-reduces of a block under tensor parallelism: of attention's result and of the feed-forward's."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Workload:
     prompt: int
     """Tokens of each prompt."""
     blocks: tuple[str, ...]
-    """Kind of each block, all lists counted through: "<list>.<index>" of the first block of that list with the same
-    parameters. That one is rehearsed in the place of all."""
+    """Kind of each block, through all lists: "<list>.<index>" of the first block of that list with the same parameters. That
+    block is rehearsed for all of its kind."""
     sizes: ModelSizes
     grid: tuple[int, ...]
     """Image tokens along each axis."""
     text: int
-    """Tokens that run through the blocks beside the image's."""
+    """Text tokens that run through the blocks, with the padding of text and image."""
     carried: tuple[int, ...]
-    """By number of blocks before a boundary of stages, how many blocks' outputs cross it beside the hidden states."""
+    """By number of blocks before a boundary of stages: how many earlier outputs cross it with the hidden states."""
     band_dim: int = -2
     """Axis of `grid` that bands cut."""
     padding: int = 0
-    """Those of `text` that the model's class adds to the image."""
+    """Of `text`, the padding tokens of the image."""
     looked_at: int = 0
-    """Tokens that blocks look at by cross attention."""
+    """Tokens that blocks read by cross attention."""
     warm_up: int = 1
     """First steps whose calls are exact in every mode."""
     text_in_bands: bool = False
-    """Text runs with every band, as in xDiT. Here it runs with the first one alone."""
+    """Text runs with every band, as in xDiT. False: with the first band alone, as in this product."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """Kind of block -> results that tensor parallelism adds up in it, each for all tokens. SUMS where it is not told."""
+    """Kind of block -> number of all-reduces under tensor parallelism, each of all tokens. SUMS for a missing kind."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -79,21 +79,20 @@ class Workload:
         return min(self.warm_up, self.steps)
 
     def band_image(self, bands: int, first: bool) -> float:
-        """Image tokens of a band: of the call's first one, or of another on average."""
-        own, *others = self.bands(bands)
-        return own if first else fmean(others)
+        """Image tokens of a band: of the call's first one, or of the others on average."""
+        first_band, *others = self.bands(bands)
+        return first_band if first else fmean(others)
 
     def bands(self, count: int) -> list[int]:
-        """Image tokens of each of so many bands, as banded_run.cut_rows cuts them."""
+        """Image tokens of each of `count` bands, as banded_run.cut_rows cuts them."""
         row = self.image // self.rows
         spans = split_carrying(Span(0, self.rows), count, 0.0 if self.text_in_bands else self.text / row)
         return [row * len(span) for span in spans]
 
     def request(self, exact: bool, bands: int) -> Request:
-        """What memory goes by. `exact`: no keys and values are kept from call to call."""
+        """The memory request of the run. `exact`: no keys and values are kept from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
-        text_and_padding = self.text, self.padding
-        return Request(self.grid, 0, *text_and_padding, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
+        return Request(self.grid, 0, self.text, self.padding, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
 
 
 def workload_of(
@@ -106,7 +105,7 @@ def workload_of(
     prompt: int,
     transfer_dtype: str = "full",
 ) -> Workload:
-    """`shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see loading.Load.
+    """`shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see core.setup.Setup.
 
     ValueError if the latent has no frames, where the model is one for video.
     """
@@ -154,21 +153,24 @@ def _kinds(names: list[str], shapes: Shapes) -> dict[str, str]:
         if (block := f"{top}.{index}") in parameters:
             parameters[block].append((parameter, shape))
     first: dict[tuple, str] = {}
-    return {name: first.setdefault((name.partition(".")[0], *sorted(found)), name) for name, found in parameters.items()}
+    return {name: first.setdefault((name.partition(".")[0], *sorted(shaped)), name) for name, shaped in parameters.items()}
 
 
 def _sums(block: str, spec: BlockList, plan: LayerCuts, shapes: Shapes, hidden: int) -> float:
-    """See Workload.sums. Where text has a stream of its own each layer's result is for the tokens of one stream of two. A
-    narrower stream (sound) is too short to count; where `hidden` counts several streams of the image (VACE) a layer's result
-    is a part of it. SUMS for lists that the plan names otherwise."""
-    own = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.") and name.endswith(".weight")}
-    cuts = {name: cut_of(plan, name) for name in own}
-    widths = [own[name][0] for name, cut in cuts.items() if cut is not None and cut.kind is CutKind.ROW]
+    """Workload.sums of a block: the number of its layers whose results tensor ranks add up. SUMS if the plan has none.
+
+    If text and image have separate weights, each layer's result is for the tokens of one of the two streams. Layers of a
+    narrower stream (sound) do not count, as it is short. If `hidden` counts several streams of the image (VACE), a layer's
+    result is a part of it.
+    """
+    weights = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.") and name.endswith(".weight")}
+    cuts = {name: cut_of(plan, name) for name in weights}
+    widths = [weights[name][0] for name, cut in cuts.items() if cut is not None and cut.kind is CutKind.ROW]
     if not widths:
         return SUMS
     width = max(widths)
     rows = widths.count(width) * width / hidden
-    apart = spec.values is not None and any(
-        f"{block}.{module}.{spec.values.text}.weight" in own for module in spec.attention
+    separate = spec.values is not None and any(
+        f"{block}.{module}.{spec.values.text}.weight" in weights for module in spec.attention
     )
-    return rows / (2 if apart else 1)
+    return rows / (2 if separate else 1)

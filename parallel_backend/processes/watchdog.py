@@ -120,7 +120,8 @@ class Watchdog:
             self._moved = True
 
     def tick(self, seconds: float, awaited: Collection[type], blocked: Sequence[bool]) -> Verdict | None:
-        """Judge, `seconds` after the last time. `awaited`: reply types of open requests. `blocked`: ranks being sent to."""
+        """Look whether a rank is silent or stuck, `seconds` after the last look. None: all is well. `awaited`: reply types
+        of open requests. `blocked`: by rank, whether a thread is sending to it now."""
         with self._lock:
             turned = self.turns != self._turn
             self._turn = self.turns

@@ -1,8 +1,8 @@
-"""How a rank's allocator deals with freed memory on Linux, where it is glibc's; elsewhere nothing is done.
+"""Settings of glibc's allocator on Linux: freed memory is kept during a run. Nothing is done on other systems.
 
-Activations are allocated and freed in every block. By default glibc gives larger ones back to the system at once, which
-then hands out the same pages anew, cleared: 130 MB a step of a small model, 6 % of a CPU rank's time. Between prompts it
-is given back, so that what ranks hold then is what they need.
+Activations are allocated and freed in every block. By default glibc returns larger ones to the system at once, which then
+has to clear the same pages again: 130 MB a step of a small model, 6 % of a CPU rank's time. Between prompts `give_back`
+returns the memory.
 """
 
 import ctypes
@@ -10,19 +10,19 @@ import sys
 from collections.abc import Callable
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
-"""mallopt's names for its settings (malloc.h)."""
+"""Keys of mallopt (malloc.h)."""
 KEPT_BYTES = 1 << 30
-"""Freed memory at the end of a heap that is kept."""
+"""Bytes of freed memory that are kept at the end of a heap."""
 LARGEST_IN_HEAP = 1 << 25
-"""Bytes of an allocation that still comes from a heap. glibc allows no more; larger ones are mapped one by one."""
+"""Bytes of the largest allocation that comes from a heap, the most that glibc allows. Larger ones are mapped one by one."""
 
 
 def keep_freed() -> None:
-    """Freed memory is kept for the next allocation from now on; `give_back` returns it."""
+    """From now on keep freed memory for the next allocations."""
     if mallopt := _of_glibc("mallopt"):
         mallopt(MMAP_THRESHOLD, LARGEST_IN_HEAP)
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(ARENA_MAX, 1)  # what one thread allocates and another frees, such as what is received, leaves holes in two
+        mallopt(ARENA_MAX, 1)  # tensors are received by one thread and freed by another: two heaps would get holes
 
 
 def give_back() -> None:

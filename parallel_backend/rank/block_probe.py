@@ -1,6 +1,6 @@
-"""Times a block of each kind on this rank's device, in the model's own forward: random weights, packed as the file's are.
+"""Times a block of each kind on this rank's device, in the model's forward, and updates of the K/V buffer.
 
-And what it takes to keep keys and values from call to call.
+Weights are random, and packed like the file's.
 """
 
 import time
@@ -26,11 +26,11 @@ from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probed
 REPEATS = 5
 AROUND = "around the blocks"
 KEPT_LAYERS = 4
-"""Layers whose keys and values are kept in the measurement: more than a CPU's caches hold."""
+"""Layers of the measured K/V buffer: more than a CPU's caches hold."""
 
 
 class _Stopwatch:
-    """Seconds spent in each module it watches. Of the runs the middle one counts: a model's run is made of all of them."""
+    """Seconds spent in each watched module, the median of several runs."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -64,25 +64,23 @@ class _Stopwatch:
 
 @torch.inference_mode()
 def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int]) -> Probed:
-    """Seconds of one block of each list, and of what surrounds the blocks, for the longer and the shorter token grid; and
-    for each byte of keys and values that a call keeps.
-
-    Packed weights are expanded at each use, as in a run: that costs a short sequence as much as a long one. No collective:
-    ranks may differ in what they find.
+    """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter grid. Also seconds for
+    each byte of keys and values that a call keeps. No collective.
     """
+    # Two grids, since a block's time has a constant part: packed weights are expanded at each use, for any sequence.
     long, short = _measure(checkpoint, device, dtype_name, rows)
-    times = {name: (long[name], short[name]) for name in long}
+    times: dict[str, tuple[float, ...]] = {name: (long[name], short[name]) for name in long}
     keeping = _keeping(checkpoint, device, compute_dtype(dtype_name, device), rows[0] * PROBE_COLUMNS)
     free = None
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was measured is gone, and its memory free
+        torch.cuda.empty_cache()  # the measured model is freed
         free = torch.cuda.mem_get_info(device)[0]
     around = times.pop(AROUND)
     return Probed(rank, times, around, free, keeping)
 
 
 def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int]) -> list[dict[str, float]]:
-    """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
+    """For each grid: seconds by block list, and under AROUND those of the forward without the blocks."""
     family, config, dtype = checkpoint.family, checkpoint.config, compute_dtype(dtype_name, device)
     model = meta_model(family, config)
     lists = [spec.name for spec in family.blocks.lists if not spec.prologue]
@@ -96,13 +94,13 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows
             setattr(module, name, buffer.to(device))
     _pack(model, checkpoint, dtype_name, device)
 
-    watch, found = _Stopwatch(device), []
+    watch, results = _Stopwatch(device), []
     for name in lists:
         for block in getattr(model, name):
             watch.watch(name, block)
     for count in rows:
         run = _forward(family, config, model, count, device, dtype)
-        run()  # the first one also allocates and picks kernels
+        run()  # the first run also allocates and picks kernels
         watch.restart()
         for _ in range(REPEATS):
             started = watch.now()
@@ -110,18 +108,18 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows
             watch.note(AROUND, watch.now() - started)
         blocks = watch.read()
         whole = blocks.pop(AROUND)
-        found.append(blocks | {AROUND: max(0.0, whole - sum(blocks.values()))})
-    return found
+        results.append(blocks | {AROUND: max(0.0, whole - sum(blocks.values()))})
+    return results
 
 
 def _keeping(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Seconds for a byte of keys and values, in calls of two bands. The first two calls have no line to go on along."""
+    """Seconds for a byte of keys and values, in calls of two bands. The first two calls do not count."""
     sizes, config = checkpoint.family.sizes, checkpoint.config
     heads = sizes.heads(config)
     fresh = torch.randn(1, tokens, heads, sizes.hidden(config) // heads, device=device, dtype=dtype)
     buffer, watch, bands = KVBuffer(tokens, 1, extrapolate=True), _Stopwatch(device), split(Span(0, tokens), 2)
     for call in range(2 + REPEATS):
-        if call == 2:
+        if call == 2:  # the first to extrapolate
             watch.restart()
         started = watch.now()
         buffer.begin_call(1.0 - call / 10)
@@ -135,7 +133,7 @@ def _keeping(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, t
 
 
 def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:
-    """Keep the weights of linear layers as a rank keeps the file's. Blocks are all zeros, since random scales may be NaN."""
+    """Pack weights of linear layers like the file's. Quantised blocks are zeros, since random ones may have NaN scales."""
     RankLinear.adopt(model)
     dtype = compute_dtype(dtype_name, device)
     for name, module in model.named_modules():
@@ -166,10 +164,8 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
     latents = latents_of(patching.alongside(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))))
-    tokens, companion_tokens = (
-        patching.pack_all(latents).to(device, dtype),
-        patching.companion_tokens([each.shape for each in latents]),
-    )
+    tokens = patching.pack_all(latents).to(device, dtype)
+    companion_tokens = patching.companion_tokens([each.shape for each in latents])
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
         for name, tensor in family.inputs.example(config, PROBE_TEXT).items()

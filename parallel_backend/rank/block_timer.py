@@ -1,4 +1,4 @@
-"""Costs of single blocks in the engine's micro-steps, for rehearsals, in which a few blocks stand for all."""
+"""Costs of single blocks in the engine's micro-steps, for rehearsals, which load a few blocks in place of all."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -23,16 +23,17 @@ class BlockWatch:
 
     def drain(self) -> dict[str, BlockStats]:
         """Costs by block since the last `drain`."""
-        found = {name: BlockStats(self._seconds[name].drain(), dict(self._bytes[name])) for name in self._seconds}
+        costs = {name: BlockStats(self._seconds[name].drain(), dict(self._bytes[name])) for name in self._seconds}
         for count in self._bytes.values():
             count.clear()
-        return found
+        return costs
 
     def _watch(self, name: str, block: nn.Module) -> None:
         def enter(*_: object) -> None:
             self._entered = (self.traffic.clock.now(), self.traffic.bytes_sent.copy())
 
         def leave(*_: object) -> None:
+            assert self._entered is not None
             started, before = self._entered
             self._seconds[name].add(started, self.traffic.clock.now())
             self._bytes[name] += self.traffic.bytes_sent - before

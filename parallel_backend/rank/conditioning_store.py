@@ -1,4 +1,4 @@
-"""The conditioning that a rank holds for the model on it."""
+"""Conditioning that a rank holds for one of its models."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSIT
 from parallel_backend.wire.sampling import PutConditioning, Step
 
 KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE, ROPE, ROPE_FREQUENCY)
-"""Conditioning tensors that no dtype but their own can hold: positions above 256 are not all there in bf16."""
+"""Conditioning tensors that keep their dtype: bf16, for one, has not all positions above 256."""
 
 
 @dataclass(frozen=True)
 class RankConditioning:
-    """What a PutConditioning message left on the rank; `tensors` are on its device, in the compute dtype."""
+    """Contents of a PutConditioning message; `tensors` are on the rank's device, in the compute dtype."""
 
     grid: tuple[int, ...]
     token_order: TokenOrder
@@ -37,12 +37,12 @@ class RankConditioning:
         return sum(len(kept) for kept in self.kept.values())
 
     def is_whole(self, step: Step) -> bool:
-        """The micro-step computes all image tokens, so it is no band."""
+        """Whether the micro-step computes all image tokens, rather than a band."""
         return step.tokens == self.token_order.span
 
 
 class ConditioningStore:
-    """Conditioning by the client's id for it."""
+    """Conditioning by the client's id."""
 
     def __init__(self, family: Family, device: torch.device, dtype: torch.dtype):
         self._family, self._device, self._dtype = family, device, dtype

@@ -1,4 +1,4 @@
-"""How fast a GPU gets bytes from the host's memory, which is what streamed weights cost."""
+"""Measures copies from host memory to a GPU, whose rate determines the time of streamed weights."""
 
 import torch
 
@@ -7,9 +7,9 @@ from parallel_backend.core.device_copies import page_locked
 SIZE = 64 << 20
 """Bytes of a copy: long enough for the link's full speed, some milliseconds of PCIe."""
 COPIES = 4
-"""Of which the fastest counts: the first one also wakes the link up."""
+"""Number of copies, of which the fastest counts: the first one also wakes the link up."""
 SPARE = 4
-"""A GPU with less than so many times SIZE free is not measured."""
+"""A GPU with less free memory than SPARE times SIZE is not measured."""
 
 
 def measured_copy_rate(device: torch.device) -> float:

@@ -21,10 +21,10 @@ from .stage_ops import Op, stage_ops
 
 
 class Engine:
-    """A loaded stage that runs micro-steps. Methods wait for other ranks only in the transfers of the mesh."""
+    """A loaded stage that runs micro-steps. Methods wait for other ranks only in transfers of the mesh."""
 
     def __init__(self, rank: int, load: Load, stage: LoadedStage):
-        """`stage`: what `load` says of this rank, loaded."""
+        """`stage`: this rank's part of the model of `load`."""
         self.rank, self.stage, device = rank, stage, stage.device
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs = RunBuffers()
@@ -40,11 +40,11 @@ class Engine:
 
     @property
     def residency(self) -> Residency:
-        """Where the weights are."""
+        """Bytes of weights on the device and on the host."""
         return Residency(self.rank, self.stage.store.device_bytes, self.stage.store.host_bytes)
 
     def set_resident(self, resident: int, working: bool = True) -> Residency:
-        """See loading.SetResident; what came of it."""
+        """Move weights between device and host (loading.SetResident). Returns where they are then."""
         self.drop_graphs()
         if resident == 0:
             self.stage.module_cache.forget()
@@ -52,28 +52,28 @@ class Engine:
         return self.residency
 
     def drop_graphs(self, which: Callable[[Kind], bool] = lambda kind: True) -> None:
-        """Before what they read or write is gone, or elsewhere."""
+        """Drop graphs of these kinds. Call before freeing or moving memory that they read or write."""
         if self._graphs is not None:
             self._graphs.drop(which)
 
     def rest(self) -> None:
-        """Another model's micro-steps come next: wait for all transfers that are under way."""
+        """Wait for all transfers that are under way, before micro-steps of another model."""
         self._link.await_sends()
         self.runs.wait_pending()
 
     def end_transfers(self) -> None:
-        """Wait for all transfers that are under way, and drop the buffers they are for."""
+        """Wait for all transfers that are under way, and drop the K/V buffers."""
         self._link.await_sends()
         self.drop_graphs()
         self.runs.clear()
 
     def close(self) -> None:
-        """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
+        """Wait for all transfers that are under way, and end the mesh's groups. Collective over all ranks."""
         self.end_transfers()
         self.stage.close()
 
     def adapted(self) -> int:
-        """All adapters are in place. Returns their bytes."""
+        """All adapters have been added. Returns their bytes."""
         self.drop_graphs()
         self.stage.module_cache.forget()
         return self.stage.adapters.nbytes
@@ -92,7 +92,7 @@ class Engine:
         self.runs.open_run(run)
 
     def close_run(self, run: int) -> RunStats:
-        """Drop the run's K/V buffers and report what was done since the last report."""
+        """Drop the run's K/V buffers. Returns the figures since the last report."""
         self._link.await_sends()
         self.drop_graphs((lambda kind: kind.run == run) if run == 0 else lambda kind: True)
         buffer_bytes = self.runs.close_run(run)
@@ -124,27 +124,30 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, step: Step, upcoming: Step | None) -> Output | None:
-        """Run one micro-step; the output on the last stage, None elsewhere.
+        """Run one micro-step. Returns the output on the last stage, None elsewhere.
 
-        `upcoming`: the next micro-step if it is known already. Its receive is posted before this one is computed, where the
-        stage receives early.
+        `upcoming`: the next micro-step, if known. Its receive is posted before this one is computed, if the stage receives
+        early.
         """
         clock, recorder = self._traffic.clock, self._traffic.recorder
         began = clock.now()
         recorder.step = label = self._label(step)
         self._traffic.mark(began)
-        received = output = None
+        received: torch.Tensor | None = None
+        output: torch.Tensor | None = None
         for op in self._ops:
             if op is Op.RECEIVE:
                 if not self._link.posted:
                     self._post_receive(step)
                 received = self._link.receive()
+                # Behind the receive of this micro-step: both ends pair transfers by their order.
                 if upcoming is not None and step.overlap and self.stage.receives_early:
                     self._post_receive(upcoming)
             elif op is Op.COMPUTE:
                 output = self._compute(step, received)
                 self._finite.note(step.seq, step.run, output)
             else:
+                assert output is not None
                 self._link.send(output, step.overlap)
         self._micro_steps += 1
         ended = clock.now()
@@ -152,20 +155,22 @@ class Engine:
         self._working.add(began, ended)
         recorder.add(WORK, label, began, ended)
         recorder.step = OUTSIDE
-        answers = Op.SEND not in self._ops and self.stage.tensor.index == 0
-        return Output(self.rank, step.seq, output) if answers else None
+        if Op.SEND in self._ops or self.stage.tensor.index > 0:  # tensor ranks have equal outputs
+            return None
+        assert output is not None
+        return Output(self.rank, step.seq, output)
 
     def begin_timeline(self) -> None:
-        """A run begins: forget earlier spans. Waits for sends under way, which would else end in this run."""
+        """Forget earlier spans, as a run begins. Waits for sends under way, whose spans would end in this run."""
         self._link.await_sends()
         self._traffic.recorder.restart()
 
     def timeline(self) -> Timeline:
         return Timeline(self.rank, *self._traffic.recorder.read())
 
-    def find_not_finite(self, asked: FindNotFinite) -> NotFiniteFound:
-        """Where values that are not finite first were on this rank."""
-        seq = self._finite.first(asked.run, asked.since)
+    def find_not_finite(self, request: FindNotFinite) -> NotFiniteFound:
+        """The first places on this rank with values that are not finite."""
+        seq = self._finite.first(request.run, request.since)
         return NotFiniteFound(
             self.rank, seq, bad_weights(self.stage.model, self.stage.store), bad_adapters(self.stage.model)
         )

@@ -1,4 +1,4 @@
-"""Finds the first micro-step on this rank whose result had a NaN or an infinity, and weights and adapters with one."""
+"""Finds NaN and infinite values: the first micro-step on this rank with one in its result, and weights and adapters."""
 
 import itertools
 from collections import deque
@@ -22,13 +22,13 @@ class FiniteWatch:
         self._sums: deque[tuple[int, int, torch.Tensor]] = deque(maxlen=CHECKSUMS)  # micro-step, its run, checksum
 
     def note(self, seq: int, run: int, result: torch.Tensor) -> None:
-        """Keep the checksum of what micro-step `seq` of `run` sends on, or of its output. Never waits for the device."""
+        """Keep the checksum of the result of micro-step `seq` of `run`. Never waits for the device."""
         self._sums.append((seq, run, checksum(result)))
 
     def first(self, run: int, since: int) -> int | None:
         """First micro-step of `run`, from number `since` on, whose result was not finite.
 
-        Asking forgets nothing: every band with such an output asks, and all get the same answer.
+        Checksums are kept, so that all bands of a call, which ask one by one, get the same answer.
         """
         return next(
             (seq for seq, of, total in self._sums if of == run and seq >= since and not bool(total.isfinite())), None
@@ -36,7 +36,7 @@ class FiniteWatch:
 
 
 def bad_weights(model: nn.Module, store: WeightStore) -> tuple[str, ...]:
-    """Names of the first few parameters with values that are not finite. Packed ones are not checked."""
+    """Names of the first few parameters with values that are not finite. Packed parameters are not checked."""
 
     def finite(name: str, parameter: nn.Parameter) -> bool:
         if parameter.is_floating_point():
@@ -47,7 +47,7 @@ def bad_weights(model: nn.Module, store: WeightStore) -> tuple[str, ...]:
 
 
 def bad_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the first few layers with an adapter with such values."""
+    """Names of the first few layers with an adapter that has values that are not finite."""
     return _first(
         name
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""A rank's part of a model, loaded and ready to compute: its stage, its place on the mesh, and what transfers it needs."""
+"""A rank's part of a model, loaded and ready to compute: its stage, its place on the mesh, and its transfers."""
 
 import functools
 from collections.abc import Callable
@@ -15,10 +15,8 @@ from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
 from parallel_backend.rank.attention.kernel_choice import choose_kernel
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
-from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
-from parallel_backend.rank.comm.transfer_codec import codec_for
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.host_memory.host_store import HostStore
 from parallel_backend.rank.stage.build import build_stage
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class LoadedStage:
-    """What a Load message left on the rank."""
+    """The result of a Load message."""
 
     def __init__(
         self,
@@ -50,11 +48,10 @@ class LoadedStage:
         heartbeat: Heartbeat,
         copies: DeviceCopies | None = None,
     ):
-        """Load the rank's own part of the checkpoint. Collective over all ranks: the mesh's groups are made and tried first,
-        where no model has them.
+        """Load the rank's part of the checkpoint. Collective over all ranks, which first make and try the mesh's groups.
 
         `progress`: see StageWeights. `heartbeat` is told of every block and wait. `copies`: to and from the rank's device,
-        for all models on it; None: of this model alone.
+        shared by all its models; None: this model's alone.
         """
         self.device, self._peers = device, peers
         if device.type == "cuda":
@@ -91,17 +88,18 @@ class LoadedStage:
         self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
         read = functools.partial(store.load, progress=progress)
         stage = build_stage(checkpoint, span, device, setup.dtype, plan, read, load.only)
-        self.model, self.stage_io, plan = stage.model, stage.stage_io, stage.plan
+        self.model, self.stage_io = stage.model, stage.stage_io
+        assert stage.plan is not None
+        plan = stage.plan
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype, store)
         kernel = choose_kernel(setup.attention, device, setup.dtype, family.sizes.head_size(config), degrees.ring > 1)
-        codecs = {"codec": codec_for(setup.transfer_dtype), "changes": changes_for(setup.transfer_dtype)}
         sharing = family.sizes.heads(config) // (family.sizes.key_heads(config) or family.sizes.heads(config))
         self.attention = AttentionContext(
-            degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing=sharing, **codecs
+            degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing, setup.transfer_dtype
         )
         install_parallel_attention([(module, over) for module, over, _ in stage.attention], self.attention)
-        if not setup.compile:  # inside a graph a layer cannot be called before its place
+        if not setup.compile:  # a compiled block cannot call a layer earlier than its code does
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
         self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)
@@ -114,18 +112,18 @@ class LoadedStage:
 
     @property
     def computes_alone(self) -> bool:
-        """No other rank has a part in what this one computes between a receive and a send."""
-        own = self._degrees
-        return own.patch == own.ring == own.ulysses == own.tensor == 1
+        """Between a receive and a send this rank computes without transfers."""
+        degrees = self._degrees
+        return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
 
     def blocks_done(self) -> None:
-        """A CUDA graph has been started that stands for all blocks: the heartbeat is told of each, as by their hooks."""
+        """Count every block as done in the heartbeat. A CUDA graph of all blocks runs none of the hooks that count them."""
         for _ in range(self._blocks):
             self._heartbeat.done()
 
     @property
     def arithmetic(self) -> str:
-        """How packed weights are computed with, in words. Empty: none says anything of it."""
+        """The arithmetic with packed weights, in words for the user. Empty: nothing to report."""
         return "; ".join(sorted({layer.arithmetic.word for layer in self._packed} - {""}))
 
     @property
@@ -133,7 +131,7 @@ class LoadedStage:
         return [module for module in self.model.modules() if isinstance(module, PackedLinear)]
 
     def close(self) -> None:
-        """Let the sends under way end, then the mesh's groups. Collective over all ranks."""
+        """Wait for sends under way, and end the mesh's groups. Collective over all ranks."""
         self.link.await_sends()
         if self.compiler is not None:
             self.compiler.close()

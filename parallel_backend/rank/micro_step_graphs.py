@@ -1,21 +1,21 @@
-"""CUDA graphs of a rank's micro-steps: the device's work of one, recorded once and started again by a single call.
+"""CUDA graphs of a rank's micro-steps: a micro-step's work on the device, recorded once and replayed by a single call.
 
-A small micro-step is over on the device before the host has started its kernels one by one. A graph starts all of them at
-once, in later micro-steps of the same *kind*. What is captured is the forward of the stage, from its inputs on the device to
-its output: no transfer, no copy between host and device.
+The host takes longer to start the kernels of a small micro-step one by one than the device takes to run them. A graph starts
+all of them at once, in later micro-steps of the same *kind*. The captured work is the forward of the stage, from its inputs
+on the device to its output, without transfers and copies between host and device.
 
-A graph repeats its kernels with the same memory and the same numbers of the host. So:
-- What differs between micro-steps of a kind (MicroStepInputs) is copied into the graph's own inputs before a replay. How far
-  keys are extrapolated is a tensor too (KVBuffer.weights).
-- All else that the forward goes by on the host makes the kind (Kind, MicroStepState.pattern). Where keys and values are in
-  memory (MicroStepState.addresses) changes with each call if they are extrapolated: then a kind has two graphs.
-- What a micro-step leaves behind on the host, `MicroStepState.follow` does at a replay.
-- What outlives a replay is never in the memory of graphs: the output is copied, outputs of modules that a call's bands share
-  have memory of their own (ModuleCache, `steady`), and keys and values are in theirs. So all graphs of a rank share one pool
-  of memory, and may be replayed in any order.
+A graph repeats its kernels with the same memory and the same numbers from the host. So:
+- Tensors that differ between micro-steps of a kind (MicroStepInputs) are copied into the graph's inputs before a replay. The
+  weight of extrapolation is a tensor too (KVBuffer.weights).
+- All else that the forward decides by on the host makes the kind (Kind, MicroStepState.pattern). The addresses of keys and
+  values (MicroStepState.addresses) change with each call if they are extrapolated: then a kind has two graphs.
+- At a replay `MicroStepState.follow` repeats a micro-step's effects on the host.
+- Nothing that outlives a replay is in the memory of graphs: the output is copied, and outputs of modules that a call's bands
+  share (ModuleCache, `steady`), keys and values have other memory. So all graphs of a rank share one pool of memory, and may
+  be replayed in any order.
 
-A micro-step is captured when one of its kind has run and has made nothing new that stays. Whatever goes wrong in a capture,
-the micro-step is run as without graphs, and so are all later ones of the model.
+A micro-step is captured once another of its kind has run and has left no new state. If a capture fails, this and all later
+micro-steps of the model run without graphs.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,32 +37,33 @@ from .conditioning_store import RankConditioning
 log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 256
-"""Of a model on a rank. A band has two for each prompt, so 32 bands of four prompts have as many. Others run without."""
+"""Most graphs of a model on a rank, as many as 32 bands of four prompts have with two each. More are not captured."""
 
 
 @dataclass(frozen=True)
 class MicroStepInputs:
-    """What differs between micro-steps of a kind, on the rank's device."""
+    """Tensors that differ between micro-steps of a kind, on the rank's device."""
 
     timestep: torch.Tensor
     """As Step.timestep."""
     x: torch.Tensor | None
     """As Step.x, in the rank's dtype."""
     received: torch.Tensor | None
-    """What the stage before has sent."""
+    """Received from the previous stage."""
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        """Their sizes and dtypes."""
+        """Shapes and dtypes."""
         return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self._tensors)
 
     def clone(self) -> "MicroStepInputs":
-        return MicroStepInputs(*(None if tensor is None else tensor.clone() for tensor in self._tensors))
+        others = (None if tensor is None else tensor.clone() for tensor in (self.x, self.received))
+        return MicroStepInputs(self.timestep.clone(), *others)
 
     def copy_from(self, other: "MicroStepInputs") -> None:
-        for own, theirs in zip(self._tensors, other._tensors, strict=True):
-            if own is not None:
-                own.copy_(theirs)
+        for target, source in zip(self._tensors, other._tensors, strict=True):
+            if target is not None and source is not None:
+                target.copy_(source)
 
     @property
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -71,7 +72,7 @@ class MicroStepInputs:
 
 @dataclass(frozen=True)
 class Kind:
-    """What micro-steps have in common that a graph can stand for, so far as their messages say."""
+    """Fields of a Step message that micro-steps with the same graph have in common."""
 
     run: int
     conditioning: int
@@ -87,42 +88,40 @@ class Kind:
 
 @dataclass
 class MicroStepState:
-    """What a micro-step finds on its rank, and what it leaves there beside its output. After ModuleCache.begin_step."""
+    """State on the rank that a micro-step reads and changes. To be used after ModuleCache.begin_step."""
 
     step: Step
     conditioning: RankConditioning
     cache: ModuleCache
     buffer: KVBuffer | None
     read_on_host: bool = False
-    """The timestep's values were looked at on the host."""
+    """The forward read the timestep's values on the host, where they may differ at the next micro-step."""
 
     def pattern(self) -> Hashable:
-        """What the forward goes by on the host, beside the message."""
+        """State that the forward decides by on the host, in addition to Kind."""
         return self.cache.pattern(), None if self.buffer is None else self.buffer.pattern()
 
     def addresses(self) -> tuple[int, ...]:
         return () if self.buffer is None else self.buffer.addresses()
 
     def made(self) -> Hashable:
-        """Alike before and after a micro-step that has made nothing that later ones find there, but what a replay makes."""
+        """Equal before and after a micro-step that has left no state for later ones which a replay would not leave too."""
         without_last = () if self.buffer is None else [layer.last is None for layer in self.buffer.layers.values()]
         return self.read_on_host, self.cache.made(), self.conditioning.made, tuple(without_last)
 
     def slots(self) -> dict[int, BufferSlot]:
-        """See KVBuffer.places."""
+        """See KVBuffer.slots."""
         return {} if self.buffer is None else self.buffer.slots()
 
     def follow(self, layers: tuple[int, ...], outputs: Mapping[ModuleCall, Any]) -> None:
-        """A replay has done the device's part. `layers`: see KVBuffer.follow. `outputs`: see ModuleCache.follow."""
+        """Do the host's part after a replay. `layers`: see KVBuffer.follow. `outputs`: see ModuleCache.follow."""
         self.cache.follow(outputs)
         if self.buffer is not None:
             self.buffer.follow(layers)
 
     def undo(self, slots: Mapping[int, BufferSlot]) -> None:
-        """Take back what a capture has done on the host since `slots` was read: the device has computed nothing of it.
-
-        What might be of the capture is made anew: cached outputs, and what the conditioning's micro-steps share.
-        """
+        """Undo a failed capture's effects on the host since `slots` was read: the device has computed nothing."""
+        # Cached outputs and the conditioning's shared values may be of the capture, so all of them are computed again.
         self.cache.forget()
         self.cache.begin_step(self.step, self.conditioning.is_whole(self.step))
         self.conditioning.kept.clear()
@@ -134,22 +133,12 @@ Work = Callable[[MicroStepInputs], torch.Tensor]
 """The forward: inputs -> output, all of it on the device."""
 
 
-class Captures(Protocol):
-    """Makes graphs on one device. They share memory, which is theirs alone as long as there are any."""
-
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Record what `work` does on the device, without doing it. Its output, and what does it.
-
-        The output has its values after the replay, until the next replay of any graph. Raises whatever `work` raises, and
-        RuntimeError for what no graph can have in it.
-        """
-
-
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the life of the process. torch keeps memory for products for each stream that computes some, until the end: it
-    is taken here, as in a capture it would be that of the graphs, which could then never be freed."""
+    """One stream of the device for the life of the process."""
     stream = torch.cuda.Stream(device)
+    # torch allocates a workspace at a stream's first matrix product and never frees it. Inside a capture it would be in the
+    # graphs' pool, which could then not be freed either.
     with torch.cuda.stream(stream):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.zeros(16, 16, device=device, dtype=dtype)
@@ -158,34 +147,35 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaCaptures:
-    """torch.cuda.CUDAGraph, captured on a stream of its own. Never run on a GPU so far."""
+    """Captures graphs on one device, which share a pool of memory. Never run on a GPU so far."""
 
     def __init__(self, device: torch.device):
         self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """See Captures.
+        """Record what `work` does on the device, without running it. Returns its output and a function that replays it.
 
-        torch.cuda.graph would first wait for the whole device, that is for transfers that other ranks have yet to begin.
-
-        Work that stops the host raises before it does (torch's sync debug mode). A stop in a capture makes it void, and
-        torch, but for its latest versions, does not come out of a void capture: the allocator counts it as under way for
-        ever.
+        The output has its values from a replay to the next replay of any graph. Raises whatever `work` raises, and
+        RuntimeError for work that a graph cannot contain.
         """
-        graph, stops = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        graph, sync_mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        # Not torch.cuda.graph, which first waits for the whole device, and so for transfers that other ranks have yet to
+        # begin. Waiting for the present stream is enough: the captured work reads tensors of that stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Of this thread alone: that of heartbeats asks for events meanwhile, as NCCL's own do.
+            # Errors of this thread's calls only: the heartbeat's thread and NCCL's query events during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # Work that makes the host wait for the device raises before it does. A wait would invalidate the capture,
+                # and most versions of torch never end an invalid one: the allocator counts it as under way for ever.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     output = work()
                 finally:
-                    torch.cuda.set_sync_debug_mode(stops)
+                    torch.cuda.set_sync_debug_mode(sync_mode)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it says that the capture is void, and not why
+                with contextlib.suppress(RuntimeError):  # says that the capture is invalid, but not why
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -193,25 +183,25 @@ class CudaCaptures:
         return output, graph.replay
 
 
-CAPTURES: dict[str, Callable[[torch.device], Captures]] = {"cuda": CudaCaptures}
-"""By the device's kind. Others have no graphs."""
+CAPTURES: dict[str, Callable[[torch.device], CudaCaptures]] = {"cuda": CudaCaptures}
+"""By type of device. Others have no graphs."""
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """The graph of a kind, for one place of keys and values."""
+    """A kind's graph, for one set of addresses of keys and values."""
 
     inputs: MicroStepInputs
     output: torch.Tensor
     """In the graphs' memory."""
     replay: Callable[[], None]
     layers: tuple[int, ...]
-    """Those in which it begins a call, see KVBuffer.follow."""
+    """Layers in which the graph begins a call, see KVBuffer.follow."""
     outputs: Mapping[ModuleCall, Any]
-    """Those that it computes for the call's other bands, in memory of the cache."""
+    """Outputs that the graph computes for the call's other bands, in memory of the cache."""
 
     def start(self, inputs: MicroStepInputs) -> torch.Tensor:
-        """Have the device do it. The output is the caller's."""
+        """Replay the graph. Returns a copy of the output, since the next replay overwrites it."""
         self.inputs.copy_from(inputs)
         self.replay()
         return self.output.clone()
@@ -221,17 +211,17 @@ class MicroStepGraphs:
     """The graphs of one model's micro-steps on a rank."""
 
     def __init__(self, device: torch.device, block_done: Callable[[], None]):
-        """`block_done`: is called as if each of the rank's blocks had run, at a replay."""
+        """`block_done`: called at a replay, in place of the hooks of the rank's blocks."""
         self._device, self._block_done = device, block_done
-        self._captures: Captures | None = None
+        self._captures: CudaCaptures | None = None
         self._failed = False
-        # Kinds that may be captured, and graphs, both with the pattern and form of what the forward found.
+        # Keys: kind, form of the inputs and pattern; graphs also by addresses. Steady: may be captured.
         self._steady: set[tuple[Kind, Hashable, Hashable]] = set()
         self._graphs: dict[tuple[Kind, Hashable, Hashable, tuple[int, ...]], _Graph] = {}
         self.captured, self.replayed = 0, 0
 
     def run(self, state: MicroStepState, inputs: MicroStepInputs, work: Work) -> torch.Tensor:
-        """What `work(inputs)` gives, by a graph where there is or can be one."""
+        """`work(inputs)`, by a graph if there is one or one can be captured."""
         kind = Kind.of(state.step), inputs.form, state.pattern()
         graph = self._graphs.get((*kind, state.addresses()))
         if graph is not None:
@@ -251,11 +241,11 @@ class MicroStepGraphs:
         return output
 
     def drop(self, which: Callable[[Kind], bool] = lambda kind: True) -> None:
-        """Drop the graphs of these kinds: what is in their memory is gone, or has moved."""
+        """Drop the graphs of these kinds, whose memory is about to be freed or moved."""
         self._steady = {known for known in self._steady if not which(known[0])}
         self._graphs = {known: graph for known, graph in self._graphs.items() if not which(known[0])}
         if not self._graphs:
-            self._captures = None  # their memory goes with the last of them
+            self._captures = None  # frees the pool of memory
 
     def report(self) -> tuple[int, int]:
         """(micro-steps captured, micro-steps replayed) since the last report."""
@@ -266,16 +256,16 @@ class MicroStepGraphs:
     def _capture(
         self, kind: tuple[Kind, Hashable, Hashable], state: MicroStepState, inputs: MicroStepInputs, work: Work
     ) -> _Graph | None:
-        """None where it fails: all is then as it was before. Else the host has done its part of the micro-step."""
+        """None if the capture fails: the state is then as before. Else the host's part of the micro-step is done."""
         made, slots, outputs, addresses = state.made(), state.slots(), state.cache.of_call(), state.addresses()
         try:
-            own = inputs.clone()
+            graph_inputs = inputs.clone()
             if self._captures is None:
                 self._captures = CAPTURES[self._device.type](self._device)
-            output, replay = self._captures.capture(lambda: work(own))
+            output, replay = self._captures.capture(lambda: work(graph_inputs))
             if state.made() != made:
                 raise RuntimeError("it makes something that later micro-steps find")
-        except Exception as error:  # of whatever the model's code, a kernel's package or the driver may raise
+        except Exception as error:  # whatever the model's code, a kernel's package or the driver may raise
             self._failed = True
             self.drop()
             state.undo(slots)
@@ -284,6 +274,6 @@ class MicroStepGraphs:
             return None
         begun = tuple(layer for layer, slot in state.slots().items() if slot.call != slots[layer].call)
         fresh = {call: out for call, out in state.cache.of_call().items() if call not in outputs}
-        self._graphs[(*kind, addresses)] = graph = _Graph(own, output, replay, begun, fresh)
+        self._graphs[(*kind, addresses)] = graph = _Graph(graph_inputs, output, replay, begun, fresh)
         self.captured += 1
         return graph

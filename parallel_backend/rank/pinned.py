@@ -1,4 +1,4 @@
-"""Memory that a GPU is to read at the speed of its link, while nobody waits, is pinned where it lies."""
+"""Pins existing host memory, so that a GPU copies from it at the speed of its link and the host does not wait."""
 
 import contextlib
 import logging
@@ -16,8 +16,10 @@ PORTABLE = 1
 
 
 def pinning(device: torch.device) -> Borrowed:
-    """For a Channel, and for weights: pins memory for a CUDA device where that is known to be safe, and unpins it. Memory
-    for all else, or that cannot be pinned, is as it is."""
+    """A function that pins a tensor's memory for a CUDA device and returns a function that unpins it.
+
+    It does nothing for other devices, where pinning is not known to be safe, and to memory that cannot be pinned.
+    """
     return _pin(device) if page_locked(device) else lambda memory: lambda: None
 
 
@@ -25,7 +27,7 @@ def _pin(device: torch.device) -> Borrowed:
     def pin(memory: torch.Tensor) -> Callable[[], None]:
         if not memory.nbytes:
             return lambda: None
-        torch.cuda.set_device(device)  # this may be the thread that receives: see unpin
+        torch.cuda.set_device(device)  # the receiving thread also calls this, and a thread begins with device 0
         cudart = torch.cuda.cudart()
         failed = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
         if int(failed):
@@ -36,7 +38,7 @@ def _pin(device: torch.device) -> Borrowed:
             return lambda: None
 
         def unpin() -> None:
-            # By the thread that computes: CUDA forbids waiting for a device on which another one captures a graph.
+            # Only by the computing thread: CUDA forbids synchronising a device while another thread captures a graph.
             torch.cuda.synchronize(device)
             cudart.cudaHostUnregister(memory.data_ptr())
 
@@ -46,9 +48,9 @@ def _pin(device: torch.device) -> Borrowed:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA keeps the error of a failed call, and torch would take it for that of the next kernel, and raise it there.
+    """Clears CUDA's last error, which torch would raise at the next kernel, by launching one here.
 
-    The thread's own stream alone is waited for: another thread may be capturing a graph.
+    Waits for this thread's stream only: another thread may be capturing a graph.
     """
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)

@@ -31,7 +31,7 @@ class RunBuffers:
         self._drop(lambda key: key[1] == conditioning)
 
     def wait_pending(self) -> None:
-        """Wait until no transfer to a buffer is under way. What has come is written at the buffer's next call."""
+        """Wait until no transfer to a buffer is under way. Received rows are written at the buffer's next call."""
         for buffer in self.buffers.values():
             buffer.wait_pending()
 
@@ -39,7 +39,7 @@ class RunBuffers:
         self._drop(lambda key: True)
 
     def begin_step(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
-        """A micro-step begins. Returns its buffer, made now if it is the first of its kind. None outside of runs."""
+        """A micro-step begins. Returns its buffer, made at the run's first micro-step. None outside of runs."""
         if step.run == 0:
             return None
         key = (step.run, step.conditioning)
@@ -48,7 +48,7 @@ class RunBuffers:
             self.buffers[key] = KVBuffer(
                 order.tokens, conditioning.batch, self._runs[step.run].extrapolate, correct=not order.references
             )
-        if step.with_text:
+        if step.with_text:  # a call's text runs with its first band
             self.buffers[key].begin_call(float(step.timestep.max()))
         return self.buffers[key]
 

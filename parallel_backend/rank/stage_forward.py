@@ -1,4 +1,4 @@
-"""The forward of a rank's stage for one micro-step: from the message and the conditioning to the model's own arguments."""
+"""The forward of a rank's stage for one micro-step: from message and conditioning to the arguments of the model's class."""
 
 import functools
 import math
@@ -27,15 +27,19 @@ class StageForward:
     """Runs the forward of `stage`'s model."""
 
     def __init__(self, stage: LoadedStage, graphs: MicroStepGraphs | None = None):
-        """`graphs`: of the micro-steps of `stage`; None: there are to be none."""
+        """`graphs`: of the micro-steps of `stage`; None: micro-steps are not captured."""
         self._stage, self._family, self._graphs = stage, stage.family, graphs
         self._timestep: torch.Tensor | None = None
         self._guidance: torch.Tensor | None = None
         self._paired = any(PAIRED in spec.attention.values() for spec in self._family.blocks.lists)
-        keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
+        keep_timestep_exact(stage.model, self._family, self._exact_times, stage.dtype)
+
+    def _exact_times(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self._timestep is not None, "times are read in a micro-step"
+        return self._timestep, self._guidance
 
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
-        """Shape of what the stage before sends for the micro-step, see StageIO.outgoing."""
+        """Shape of the tensor that the previous stage sends for the micro-step, see StageIO.outgoing."""
         text, image = (shards[self._stage.place] for shards in self._shards(step, conditioning))
         tensors = 1 + len(self._stage.stage_io.arriving)
         return tensors * len(step.entries), len(text) + len(image), self._stage.hidden
@@ -43,7 +47,7 @@ class StageForward:
     def compute(
         self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None, received: torch.Tensor | None
     ) -> torch.Tensor:
-        """[b, n, channels] on the last stage; elsewhere what is sent on (StageIO.outgoing)."""
+        """[b, n, channels] on the last stage; elsewhere the tensor for the next stage (StageIO.outgoing)."""
         stage = self._stage
         inputs = MicroStepInputs(
             to_device(step.timestep, stage.device),
@@ -54,19 +58,19 @@ class StageForward:
         state = MicroStepState(step, conditioning, stage.module_cache, buffer)
         forward = functools.partial(self._forward, state)
         try:
-            # Residuals are copied from the host, and blocks of streamed weights wait for theirs.
+            # No graph where residuals are copied from the host, or blocks wait for streamed weights: a graph has neither.
             if self._graphs is None or step.residuals or stage.store.streams:
                 return forward(inputs)
             return self._graphs.run(state, inputs, forward)
         finally:
             stage.module_cache.end_step()
 
-    def _forward(self, state: MicroStepState, given: MicroStepInputs) -> torch.Tensor:
-        """As `compute`. All of it is work of the device, and what it goes by on the host is in `state`."""
+    def _forward(self, state: MicroStepState, inputs: MicroStepInputs) -> torch.Tensor:
+        """As `compute`. It may be captured: all data on the host that it depends on is in `state`."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
         token_order = conditioning.token_order
         text, image = self._shards(step, conditioning)
-        own_text, own_image = text[stage.place], image[stage.place]
+        text_span, image_span = text[stage.place], image[stage.place]
         text_mask = conditioning.tensors.get(TEXT_MASK)
         stage.attention.step = AttentionStep(
             text_tokens=conditioning.text_tokens,
@@ -77,41 +81,43 @@ class StageForward:
             stale=step.stale,
             overlap=step.overlap,
             text_first=self._family.blocks.text_first,
-            text_mask=None if text_mask is None else text_mask[step.entries.slice],
+            text_mask_BT=None if text_mask is None else text_mask[step.entries.slice],
             image_padding=self._family.image_padding(conditioning.grid),
             frames=self._frame_rows(conditioning),
             guidance=conditioning.changes.guidance,
         )
-        rows = self._rows(conditioning, own_image, own_text)
-        stage.stage_io.begin_step(given.received, len(own_text), rows, self._residuals(step, conditioning, own_image))
+        rows = self._rows(conditioning, image_span, text_span)
+        residuals = self._residuals(step, conditioning, image_span)
+        stage.stage_io.begin_step(inputs.received, len(text_span), rows, residuals)
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
-        x, companion = self._latents(given.x, tensors, conditioning, own_image)
+        x, companion = self._latents(inputs.x, tensors, conditioning, image_span)
 
         def read_timestep() -> torch.Tensor:
             state.read_on_host = True
             return step.timestep
 
-        inputs = StepInputs(
+        step_inputs = StepInputs(
             x,
-            given.timestep,
+            inputs.timestep,
             tensors,
             conditioning.grid,
             token_order,
-            own_image,
-            own_text,
+            image_span,
+            text_span,
             conditioning.text_tokens,
             stage.dtype,
-            conditioning.kept[own_image],
+            conditioning.kept[image_span],
             companion,
             conditioning.companion_tokens,
             read_timestep,
         )
-        self._timestep, stage.stage_io.inputs = inputs.times, inputs
+        self._timestep, stage.stage_io.inputs = step_inputs.times, step_inputs
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):
-                out = self._family.run(stage.model, inputs)
-            return out if stage.cut.gives_companion(stage.place) else out[:, : len(token_order.images(own_image))]
+                out = self._family.run(stage.model, step_inputs)
+            # Companion tokens are replicated: the client takes them from one patch rank.
+            return out if stage.cut.gives_companion(stage.place) else out[:, : len(token_order.images(image_span))]
         except StageDone as done:
             return stage.stage_io.outgoing(done)
         finally:
@@ -125,61 +131,57 @@ class StageForward:
     def _latents(
         self, x: torch.Tensor | None, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rank's tokens of the picture, with those of references, and of the companion latent. See StepInputs."""
+        """The rank's tokens of picture and references, and those of the companion latent. See StepInputs."""
         if x is None:
             return None, None
-        own = len(conditioning.token_order.images(image))
-        return self._with_references(x[:, :own], tensors, conditioning, image), x[:, own:]
-
-    def _with_references(
-        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
-    ) -> torch.Tensor:
-        """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
         order = conditioning.token_order
+        picture_tokens = len(order.images(image))
+        x, companion = x[:, :picture_tokens], x[:, picture_tokens:]
         if self._family.forward.whole_latent or not order.references:
-            return x
+            return x, companion
         dtype = torch.promote_types(x.dtype, tensors[REFERENCES].dtype)  # some families keep references exact
         out = x.new_empty(len(x), len(image), x.shape[-1], dtype=dtype)
         out[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = x.to(dtype)
         rows = self._of_tokens(conditioning, image, "reference rows", order.reference_rows)
-        own = self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)
-        out[:, rows] = tensors[REFERENCES][:, own].to(dtype)
-        return out
+        numbers = self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)
+        out[:, rows] = tensors[REFERENCES][:, numbers].to(dtype)
+        return out, companion
 
     def _of_tokens(
         self, conditioning: RankConditioning, image: Span, name: str, make: Callable[[Span], torch.Tensor]
     ) -> torch.Tensor:
-        """As StepInputs.of_tokens, before there are any."""
+        """As StepInputs.of_tokens, before a StepInputs has been made."""
         return kept_on(self._stage.device, conditioning.kept[image], name, lambda: make(image))
 
     def _residuals(self, step: Step, conditioning: RankConditioning, image: Span) -> dict[str, torch.Tensor]:
-        """Block -> [b, n, hidden]; what is added to reference tokens is zero."""
+        """By block, the tensor to add to its output: [b, n, hidden], zero for reference tokens."""
         if not step.residuals:
             return {}
         order = conditioning.token_order
-        # Copies in any case: the client's memory is written to again once the micro-step's outputs are there, and a rank of
-        # a tensor group may by then still be behind its last block.
+        # Always copies: the client reuses the shared memory once it has the micro-step's outputs, and other tensor ranks may
+        # then still compute.
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]
         if order.references:
-            own = self._of_tokens(conditioning, image, "picture rows", order.picture_rows)
+            picture_rows = self._of_tokens(conditioning, image, "picture rows", order.picture_rows)
             for index, tensor in enumerate(added):
                 added[index] = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
-                added[index][:, own] = tensor
+                added[index][:, picture_rows] = tensor
         return {block: added[index] for block, index in step.residuals.items()}
 
     def _rows(self, conditioning: RankConditioning, image: Span, text: Span) -> Rows | None:
-        """What slots cut whole tensors down to."""
+        """The rank's rows of whole tensors, for block slots. None for models that take packed tokens."""
         if not self._family.forward.whole_latent:
             return None
         order, kept = conditioning.token_order, conditioning.kept[image]
         if "rows" not in kept:
+            # A slice is a view and an index tensor a copy, so a slice where the class has the tokens in the same order.
             same = not order.references and class_order(conditioning.grid, order.along) is None
             places = None if same else order.places_in_class(conditioning.grid, order.span)[image.slice]
             kept["rows"] = image.slice if places is None else to_device(places, self._stage.device)
         return Rows(kept["rows"], order.tokens, text, self._family.blocks.text_first)
 
     def _frame_rows(self, conditioning: RankConditioning) -> FrameRows | None:
-        """Of the request's video, for layers that look at frames."""
+        """Frames of the video's tokens, for layers that attend by frame."""
         if not self._paired:
             return None
         grid, order = conditioning.grid, conditioning.token_order
@@ -189,9 +191,9 @@ class StageForward:
         return FrameRows(kept["frames"], self._stage.device, kept)
 
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
-        """The conditioning of this micro-step's entries; its text is empty where the text does not run along.
+        """The conditioning of this micro-step's entries, with empty text if the micro-step does not compute text.
 
-        In families of `whole_text` it is whole all the same: what follows the prologue leaves it out.
+        In families of `whole_text` the prologue always gets the whole text; later blocks leave it out.
         """
         tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
         if not step.with_text and not self._family.whole_text:

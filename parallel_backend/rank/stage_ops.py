@@ -1,4 +1,4 @@
-"""Operations of a pipeline stage in each micro-step, as data that the engine executes."""
+"""Operations of a pipeline stage in each micro-step."""
 
 from enum import Enum
 

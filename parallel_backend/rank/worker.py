@@ -1,4 +1,4 @@
-"""One rank: a process that does what the client's messages say, in order, until the connection ends."""
+"""One rank: a process that handles the client's messages, in order, until the connection ends."""
 
 import contextlib
 import gc
@@ -41,11 +41,12 @@ from .pinned import pinning
 log = logging.getLogger(__name__)
 
 REPORT_STEP = 0.01
-"""Share of a rank's weights from one report of how far loading is to the next."""
+"""Share of a rank's weights that is loaded between two reports of progress."""
 
 REST_SECONDS = 0.2
-"""Without a message, beyond the time between the last two, after which a CPU rank returns freed memory. Within a sampler's
-run it does not: there messages come at about equal intervals."""
+"""A CPU rank returns freed memory if no message comes for so long, beyond the time between the last two messages.
+
+Not within a sampler's run, where messages come at about equal intervals."""
 
 LOADING = "loading"
 DOING = {
@@ -59,15 +60,15 @@ DOING = {
     m.Unload: "unloading",
     m.FindNotFinite: "looking for what is not finite",
 }
-"""What a message has the rank do, in the words of an error; micro-steps have their own."""
+"""What the rank does at a message, in the words of an error. Micro-steps are named by number."""
 BETWEEN = "between micro-steps"
 READING = "reading what the client sent"
 LONGEST_TEXT = 1 << 16
-"""Characters of an error's summary or traceback that are sent: a message's header has room for no more than some."""
+"""Most characters of an error's summary or traceback that are sent, since the size of a message's header is limited."""
 
 
 class Worker:
-    """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer."""
+    """Receives in a separate thread, to notice a lost client even during a transfer."""
 
     def __init__(
         self,
@@ -77,24 +78,24 @@ class Worker:
         peers: Peers,
         copies: DeviceCopies | None = None,
     ):
-        """`copies`: of the rank's device; None for those of its kind."""
+        """`copies`: to and from the rank's device; None: those for its type of device."""
         self.settings, self.channel, self.heartbeat, self._peers = settings, channel, heartbeat, peers
         self.device = torch.device(settings.device)
         self.copies = copies or copies_of(self.device)
         self.engines: dict[int | None, Engine] = {}
         """By the model's number."""
         self.vae: dict[str, VAEPart] = {}
-        """Decoder and encoder."""
+        """By name: decoder and encoder."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
         self._ahead: list[m.Envelope] = []
-        self._request_id: int | None = None  # of the message that is being handled, as the next
+        self._request_id: int | None = None  # of the message that is being handled, as is `_model`
         self._model: int | None = None
-        self._newest: Engine | None = None  # the one that ran the newest micro-step
+        self._newest: Engine | None = None  # the engine of the newest micro-step
         self._reported = 0.0
         self._handled_at, self._interval = time.monotonic(), 0.0
 
     def serve(self) -> None:
-        """Handle messages until Stop. Raises whatever went wrong."""
+        """Handle messages until Stop. Raises the first error."""
         threading.Thread(target=self._read, name="control", daemon=True).start()
         self.channel.send(m.Ready(self.settings.rank))
         while not isinstance(message := self._next(), m.Stop):
@@ -107,7 +108,7 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """That of the model which the message is for."""
+        """Engine of the model that the message is for."""
         return self.engines[self._model]
 
     def _handle(self, message: Any) -> None:
@@ -135,7 +136,7 @@ class Worker:
                 self._reply(self.engine.close_run(message.run))
             case m.PutVAE():
                 self._peers.check()
-                self.vae.pop(message.part, None)  # before the new one is there
+                self.vae.pop(message.part, None)  # first, so that old and new weights are never both in memory
                 world = len(self.settings.devices)
                 self.vae[message.part] = VAEPart(message, self.settings.rank, world, self.device, self.heartbeat)
             case m.BeginVAE():
@@ -156,8 +157,8 @@ class Worker:
             case m.ReadMemory():
                 self._reply(self._read_memory())
             case m.ReleaseUnused():
-                for engine in self.engines.values():
-                    engine.drop_graphs()  # made again where they are worth it
+                for each in self.engines.values():
+                    each.drop_graphs()  # captured again in later micro-steps
                 self._reply(m.UnusedReleased(self.settings.rank, self._release_unused()))
             case m.SetResident():
                 self._reply(self._set_resident(message.resident[self.settings.rank], message.working))
@@ -174,12 +175,12 @@ class Worker:
             case m.ProbeLinks():
                 self._turn_to(None)
                 with self._peers.waiting():
-                    found = probe_links(self.settings.rank, self.settings.devices, message.sizes)
-                self._reply(found)
+                    links = probe_links(self.settings.rank, self.settings.devices, message.sizes)
+                self._reply(links)
             case m.Load():
                 self._turn_to(None)
-                self.engines[self._model] = engine = self._load(message)
-                names, held = parameter_names(engine.stage.model), engine.residency
+                self.engines[self._model] = loaded = self._load(message)
+                names, held = parameter_names(loaded.stage.model), loaded.residency
                 self._reply(m.Loaded(self.settings.rank, held.device_bytes, names, held.host_bytes))
             case m.Unload():
                 self._unload()
@@ -200,7 +201,7 @@ class Worker:
         self.channel.send(message, self._request_id)
 
     def _report(self, fraction: float) -> None:
-        """Tell the client how much of the weights is in place. Called before each of them."""
+        """Tell the client the share of the weights that is loaded. Called before each weight."""
         self.heartbeat.done()
         if fraction == 0.0 or fraction - self._reported >= REPORT_STEP:
             self._reported = fraction
@@ -209,26 +210,26 @@ class Worker:
     def _begin_vae(self, message: m.BeginVAE) -> m.VAEBegun:
         part = self.vae.get(message.part)
         if part is None or part.name != message.name:
-            free = free_bytes(self.device) + (0 if part is None else part.nbytes)  # whose place it takes
+            free = free_bytes(self.device) + (0 if part is None else part.nbytes)  # the new part replaces the old one
             missing = max(0, message.weight_bytes + message.bytes_needed - free)
             return m.VAEBegun(self.settings.rank, False, False, missing)
         self._turn_to(None)
         return part.begin(message)
 
     def _turn_to(self, engine: Engine | None) -> None:
-        """Let the transfers of another model end before this one's begin, or others that ranks make together: torch wants
-        one group's done before the next one's."""
-        if self._newest not in (None, engine):
+        """Let the transfers of another model end. Call before transfers of `engine`'s groups, or, with None, of others."""
+        # NCCL may deadlock if transfers of two groups are under way and ranks' devices begin them in different orders.
+        if self._newest is not None and self._newest is not engine:
             self._newest.rest()
         self._newest = engine
 
     def _read_memory(self) -> m.DeviceMemoryReport:
-        """The device's memory, and what the model that asks has of it."""
+        """The device's memory, and the share of the model that the message is for."""
         engines = self.engines.items()
-        held = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
-        own = held.pop(self._model, 0)
+        sizes = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
+        of_model = sizes.pop(self._model, 0)
         vae = sum(part.nbytes for part in self.vae.values())
-        return self.copies.memory(self.settings.rank, own, sum(held.values()), vae)
+        return self.copies.memory(self.settings.rank, of_model, sum(sizes.values()), vae)
 
     def _set_resident(self, resident: int, working: bool) -> m.Residency:
         engine = self.engines.get(self._model)
@@ -239,7 +240,7 @@ class Worker:
         return held
 
     def _unload(self) -> None:
-        """Free the model that the message is for. A message for none frees all of them, and the VAE's parts."""
+        """Free the model that the message is for. A message for no model frees all of them, and the VAE's parts."""
         self._turn_to(None)
         for number in [number for number in self.engines if self._model in (None, number)]:
             self.engines.pop(number).close()
@@ -249,12 +250,12 @@ class Worker:
         self._free()
 
     def _free(self) -> None:
-        """Return the memory of what has just been let go."""
-        gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
+        """Return memory of objects that have just been dropped."""
+        gc.collect()  # engine and model refer to each other: without this the old weights would stay beside the new ones
         self._release_unused()
 
     def _release_unused(self) -> int:
-        """Return memory that nothing uses to the driver, or the system. Bytes that a GPU got back; 0 on a CPU: not known."""
+        """Return unused memory to the driver or the system. Returns its bytes; 0 on a CPU, where the number is not known."""
         if self.device.type != "cuda":
             give_back()
             return 0
@@ -263,7 +264,7 @@ class Worker:
         return before - torch.cuda.memory_reserved(self.device)
 
     def _next(self) -> Any:
-        """The next message, whose request `_reply` answers from now on."""
+        """The next message. From now on `_reply` answers it."""
         message, self._request_id, self._model = self._ahead.pop(0) if self._ahead else self._wait()
         now = time.monotonic()
         self._interval, self._handled_at = now - self._handled_at, now
@@ -279,7 +280,7 @@ class Worker:
             return self._inbox.get()
 
     def _upcoming(self) -> m.Step | None:
-        """The next message if it has arrived and is a micro-step of the same model."""
+        """The next message, if it has arrived and is a micro-step of the same model."""
         if not self._ahead:
             try:
                 self._ahead.append(self._inbox.get_nowait())
@@ -289,8 +290,7 @@ class Worker:
         return message if isinstance(message, m.Step) and model == self._model else None
 
     def _read(self) -> None:
-        """Put what comes into the inbox. The main thread may be blocked in a transfer that will never end, so whatever ends
-        this ends the process."""
+        """Put messages into the inbox. Every error ends the process, since the main thread may be blocked in a transfer."""
         try:
             while True:
                 self._inbox.put(self.channel.receive())
@@ -299,7 +299,7 @@ class Worker:
             if isinstance(self.settings.rendezvous, Path):
                 shutil.rmtree(self.settings.rendezvous.parent, ignore_errors=True)
             os._exit(0)
-        except BaseException as error:  # a rank that hears nothing more would go on giving signs of life
+        except BaseException as error:  # a rank that cannot receive would go on sending heartbeats
             summary, text = f"{type(error).__name__}: {error}"[:LONGEST_TEXT], traceback.format_exc()[-LONGEST_TEXT:]
             with contextlib.suppress(OSError):
                 self.channel.send(m.Failure(self.settings.rank, READING, False, summary, text))
@@ -307,24 +307,22 @@ class Worker:
 
 
 def run(settings: RankSettings, connection: Connection, make_worker: Callable[..., Worker] | None = None) -> None:
-    """A rank's whole life: join the others, serve, and report what went wrong. `make_worker`: called as Worker, and in its
-    place."""
+    """A rank from start to end: join the other ranks, serve, and report errors. `make_worker`: called in place of Worker."""
     torch.set_num_threads(settings.threads)
     channel, heartbeat = Channel(connection, borrowed=pinning(torch.device(settings.device))), Heartbeat()
     beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
     threading.Thread(target=send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
 
     def fail(error: BaseException) -> None:
-        """Report it and end the process. From any thread: another may be blocked for ever."""
-        links = isinstance(error, LinkError)
-        summary = str(error) if links else f"{type(error).__name__}: {error}"
-        peer = links or isinstance(error, PeerError)
+        """Report the error and end the process. From any thread, since the main one may be blocked for ever."""
+        summary, peer, transport = f"{type(error).__name__}: {error}", isinstance(error, PeerError), ""
+        if isinstance(error, LinkError):
+            summary, peer, transport = str(error), True, error.backend
         text = "".join(traceback.format_exception(error))[-LONGEST_TEXT:]
-        log.info("rank %d: %s", settings.rank, text)  # in the middle of another message the client cannot read this one
-        transport = error.backend if links else ""
+        log.info("rank %d: %s", settings.rank, text)  # also in the log: a report in the middle of a message is unreadable
         with contextlib.suppress(OSError):  # the client is gone
             channel.send(m.Failure(settings.rank, heartbeat.doing, peer, summary[:LONGEST_TEXT], text, transport))
-        # No clean-up of the process group: its other ranks are about to be ended, and it could wait for them.
+        # The process group is not destroyed: that could wait for the other ranks, which the client is about to end.
         channel.close()
         os._exit(1)
 
@@ -338,5 +336,5 @@ def run(settings: RankSettings, connection: Connection, make_worker: Callable[..
         peers.join()
         (make_worker or Worker)(settings, channel, heartbeat, peers).serve()
         leave()
-    except BaseException as error:  # also what a library's sys.exit raises
+    except BaseException as error:  # also SystemExit, which a library may raise
         fail(error)

@@ -1,4 +1,4 @@
-"""The registry of VAEs: a file each, a row here. What each class is, and what ranks run of it on bands of a picture."""
+"""The registry of VAEs: one file for each architecture, one row for each class whose parts ranks can run on bands."""
 
 from . import cosmos, hunyuan, ldm, ltx, minimax_h3, wan
 from .base import VAEClass

@@ -1,4 +1,4 @@
-"""What a class of VAE is: which of its weights ranks need, what they run, in which pieces."""
+"""What a VAE class is to the ranks: which of its weights they need, the module they run, and the pieces of a video."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ class Weights:
     """One part of a VAE, read from the tensors of its file."""
 
     config: dict[str, Any]
-    """Values that JSON has, for VAEClass.build."""
+    """Settings for VAEClass.build, as JSON has them."""
     tensors: dict[str, torch.Tensor]
-    """By the names of the module that VAEClass.build makes."""
+    """By the parameter names of the module that VAEClass.build makes."""
     scale: int
-    """Rows of pixels for each row of the latent, and columns."""
+    """Pixels for each element of the latent, along rows and along columns."""
     channels: int
-    """Of the part's output."""
+    """Channels of the part's output."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Piece:
     """Frames that go through the part at a time."""
 
     frames: Span
-    """Of the input."""
+    """Frames of the input."""
     output: int
-    """How many frames they become."""
+    """Number of frames that the part returns for them."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,43 @@ class Edges:
     mode: str = "constant"
 
 
+class PartModule(nn.Module):
+    """Base of the modules that VAEClass.build makes."""
+
+    def reset(self) -> None:
+        """Drop the state that is kept between pieces. This base keeps none."""
+
+
+def set_edges(conv: nn.Module, edges: Edges) -> None:
+    """Have a convolution without padding in space padded by `edges` on bands (see VAEClass.build)."""
+    vars(conv)["edges"] = edges  # where nn.Module keeps attributes that are neither tensors nor modules
+
+
 @dataclass(frozen=True)
 class VAEClass:
     """A row of VAES."""
 
     name: str
     weights: Callable[[Mapping[str, torch.Tensor], Part, Mapping[str, Any]], Weights | None]
-    """From tensors by the names of ComfyUI's class, and settings that tensors do not tell (values that JSON has). None if a
-    module of the part is unknown: such a VAE cannot be cut."""
-    build: Callable[[Part, dict[str, Any]], nn.Module]
-    """The part without weights, on the current device. Its forward(x, first) takes a piece [B, C, (frames,) rows, columns]
-    to its output. What later pieces need of this one stays in the module until `reset()`.
+    """Arguments: the file's tensors by their names in ComfyUI's class; the part; settings that the tensors do not tell, as
+    JSON has them. Returns None if the part has an unknown module: such a VAE cannot be cut."""
+    build: Callable[[Part, dict[str, Any]], PartModule]
+    """Makes the part without weights, on the current device. Its forward(x, first) takes a piece
+    [B, C, (frames,) rows, columns] to its output. The module keeps the state that later pieces need until `reset()`.
 
-    Written for the whole picture, it runs on a band once rank/vae/banded_layers.py has adopted its layers: convolutions,
-    GroupNorms, what `gathered` names, and the modules that have an attribute `everywhere`. All padding in space is the
-    convolutions' own, or stands in an attribute `edges` (Edges) of theirs. Upsampling and the like must be local.
+    The module is written for the whole picture. It runs on a band once rank/vae/banded_layers.py has adopted its
+    convolutions, its GroupNorms, the modules in `gathered`, and the modules with an attribute `everywhere`. Convolutions
+    must do all padding in space, or name it in an attribute `edges` (Edges). All else, such as upsampling, must be local.
     """
     pieces: Callable[[Part, int], tuple[Piece, ...]]
-    """How a number of frames goes through."""
+    """(part, number of frames) -> the pieces in which they go through the part."""
     independent: bool = False
-    """The part runs on tiles that have nothing to do with each other: a rank has some of them, and no band."""
+    """The part runs on tiles that do not depend on each other: each rank gets whole tiles, and no bands."""
     gathered: tuple[str, ...] = ()
-    """Last names of modules whose output all ranks need of each other, such as an attention's keys and values:
-    [B, tokens, C] or [..., rows, columns]. Their order does not matter."""
+    """Last names of modules whose outputs every rank needs from all ranks, such as keys and values of an attention:
+    [B, tokens, C] or [..., rows, columns]. The order of the tokens must not matter."""
 
 
 def whole(_part: Part, frames: int) -> tuple[Piece, ...]:
-    """Pieces of a VAE for images."""
+    """VAEClass.pieces of a VAE for images: one piece."""
     return (Piece(Span(0, frames), frames),)

@@ -1,5 +1,4 @@
-"""Cosmos' video tokenizer (arXiv 2501.03575) in ComfyUI's layout. Ranks run diffusers' encoder and decoder, which compute
-the same."""
+"""Cosmos' video tokenizer (arXiv 2501.03575), read in ComfyUI's layout. Ranks run diffusers' equal encoder and decoder."""
 
 import functools
 import re
@@ -12,11 +11,11 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Edges, Part, Piece, VAEClass, Weights
-from .layout import QUANT, fitting, own_tensors
+from .base import Edges, Part, PartModule, Piece, VAEClass, Weights, set_edges
+from .layout import QUANT, fitting, levels, with_quant_conv
 
 PER_LATENT = 8
-"""Frames, rows and columns of pixels for each of the latent. The first frame has one of its own."""
+"""Frames, rows and columns of pixels for each one of the latent. The first frame is alone in both."""
 
 _RENAMED = (
     (r"\.conv3d\.", "."),
@@ -40,43 +39,34 @@ def _renamed(name: str, levels: int) -> str:
     """diffusers' name, which counts the decoder's levels from the other end."""
     for pattern, new in _RENAMED:
         name = re.sub(pattern, new, name)
-    return re.sub(r"^up_blocks\.(\d+)\.", lambda found: f"up_blocks.{levels - 1 - int(found[1])}.", name)
+    return re.sub(r"^up_blocks\.(\d+)\.", lambda match: f"up_blocks.{levels - 1 - int(match[1])}.", name)
 
 
 def _weights(state: Mapping[str, torch.Tensor], part: Part, _settings: Mapping[str, Any]) -> Weights | None:
-    own = own_tensors(state, part)
-    side = "down" if part == "encoder" else "up"
-    blocks = [
-        [
-            tensor
-            for key, tensor in own.items()
-            if re.fullmatch(rf"{side}\.{level}\.block\.\d+\.conv1\.1\.conv3d\.weight", key)
-        ]
-        for level in range(1 + max((int(key.split(".")[1]) for key in own if key.startswith(f"{side}.")), default=-1))
-    ]
-    if not blocks or not all(blocks) or f"{QUANT[part]}.conv3d.weight" not in own:
+    tensors = with_quant_conv(state, part)
+    blocks, quant_name = levels(tensors, part), f"{QUANT[part]}.conv3d.weight"
+    if not blocks or quant_name not in tensors:
         return None
-    widths = [level[-1].shape[0] for level in blocks]
-    quant = own[f"{QUANT[part]}.conv3d.weight"]
-    first = own["conv_in.0.conv3d.weight"].shape[0]
+    widths, first, encodes = [level[-1] for level in blocks], tensors["conv_in.0.conv3d.weight"].shape[0], part == "encoder"
+    latent_channels = tensors[quant_name].shape[0 if encodes else 1]
     config = {
-        "latent_channels": quant.shape[0 if part == "encoder" else 1],
-        "widths": [first, *widths] if part == "encoder" else [*widths, first],
+        "latent_channels": latent_channels,
+        "widths": [first, *widths] if encodes else [*widths, first],
         "layers": len(blocks[0]),
     }
-    renamed = {_renamed(key, len(blocks)): tensor for key, tensor in own.items() if "patcher3d." not in key}
+    renamed = {_renamed(key, len(blocks)): tensor for key, tensor in tensors.items() if "patcher3d." not in key}
     renamed = {key if key.startswith(QUANT[part]) else f"body.{key}": tensor for key, tensor in renamed.items()}
     used = fitting(renamed, _build, part, config)
-    return None if used is None else Weights(config, used, PER_LATENT, config["latent_channels"] if part == "encoder" else 3)
+    return None if used is None else Weights(config, used, PER_LATENT, latent_channels if encodes else 3)
 
 
 @functools.cache
 def _classes() -> Mapping[str, type[nn.Module]]:
-    """diffusers' modules, for bands: padding in space is the convolutions', and keys and values are those of all bands."""
+    """diffusers' modules for bands: convolutions do all padding in space, and keys and values are of all bands."""
     from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 
     class Downsample(cosmos.CosmosDownsample3d):
-        """The row and column behind the picture are the convolution's matter: pooling does not reach them."""
+        """Leaves the padding behind the picture, which pooling does not reach, to the first convolution."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.spatial_downsample:
@@ -90,8 +80,8 @@ def _classes() -> Mapping[str, type[nn.Module]]:
         """Keys or values of the attention over a frame."""
 
         @staticmethod
-        def everywhere(own: torch.Tensor) -> torch.Tensor:
-            return own
+        def everywhere(local: torch.Tensor) -> torch.Tensor:
+            return local
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.everywhere(super().forward(x))
@@ -105,7 +95,7 @@ def _classes() -> Mapping[str, type[nn.Module]]:
     }
 
 
-class _Coder(nn.Module):
+class _Coder(PartModule):
     """[B, 3, 8 n + 1, H, W] -> [B, C, n + 1, H / 8, W / 8], or back, with the 1x1 convolution at the latent's end."""
 
     def __init__(self, part: Part, latent_channels: int, widths: list[int], layers: int):
@@ -122,14 +112,14 @@ class _Coder(nn.Module):
         self.add_module(QUANT[part], quant)
         for name, module in list(self.named_modules()):
             if isinstance(module, classes["convolution"]):
-                module.edges, module.spatial_pad = Edges(*module.spatial_pad), (0, 0, 0, 0)
-                if module.stride[-1] == 2:  # diffusers pads what the layer around it has
-                    module.edges = Edges(0, 1, 0, 1)
+                # With stride 2 the layer around the convolution pads in diffusers.
+                set_edges(module, Edges(0, 1, 0, 1) if module.stride[-1] == 2 else Edges(*module.spatial_pad))
+                module.spatial_pad = (0, 0, 0, 0)
                 if ".attentions." in name and name.endswith((".to_k", ".to_v")):
                     module.__class__ = classes["keys"]
             elif type(module).__name__ == "CosmosDownsample3d":
                 module.__class__ = classes["downsample"]
-            elif hasattr(module, "wavelets"):  # of no file, so that they would stay on the meta device
+            elif hasattr(module, "wavelets"):  # tables that no file has: they would stay on the meta device
                 module.wavelets = torch.full((2,), 0.5**0.5, device="cpu")
                 module._arange = torch.arange(2, device="cpu")
 
@@ -138,16 +128,13 @@ class _Coder(nn.Module):
             x = getattr(self, name)(x)
         return x
 
-    def reset(self) -> None:
-        """Nothing is kept between videos."""
 
-
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     return _Coder(part, **config)
 
 
 def _pieces(part: Part, frames: int) -> tuple[Piece, ...]:
-    """The whole video at once, as ComfyUI has it."""
+    """The whole video at once, as in ComfyUI."""
     per = PER_LATENT
     return (Piece(Span(0, frames), (frames - 1) // per + 1 if part == "encoder" else per * (frames - 1) + 1),)
 

@@ -1,9 +1,11 @@
-"""Autoencoders of HunyuanImage 2.1, its refiner, and HunyuanVideo 1.5: those of latent diffusion, shrunk and enlarged by
-rearrangement, with shortcuts around that. Names and settings are those of the original files.
+"""Autoencoders of HunyuanImage 2.1, its refiner, and HunyuanVideo 1.5, under the names and settings of the original files.
+
+They are built from latent diffusion's blocks. Levels are shrunk and enlarged by a rearrangement between positions and
+channels, with a shortcut around it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,50 +15,70 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Part, Piece, VAEClass, Weights, whole
-from .layout import fitting, levels, own_tensors, weight
+from .base import Part, PartModule, Piece, VAEClass, Weights, whole
+from .layout import weights_by_levels
 from .ldm import (
+    IMAGE,
     CarriedConv3d,
-    Chunks,
+    ChunkedDecoder,
+    ChunkedEncoder,
     Conv,
+    Kind,
     Level,
-    Middle,
-    Norm,
-    Resnet,
     RMSNorm,
-    conv2d,
     conv3d,
     group_norm,
     is_first,
     quarter,
 )
 from .rearrange import channels_to_space, space_to_channels
-from .streams import FrameByFrame, forget
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Layers that one of the three is made of."""
-
-    conv: Conv
-    attention_conv: Conv
-    norm: Norm
-
 
 KINDS = {
-    "image": Kind(conv2d, conv2d, group_norm),
+    "image": IMAGE,
     "refiner": Kind(conv3d, conv3d, group_norm),
     "video": Kind(CarriedConv3d, conv3d, RMSNorm),
 }
 
 
+@dataclass(frozen=True)
+class Config:
+    """Settings of a part. Levels are in the order in which they run."""
+
+    kind: str
+    """A key of KINDS."""
+    channels: int
+    """Channels of the pixels."""
+    z: int
+    """Channels of the latent."""
+    widths: Sequence[int]
+    """Channels of each level."""
+    layers: int
+    """Blocks of each level."""
+    factors: Sequence[tuple[int, ...]]
+    """Factors of each level for (time of videos,) rows and columns. One entry less than levels, or as many."""
+    chunked: bool
+    """A video runs through in chunks: see ChunkedEncoder and ChunkedDecoder."""
+
+    def levels(self, name: str, resize: "type[ShuffleDown | ShuffleUp]") -> tuple[list[Level], int]:
+        """The levels, which end in a module `name` of class `resize` to the next one, and the channels of their output."""
+        kind, levels, before = KINDS[self.kind], [], self.widths[0]
+        for index, width in enumerate(self.widths):
+            following, to_next = width, {}
+            if index < len(self.factors):
+                following = self.widths[min(index + 1, len(self.widths) - 1)]
+                to_next[name] = resize(width, following, self.factors[index], kind.conv)
+            levels.append(Level(before, width, self.layers, kind, **to_next))
+            before = following
+        return levels, before
+
+
 def first_is_alone(factors: Sequence[int], conv: nn.Module) -> bool:
-    """Whether this chunk has a first frame that has no partner in time."""
+    """Whether this chunk begins with the video's first frame, where `factors` pair all other frames in time."""
     return factors[0] == 2 and len(factors) == 3 and isinstance(conv, CarriedConv3d) and is_first(conv)
 
 
 class ShuffleDown(nn.Module):
-    """[B, C, ...] -> [B, D, ...] with each size divided by its factor. A video's first frame counts twice."""
+    """[B, C, ...] -> [B, D, ...] with each size divided by its factor. A video's first frame is paired with itself."""
 
     def __init__(self, inputs: int, outputs: int, factors: tuple[int, ...], conv: Conv):
         super().__init__()
@@ -65,7 +87,7 @@ class ShuffleDown(nn.Module):
         self.conv = conv(inputs, outputs // volume)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = first_is_alone(self.factors, self.conv)
+        first = first_is_alone(self.factors, self.conv)  # before the convolution, which carries frames from then on
         h = self.conv(x)
         if not first:
             return self._shrink(h, x, self.factors)
@@ -83,7 +105,7 @@ class ShuffleDown(nn.Module):
 
 
 class ShuffleUp(nn.Module):
-    """[B, C, ...] -> [B, D, ...] with each size times its factor. A video's first frame gives one."""
+    """[B, C, ...] -> [B, D, ...] with each size times its factor. A video's first frame stays one frame."""
 
     def __init__(self, inputs: int, outputs: int, factors: tuple[int, ...], conv: Conv):
         super().__init__()
@@ -92,7 +114,7 @@ class ShuffleUp(nn.Module):
         self.conv = conv(inputs, outputs * volume)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = first_is_alone(self.factors, self.conv)
+        first = first_is_alone(self.factors, self.conv)  # before the convolution, which carries frames from then on
         h = self.conv(x)
         if not first:
             return self._enlarge(h, x)
@@ -106,55 +128,19 @@ class ShuffleUp(nn.Module):
         return channels_to_space(h, self.factors, channels_first=False) + shortcut
 
 
-def _levels(
-    made: Kind, widths: Sequence[int], layers: int, factors: Sequence[Sequence[int]], name: str, resize: type[nn.Module]
-) -> tuple[nn.ModuleList, int]:
-    """The levels, each but the last with a `resize` of this name to the next one, and the channels behind them."""
-    made_levels, width = nn.ModuleList(), widths[0]
-    for index, wanted in enumerate(widths):
-        blocks = [Resnet(width if number == 0 else wanted, wanted, made.conv, made.norm) for number in range(layers)]
-        width, to_next = wanted, {}
-        if index < len(factors):
-            following = widths[min(index + 1, len(widths) - 1)]
-            to_next[name] = resize(width, following, tuple(factors[index]), made.conv)
-            width = following
-        made_levels.append(Level(blocks, **to_next))
-    return made_levels, width
+class Encoder(ChunkedEncoder):
+    """[B, 3, (frames,) H, W] -> the latent's means [B, z, (latent frames,) h, w]."""
 
-
-class Encoder(Chunks):
-    """[B, 3, (frames,) H, W] -> the latent's means [B, z, (latent frames,) h, w].
-
-    `widths`: channels of each level. `factors`: by how much each level shrinks time (videos only), rows and columns;
-    one entry less than levels, or as many. `chunked`: a video runs through in chunks of 8 frames.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        channels: int,
-        widths: Sequence[int],
-        layers: int,
-        factors: Sequence[Sequence[int]],
-        z: int,
-        chunked: bool,
-    ):
-        super().__init__(chunked, z, math.prod(factor[-1] for factor in factors))
-        made = KINDS[kind]
-        self.kind = kind
-        self.time = math.prod(factor[0] for factor in factors)
-        self.conv_in = made.conv(channels, widths[0])
-        self.down, width = _levels(made, widths, layers, factors, "downsample", ShuffleDown)
-        self.mid = Middle(width, made.conv, made.attention_conv, made.norm)
-        self.norm_out, self.conv_out = made.norm(width), made.conv(width, 2 * z)
+    def __init__(self, config: Config):
+        levels, last = config.levels("downsample", ShuffleDown)
+        channels, scale = (config.channels, config.widths[0], last, config.z), math.prod(step[-1] for step in config.factors)
+        super().__init__(KINDS[config.kind], channels, levels, config.chunked, scale)
+        self.refines, self.time = config.kind == "refiner", math.prod(factor[0] for factor in config.factors)
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "refiner" and x.shape[2] == 1:
+        if self.refines and x.shape[2] == 1:
             x = x.expand(-1, -1, self.time, -1, -1)
-        h = self.conv_in(x)
-        for level in self.down:
-            h = level(h)
-        return h
+        return super().shrink(x)
 
     def finish(self, h: torch.Tensor) -> torch.Tensor:
         h = self.mid(h)
@@ -162,34 +148,17 @@ class Encoder(Chunks):
         return (self.conv_out(F.silu(self.norm_out(h))) + shortcut)[:, : self.z]
 
 
-class Decoder(FrameByFrame):
-    """[B, z, (latent frames,) h, w] -> [B, 3, (frames,) H, W]. Settings: see Encoder; in the order of the levels here."""
+class Decoder(ChunkedDecoder):
+    """[B, z, (latent frames,) h, w] -> [B, 3, (frames,) H, W]."""
 
-    def __init__(
-        self,
-        kind: str,
-        channels: int,
-        widths: Sequence[int],
-        layers: int,
-        factors: Sequence[Sequence[int]],
-        z: int,
-        chunked: bool,
-    ):
-        super().__init__()
-        made = KINDS[kind]
-        self.kind, self.chunked, self.repeats = kind, chunked, widths[0] // z
-        self.conv_in = made.conv(z, widths[0])
-        self.mid = Middle(widths[0], made.conv, made.attention_conv, made.norm)
-        self.up, width = _levels(made, widths, layers, factors, "upsample", ShuffleUp)
-        self.norm_out, self.conv_out = made.norm(width), made.conv(width, channels)
+    def __init__(self, config: Config):
+        levels, last = config.levels("upsample", ShuffleUp)
+        channels = config.z, config.widths[0], last, config.channels
+        super().__init__(KINDS[config.kind], channels, levels, config.chunked)
+        self.kind, self.repeats = config.kind, config.widths[0] // config.z
 
-    def frames(self, z: torch.Tensor) -> Iterator[torch.Tensor]:
-        h = self.mid(self.conv_in(z) + z.repeat_interleave(self.repeats, dim=1))
-        forget(self)
-        for chunk in h.split(2, dim=2) if self.chunked else [h]:
-            for level in self.up:
-                chunk = level(chunk)
-            yield self.conv_out(F.silu(self.norm_out(chunk)))
+    def middle(self, z: torch.Tensor) -> torch.Tensor:
+        return self.mid(self.conv_in(z) + z.repeat_interleave(self.repeats, dim=1))
 
     def forward(self, z: torch.Tensor, first: bool) -> torch.Tensor:
         if self.kind == "video":
@@ -198,34 +167,20 @@ class Decoder(FrameByFrame):
         return pixels[:, :, -1:] if self.kind == "refiner" and z.shape[2] == 1 else pixels
 
 
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
+    settings = Config(**config | {"factors": [tuple(factor) for factor in config["factors"]]})
+    return Encoder(settings) if part == "encoder" else Decoder(settings)
+
+
 def _weights(state: Mapping[str, torch.Tensor], part: Part, settings: Mapping[str, Any]) -> Weights | None:
     """`settings`: "kind", "factors" of each part, and "chunked"."""
-    tensors = own_tensors(state, part)
-    blocks = levels(tensors, "down" if part == "encoder" else "up")
-    if not blocks or not all(blocks):
-        return None
-    ends = weight(tensors, "conv_in"), weight(tensors, "conv_out")
     factors = settings["factors"][part]
-    config = {
-        "kind": settings["kind"],
-        "channels": ends[0].shape[1] if part == "encoder" else ends[1].shape[0],
-        "widths": [level[-1] for level in blocks],
-        "layers": len(blocks[0]),
-        "factors": factors,
-        "z": ends[1].shape[0] // 2 if part == "encoder" else ends[0].shape[1],
-        "chunked": settings["chunked"],
-    }
-    used = fitting(tensors, _build, part, config)
-    channels = config["z"] if part == "encoder" else config["channels"]
-    return None if used is None else Weights(config, used, math.prod(factor[-1] for factor in factors), channels)
-
-
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
-    return (Encoder if part == "encoder" else Decoder)(**config)
+    config = {"kind": settings["kind"], "factors": factors, "chunked": settings["chunked"]}
+    return weights_by_levels(state, part, _build, config, math.prod(factor[-1] for factor in factors))
 
 
 def _refiner_frames(part: Part, frames: int) -> tuple[Piece, ...]:
-    """Four frames for each of the latent; a single one stands for four, and is one of four."""
+    """Four frames of pixels for each frame of the latent. A single frame is encoded as four copies, and decoded as one."""
     if part == "encoder":
         return Piece(Span(0, frames), 0), Piece(Span(frames, frames), max(1, frames // 4))
     return (Piece(Span(0, frames), 4 * frames if frames > 1 else 1),)

@@ -1,7 +1,7 @@
 """LTX-Video's and LTX-2's video autoencoder (arXiv 2501.00103), under the names and settings of Lightricks' files.
 
-Settings are those of a file's config, as ComfyUI's class keeps them. Frames run through in pieces, block by block, so that
-memory is bounded by a piece's. Not here: noise that is added inside the decoder (`inject_noise`), and norms over groups.
+Settings are those of a file's config, as ComfyUI's class keeps them. Frames run through in pieces, block by block, which
+bounds memory. Missing are noise that is added inside the decoder (`inject_noise`), and norms over groups.
 """
 
 import functools
@@ -15,35 +15,30 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Part, Piece, VAEClass, Weights
-from .layout import fitting, own_tensors
+from .base import Part, PartModule, Piece, VAEClass, Weights
+from .layout import fitting, with_quant_conv
 from .rearrange import channels_to_space, space_to_channels
 from .streams import FrameByFrame, Late, StreamedConv3d, Streaming, forget, in_turn, pieces, through
 
 FRAMES_PER_LATENT = 8
-DOWN_STRIDES = {
-    "compress_time": (2, 1, 1),
-    "compress_space": (1, 2, 2),
-    "compress_all": (2, 2, 2),
-    "compress_all_x_y": (2, 2, 2),
-}
-DOWN_SHUFFLES = {"compress_time_res": (2, 1, 1), "compress_space_res": (1, 2, 2), "compress_all_res": (2, 2, 2)}
 UP_SHUFFLES = {"compress_time": (2, 1, 1), "compress_space": (1, 2, 2), "compress_all": (2, 2, 2)}
+DOWN_SHUFFLES = {f"{name}_res": factors for name, factors in UP_SHUFFLES.items()}
+DOWN_STRIDES = UP_SHUFFLES | {"compress_all_x_y": (2, 2, 2)}
 
 
 def blocks_of(config: Mapping[str, Any], part: Part) -> list[tuple[str, dict[str, Any]]]:
     """Names and settings of a part's blocks, in the encoder's order."""
-    return [(name, given if isinstance(given, dict) else {"num_layers": given}) for name, given in config["blocks"][part]]
+    return [(name, value if isinstance(value, dict) else {"num_layers": value}) for name, value in config["blocks"][part]]
 
 
 def why_not(config: Mapping[str, Any]) -> str | None:
-    """What of these settings is not here, in words that follow 'since'. None: nothing."""
+    """The setting that this module does not support, in words that follow 'since'. None: all are supported."""
     known = {"encoder": {"res_x", "res_x_y", *DOWN_STRIDES, *DOWN_SHUFFLES}, "decoder": {"res_x", "res_x_y", *UP_SHUFFLES}}
     for part in ("encoder", "decoder"):
-        for name, given in blocks_of(config, part):
+        for name, options in blocks_of(config, part):
             if name not in known[part]:
                 return f"this VAE has blocks of the kind {name}"
-            if given.get("inject_noise"):
+            if options.get("inject_noise"):
                 return "this VAE's decoder draws noise inside its layers"
     if config["norm_layer"] != "pixel_norm" or config["latent_log_var"] not in ("per_channel", "uniform", "constant"):
         return "this VAE's layers are of another kind"
@@ -51,7 +46,7 @@ def why_not(config: Mapping[str, Any]) -> str | None:
 
 
 def unfolded(x: torch.Tensor, patch: int) -> torch.Tensor:
-    """Pixels -> squares of `patch` of them in the channels, columns before rows."""
+    """[B, C, T, H, W] -> [B, C patch patch, T, H / patch, W / patch]. Within a patch columns come before rows."""
     return space_to_channels(x.transpose(3, 4), (1, patch, patch), channels_first=True).transpose(3, 4)
 
 
@@ -61,7 +56,7 @@ def folded(x: torch.Tensor, patch: int) -> torch.Tensor:
 
 
 def pixel_norm(x: torch.Tensor) -> torch.Tensor:
-    """Each pixel's channels to a mean square of 1."""
+    """Scale each pixel's channels to a mean square of 1."""
     return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-8)
 
 
@@ -91,7 +86,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Resnet(nn.Module):
-    """Two convolutions and a shortcut. With `timed`, shifts and scales come of the decoder's timestep."""
+    """Two convolutions and a shortcut. With `timed`, the decoder's timestep shifts and scales their inputs."""
 
     def __init__(self, inputs: int, outputs: int, timed: bool = False, **conv: Any):
         super().__init__()
@@ -117,7 +112,7 @@ class Resnet(nn.Module):
 
 
 class Resnets(nn.Module):
-    """Several of them with the same channels, and one embedding of the timestep for all."""
+    """Resnet blocks with the same channels, and one embedding of the timestep for all."""
 
     def __init__(self, channels: int, layers: int, timed: bool = False, **conv: Any):
         super().__init__()
@@ -134,34 +129,33 @@ class Resnets(nn.Module):
 
 
 class ShuffleDown(Streaming):
-    """A convolution whose positions become channels, beside a mean over the input's."""
+    """A convolution whose positions become channels, plus a mean over the input's positions."""
 
     def __init__(self, inputs: int, outputs: int, stride: tuple[int, int, int], **conv: Any):
         super().__init__()
         self.stride, self.outputs = stride, outputs
-        self.conv = StreamedConv3d(inputs, outputs // (stride[0] * stride[1] * stride[2]), **conv)
-        self.odd: torch.Tensor | None = None
-        self.begun = False
+        self.conv = StreamedConv3d(inputs, outputs // math.prod(stride), **conv)
+        self.odd: torch.Tensor | None = None  # the last frame without a partner, [B, C, 0 or 1, H, W]
 
     def forget(self) -> None:
-        self.odd, self.begun = None, False
+        self.odd = None
 
     def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
         """The first frame counts twice. A frame without a partner waits for the next piece."""
         if self.stride[0] == 2:
-            x = torch.cat((x[:, :, :1] if not self.begun else self.odd, x), dim=2)
+            x = torch.cat((x[:, :, :1] if self.odd is None else self.odd, x), dim=2)
             whole = x.shape[2] // 2 * 2
-            x, self.odd, self.begun = x[:, :, :whole], x[:, :, whole:], True
+            x, self.odd = x[:, :, :whole], x[:, :, whole:]
         shortcut = space_to_channels(x, self.stride, channels_first=True).unflatten(1, (self.outputs, -1)).mean(dim=2)
         return space_to_channels(self.conv(x, last), self.stride, channels_first=True) + shortcut
 
 
 class ShuffleUp(Streaming):
-    """A convolution whose channels become positions; with `residual` beside the input's own."""
+    """A convolution whose channels become positions. `residual`: plus the input, rearranged in the same way."""
 
     def __init__(self, inputs: int, stride: tuple[int, int, int], shrink: int, residual: bool, **conv: Any):
         super().__init__()
-        volume = stride[0] * stride[1] * stride[2]
+        volume = math.prod(stride)
         self.stride, self.repeats, self.residual = stride, volume // shrink, residual
         self.conv = StreamedConv3d(inputs, volume * inputs // shrink, **conv)
         self.late = Late()
@@ -171,7 +165,7 @@ class ShuffleUp(Streaming):
         self.begun = False
 
     def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        """Where frames are doubled the video's first one is not."""
+        """Doubles all frames but the video's first, if the stride in time is 2."""
         y = self.conv(x, last)
         x = self.late(x, y.shape[2]) if self.residual else x
         y = channels_to_space(y, self.stride, channels_first=True)
@@ -182,8 +176,8 @@ class ShuffleUp(Streaming):
         return y
 
 
-class Encoder(nn.Module):
-    """[B, 3, 8 n + 1, H, W] -> the latent's means [B, latent channels, n + 1, H / 32, W / 32], not yet normalised."""
+class Encoder(PartModule):
+    """[B, 3, 8 n + 1, H, W] -> the latent's means [B, latent channels, n + 1, H / 32, W / 32], before normalisation."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
@@ -192,12 +186,12 @@ class Encoder(nn.Module):
         channels = config["width"]
         self.conv_in = StreamedConv3d(config["channels"] * self.patch**2, channels, **conv)
         self.down_blocks = nn.ModuleList()
-        for name, given in blocks_of(config, "encoder"):
+        for name, options in blocks_of(config, "encoder"):
             before = channels
             if name in ("res_x_y", "compress_all_x_y", *DOWN_SHUFFLES):
-                channels *= given.get("multiplier", 2)
+                channels *= options.get("multiplier", 2)
             if name == "res_x":
-                block: nn.Module = Resnets(channels, given["num_layers"], **conv)
+                block: nn.Module = Resnets(channels, options["num_layers"], **conv)
             elif name == "res_x_y":
                 block = Resnet(before, channels, **conv)
             elif name in DOWN_SHUFFLES:
@@ -209,7 +203,7 @@ class Encoder(nn.Module):
         self.conv_out = StreamedConv3d(channels, self.latent_channels + variances, **conv)
 
     def forward(self, x: torch.Tensor, _first: bool) -> torch.Tensor:
-        """The first frame, or the next eight of a video -> one frame of the latent."""
+        """The first frame of a video, or the next eight -> one frame of the latent."""
         h = unfolded(x, self.patch)
         for layer in (self.conv_in, *self.down_blocks):
             h = layer(h, False)
@@ -220,7 +214,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(FrameByFrame):
-    """Latents [B, latent channels, n + 1, h, w], no longer normalised -> [B, 3, 8 n + 1, 32 h, 32 w]."""
+    """Latents [B, latent channels, n + 1, h, w] without normalisation -> [B, 3, 8 n + 1, 32 h, 32 w]."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
@@ -229,17 +223,17 @@ class Decoder(FrameByFrame):
         channels = config["width"]
         self.conv_in = StreamedConv3d(config["latent_channels"], channels, **conv)
         self.up_blocks = nn.ModuleList()
-        for name, given in reversed(blocks_of(config, "decoder")):
+        for name, options in reversed(blocks_of(config, "decoder")):
             before = channels
             if name == "res_x":
-                block: nn.Module = Resnets(channels, given["num_layers"], self.timed, **conv)
+                block: nn.Module = Resnets(channels, options["num_layers"], self.timed, **conv)
             elif name == "res_x_y":
-                channels = given.get("out_channels", channels // given.get("multiplier", 2))
+                channels = options.get("out_channels", channels // options.get("multiplier", 2))
                 block = Resnet(before, channels, **conv)
             else:
-                shrink = given.get("multiplier", 1)
+                shrink = options.get("multiplier", 1)
                 channels //= shrink
-                residual = name == "compress_all" and given.get("residual", False)
+                residual = name == "compress_all" and options.get("residual", False)
                 block = ShuffleUp(before, UP_SHUFFLES[name], shrink, residual, **conv)
             self.up_blocks.append(block)
         self.conv_out = StreamedConv3d(channels, config["channels"] * self.patch**2, **conv)
@@ -263,28 +257,28 @@ class Decoder(FrameByFrame):
 
 
 def _weights(state: Mapping[str, torch.Tensor], part: Part, settings: Mapping[str, Any]) -> Weights | None:
-    """`settings`: see the use of `config` above; of both parts, but for their widths and channels."""
+    """`settings`: the keys of `config` that Encoder and Decoder read, for both parts, without "width" and "channels"."""
     if why_not(settings) is not None:
         return None
-    tensors = own_tensors(state, part)
+    tensors = with_quant_conv(state, part)
     ends = tensors["conv_in.conv.weight"], tensors["conv_out.conv.weight"]
     pixels = ends[0].shape[1] if part == "encoder" else ends[1].shape[0]
     config = dict(settings) | {"width": ends[0].shape[0], "channels": pixels // settings["patch_size"] ** 2}
     used = fitting(tensors, _build, part, config)
     strides = DOWN_STRIDES | DOWN_SHUFFLES if part == "encoder" else UP_SHUFFLES
-    steps = [strides[name] for name, _given in blocks_of(settings, part) if name in strides]
+    steps = [strides[name] for name, _options in blocks_of(settings, part) if name in strides]
     if used is None or math.prod(step[0] for step in steps) != FRAMES_PER_LATENT:
         return None
     scale = settings["patch_size"] * math.prod(step[1] for step in steps)
     return Weights(config, used, scale, settings["latent_channels"] if part == "encoder" else config["channels"])
 
 
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     return (Encoder if part == "encoder" else Decoder)(config)
 
 
 def _pieces(part: Part, frames: int) -> tuple[Piece, ...]:
-    """Frames that make no full one of the latent are left out, as ComfyUI does."""
+    """An encoder leaves out the last frames if they make no full frame of the latent, as ComfyUI does."""
     per = FRAMES_PER_LATENT
     if part == "decoder":
         return in_turn(frames, per * (frames - 1) + 1)

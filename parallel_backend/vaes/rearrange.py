@@ -1,4 +1,4 @@
-"""Between positions and channels: the rearrangements with which autoencoders shrink and enlarge."""
+"""Rearrangements between positions and channels, with which autoencoders shrink and enlarge pictures."""
 
 import math
 from collections.abc import Sequence

@@ -1,41 +1,42 @@
-"""Layers that see a video's frames in pieces, one after the other, and keep what the next piece needs of this one."""
+"""Layers that get a video's frames in pieces, one after the other, and keep the frames that the next piece needs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Piece
+from .base import PartModule, Piece
 
 FRAMES = 8
-"""Most frames of a piece. It bounds memory; results do not depend on it, but for rounding."""
+"""Most frames of a piece. It bounds memory. Results do not depend on it, except for rounding."""
 
 Pieces = Iterable[tuple[torch.Tensor, bool]]
-"""[B, C, frames, H, W] each, and whether it is the last."""
+"""(piece [B, C, frames, H, W], whether it is the last)"""
 
 
 class Streaming(nn.Module):
-    """A layer with a state between a video's pieces. `forget` drops it."""
+    """A layer with a state between a video's pieces, which `forget` drops."""
 
     def forget(self) -> None:
         raise NotImplementedError
 
 
 def forget(model: nn.Module) -> None:
-    """Drop what the layers keep of a video."""
+    """Drop the states of the model's Streaming layers."""
     for module in model.modules():
         if isinstance(module, Streaming):
             module.forget()
 
 
-class FrameByFrame(nn.Module):
-    """A part that is given a video's input at once, and gives its output in pieces of FRAMES (see `in_turn`)."""
+class FrameByFrame(PartModule):
+    """A part that gets a video's whole input at once, and returns its output in pieces of FRAMES (see `in_turn`)."""
 
     def __init__(self):
         super().__init__()
-        self._source: Iterator[torch.Tensor] | None = None
+        self._source: Iterator[torch.Tensor] = iter(())
         self._ready: list[torch.Tensor] = []
 
     def frames(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -43,7 +44,7 @@ class FrameByFrame(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
-        """The whole input with the first piece, no frames with the others -> the next FRAMES frames, or what is left."""
+        """The whole input with the first piece, no frames with the others -> the next FRAMES frames, or those left."""
         if first:
             self._source = self.frames(x)
         while sum(part.shape[2] for part in self._ready) < FRAMES and (part := next(self._source, None)) is not None:
@@ -53,12 +54,12 @@ class FrameByFrame(nn.Module):
         return ready[:, :, :FRAMES]
 
     def reset(self) -> None:
-        self._source, self._ready = None, []
+        self._source, self._ready = iter(()), []
         forget(self)
 
 
 def in_turn(frames: int, output: int) -> tuple[Piece, ...]:
-    """Pieces of a FrameByFrame: all of the input's `frames` with the first one."""
+    """VAEClass.pieces of a FrameByFrame: the first piece has all of the input's `frames`. `output`: frames in all."""
     spans = [Span(0, frames), *[Span(frames, frames)] * (-(-output // FRAMES) - 1)]
     return tuple(Piece(span, min(FRAMES, output - FRAMES * index)) for index, span in enumerate(spans))
 
@@ -75,7 +76,7 @@ def pieces(x: torch.Tensor) -> Pieces:
 
 
 def through(layer: Callable[[torch.Tensor, bool], torch.Tensor], source: Pieces) -> Iterator[tuple[torch.Tensor, bool]]:
-    """`layer(piece, last)` of every piece, in pieces of FRAMES at most. One that looks ahead gives frames late."""
+    """`layer(piece, last)` of every piece, in pieces of FRAMES at most. A layer that looks ahead returns frames late."""
     for x, last in source:
         parts = layer(x, last).split(FRAMES, dim=2)
         for index, part in enumerate(parts):
@@ -84,7 +85,7 @@ def through(layer: Callable[[torch.Tensor, bool], torch.Tensor], source: Pieces)
 
 
 class Late(Streaming):
-    """Frames that wait for the layer beside them: `forward(x, count)` takes in x, and gives the `count` oldest frames."""
+    """Delays a shortcut until the layer that it goes around has returned the same frames."""
 
     def __init__(self):
         super().__init__()
@@ -94,6 +95,7 @@ class Late(Streaming):
         self.waiting = None
 
     def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Take in the frames of x [B, C, t, H, W], and return the `count` oldest frames."""
         if self.waiting is not None and self.waiting.shape[2]:
             x = torch.cat((self.waiting, x), dim=2)
         self.waiting = x[:, :, count:].clone()  # a view would keep the whole piece
@@ -103,8 +105,8 @@ class Late(Streaming):
 class StreamedConv3d(Streaming):
     """A 3x3x3 convolution over a video in pieces, equal to that over the whole video.
 
-    In time the first frame is repeated before the video: twice if `causal`, else once, and the last one once behind it.
-    Rows and columns are padded by `padding_mode`. The weights are those of `conv`.
+    The first frame is repeated before the video: twice if `causal`, else once, and then the last frame is repeated behind.
+    Rows and columns are padded by `padding_mode`.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class StreamedConv3d(Streaming):
         outputs: int,
         stride: tuple[int, int, int] = (1, 1, 1),
         causal: bool = True,
-        padding_mode: str = "zeros",
+        padding_mode: Literal["zeros", "reflect", "replicate"] = "zeros",
     ):
         super().__init__()
         self.causal = causal
@@ -126,13 +128,13 @@ class StreamedConv3d(Streaming):
     def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
         """[B, C, t, H, W] -> [B, D, u, h, w], where u may be 0."""
         before = self.tail
-        if before is None:  # with no frame yet there is nothing to repeat
+        if before is None:
             before = x[:, :, :1].repeat(1, 1, 2 if self.causal else 1, 1, 1)
         behind = (x[:, :, -1:],) if last and not self.causal else ()
         x = torch.cat((before, x, *behind), dim=2)
         stride = self.conv.stride[0]
         count = max(0, (x.shape[2] - 3) // stride + 1)
-        if x.shape[2]:
+        if x.shape[2]:  # an empty piece may come before the first frame, which is still to be repeated then
             self.tail = x[:, :, stride * count :].clone()  # a view would keep the whole piece
         if count:
             return self.conv(x)

@@ -8,7 +8,7 @@ import torch
 from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diffusers
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.families.parts.stream_times import Times
+from parallel_backend.families.parts.ltx2_inputs import Times
 from testing.cases.case import Case, Native
 
 # Every LTX-2 has 32 heads; two channels to a head is the least that a rotary embedding fills.

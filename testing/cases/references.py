@@ -20,7 +20,7 @@ def _with_references(case, name, method, step, size=SIZES, centred=False, shift=
         pictures = [torch.randn(batch, channels, *sides, generator=generator) for sides in size]
         latents = {"ref_latents": pictures}
         return case.tensors(generator, batch) | reference_tensors(
-            patching, latents, method, step, centred, methods=(method,), shift=shift
+            patching, latents, method, step, centred, methods=(method,), usual=shift
         )
 
     def reference(model, x, timestep, conditioning_tensors):

@@ -71,8 +71,8 @@ def _reference(model, x, timestep, tensors):
         "return_dict": False,
     }
     if REFERENCES in tensors:  # diffusers has none: our own class, in one piece
-        embedded = {"references": tensors[REFERENCES], "own": PICTURE in tensors}
-        out = model(**arguments, positions=tensors[REFERENCE_POSITIONS], embedded=embedded)[0]
+        embedded = {"references": tensors[REFERENCES], "separate": PICTURE in tensors}
+        out = model(**arguments, positions=tensors[REFERENCE_POSITIONS], patch_inputs=embedded)[0]
     else:
         out = of_diffusers(model)(**arguments)[0]
     return out[..., :height, :width]

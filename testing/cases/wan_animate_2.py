@@ -38,8 +38,8 @@ def _reference(model, x, timestep, tensors):
         timestep=timestep,
         encoder_hidden_states=tensors["context"],
         encoder_hidden_states_image=tensors["picture"],
-        embedded={"pose": tensors["pose"]},
-        given={
+        patch_inputs={"pose": tensors["pose"]},
+        block_inputs={
             "reference": tensors["reference"],
             "text": tensors["pose_context"],
             "picture": tensors["pose_picture"],

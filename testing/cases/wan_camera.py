@@ -16,7 +16,7 @@ def _tensors(generator, batch):
 
 def _reference(model, x, timestep, tensors):
     """The family's class in one piece, since diffusers has none. tests/comfyui compares the class with ComfyUI's."""
-    return model(x, timestep, tensors["context"], embedded={"camera": tensors["camera"]})[0]
+    return model(x, timestep, tensors["context"], patch_inputs={"camera": tensors["camera"]})[0]
 
 
 def _conditioning(generator):

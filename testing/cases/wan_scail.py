@@ -36,7 +36,7 @@ def _reference(model, x, timestep, tensors):
         tensors["context"],
         tensors["picture"],
         positions=torch.stack((frame, row, column, torch.zeros_like(row)), dim=-1),
-        embedded={"mask": tensors.get("mask"), "references": tensors[REFERENCES], "kinds": kinds},
+        patch_inputs={"mask": tensors.get("mask"), "references": tensors[REFERENCES], "kinds": kinds},
     )[0]
 
 

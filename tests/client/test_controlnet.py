@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import original_values
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas
@@ -432,8 +433,8 @@ SHAPES = [(1, 4, 12, 6), (2, 4, 11, 5), (1, 4, 3, 12, 6)]
 def shared_control(shape, exact_above, during=lambda turn: None, extrapolate=False, device=torch.device("cpu")):  # noqa: B008
     patching = PATCHINGS[len(shape)]
     net = FakeControlNet(patching, during)
-    settings = (cut_rows(shape, BANDS, patching), shape, exact_above, extrapolate, device)
-    return net, node.BandedControl(net, patching, *settings)
+    cut = BandCut(patching, cut_rows(shape, BANDS, patching), (shape,))
+    return net, node.BandedControl(net, cut, exact_above, extrapolate, device)
 
 
 @pytest.mark.parametrize("exact_above", [0.85, -1.0, float("inf")])

@@ -24,7 +24,7 @@ FORMATS = ("tiny", "scaled", "noted")
 @pytest.fixture(scope="module")
 def found(inside, base):
     folder = base / "models" / "checkpoints"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     clip = {f"text_encoders.clip_l.transformer.{key}": value for key, value in standins.clip(layers=12).items()}
     vae = {f"first_stage_model.{key}": value for key, value in standins.vae(channels=16).items()}
     alone = tiny.save_original(tiny.random_sd3(MODEL), MODEL, folder / "transformer.safetensors", family="sd3")

@@ -430,7 +430,8 @@ def test_weights_are_refused_before_loading(flux_file):
 def ways(flux_file, degrees, requests, capacity, devices=4, dtype="fp32") -> list[str]:
     checkpoint = open_checkpoint(flux_file)
     sizes, spans = model_sizes(checkpoint, dtype, "cuda:0"), even_stages(8, degrees.pipe)
-    return changes(checkpoint, dtype, "cuda:0", sizes, degrees, spans, requests, capacity, devices)
+    setup = Setup(checkpoint.path, dtype, ("cuda:0",), degrees, "auto")
+    return changes(checkpoint, setup, sizes, spans, requests, capacity, devices)
 
 
 def total(flux_file, degrees, request) -> int:

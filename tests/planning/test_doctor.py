@@ -386,7 +386,7 @@ def tiny_workload(flux_file, entries: int = 2, steps: int = 4) -> Workload:
 def once():
     """Everything is rehearsed once, and ranks count as equally fast: no test looks at how long something took."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel_backend.planning.doctor.ALIKE", math.inf)
+        patch.setattr("parallel_backend.planning.rehearsed_costs.ALIKE", math.inf)
         patch.setattr("parallel_backend.planning.rehearsal.REPEATS", (1, 1))
         yield
 

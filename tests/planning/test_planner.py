@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.predictions import plan as command
+from benchmarks.predictions.bridge import BridgedLinks
 from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.predictions.published import RUNS, Run, calibration, outside, predicted
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
@@ -284,7 +285,7 @@ def test_unequal_devices_share_by_speed():
 
 
 def test_transfers_between_sockets_share_a_bridge():
-    links = Links(alike(4, Link(0.0, 10.0)), socket=2, bridge=1.0)
+    links = BridgedLinks(alike(4, Link(0.0, 10.0)), socket=2, bridge=1.0)
     assert links.send(0, 1, 10.0) == 1.0
     assert links.send(1, 2, 10.0) == 10.0
     # Each of two sends 2 of its 3 parts across: 2 x 2 x 3 over the bridge.
@@ -330,8 +331,8 @@ workloads = st.builds(small, st.sampled_from([1, 2]), st.sampled_from([0, 300]),
 @given(worlds, workloads, links, st.floats(1, 100), st.integers(0, 4), st.floats(1e8, 1e12))
 def test_more_bandwidth_is_never_slower(world, what, link, factor, socket, bridge):
     def on(times: float) -> Calibration:
-        made = Links(alike(world, Link(link.latency, link.bandwidth * times)), 1.5, socket, bridge * times if socket else 0)
-        return linked(devices(world), made)
+        between = alike(world, Link(link.latency, link.bandwidth * times))
+        return linked(devices(world), BridgedLinks(between, 1.5, socket, bridge * times if socket else 0))
 
     slow, fast = (plan(on(times), what) for times in (1.0, factor))
     for found in slow.predictions:

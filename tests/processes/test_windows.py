@@ -26,7 +26,7 @@ from parallel_backend.processes.local import LocalRanks, StartSettings
 from parallel_backend.rank import allocator
 from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
-from parallel_backend.rank.stage.store.device_copies import PlainCopies
+from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.rank.start import parent_watch
 from testing import tiny
 from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
@@ -49,7 +49,7 @@ def test_memory_is_asked_of_the_system(monkeypatch):
     free, total = host_memory()
     assert 0 < free < total == psutil.virtual_memory().total
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=1 << 30)))
-    assert PlainCopies(torch.device("cpu")).peak_bytes == 1 << 30
+    assert DeviceCopies(torch.device("cpu")).peak_bytes == 1 << 30
 
 
 def test_glibc_is_not_looked_for():
@@ -171,7 +171,7 @@ def test_a_log_is_written_without_signals(tmp_path):
 
 def test_a_model_runs_on_two_ranks(remote, flux_model, monkeypatch):
     """Loading, a run with its report, and unloading."""
-    monkeypatch.setattr(PlainCopies, "peak_bytes", 1 << 30)
+    monkeypatch.setattr(DeviceCopies, "peak_bytes", 1 << 30)
     given = tiny.inputs(tiny.FLUX)
     model = remote(Degrees(pipe=2), fresh=True)
     assert tiny.relative(model.predict(ModelCall(*given), lambda: None), tiny.reference(flux_model, *given)) < 1e-5

@@ -106,7 +106,7 @@ def test_ranks_hold_the_same_parts(load, monkeypatch):
 
     def waited(gathering):
         parts = wait(gathering)
-        received[1 - gathering.own].append(parts[1 - gathering.own].clone())
+        received[1 - gathering.index].append(parts[1 - gathering.index].clone())
         return parts
 
     monkeypatch.setattr(Held, "start_gather", start_gather)

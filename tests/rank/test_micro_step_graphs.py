@@ -123,7 +123,7 @@ def sampled(
         def velocity(latent: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
             time = sigma.repeat(1) * case.timestep / 0.7
             exact = float(sigma) > limit
-            found = [run.predict(band, ModelCall(latent, time, each, residuals=residuals), exact) for each in prompts]
+            found = [run.predict(band, ModelCall(latent, time, each, residuals=residuals or {}), exact) for each in prompts]
             return sum(found) / len(found)
 
         latent = whole.narrow(dim, rows[band].start, len(rows[band]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.rank.comm.transfers import Traffic
-from parallel_backend.rank.stage.store.device_copies import PlainCopies
+from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.rank.stage.store.slots import Slots
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ class Runner:
 
     def __init__(self, names: str):
         self.groups = {name: Group(name) for name in names}
-        self.slots = Slots(PlainCopies(CPU), Traffic(CPU))
+        self.slots = Slots(DeviceCopies(CPU), Traffic(CPU))
         self.slots.open(list(self.groups.values()), lambda name: torch.full((BYTES,), ord(name), dtype=torch.uint8))
 
     def step(self, names: str) -> tuple[int, int]:

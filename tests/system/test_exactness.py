@@ -16,7 +16,8 @@ from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sampl
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.model import MODEL_CONFIG, WEIGHTS
+from parallel_backend.quickstart.codec import CHANNELS
+from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
 from parallel_backend.wire.timeline_kinds import TRANSFER
 from testing import tiny
@@ -348,7 +349,7 @@ def mini(tmp_path_factory):
         context, pooled = encode_prompt(text)
         tensors[text] = {"context": context, "pooled": pooled}
     prompt, sigmas = Prompt(tensors["3 1 4 1"], tensors[""], 3.0), linear_sigmas(4)
-    noise = torch.randn(1, MODEL_CONFIG["in_channels"] // 4, 16, 16, generator=torch.Generator().manual_seed(3))
+    noise = torch.randn(1, CHANNELS, 16, 16, generator=torch.Generator().manual_seed(3))
     whole = tiny.whole_model(path)
     with torch.inference_mode():
         sample = euler(functools.partial(tiny.reference, whole), noise, sigmas, prompt)

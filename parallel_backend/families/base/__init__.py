@@ -1,1 +1,1 @@
-"""What a family is to the backend: data, and a few functions of a line or two."""
+"""The records that describe a family of models to the backend: data, and short functions of a configuration."""

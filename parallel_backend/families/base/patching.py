@@ -1,4 +1,4 @@
-"""How latents become tokens and back, and along which of their axes PipeFusion cuts bands."""
+"""Conversion of latents to tokens and back, and the axis along which PipeFusion cuts bands."""
 
 import math
 import re
@@ -13,34 +13,35 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 
 Latents = tuple[torch.Tensor, ...]
-"""A model call's latents: the picture's or video's, and the one beside it, if there is one."""
+"""A model call's latents: that of the picture or video, then the companion latent, if there is one."""
 
 
 def latents_of(x: torch.Tensor | Latents) -> Latents:
-    """A call's latents, of the only one or of all."""
+    """A call's latents, from a single tensor or from several."""
     return (x,) if isinstance(x, torch.Tensor) else tuple(x)
 
 
 def like(x: torch.Tensor | Latents, outputs: Latents) -> torch.Tensor | Latents:
-    """A call's outputs in the form in which its latents `x` came."""
+    """A call's outputs, as a tensor if its latents `x` were one tensor."""
     return outputs[0] if isinstance(x, torch.Tensor) else outputs
 
 
 @dataclass(frozen=True)
 class Companion:
-    """A latent that a model takes beside the video's, such as its sound, and gives out too (ComfyUI's nested latents).
+    """A second latent that a model denoises with the first, such as a video's sound (ComfyUI's nested latents).
 
-    Its tokens are the first of the text stream: cut over sequence ranks as text is, and run with the first band.
+    Its tokens are the first of the text stream: sequence ranks split them like text. The first band carries them like text:
+    a call computes them once, and its later bands attend to the keys and values of this step.
     """
 
     pattern: str
-    """Axes of the latent -> its tokens, for einops: "b c s t -> b (s t) c"."""
+    """einops pattern from the latent to its tokens: "b c s t -> b (s t) c"."""
 
     sizes: Callable[[int], tuple[int, ...]]
-    """Latent frames of a video -> [channels, ...] of the companion latent, as ComfyUI's empty latents have it."""
+    """Latent frames of a video -> shape of the companion latent without the batch, as ComfyUI's empty latents have it."""
 
     required: bool = False
-    """The model does not take a video alone."""
+    """The model needs the companion latent in every call."""
 
     def tokens(self, shape: tuple[int, ...]) -> int:
         """Tokens of a latent of this shape."""
@@ -51,20 +52,20 @@ class Companion:
         return rearrange(latent, self.pattern)
 
     def unpack(self, tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Tokens [B, a, c and more] -> latent of this shape."""
+        """Tokens [B, a, c or wider] -> latent of this shape. Surplus channels are padding of `side_by_side`."""
         left, right = self.pattern.split(" -> ")
         sizes = dict(zip(left.split(), shape, strict=True))
         return rearrange(tokens[..., : math.prod(self._sizes(shape, 2))], f"{right} -> {left}", **sizes)
 
     def none_of(self, latent: torch.Tensor) -> torch.Tensor:
-        """The latent without tokens."""
+        """The latent with no tokens: its last token axis is empty."""
         return latent.narrow(self._axes(1)[-1], 0, 0)
 
     def _sizes(self, shape: tuple[int, ...], axis: int) -> list[int]:
         return [shape[each] for each in self._axes(axis)]
 
     def _axes(self, axis: int) -> list[int]:
-        """Axes of the latent that are together in this axis of the tokens."""
+        """Axes of the latent that this axis of the tokens is made of."""
         left, right = self.pattern.split(" -> ")
         groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", right)]
         return [left.split().index(name) for name in groups[axis]]
@@ -76,17 +77,19 @@ def side_by_side(image: torch.Tensor, companion: torch.Tensor) -> torch.Tensor:
     return torch.cat([F.pad(tokens, (0, width - tokens.shape[-1])) for tokens in (image, companion)], dim=1)
 
 
-ROWS_INSTEAD = 3
-"""On the mini video model (docs/fidelity.md) bands of frames are 7 dB closer to whole calls than as many of rows, and twice
-as many cuts cost 4 dB: cuts along frames may be three times as long, which they are with a third as many frames as rows."""
+ROWS_PER_FRAME = 3
+"""Token rows per token frame from which on bands of rows are better than bands of frames. Measured on a small video model:
+with as many bands, frames are 7 dB closer to whole calls than rows, and twice the boundary costs 4 dB. So a boundary along
+frames may be about three times as long."""
 
 
 @dataclass(frozen=True)
 class Patching:
     """Latents [B, C, H, W], of a video [B, C, T, H, W] <-> tokens [B, N, C * frames * side * side].
 
-    The axis that bands cut is the outermost one of our tokens. diffusers' classes count frames, rows, columns. A family says
-    how its latents become tokens, a run along which axis: `cut`.
+    Tokens are ordered with the axis that bands cut outermost, so that a band is one contiguous span of tokens. diffusers'
+    classes order them by frames, rows, columns. A family's patching is for bands of rows; a run that cuts frames takes
+    `cut("frames")`.
     """
 
     side: int = 2
@@ -102,19 +105,19 @@ class Patching:
     """Axis that bands cut: "rows", or "frames" of a video."""
 
     companion: Companion | None = None
-    """The latent that a call may have beside the picture's."""
+    """The second latent of a call. None: the family has none."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
         assert self.video or self.along == "rows"
 
     def cut(self, along: str) -> "Patching":
-        """The same for a run in bands along this axis."""
+        """The same patching for bands along this axis."""
         return self if along == self.along else replace(self, along=along)
 
     def best_axis(self, grid: tuple[int, ...]) -> str:
-        """Axis to cut bands along: frames, unless rows are more than ROWS_INSTEAD times as many."""
-        return "frames" if self.video and ROWS_INSTEAD * grid[0] >= grid[1] else "rows"
+        """Axis to cut bands along: frames, unless there are more than ROWS_PER_FRAME times as many rows."""
+        return "frames" if self.video and ROWS_PER_FRAME * grid[0] >= grid[1] else "rows"
 
     @property
     def band_dim(self) -> int:
@@ -131,12 +134,12 @@ class Patching:
         return latent.narrow(self.band_dim, rows.start, len(rows))
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Latent shape -> tokens along (frames,) rows, columns."""
+        """Latent shape -> numbers of tokens along (frames,) rows, columns."""
         sizes = ((self.frames,) if self.video else ()) + (self.side, self.side)
         return tuple(-(-size // by) for size, by in zip(shape[-len(sizes) :], sizes, strict=True))
 
     def whole(self, grid: tuple[int, ...]) -> tuple[int, ...]:
-        """Latent sizes [(T,) H, W] of a whole grid, padding included."""
+        """Grid -> latent sizes [(T,) H, W], padding to whole patches included."""
         sizes = ((self.frames,) if self.video else ()) + (self.side, self.side)
         return tuple(count * by for count, by in zip(grid, sizes, strict=True))
 
@@ -145,11 +148,11 @@ class Patching:
         return torch.Size(grid).numel() // grid[self.band_dim]
 
     def order(self, grid: tuple[int, ...]) -> torch.Tensor | None:
-        """See class_order."""
+        """[N]: number of a token in this order -> its number in the class's order. None: the orders are the same."""
         return class_order(grid, self.along)
 
     def pack(self, latent: torch.Tensor) -> torch.Tensor:
-        """Latent -> tokens. Sizes that are no whole number of patches are padded circularly, as ComfyUI does."""
+        """Latent -> tokens. Sizes that are no multiple of the patch are padded circularly, as in ComfyUI."""
         sizes = latent.shape[-3:] if self.video else (1, *latent.shape[-2:])
         latent = latent.reshape(*latent.shape[:2], *sizes)
         patch = (self.frames, self.side, self.side)
@@ -170,17 +173,19 @@ class Patching:
         return latent[:, :, : shape[-3]] if self.video else latent[:, :, 0]
 
     def companion_tokens(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Tokens of the companion latent, in a call whose latents have these shapes."""
-        return self.companion.tokens(shapes[1]) if len(shapes) > 1 else 0
+        """Number of tokens of the companion latent in a call whose latents have these shapes."""
+        return 0 if self.companion is None or len(shapes) == 1 else self.companion.tokens(shapes[1])
 
     def pack_all(self, latents: Latents) -> torch.Tensor:
-        """Tokens of all latents, those of the companion last: [B, n + a, the wider ones' channels]."""
+        """Tokens of all latents, those of the companion last: see `side_by_side`."""
         tokens = self.pack(latents[0])
-        return side_by_side(tokens, self.companion.pack(latents[1])) if len(latents) > 1 else tokens
+        if self.companion is None or len(latents) == 1:
+            return tokens
+        return side_by_side(tokens, self.companion.pack(latents[1]))
 
     def unpack_all(self, tokens: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Latents:
-        """Tokens as of `pack_all` -> latents."""
-        if len(shapes) == 1:
+        """Tokens from `pack_all` -> latents of these shapes."""
+        if self.companion is None or len(shapes) == 1:
             return (self.unpack(tokens, shapes[0]),)
         image, companion = tokens.split(
             (tokens.shape[1] - self.companion_tokens(shapes), self.companion_tokens(shapes)), dim=1
@@ -189,20 +194,22 @@ class Patching:
         return self.unpack(image[..., :width], shapes[0]), self.companion.unpack(companion, shapes[1])
 
     def band(self, latents: Latents, rows: Span) -> Latents:
-        """Band of a call's latents. The first band has the whole companion latent, the others none of it."""
-        picture = self.rows(latents[0], rows)
-        return picture, *(companion if rows.start == 0 else self.companion.none_of(companion) for companion in latents[1:])
+        """Band of a call's latents. The first band has the whole companion latent, other bands have an empty one."""
+        picture, others = self.rows(latents[0], rows), latents[1:]
+        if self.companion is not None and rows.start > 0:
+            others = tuple(self.companion.none_of(latent) for latent in others)
+        return picture, *others
 
     def join(self, bands: Sequence[Latents]) -> Latents:
-        """All bands' latents, in order -> the whole's."""
+        """Latents of all bands, in order -> latents of the whole call."""
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
     def usual_companion_tokens(self, shape: tuple[int, ...]) -> int:
-        """Tokens of the companion latent that a video's latent of this shape usually has; 0 where the family has none."""
+        """Tokens of the companion in ComfyUI's empty latents for a video's latent of this shape; 0 without a companion."""
         return 0 if self.companion is None else self.companion.tokens((shape[0], *self.companion.sizes(shape[2])))
 
     def alongside(self, latent: torch.Tensor) -> torch.Tensor | Latents:
-        """What a model call may have for this latent: with a companion of random values, if the family takes one."""
+        """Latents of a model call for this latent: with a companion of random values, if the family has one."""
         if self.companion is None:
             return latent
         return latent, torch.randn(len(latent), *self.companion.sizes(latent.shape[2]))

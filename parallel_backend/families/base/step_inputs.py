@@ -1,4 +1,4 @@
-"""What a rank calls a model with in one micro-step, and the conditioning tensors that any family may have."""
+"""Inputs of a rank's model in one micro-step, and the conditioning tensors that any family may have."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,50 +11,50 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 
 Config = dict[str, Any]
-"""Constructor arguments of the family's diffusers class, and the settings that FileLayout adds to them."""
+"""Constructor arguments of the family's class, and the entries of FileLayout.settings."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint key (original layout, no prefix) -> shape."""
 
 TEXT_MASK = "text_mask"
-"""Conditioning tensor [B, T] bool: text tokens that attention may see. The model's own code, which knows one rank's tokens
-only, never gets it: parallel_attention.py applies it."""
+"""Conditioning tensor [B, T] bool: text tokens that attention may see. rank/attention/parallel_attention.py applies it to
+the tokens of all ranks; the model's code knows one rank's tokens, and never gets it."""
 
 GUIDANCE = "guidance"
 """Conditioning tensor [B]: embedded guidance, float32 on the ranks too."""
 
 REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
-"""Conditioning tensors of reference pictures: their tokens [B, R, C], packed like the latent's, and the positions of those
+"""Conditioning tensors of reference pictures: their tokens [B, R, C], packed like the latent's, and the tokens' positions
 [B, R, 3]: index, row, column."""
 
 REFERENCES_AT_ZERO = "references_at_zero"
-"""Conditioning tensor [B] bool: reference tokens are modulated for time 0, not for the sampler's. Absent: they are not.
-A family that can have it names it in `Inputs.vector_tensors`."""
+"""Conditioning tensor [B] bool: reference tokens are modulated for time 0. Absent: for the sampler's time. A family that can
+have it names it in `Inputs.vector_tensors`."""
 
 ROPE = "rope"
-"""Conditioning tensor [B, 2, 3] float32, alike for all entries: what the picture's positions (index or frame, row, column)
-are multiplied by, and what is then added. Absent: positions are the usual ones."""
+"""Conditioning tensor [B, 2, 3] float32, the same for all entries: factor of the picture's positions (index or frame, row,
+column), and the shift that is then added. Absent: positions are the usual ones."""
 
 ROPE_FREQUENCY = "rope_frequency"
-"""Conditioning tensor [B, 2] float32, alike for all entries: number of a rotary frequency of the frames' axis, and its
-radians for each frame. Absent: frequencies are the usual ones."""
+"""Conditioning tensor [B, 2] float32, the same for all entries: index of a rotary frequency of the frames' axis, and its
+value in radians per frame. Absent: frequencies are the usual ones."""
 
 EVERYWHERE = (TEXT_MASK, REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY)
-"""Conditioning tensors that every stage gets, of whatever family."""
+"""Conditioning tensors that every stage of every family gets."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One micro-step, for `Forward.arguments`. All tensors are on the rank's device, with its entries only."""
+    """One micro-step, for `Forward.arguments`. All tensors are on the rank's device and have the rank's b batch entries."""
 
     x: torch.Tensor | None
-    """Tokens [b, n, C]: the rank's shard of the band's packed latent, reference tokens in their places. None where the rank
-    has no prologue. With `Forward.whole_latent`: a latent [b, C, (T,) H, W] on every rank, zero outside of the shard, all
-    zero without a prologue, without reference tokens."""
+    """Tokens [b, n, C]: the rank's shard of the band's packed latent, in the order of `token_order`. None on ranks without a
+    prologue. With `Forward.whole_latent`: a latent [b, C, (T,) H, W] without reference tokens, on every rank, zero outside
+    of the shard, and zero everywhere without a prologue."""
 
     timestep: torch.Tensor
-    """The sampler's, float32: [b], or [b, T] with a time for each latent frame, or [b, N, 1] with one for each token of the
-    whole video."""
+    """The sampler's timestep, float32: [b], or [b, T] with a time for each latent frame, or [b, N, 1] with a time for each
+    token of the whole video."""
 
     tensors: dict[str, torch.Tensor]
     """Conditioning tensors."""
@@ -63,13 +63,13 @@ class StepInputs:
     """The picture's tokens along its axes."""
 
     token_order: TokenOrder
-    """The order of the image tokens."""
+    """The order of the call's image tokens, references included."""
 
     image: Span
     """The rank's image tokens, in that order."""
 
     text: Span
-    """The rank's tokens of the text stream: those of a companion latent come first, then the words."""
+    """The rank's tokens of the text stream, in which those of a companion latent precede the words."""
 
     text_tokens: int = 0
     """Tokens of the whole text stream."""
@@ -78,22 +78,22 @@ class StepInputs:
     """The rank's compute dtype."""
 
     kept: dict[Any, Any] = field(default_factory=dict)
-    """Values that all micro-steps for the same tokens of the same conditioning share."""
+    """Cache shared by all micro-steps with the same tokens and the same conditioning."""
 
     x_companion: torch.Tensor | None = None
-    """Tokens [b, a, C] of `companion`, channels filled up to those of `x`. None where the rank has no prologue."""
+    """Tokens [b, a, C] of `companion`, with channels padded to those of `x`. None on ranks without a prologue."""
 
     companion_tokens: int = 0
     """Tokens of the whole companion latent (patching.Companion)."""
 
     host_timestep: Callable[[], torch.Tensor] | None = None
-    """Gives `timestep` as it came, in the host's memory. None: it is on the device alone."""
+    """Returns `timestep` in host memory. None: there is only the copy on the device."""
 
     @property
     def on_host(self) -> torch.Tensor:
-        """`timestep` where the host can look at it without waiting for the device.
+        """`timestep` in host memory, without waiting for the device where possible.
 
-        A micro-step that does is no CUDA graph, which would repeat for ever what was worked out of this one.
+        A micro-step that reads it is not captured as a CUDA graph, which would repeat what the host computed from it.
         """
         return self.timestep.cpu() if self.host_timestep is None else self.host_timestep()
 
@@ -104,22 +104,22 @@ class StepInputs:
 
     @property
     def text_span(self) -> Span:
-        """The rank's text tokens, counted without those of the companion latent."""
+        """The rank's text tokens without the companion's, numbered from the first word."""
         return self.text.after(self.companion_tokens)
 
     def of_tokens(self, name: str, make: Callable[[Span], torch.Tensor]) -> torch.Tensor:
-        """`make(image)`, made on the host, on the rank's device: see `kept_on`."""
+        """`make(image)`, a tensor in host memory, copied to the rank's device and cached: see `kept_on`."""
         return kept_on(self.timestep.device, self.kept, name, lambda: make(self.image))
 
     def places_in_class(self, image: Span) -> torch.Tensor:
-        """[n] int64: numbers of these tokens by frames, rows, columns; reference tokens come behind those."""
+        """[n] int64: numbers of these tokens by frames, rows, columns. Reference tokens have the next numbers."""
         return self.token_order.places_in_class(self.grid, image)
 
     def positions(self, top: int = 0, left: int = 0, front: int = 0) -> torch.Tensor:
         """(frame, row, column) of the rank's image tokens, [n, 3] float32.
 
-        Rows count from `top`, columns from `left`, frames from `front`, by ROPE. Reference tokens have their
-        REFERENCE_POSITIONS.
+        Positions of the picture are scaled and shifted by ROPE, then begin at (`front`, `top`, `left`). Reference tokens
+        have their REFERENCE_POSITIONS.
         """
         if (top, left, front) not in self.kept:
             self.kept[top, left, front] = self._positions(top, left, front)
@@ -127,12 +127,12 @@ class StepInputs:
 
     @property
     def times(self) -> torch.Tensor:
-        """The sampler's timestep [b], followed by as many zeros where reference tokens are at time 0."""
+        """The sampler's timestep [b], or with REFERENCES_AT_ZERO [2 b]: then b zeros."""
         zeros = self.timestep * 0
         return torch.cat((self.timestep, zeros)) if REFERENCES_AT_ZERO in self.tensors else self.timestep
 
     def at_zero(self) -> torch.Tensor | None:
-        """[n] bool: which of the rank's image tokens are at time 0. None: none can be."""
+        """[n] bool: which of the rank's image tokens are at time 0. None: the call has no REFERENCES_AT_ZERO."""
         if REFERENCES_AT_ZERO not in self.tensors:
             return None
         return self.of_tokens("at zero", lambda span: self.token_order.places(span) >= self.token_order.image)
@@ -140,24 +140,35 @@ class StepInputs:
     def _positions(self, top: int, left: int, front: int) -> torch.Tensor:
         device = self.timestep.device
         references, rope = self.tensors.get(REFERENCE_POSITIONS), self.tensors.get(ROPE)
-        own = to_device(torch.cartesian_prod(*(torch.arange(float(side)) for side in (1, *self.grid)[-3:])), device)
-        own = own if rope is None else own * rope[0, 0] + rope[0, 1]
-        own = own + to_device(torch.tensor((front, top, left), dtype=torch.float32), device)
-        whole = own if references is None else torch.cat((own, references[0].float()))
+        picture = to_device(torch.cartesian_prod(*(torch.arange(float(side)) for side in (1, *self.grid)[-3:])), device)
+        picture = picture if rope is None else picture * rope[0, 0] + rope[0, 1]
+        picture = picture + to_device(torch.tensor((front, top, left), dtype=torch.float32), device)
+        whole = picture if references is None else torch.cat((picture, references[0].float()))
         return whole[to_device(self.places_in_class(self.image), device)]
 
     def text_tensor(self, name: str, width: int) -> torch.Tensor:
-        """Token tensor `name` [b, T, width]. Zeros on stages that do not get it, which only look at its shape."""
-        given = self.tensors.get(name)
-        if given is not None:
-            return given
-        return self.timestep.new_zeros(len(self.timestep), self.text_tokens, width, dtype=self.dtype)
+        """Token tensor `name` [b, T, width], or zeros on stages that do not get it, for forwards that read its shape."""
+        text = self.tensors.get(name)
+        return self.zeros(self.text_tokens, width) if text is None else text
+
+    def image_tensor(self) -> torch.Tensor:
+        """`x`, or zeros [b, n, 1] on stages without a prologue, for forwards that look at its shape and dtype."""
+        return self.zeros(len(self.image)) if self.x is None else self.x
+
+    def zeros(self, tokens: int, width: int = 1) -> torch.Tensor:
+        """[b, tokens, width] in the compute dtype."""
+        return self.timestep.new_zeros(len(self.timestep), tokens, width, dtype=self.dtype)
+
+    @property
+    def text_numbers(self) -> torch.Tensor:
+        """[t] float32: numbers of the rank's text tokens in the whole text."""
+        return torch.arange(self.text.start, self.text.stop, dtype=torch.float32, device=self.timestep.device)
 
 
 def kept_on(device: torch.device, kept: dict[Any, Any], name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`make()` on the device, made once in `kept`: a tensor of the host, such as an index.
+    """`make()`, a tensor in host memory, copied to the device once and cached in `kept` as `name`.
 
-    On the device it would come out of a comparison, for whose size the host waits.
+    An index made on the device, such as the places where a comparison holds, would make the host wait for its size.
     """
     if name not in kept:
         kept[name] = to_device(make(), device)
@@ -166,39 +177,39 @@ def kept_on(device: torch.device, kept: dict[Any, Any], name: str, make: Callabl
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens of whole tensors that a micro-step is about. Block slots cut arguments down to them (block_slots.py)."""
+    """The rank's tokens of a micro-step within whole tensors, to which block slots cut arguments down (block_slots.py)."""
 
     image: slice | torch.Tensor
-    """Index of the band's image tokens, in the model's own order. Reference tokens come last there."""
+    """Index of the rank's image tokens in the class's order, in which reference tokens come last."""
 
     image_tokens: int
     """Tokens of the whole image."""
 
     text: Span
-    """The rank's text tokens. A list with no text but the image's padding has the first of them."""
+    """The rank's text tokens. Lists over the image alone have only those of the image's padding, which come first."""
 
     text_first: bool
     """As `Blocks.text_first`."""
 
     def of_image(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        """`value`, which has the whole image's tokens along `dim`, cut down."""
+        """`value`, with all image tokens along `dim` -> the rank's."""
         return value[(slice(None),) * dim + (self.image,)]
 
     def of_joint(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        """`value`, which has the whole joint sequence along `dim`, cut down."""
+        """`value`, with the whole joint sequence along `dim` -> the rank's tokens."""
         text_tokens = value.shape[dim] - self.image_tokens
         text_length, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
         first, second = value.split((text_length, image), dim)
         text, image = (first, second) if self.text_first else (second, first)
-        own = self.text.before(text_tokens)
-        parts = (text.narrow(dim, own.start, len(own)), self.of_image(image, dim))
+        words = self.text.before(text_tokens)
+        parts = (text.narrow(dim, words.start, len(words)), self.of_image(image, dim))
         return torch.cat(parts if self.text_first else parts[::-1], dim)
 
 
 ArgumentCut = Callable[[Any, Rows], Any]
-"""(argument of a block, made for the whole sequence; rows) -> the same for the rank's tokens."""
+"""(argument of a block for the whole sequence, rows) -> the argument for the rank's tokens."""
 
 
 def image_tables(dim: int) -> ArgumentCut:
-    """Cut of an argument that is several tables, each with the whole image's tokens along `dim`."""
+    """Cut of an argument that is a tuple of tables, each with all image tokens along `dim`."""
     return lambda tables, rows: tuple(rows.of_image(table, dim) for table in tables)

@@ -1,4 +1,4 @@
-"""Tensor parallelism as data: which linear layers are cut, along which side, and where a side is cut."""
+"""Tensor parallelism as data: which linear layers are cut, on which side, and at which features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,31 +8,31 @@ from parallel_backend.core.spans import Span, split
 
 
 class CutKind(Enum):
-    """Which side of a layer is cut, and how the ranks' results come together."""
+    """Which side of a layer is cut, and how the ranks' outputs are combined."""
 
     COLUMN = "column"
-    """Output features. The layers that follow take a rank's own as they are."""
+    """Output features. The next layers take the rank's features without an exchange."""
 
     ROW = "row"
-    """Input features. The ranks' outputs are added up."""
+    """Input features. The ranks' outputs are summed (all-reduce)."""
 
     GATHER = "gather"
-    """Output features, gathered again at once."""
+    """Output features, followed by an all-gather."""
 
     NORM = "norm"
-    """An RMSNorm over the output of a column-cut layer: the root mean square is that of all ranks' features."""
+    """An RMSNorm over the output of a COLUMN layer. Its mean square is taken over all ranks' features."""
 
     TABLE = "table"
-    """No layer: the last axis of the tensors that a module gives for the features of a column-cut layer."""
+    """Not a layer: a module that returns tensors whose last axis matches the features of a COLUMN layer (rotary tables)."""
 
 
 HEADS = "heads"
-"""Part of a cut side: one attention projection, cut between heads."""
+"""Part of a cut side: an attention projection, cut between heads."""
 KEY_HEADS = "key heads"
-"""Part of a cut side: a projection to keys or values that several heads share (grouped-query attention). The heads that
-share one stay on one rank."""
+"""Part of a cut side: a projection to keys or values that several query heads share (grouped-query attention). Query heads
+that share a key head stay on one rank."""
 WIDTH = "width"
-"""Part of a cut side: anything else, cut evenly. Several of them have equal shares of what heads leave."""
+"""Part of a cut side: other features, cut evenly. Several WIDTH parts have equal sizes."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerCut:
     kind: CutKind
 
     parts: tuple[str, ...] = (WIDTH,)
-    """What the cut side of the weight is made of, in order: HEADS, KEY_HEADS, WIDTH. Each part is cut on its own."""
+    """Parts of the weight's cut side, in order: HEADS, KEY_HEADS, WIDTH. Each rank gets a share of every part."""
 
 
 COLUMN_BY_HEADS = LayerCut(CutKind.COLUMN, (HEADS,))
@@ -55,27 +55,27 @@ NORM_BY_HEADS = LayerCut(CutKind.NORM, (HEADS,))
 TABLE_BY_HEADS = LayerCut(CutKind.TABLE, (HEADS,))
 
 LARGE = 1 << 22
-"""Values of a linear layer's weight from which on it is cut by GATHER, if it is in none of the plan's lists.
+"""Elements of a linear layer's weight from which on a layer outside of the plan's lists is cut by GATHER.
 
-Layers outside of the blocks make modulation and embed text: whole on every rank they would be 5 % of Wan's weights on four
-ranks, and 17 % of an nvfp4 file's. The small ones are not worth a transfer."""
+Layers outside of the blocks make modulation and embed text. Whole on every rank they would be 5 % of Wan's weights on four
+ranks, and 17 % of an nvfp4 file's. The gather of a smaller layer costs more than its memory is worth."""
 
 LayerCuts = Mapping[str, Mapping[str, LayerCut]]
-"""Block list -> layer of its blocks -> how it is cut. A module outside the blocks is a list whose layer is "". In front of a
-layer "*." stands for an index: a list inside a module has its blocks' layers so."""
+"""Block list -> layer of its blocks -> its cut. A module outside the blocks counts as a list with the layer "". "*." at the
+beginning of a layer stands for the index of a block in a list inside the module."""
 
 
 def cut_of(plan: LayerCuts, parameter: str) -> LayerCut | None:
-    """Of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: it is not cut."""
+    """Cut of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: the layer is not cut."""
     name, _, rest = parameter.partition(".")
     layers, layer = plan.get(name, {}), rest.partition(".")[2].rpartition(".")[0]
     return layers.get(layer) or layers.get(f"*.{layer.partition('.')[2]}")
 
 
 def cut_outside(plan: LayerCuts, layer: str, shape: tuple[int, ...], weight_readers: tuple[str, ...]) -> bool:
-    """Whether the linear layer with a weight of `shape` is cut by GATHER, since it is large and outside of `plan`'s lists.
+    """Whether the linear layer with a weight of `shape` is cut by GATHER: it is large and outside of the plan's lists.
 
-    Not if something reads its weight (Forward.weight_readers) instead of calling it.
+    A layer whose weight is read instead of called (Forward.weight_readers) is not cut.
     """
     rows, columns = shape
     return layer.partition(".")[0] not in plan and layer.rpartition(".")[0] not in weight_readers and rows * columns >= LARGE
@@ -84,18 +84,18 @@ def cut_outside(plan: LayerCuts, layer: str, shape: tuple[int, ...], weight_read
 def cut_side(
     cut: LayerCut, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
 ) -> tuple[Span, ...]:
-    """Spans of rank `index` on a weight's cut side, which has `size` features. `key_heads`: see Sizes."""
+    """Spans of rank `index` on a weight's cut side of `size` features: one span for each part. `key_heads`: see Sizes."""
     key_heads = key_heads or heads
-    own = split(Span(0, key_heads), ranks)[index]
+    rank_heads = split(Span(0, key_heads), ranks)[index]
     features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head
-    if cut.parts == (HEADS,):  # heads alone may have another size, as those of a second stream
+    if cut.parts == (HEADS,):  # where heads are all of the side, their size follows from it: a second stream's may differ
         features[HEADS] = size // key_heads
     widths = cut.parts.count(WIDTH)
     rest = size - sum(key_heads * features[part] for part in cut.parts if part != WIDTH)
     spans, start = [], 0
     for part in cut.parts:
         if part != WIDTH:
-            spans.append(Span(start + own.start * features[part], start + own.stop * features[part]))
+            spans.append(Span(start + rank_heads.start * features[part], start + rank_heads.stop * features[part]))
             start += key_heads * features[part]
         else:
             spans.append(split(Span(start, start + rest // widths), ranks)[index])

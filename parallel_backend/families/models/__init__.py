@@ -1,1 +1,1 @@
-"""Transformers of ours, where diffusers has none or lacks what the files need. A family names its class's module."""
+"""Transformer classes for families whose files diffusers' classes do not fit. Most are subclasses of diffusers'."""

@@ -1,44 +1,45 @@
-"""Cosmos Predict2's forward: diffusers' CosmosTransformer3DModel without torchvision, by which it fits a padding mask."""
+"""Cosmos Predict2's transformer: diffusers' class without torchvision, with which it resizes a padding mask."""
 
 import functools
 
-import diffusers
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers import transformer_cosmos as original
 from einops import rearrange
-from torch import nn
 
 from .dispatched_attention import DispatchedAttention, Rotary
 
 
 class Processor(DispatchedAttention):
-    """Of an attention module, in the place of diffusers', which torch cannot trace in one graph."""
+    """Attention processor in place of diffusers', which torch.compile cannot trace in one graph."""
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Attention,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Rotary | None = None,
     ) -> torch.Tensor:
-        """[b, n, width], and the text [b, t, w] if the layer looks at that -> [b, n, width]."""
+        """[b, n, width], and in cross-attention the text [b, t, w] -> [b, n, width]."""
         assert attention_mask is None
         others = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query = attn.norm_q(attn.to_q(hidden_states).unflatten(2, (attn.heads, -1)))
         key = attn.norm_k(attn.to_k(others).unflatten(2, (attn.heads, -1)))
         value = attn.to_v(others).unflatten(2, (attn.heads, -1))
         if image_rotary_emb is not None:
-            halves = {"use_real_unbind_dim": -2, "sequence_dim": 1}
-            query, key = (apply_rotary_emb(heads, image_rotary_emb, **halves) for heads in (query, key))
+            query, key = (
+                apply_rotary_emb(heads, image_rotary_emb, use_real_unbind_dim=-2, sequence_dim=1) for heads in (query, key)
+            )
         return attn.to_out[0](super().__call__(query, key, value))
 
 
-class CosmosTransformer3DModel(diffusers.CosmosTransformer3DModel):
-    """Nothing of a latent is padding, so the channel that would say so is zero."""
+class CosmosTransformer3DModel(original.CosmosTransformer3DModel):
+    """The class without a padding mask. A latent has no padding here, so the mask's channel is zero."""
 
-    @functools.wraps(diffusers.CosmosTransformer3DModel.__init__)  # the class's arguments are read from it
+    @functools.wraps(original.CosmosTransformer3DModel.__init__)  # the class's arguments are read from it
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
         for block in self.transformer_blocks:

@@ -1,4 +1,4 @@
-"""Attention for transformer classes of our own, by diffusers' dispatcher, as diffusers' classes call it."""
+"""Attention for the classes of this package through diffusers' dispatcher, where rank/attention takes part."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.embeddings import apply_rotary_emb
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines [s, D], float32. Neighbouring channels are a pair: each value is there twice."""
+"""Cosines and sines [s, D], float32. Neighbouring channels are a pair, so each value occurs twice."""
 
 
 class DispatchedAttention:
@@ -22,11 +22,11 @@ class DispatchedAttention:
 
 
 def rotary_pairs(angles: torch.Tensor) -> Rotary:
-    """Angles [s, D / 2], float32."""
+    """Angles [s, D / 2] float32 -> cosines and sines [s, D]."""
     angles = angles.repeat_interleave(2, dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """[B, s, H, D] -> the same, rotated in float32."""
+    """[B, s, H, D] -> the same shape, rotated in float32."""
     return apply_rotary_emb(heads, rotary, sequence_dim=1)

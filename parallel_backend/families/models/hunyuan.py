@@ -1,24 +1,24 @@
-"""HunyuanVideo 1.5 and HunyuanImage 2.1 as ComfyUI computes them: diffusers' classes with a forward of our own.
+"""HunyuanVideo 1.5 and HunyuanImage 2.1 for unpadded text, as in ComfyUI: diffusers' classes with other forwards.
 
-diffusers' forwards sort the text's tokens by a mask, entry by entry, which stops the host in each micro-step, and that of
-the video makes a mask of all tokens by all tokens for every block. Both are for padded text; ComfyUI's is of its own length.
+diffusers' forwards sort padded text by a mask, entry by entry, for which the host waits in each micro-step, and the video's
+makes a mask of all tokens by all tokens for every block.
 """
 
 import functools
 
-import diffusers
 import torch
-from diffusers.models.transformers.transformer_hunyuanimage import HunyuanImageAttnProcessor
+from diffusers.models.transformers import transformer_hunyuan_video15 as video15
+from diffusers.models.transformers import transformer_hunyuanimage as image
 
 
-class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
-    """HunyuanVideo 1.5. Text: [picture, ByT5 text, text], each marked with its kind."""
+class HunyuanVideo15Transformer3DModel(video15.HunyuanVideo15Transformer3DModel):
+    """HunyuanVideo 1.5. Text: [picture, ByT5 text, text]; an embedding of its kind is added to each."""
 
-    @functools.wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # the class's arguments are read from it
+    @functools.wraps(video15.HunyuanVideo15Transformer3DModel.__init__)  # the class's arguments are read from it
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
         for block in self.transformer_blocks:
-            block.attn.processor = HunyuanImageAttnProcessor()  # the same without the mask
+            block.attn.processor = image.HunyuanImageAttnProcessor()  # the same arithmetic without the mask
 
     def forward(
         self,
@@ -45,7 +45,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         return (out.mT.unflatten(2, (frames, rows, columns)),)
 
 
-class HunyuanImageTransformer2DModel(diffusers.HunyuanImageTransformer2DModel):
+class HunyuanImageTransformer2DModel(image.HunyuanImageTransformer2DModel):
     """HunyuanImage 2.1. Text: [ByT5 text, text]."""
 
     def forward(

@@ -1,7 +1,8 @@
 """Ideogram 4's transformer on tokens of text and picture, with the parameters of diffusers' Ideogram4Transformer2DModel.
 
-diffusers' class takes both packed into one sequence, with a mask of all tokens by all tokens, and rounds the rotation to the
-compute dtype. This one takes them apart, has no mask, and rotates in float32, as ComfyUI does (comfy/ldm/ideogram4).
+diffusers' class takes text and picture packed into one sequence, with a mask of all tokens by all tokens, and rounds the
+rotary tables to the compute dtype. This class takes them separately, has no mask, and rotates in float32, as ComfyUI does
+(comfy/ldm/ideogram4): positions beyond IMAGE_POSITION need it.
 """
 
 import math
@@ -15,11 +16,11 @@ from torch import nn
 from .dispatched_attention import DispatchedAttention, Rotary
 
 IMAGE_POSITION = 65536
-"""Row and column of a picture's first token; the text counts from 0."""
+"""Position of a picture's first token on every axis. The text's positions begin at 0."""
 
 
 def rotated_halves(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """[B, s, H, D] -> the same. Channels i and i + D / 2 are a pair; cosines and sines [s, D / 2]."""
+    """[B, s, H, D] -> the same shape. Channels i and i + D / 2 are a pair. `rotary`: cosines and sines [s, D / 2]."""
     cos, sin = (table[:, None] for table in rotary)
     first, second = heads.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
@@ -90,7 +91,7 @@ class FinalLayer(nn.Module):
 
 
 class Ideogram4Transformer2DModel(ModelMixin, ConfigMixin):
-    """See the module."""
+    """Constructor arguments as diffusers' class of this name."""
 
     @register_to_config
     def __init__(
@@ -119,15 +120,17 @@ class Ideogram4Transformer2DModel(ModelMixin, ConfigMixin):
         self.final_layer = FinalLayer(width, in_channels, adaln_dim)
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
-        """Positions [s, 3] float32 -> [s, D / 2]. Each pair of channels counts one axis: the first, but every third pair, as
-        far as the other two axes' sections go, one of those.
+        """Positions [s, 3] float32 -> cosines and sines [s, D / 2].
+
+        Each pair of channels rotates by one axis. Pairs 1, 4, 7 ... take axis 1 and pairs 2, 5, 8 ... axis 2, within the
+        length of the axis's section; all others take axis 0.
         """
-        size, device = self.config.attention_head_dim, positions.device
+        size, device = self.config["attention_head_dim"], positions.device
         pairs = torch.arange(size // 2, device=device)
-        rates = 1 / self.config.rope_theta ** (2.0 * pairs / size)  # rounded as in ComfyUI: it shows at such positions
+        rates = 1 / self.config["rope_theta"] ** (2.0 * pairs / size)  # as in ComfyUI: at such positions rounding shows
         angles = positions[:, :1] * rates
         for axis in (1, 2):
-            counts = (pairs % 3 == axis) & (pairs < 3 * self.config.mrope_section[axis])
+            counts = (pairs % 3 == axis) & (pairs < 3 * self.config["mrope_section"][axis])
             angles = torch.where(counts, positions[:, axis, None] * rates, angles)
         return angles.cos(), angles.sin()
 
@@ -147,9 +150,8 @@ class Ideogram4Transformer2DModel(ModelMixin, ConfigMixin):
         kinds = self.embed_image_indicator.weight
         image = self.input_proj(hidden_states) + kinds[1]
         text = self.llm_cond_proj(self.llm_cond_norm(encoder_hidden_states)) + kinds[0]
-        words = text_positions[:, None].expand(-1, 3)
-        places = F.pad(image_positions, (1, 0)) + float(IMAGE_POSITION)
-        rotary = self.rotary(torch.cat((words, places)))
+        positions = F.pad(image_positions, (1, 0)) + float(IMAGE_POSITION)
+        rotary = self.rotary(torch.cat((text_positions[:, None].expand(-1, 3), positions)))
         joint = torch.cat((text, image), dim=1)
         for block in self.layers:
             joint = block(joint, rotary, temb)

@@ -1,11 +1,13 @@
 """Kandinsky 5's transformer on tokens, with the parameters of diffusers' Kandinsky5Transformer3DModel.
 
-diffusers' class rounds rotated queries and keys to bf16 whatever it computes in, makes tables of all positions of a video,
-and ends at 128 token rows. This one computes as ComfyUI does (comfy/ldm/kandinsky5), in the dtype of its weights, for any
-number of tokens with their positions. Sources: the technical report, arXiv 2511.14993, and both of these.
+diffusers' class rounds rotated queries and keys to bf16 in every compute dtype, makes tables of all positions of a video,
+and takes at most 128 token rows. This class computes as ComfyUI does (comfy/ldm/kandinsky5), in the dtype of its weights,
+for any number of tokens with their positions. Sources: the technical report, arXiv 2511.14993, diffusers' and ComfyUI's
+classes.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ THETA = 10000.0
 
 
 def rates(count: int, device: torch.device) -> torch.Tensor:
-    """[count] float32: angles per position of so many pairs of channels."""
+    """[count] float32: radians per position, for each pair of channels."""
     return THETA ** (-torch.arange(count, device=device) / count)
 
 
@@ -35,29 +37,25 @@ class TimeEmbeddings(nn.Module):
         return self.out_layer(F.silu(self.in_layer(waves)))
 
 
-class TextEmbeddings(nn.Module):
-    def __init__(self, text_dim: int, width: int):
-        super().__init__()
-        self.in_layer, self.norm = nn.Linear(text_dim, width), nn.LayerNorm(width)
-
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.in_layer(text))
+def in_sequence(**layers: nn.Module) -> nn.Sequential:
+    """Layers that run one after the other, with the names that the weights have."""
+    return nn.Sequential(OrderedDict(layers))
 
 
-class VisualEmbeddings(nn.Module):
-    def __init__(self, channels: int, width: int):
-        super().__init__()
-        self.in_layer = nn.Linear(channels, width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.in_layer(tokens)
+def text_embeddings(text_dim: int, width: int) -> nn.Sequential:
+    """[b, t, text_dim] -> [b, t, width]."""
+    return in_sequence(in_layer=nn.Linear(text_dim, width), norm=nn.LayerNorm(width))
 
 
-class Modulation(nn.Sequential):
+def modulation(time_dim: int, width: int, count: int) -> nn.Sequential:
     """[b, time_dim] -> [b, count x width]."""
+    return in_sequence(activation=nn.SiLU(), out_layer=nn.Linear(time_dim, count * width))
 
-    def __init__(self, time_dim: int, width: int, count: int):
-        super().__init__(OrderedDict(activation=nn.SiLU(), out_layer=nn.Linear(time_dim, count * width)))
+
+def feed_forward(width: int, inner: int) -> nn.Sequential:
+    """[b, n, width] -> [b, n, width]."""
+    into, out = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+    return in_sequence(in_layer=into, activation=nn.GELU(), out_layer=out)
 
 
 class Attention(nn.Module):
@@ -80,65 +78,55 @@ class Attention(nn.Module):
         return self.out_layer(self.processor(query, key, value))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.in_layer, self.out_layer = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out_layer(F.gelu(self.in_layer(x)))
+def residual(
+    x: torch.Tensor, norm: nn.Module, layer: Callable[[torch.Tensor], torch.Tensor], vectors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """`x` plus the gated output of a layer over its modulated norm. `vectors`: shift, scale and gate [b, 1, width]."""
+    shift, scale, gate = vectors
+    return torch.addcmul(x, gate, layer(torch.addcmul(shift, norm(x), scale + 1)))
 
 
 class EncoderBlock(nn.Module):
-    """Of the text."""
+    """A block of the text: self-attention and feed-forward."""
 
     def __init__(self, width: int, time_dim: int, inner: int, head_dim: int):
         super().__init__()
-        self.text_modulation = Modulation(time_dim, width, 6)
+        self.text_modulation = modulation(time_dim, width, 6)
         self.self_attention_norm = nn.LayerNorm(width, elementwise_affine=False)
         self.self_attention = Attention(width, head_dim)
         self.feed_forward_norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.feed_forward = FeedForward(width, inner)
+        self.feed_forward = feed_forward(width, inner)
 
     def forward(self, text: torch.Tensor, temb: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        shift, scale, gate, shift_ff, scale_ff, gate_ff = self.text_modulation(temb).unsqueeze(1).chunk(6, dim=-1)
-        normed = torch.addcmul(shift, self.self_attention_norm(text), scale + 1)
-        text = torch.addcmul(text, gate, self.self_attention(normed, rotary=rotary))
-        normed = torch.addcmul(shift_ff, self.feed_forward_norm(text), scale_ff + 1)
-        return torch.addcmul(text, gate_ff, self.feed_forward(normed))
+        vectors = self.text_modulation(temb).unsqueeze(1).chunk(6, dim=-1)
+        text = residual(text, self.self_attention_norm, lambda x: self.self_attention(x, rotary=rotary), vectors[:3])
+        return residual(text, self.feed_forward_norm, self.feed_forward, vectors[3:])
 
 
 class DecoderBlock(nn.Module):
-    """Of the picture or video, which looks at the text."""
+    """A block of the picture or video: self-attention, cross-attention to the text, feed-forward."""
 
     def __init__(self, width: int, time_dim: int, inner: int, head_dim: int):
         super().__init__()
-        self.visual_modulation = Modulation(time_dim, width, 9)
+        self.visual_modulation = modulation(time_dim, width, 9)
         self.self_attention_norm = nn.LayerNorm(width, elementwise_affine=False)
         self.self_attention = Attention(width, head_dim)
         self.cross_attention_norm = nn.LayerNorm(width, elementwise_affine=False)
         self.cross_attention = Attention(width, head_dim)
         self.feed_forward_norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.feed_forward = FeedForward(width, inner)
+        self.feed_forward = feed_forward(width, inner)
 
     def forward(self, hidden_states: torch.Tensor, text: torch.Tensor, temb: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        x = hidden_states
-        modulation = self.visual_modulation(temb).unsqueeze(1).chunk(9, dim=-1)
-        shift, scale, gate = modulation[:3]
-        normed = torch.addcmul(shift, self.self_attention_norm(x), scale + 1)
-        x = torch.addcmul(x, gate, self.self_attention(normed, rotary=rotary))
-        shift, scale, gate = modulation[3:6]
-        normed = torch.addcmul(shift, self.cross_attention_norm(x), scale + 1)
-        x = torch.addcmul(x, gate, self.cross_attention(normed, text))
-        shift, scale, gate = modulation[6:]
-        normed = torch.addcmul(shift, self.feed_forward_norm(x), scale + 1)
-        return torch.addcmul(x, gate, self.feed_forward(normed))
+        vectors = self.visual_modulation(temb).unsqueeze(1).chunk(9, dim=-1)
+        x = residual(hidden_states, self.self_attention_norm, lambda x: self.self_attention(x, rotary=rotary), vectors[:3])
+        x = residual(x, self.cross_attention_norm, lambda x: self.cross_attention(x, text), vectors[3:6])
+        return residual(x, self.feed_forward_norm, self.feed_forward, vectors[6:])
 
 
 class OutLayer(nn.Module):
     def __init__(self, width: int, time_dim: int, channels: int):
         super().__init__()
-        self.modulation = Modulation(time_dim, width, 2)
+        self.modulation = modulation(time_dim, width, 2)
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.out_layer = nn.Linear(width, channels)
 
@@ -148,7 +136,7 @@ class OutLayer(nn.Module):
 
 
 class Kandinsky5Transformer3DModel(ModelMixin, ConfigMixin):
-    """See the module. Tokens are patches of 1 x 2 x 2."""
+    """Constructor arguments as diffusers' class of this name. Tokens are patches of 1 x 2 x 2."""
 
     @register_to_config
     def __init__(
@@ -169,11 +157,10 @@ class Kandinsky5Transformer3DModel(ModelMixin, ConfigMixin):
         super().__init__()
         sizes, patch = (model_dim, time_dim, ff_dim, sum(axes_dims)), torch.Size(patch_size).numel()
         self.time_embeddings = TimeEmbeddings(model_dim, time_dim)
-        self.text_embeddings = TextEmbeddings(in_text_dim, model_dim)
-        self.pooled_text_embeddings = TextEmbeddings(in_text_dim2, time_dim)
-        self.visual_embeddings = VisualEmbeddings(
-            patch * (2 * in_visual_dim + 1 if visual_cond else in_visual_dim), model_dim
-        )
+        self.text_embeddings = text_embeddings(in_text_dim, model_dim)
+        self.pooled_text_embeddings = text_embeddings(in_text_dim2, time_dim)
+        channels = patch * (2 * in_visual_dim + 1 if visual_cond else in_visual_dim)
+        self.visual_embeddings = in_sequence(in_layer=nn.Linear(channels, model_dim))
         self.text_transformer_blocks = nn.ModuleList(EncoderBlock(*sizes) for _ in range(num_text_blocks))
         self.visual_transformer_blocks = nn.ModuleList(DecoderBlock(*sizes) for _ in range(num_visual_blocks))
         self.out_layer = OutLayer(model_dim, time_dim, patch * out_visual_dim)
@@ -193,11 +180,11 @@ class Kandinsky5Transformer3DModel(ModelMixin, ConfigMixin):
         device = timestep.device
         text = self.text_embeddings(encoder_hidden_states)
         temb = self.time_embeddings(timestep) + self.pooled_text_embeddings(pooled_projections)
-        words = torch.arange(text.shape[1], device=device)[:, None]
-        rotary = rotary_pairs(words * rates(sum(self.config.axes_dims) // 2, device))
+        text_positions = torch.arange(text.shape[1], device=device)[:, None]
+        rotary = rotary_pairs(text_positions * rates(sum(self.config["axes_dims"]) // 2, device))
         for block in self.text_transformer_blocks:
             text = block(text, temb, rotary)
-        axes = zip(positions.T, self.config.axes_dims, strict=True)
+        axes = zip(positions.T, self.config["axes_dims"], strict=True)
         angles = [axis[:, None] * rates(width // 2, device) for axis, width in axes]
         rotary = rotary_pairs(torch.cat(angles, dim=-1))
         hidden_states = self.visual_embeddings(hidden_states)

@@ -1,8 +1,9 @@
 """The transformer of LTX-2: diffusers' class with ComfyUI's arithmetic, and without a copy of the times for every token.
 
-Unlike diffusers' own (comfy/ldm/lightricks/av_model.py is the reference): the sound looks at the video as the sound has
-changed it; norms of queries and keys have an epsilon of 1e-5; gates between the streams follow the other stream's latest
-time, scales and shifts the own tokens'. Guides may be looked at more or less. Modulation is computed for each distinct time.
+Where ComfyUI (comfy/ldm/lightricks/av_model.py) and diffusers differ, this class follows ComfyUI. Sound attends to the video
+that has already attended to sound. Norms of queries and keys have an epsilon of 1e-5. Between the streams, gates follow the
+other stream's latest time; scales and shifts follow each token's time. Guides have attention weights. Modulation is computed
+once for each distinct time.
 
 Shape letters: b batch entries, n video tokens, a sound tokens, t text tokens, u distinct times of a stream, d its width.
 """
@@ -15,38 +16,41 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_ltx2 as original
 
-from parallel_backend.families.parts.ltx2_inputs import UNSEEN
-from parallel_backend.families.parts.stream_times import Times
+from ..parts.ltx2_inputs import UNSEEN, Times
+from .dispatched_attention import Rotary
 
 QUERY_KEY_EPS = 1e-5
 
 
-class Modulation(NamedTuple):
-    """What a stream's blocks are modulated by: embedded times."""
+Biases = tuple[torch.Tensor, torch.Tensor]
+"""Factors [b, q, r] of queries and [b, k, r] of keys, whose products are added to the attention scores."""
 
-    own: torch.Tensor
-    """[u, k d], for each distinct time of its tokens."""
+
+class Modulation(NamedTuple):
+    """Embedded times, by which a stream's blocks are modulated."""
+
+    within: torch.Tensor
+    """[u, k d], for each distinct time of its tokens: for self-attention, text and feed-forward."""
     cross: torch.Tensor
-    """[u, 4 d]: as `own`, for looks between the streams."""
+    """[u, 4 d]: as `within`, for attention between the streams."""
     gate: torch.Tensor
     """[1, d]: for the latest time of the other stream."""
     prompt: torch.Tensor | None
     """[b, 2 d]: for the latest time of the stream. None: the prompt is not modulated by time."""
     rows: torch.Tensor | None
-    """As Times.rows."""
+    """See Times.rows."""
 
 
 def modulation(table: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor | None, which: slice) -> list[torch.Tensor]:
-    """Values `which` of table [k, d] + embedded [u, k d], for each token: [b, n, d] each; [u, 1, d] without `rows`."""
+    """Vectors `which` of table [k, d] + embedded [u, k d], for each token: [b, n, d] each; [u, 1, d] without `rows`."""
     values = (table + embedded.unflatten(-1, (len(table), -1)))[:, which].unbind(1)
     return [value[:, None] if rows is None else value[rows] for value in values]
 
 
 class Attention(original.LTX2PerturbedAttnProcessor):
-    """diffusers' processor, with rotary tables [b, n, heads * r], and with biases of keys.
+    """diffusers' processor, with rotary tables [b, n, heads * r], and with Biases.
 
-    `bias`: factors [b, q, r] of queries and [b, k, r] of keys, whose products are added to the scores. They travel as r
-    further channels of queries and keys, so any cut of the sequence and any kernel has them.
+    Biases become r further channels of queries and keys, so that every cut of the sequence and every kernel has them.
     """
 
     def __call__(
@@ -55,10 +59,10 @@ class Attention(original.LTX2PerturbedAttnProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        query_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-        key_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        query_rotary_emb: Rotary | None = None,
+        key_rotary_emb: Rotary | None = None,
         all_perturbed: bool = False,
-        bias: tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: Biases | None = None,
     ) -> torch.Tensor:
         looked_at = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         value = attn.to_v(looked_at).unflatten(2, (attn.heads, -1))
@@ -74,28 +78,22 @@ class Attention(original.LTX2PerturbedAttnProcessor):
             out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states)))[..., None]
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
 
-    def _attend(self, query, key, value, bias) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Biases | None) -> torch.Tensor:
         size = query.shape[-1]
         if bias is not None:
             factors = bias[0].shape[-1]
             query, key = (
-                torch.cat((x, by.to(x.dtype)[:, :, None].expand(-1, -1, x.shape[2], -1)), dim=-1)
-                for x, by in ((query, bias[0] * size**0.5), (key, bias[1]))
+                torch.cat((x, factor.to(x.dtype)[:, :, None].expand(-1, -1, x.shape[2], -1)), dim=-1)
+                for x, factor in ((query, bias[0] * size**0.5), (key, bias[1]))  # scores are scaled by size**-0.5
             )
             wide = -(-(size + factors) // 8) * 8  # kernels want head sizes of whole eights
             query, key, value = (F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
-        out = dispatch_attention_fn(
-            query,
-            key,
-            value,
-            scale=size**-0.5,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
+        backend, parallel = self._attention_backend, self._parallel_config
+        out = dispatch_attention_fn(query, key, value, scale=size**-0.5, backend=backend, parallel_config=parallel)
         return out[..., :size]
 
 
-def _rotated(attn: original.LTX2Attention, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _rotated(attn: original.LTX2Attention, x: torch.Tensor, tables: Rotary) -> torch.Tensor:
     if not x.shape[1]:
         return x
     if attn.rope_type == "interleaved":
@@ -106,11 +104,11 @@ def _rotated(attn: original.LTX2Attention, x: torch.Tensor, tables: tuple[torch.
 
 def _biases(
     x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, seen: torch.Tensor | None
-) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[torch.Tensor, torch.Tensor] | None]:
-    """`Attention`'s biases for the video's look at itself, and for the sound's look at the video.
+) -> tuple[Biases | None, Biases | None]:
+    """Biases of the video's self-attention, and of the sound's attention to the video.
 
-    `weights` [b, n, 2]: logarithm of a guide's weight, and 1 for its tokens. Guides and the rest of the video look at each
-    other with it, guides at guides without. `seen` [b, n, 1] bool: tokens that anything looks at.
+    `weights` [b, n, 2]: logarithm of a guide's weight, and 1 for its tokens. It weighs attention between guides and the rest
+    of the video in both directions, not among guides. `seen` [b, n, 1] bool: False for tokens that nothing attends to.
     """
     if weights is None and seen is None:
         return None, None
@@ -130,12 +128,14 @@ class RotaryTables(original.LTX2AudioVideoRotaryPosEmbed):
     def forward(self, coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not coords.shape[-1]:
             return (coords.new_zeros(len(coords), 0, self.dim // 2 if self.rope_type == "split" else self.dim),) * 2
-        tables = super().forward(coords)
-        return tuple(table.transpose(1, 2).flatten(2) for table in tables) if self.rope_type == "split" else tables
+        cos, sin = super().forward(coords)
+        if self.rope_type != "split":
+            return cos, sin
+        return cos.transpose(1, 2).flatten(2), sin.transpose(1, 2).flatten(2)
 
 
 class Block(original.LTX2VideoTransformerBlock):
-    """A block. Its order is ComfyUI's; weights are those of diffusers' block."""
+    """A block in ComfyUI's order, with the weights of diffusers' block."""
 
     def forward(
         self,
@@ -145,25 +145,24 @@ class Block(original.LTX2VideoTransformerBlock):
         audio_encoder_hidden_states: torch.Tensor,
         times: Modulation,
         audio_times: Modulation,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        audio_rope: tuple[torch.Tensor, torch.Tensor],
-        cross_rope: tuple[torch.Tensor, torch.Tensor],
-        audio_cross_rope: tuple[torch.Tensor, torch.Tensor],
-        guide_bias: tuple[torch.Tensor, torch.Tensor] | None = None,
-        audio_guide_bias: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rope: Rotary,
+        audio_rope: Rotary,
+        cross_rope: Rotary,
+        audio_cross_rope: Rotary,
+        guide_bias: Biases | None = None,
+        audio_guide_bias: Biases | None = None,
         audio_to_video: bool = True,
         video_to_audio: bool = True,
         perturbed: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[b, n, d] of the video and [b, a, d'] of the sound, read by the texts [b, t, d] and [b, t, d'] -> the same shapes.
+        """Video [b, n, d] and sound [b, a, d'], with their texts [b, t, d] and [b, t, d'] -> the same shapes.
 
-        `guide_bias`, `audio_guide_bias`: see Attention, for the video's look at itself and the sound's at the video.
-        `perturbed`: self-attention is left out, as spatio-temporal guidance wants it.
+        `guide_bias`, `audio_guide_bias`: see `_biases`. `perturbed`: self-attention is left out (spatio-temporal guidance).
         """
         x, y = hidden_states, audio_hidden_states
-        x = self._look_at_own(x, "", times, rope, perturbed, guide_bias)
+        x = self._look_at_itself(x, "", times, rope, perturbed, guide_bias)
         x = self._look_at_text(x, "", times, encoder_hidden_states)
-        y = self._look_at_own(y, "audio_", audio_times, audio_rope, perturbed, None)
+        y = self._look_at_itself(y, "audio_", audio_times, audio_rope, perturbed, None)
         y = self._look_at_text(y, "audio_", audio_times, audio_encoder_hidden_states)
         table, audio_table = self.video_a2v_cross_attn_scale_shift_table, self.audio_a2v_cross_attn_scale_shift_table
         normed = self.video_to_audio_norm(y)
@@ -190,17 +189,11 @@ class Block(original.LTX2VideoTransformerBlock):
             y = y + out * (audio_table[4:] + audio_times.gate)
         return self._feed_forward(x, "", times), self._feed_forward(y, "audio_", audio_times)
 
-    def _look_at_own(
-        self,
-        x: torch.Tensor,
-        stream: str,
-        times: Modulation,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        perturbed: bool,
-        bias: tuple[torch.Tensor, torch.Tensor] | None,
+    def _look_at_itself(
+        self, x: torch.Tensor, stream: str, times: Modulation, rope: Rotary, perturbed: bool, bias: Biases | None
     ) -> torch.Tensor:
         table = getattr(self, f"{stream}scale_shift_table")
-        shift, scale, gate = modulation(table, times.own, times.rows, slice(0, 3))
+        shift, scale, gate = modulation(table, times.within, times.rows, slice(0, 3))
         normed = getattr(self, f"{stream}norm1")(x) * (1 + scale) + shift
         attention = getattr(self, f"{stream}attn1")
         return x + attention(normed, query_rotary_emb=rope, all_perturbed=perturbed, bias=bias) * gate
@@ -212,7 +205,7 @@ class Block(original.LTX2VideoTransformerBlock):
         if not self.cross_attn_adaln:
             return x + attention(normed, encoder_hidden_states=text)
         table = getattr(self, f"{stream}scale_shift_table")
-        shift, scale, gate = modulation(table, times.own, times.rows, slice(6, 9))
+        shift, scale, gate = modulation(table, times.within, times.rows, slice(6, 9))
         table = getattr(self, f"{stream}prompt_scale_shift_table")
         text_shift, text_scale = (
             table[None] if times.prompt is None else table + times.prompt.unflatten(-1, (2, -1))
@@ -222,7 +215,7 @@ class Block(original.LTX2VideoTransformerBlock):
 
     def _feed_forward(self, x: torch.Tensor, stream: str, times: Modulation) -> torch.Tensor:
         table = getattr(self, f"{stream}scale_shift_table")
-        shift, scale, gate = modulation(table, times.own, times.rows, slice(3, 6))
+        shift, scale, gate = modulation(table, times.within, times.rows, slice(3, 6))
         return x + getattr(self, f"{stream}ff")(getattr(self, f"{stream}norm3")(x) * (1 + scale) + shift) * gate
 
 
@@ -262,10 +255,10 @@ class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Video tokens [b, n, c] and sound tokens [b, a, c'] -> the model's output for both, the same shapes.
 
-        `video_coords` [b, 3, n]: seconds, row and column in pixels of the tokens' middles;
-        `audio_coords` [b, 1, a]: seconds. `marked` [n, 1] bool: tokens that stand for one frame alone. `guide_weights`
-        [b, n, 2], `seen` [b, n, 1] bool: see `_biases`; the output of tokens that are not seen is zero. `voice_tokens`: at
-        the sound's end, without output. `perturbed`: blocks. The others as of Block.
+        `video_coords` [b, 3, n]: seconds, row and column in pixels of the tokens' middles. `audio_coords` [b, 1, a]:
+        seconds. `marked` [n, 1] bool: tokens of the first frame. `guide_weights` [b, n, 2], `seen` [b, n, 1] bool: see
+        `_biases`; tokens that are not seen give zero. `voice_tokens`: number of tokens at the sound's end that give no
+        output. `perturbed`: numbers of blocks. The others: see Block.
         """
         assert not return_dict
         cross, audio_cross = self.cross_attn_rope(video_coords[:, :1]), self.cross_attn_audio_rope(audio_coords)
@@ -277,7 +270,7 @@ class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
         audio_embedded, audio_modulated = self._embedded("audio_", audio_times, times.latest, x.dtype)
         bias, audio_bias = _biases(x, y, guide_weights, seen)
         text, audio_text = encoder_hidden_states, audio_encoder_hidden_states
-        if self.config.use_prompt_embeddings:
+        if self.config["use_prompt_embeddings"]:
             text, audio_text = self.caption_projection(text), self.audio_caption_projection(audio_text)
         for index, block in enumerate(self.transformer_blocks):
             x, y = block(
@@ -307,17 +300,17 @@ class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
     def _embedded(
         self, stream: str, times: Times, others: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Modulation]:
-        """The embedded times [u, d] of a stream, for its end, and what its blocks are modulated by.
+        """Embedded times [u, d] of a stream, for its last norm, and the modulation of its blocks.
 
-        `others` [b]: the latest time of the other stream.
+        `stream`: "" (video) or "audio_". `others` [b]: the latest time of the other stream.
         """
         named = "audio" if stream else "video"
         gates = self.av_cross_attn_audio_v2a_gate if stream else self.av_cross_attn_video_a2v_gate
-        own, embedded = getattr(self, f"{stream}time_embed")(times.own, hidden_dtype=dtype)
-        cross, _ = getattr(self, f"av_cross_attn_{named}_scale_shift")(times.own, hidden_dtype=dtype)
-        factor = self.config.cross_attn_timestep_scale_multiplier / self.config.timestep_scale_multiplier
+        within, embedded = getattr(self, f"{stream}time_embed")(times.distinct, hidden_dtype=dtype)
+        cross, _ = getattr(self, f"av_cross_attn_{named}_scale_shift")(times.distinct, hidden_dtype=dtype)
+        factor = self.config["cross_attn_timestep_scale_multiplier"] / self.config["timestep_scale_multiplier"]
         gate, _ = gates(others.max()[None] * factor, hidden_dtype=dtype)
         prompt = None
-        if self.prompt_modulation and self.config.use_prompt_adaln_single:
+        if self.prompt_modulation and self.config["use_prompt_adaln_single"]:
             prompt, _ = getattr(self, f"{stream}prompt_adaln")(times.latest, hidden_dtype=dtype)
-        return embedded, Modulation(own, cross, gate, prompt, times.rows)
+        return embedded, Modulation(within, cross, gate, prompt, times.rows)

@@ -1,22 +1,21 @@
-"""MiniMax H3 as ComfyUI's files have it: diffusers' class, with the timestep's embedding as a table too, and called with
-some of the tokens.
+"""MiniMax H3's transformer: diffusers' class on some of the tokens, also for pruned files.
 
-Pruned files have no time embedding. Their adaLN layers read the coordinates of the embedding's curve, which they have in a
-table over time.
+Pruned files have a table over time in place of the time embedding's layers. Their adaLN layers take its rows, interpolated.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import MiniMaxH3Transformer3DModel as Published
-from diffusers.configuration_utils import register_to_config
-from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3TransformerBlock
+from diffusers.models.transformers import transformer_minimax_h3 as original
 from torch import nn
 
-from parallel_backend.families.parts.minimax_conditioning import KINDS
+from ..parts.minimax_conditioning import KINDS
+from .constructors import extends
 
 
-class Block(MiniMaxH3TransformerBlock):
-    """diffusers' block, whose modulation may be in float32."""
+class Block(original.MiniMaxH3TransformerBlock):
+    """diffusers' block with a modulation for each time and kind of tokens, computed in the dtype of its layer."""
 
     def forward(
         self,
@@ -25,9 +24,9 @@ class Block(MiniMaxH3TransformerBlock):
         rows: torch.Tensor,
         rotary_emb: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """[b, s, hidden] -> the same shape. `times` [t, time width]; `rows` [s]: each token's time and kind, t * KINDS."""
+        """[b, s, hidden] -> the same shape. `times` [t, time width]. `rows` [s]: time * KINDS + kind of each token."""
         modulation = self.adaln_proj.linear(times).to(hidden_states.dtype)
-        vectors = modulation.view(-1, 6 * hidden_states.shape[-1]).chunk(6, dim=-1)  # a row for each time and kind
+        vectors = modulation.view(-1, 6 * hidden_states.shape[-1]).chunk(6, dim=-1)  # six of [t * KINDS, hidden]
         for part, (shift, scale, gate) in ((self._attend, vectors[:3]), (self._feed_forward, vectors[3:])):
             out = part(hidden_states, 1 + scale[rows], shift[rows], rotary_emb)
             hidden_states = torch.addcmul(hidden_states, gate[rows], out)
@@ -41,9 +40,9 @@ class Block(MiniMaxH3TransformerBlock):
 
 
 class OutputNorm(nn.Module):
-    """The last norm, modulated by time alone."""
+    """The last norm, whose modulation depends on time and not on the kind of token."""
 
-    def __init__(self, published: nn.Module):
+    def __init__(self, published: original.MiniMaxH3AdaLayerNormOut):
         super().__init__()
         self.norm, self.linear = published.norm, published.linear
 
@@ -53,55 +52,15 @@ class OutputNorm(nn.Module):
         return self.norm(hidden_states) * (1 + scale[levels]) + shift[levels]
 
 
-class MiniMaxH3Transformer3DModel(Published):
-    """`adaln_curve_grid`: rows of the table of pruned files. None: the time is embedded. Else as diffusers' class."""
+class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
+    """Constructor arguments as diffusers' class, and `adaln_curve_grid`: rows of a pruned file's table, else None."""
 
-    @register_to_config
-    def __init__(
-        self,
-        num_attention_heads: int = 56,
-        attention_head_dim: int = 128,
-        hidden_size: int = 5376,
-        num_layers: int = 50,
-        num_refiner_layers: int = 2,
-        ffn_dim: int = 14336,
-        in_channels: int = 24,
-        audio_in_channels: int = 32,
-        patch_size: tuple[int, int, int] = (1, 2, 2),
-        text_dim: int = 5120,
-        freq_dim: int = 256,
-        time_embed_hidden_dim: int = 5376,
-        time_embed_dim: int = 2688,
-        rope_freq_dim: int = 16,
-        rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5,
-        qk_norm_eps: float = 1e-5,
-        final_norm_eps: float = 1e-5,
-        adaln_curve_grid: int | None = None,
-    ):
-        super().__init__(
-            num_attention_heads,
-            attention_head_dim,
-            hidden_size,
-            num_layers,
-            num_refiner_layers,
-            ffn_dim,
-            in_channels,
-            audio_in_channels,
-            patch_size,
-            text_dim,
-            freq_dim,
-            time_embed_hidden_dim,
-            time_embed_dim,
-            rope_freq_dim,
-            rope_theta,
-            norm_eps,
-            qk_norm_eps,
-            final_norm_eps,
-        )
+    @extends(original.MiniMaxH3Transformer3DModel)
+    def __init__(self, *, adaln_curve_grid: int | None = None, **published: Any):
+        super().__init__(**published)
         if adaln_curve_grid is not None:
             del self.time_embedder
-            self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, time_embed_dim))
+            self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, self.config["time_embed_dim"]))
         for block in self.transformer_blocks:
             block.__class__ = Block
         self.norm_out = OutputNorm(self.norm_out)
@@ -122,19 +81,18 @@ class MiniMaxH3Transformer3DModel(Published):
         dtype: torch.dtype,
         return_dict: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What samplers take away: minus the velocity of the video's tokens [b, n, c], with those of references among them,
-        and of the sound's [b, a, d].
+        """Negative velocities, as samplers subtract them: of the video's tokens [b, n, c], references included, and the
+        sound's [b, a, d].
 
-        Of s tokens `sound` come first, then those of the text, then `video`. `hidden_states` [b, n, c], of which
-        `sound_references` are a reference's sound; `audio_hidden_states` [b, a, d and more]; `encoder_hidden_states`
-        [b, t, text width]: the whole text, of which `text_span` run through the blocks. `timestep` [l] float32: 0 (noise) to
-        1; `levels` [s]: each token's place in it; `kinds` [s]: see KINDS; `position_ids` [s, 3] float32. `dtype`: of the
-        blocks.
-        Where `hidden_states` are None, the blocks' inputs are zeros.
+        The s tokens are `sound`, the text's, then `video`. `hidden_states` [b, n, c]: of these, `sound_references` are a
+        reference's sound. None: the blocks' inputs are zeros. `audio_hidden_states` [b, a, d or wider].
+        `encoder_hidden_states` [b, t, text width]: the whole text, of which `text_span` runs through the blocks. `timestep`
+        [l] float32: 0 (noise) to 1. `levels` [s]: each token's index in `timestep`. `kinds` [s]: see KINDS. `position_ids`
+        [s, 3] float32. `dtype`: that of the blocks.
         """
         rotary_emb, times = self.rope(position_ids), self._times(timestep, dtype)
         if hidden_states is None:
-            x = times.new_zeros(1, len(levels), self.config.hidden_size, dtype=dtype)
+            x = times.new_zeros(1, len(levels), self.config["hidden_size"], dtype=dtype)
         else:
             tokens = self._embed(hidden_states, audio_hidden_states, encoder_hidden_states, text_span, sound_references)
             x = torch.cat([part.to(dtype) for part in tokens], dim=1)
@@ -146,17 +104,17 @@ class MiniMaxH3Transformer3DModel(Published):
         return -out[0], -out[1]
 
     def _times(self, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[l] -> [l, time width] as the modulations take it: in their dtype, and activated if it is an embedding."""
+        """[l] -> [l, time width], the input of modulations: an activated embedding in `dtype`, or a row of the table."""
         if (table := getattr(self, "adaln_t_table", None)) is None:
             embedding = self.time_embedder(self.time_proj(timestep).to(self.time_embedder.linear_1.weight.dtype))
             return F.silu(embedding).to(dtype)
-        place = timestep.clamp(0.0, 1.0) * (len(table) - 1)
-        below = place.floor().long().clamp(max=len(table) - 2)
-        return torch.lerp(table[below], table[below + 1], (place - below).to(table.dtype)[:, None])
+        row = timestep.clamp(0.0, 1.0) * (len(table) - 1)
+        below = row.floor().long().clamp(max=len(table) - 2)
+        return torch.lerp(table[below], table[below + 1], (row - below).to(table.dtype)[:, None])
 
     def _embed(self, video, sound, text, text_span, sound_references) -> list[torch.Tensor]:
-        """The tokens of the sound, the text and the video, [b, ., hidden] each."""
-        width, dtype = self.config.audio_in_channels, self.audio_proj_in.weight.dtype
+        """Embedded tokens of sound, text and video, [b, ., hidden] each, in the dtype of each layer."""
+        width, dtype = self.config["audio_in_channels"], self.audio_proj_in.weight.dtype
         parts = [self.audio_proj_in(sound[..., :width].to(dtype))]
         if text is not None and text.shape[1]:
             parts.append(self.token_refiner(self.context_embedder(text))[:, text_span])

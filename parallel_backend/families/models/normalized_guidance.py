@@ -1,4 +1,4 @@
-"""Normalized attention guidance (arXiv 2505.21179): of two attention outputs one, which leads away from the second."""
+"""Normalized attention guidance (arXiv 2505.21179): an attention output is moved away from a second one."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ def normalized(
     alpha: float | torch.Tensor,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
 ) -> torch.Tensor:
-    """Two [b, n, H, D] -> [b, n, H, D]. `scale`, `tau`, `alpha`: see NormalizedGuidance; of all entries, or [b, 1, 1, 1].
+    """Two [b, n, H, D] -> [b, n, H, D], as ComfyUI's NAGuidance computes it (comfy_extras/nodes_nag.py).
 
-    As ComfyUI's NAGuidance computes it (comfy_extras/nodes_nag.py). `add_up`: sums over the ranks that have other heads.
+    `scale`, `tau`, `alpha`: see NormalizedGuidance; numbers, or [b, 1, 1, 1]. `add_up`: sum over ranks with other heads.
     """
     away = positive * scale - negative * (scale - 1)
     sums = [each.abs().sum(dim=(2, 3), keepdim=True, dtype=torch.float32) for each in (positive, away)]

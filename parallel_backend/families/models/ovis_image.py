@@ -1,12 +1,11 @@
-"""Ovis-Image's class with the double blocks' feed-forwards in three layers, as files have them; diffusers has two in one."""
+"""Ovis-Image's transformer with double blocks' feed-forwards of three layers, as in files. diffusers joins two of them."""
 
 import functools
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers import transformer_ovis_image as theirs
+from diffusers.models.transformers import transformer_ovis_image as original
 from torch import nn
 
 
@@ -23,8 +22,8 @@ class GatedFeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _SingleBlock(theirs.OvisImageSingleTransformerBlock):
-    """As theirs, with its feed-forward behind its attention: the wide layer's output is not there during attention."""
+class _SingleBlock(original.OvisImageSingleTransformerBlock):
+    """diffusers' block with the feed-forward after attention, so that the wide layer's output is not held during it."""
 
     def forward(
         self,
@@ -34,22 +33,22 @@ class _SingleBlock(theirs.OvisImageSingleTransformerBlock):
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
         joint_attention_kwargs: None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Picture [b, n, width], text [b, t, width], time [b, width] -> text and picture."""
+        """Picture [b, n, width], text [b, t, width], embedded time [b, width] -> text and picture."""
         assert joint_attention_kwargs is None
-        words, x = encoder_hidden_states.shape[1], torch.cat((encoder_hidden_states, hidden_states), dim=1)
+        text_tokens, x = encoder_hidden_states.shape[1], torch.cat((encoder_hidden_states, hidden_states), dim=1)
         normed, gate = self.norm(x, emb=temb)
         attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
-        value, opening = self.proj_mlp(normed).chunk(2, dim=-1)
-        x = x + gate[:, None] * self.proj_out(torch.cat((attended, value * F.silu(opening)), dim=2))
+        value, activation = self.proj_mlp(normed).chunk(2, dim=-1)
+        x = x + gate[:, None] * self.proj_out(torch.cat((attended, value * F.silu(activation)), dim=2))
         if x.dtype == torch.float16:
             x = x.clip(-65504, 65504)
-        return x[:, :words], x[:, words:]
+        return x[:, :text_tokens], x[:, text_tokens:]
 
 
-class OvisImageTransformer2DModel(diffusers.OvisImageTransformer2DModel):
-    """diffusers' class but for `ff` and `ff_context` of the double blocks, and the order of the single ones' work."""
+class OvisImageTransformer2DModel(original.OvisImageTransformer2DModel):
+    """diffusers' class with other modules `ff` and `ff_context` in double blocks, and _SingleBlock."""
 
-    @functools.wraps(diffusers.OvisImageTransformer2DModel.__init__)
+    @functools.wraps(original.OvisImageTransformer2DModel.__init__)
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         for block in self.transformer_blocks:

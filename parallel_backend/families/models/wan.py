@@ -1,44 +1,55 @@
-"""Wan's transformer with places for what its variants add: tokens of references, streams of their own, work behind a block.
+"""Wan's transformer, and the base class of its variants, which add reference tokens, further streams or parts of a block.
 
-Parts are diffusers'. A variant replaces `patch_embedding`, `blocks` or both. Several streams of one token are its channels,
-one behind the other, so that all of them go wherever the token goes. Reference tokens come behind the video's.
+Layers are diffusers'. A variant replaces `patch_embedding`, `blocks` or both. Further streams of a token are further
+channels of it, so that every cut of the sequence moves them with the token. Reference tokens follow the video's.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import register_to_config
+from diffusers.models.transformers import transformer_wan as original
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
 
+from .constructors import extends
 from .wan_rotary import RotaryProcessor
 from .wan_text import GuidedProcessor, GuidedText
 
-
-def register_variant(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a variant's constructor `init(self, *, own arguments, **wan)`: register_to_config, for which Wan's
-    arguments are its own too."""
-    own = inspect.signature(init).parameters.values()
-    wan = inspect.signature(diffusers.WanTransformer3DModel.__init__).parameters.values()
-    init.__signature__ = inspect.Signature([*wan, *(each for each in own if each.kind is each.KEYWORD_ONLY)])
-    return register_to_config(init)
+register_variant = extends(original.WanTransformer3DModel)
+"""Decorator of a variant's constructor."""
 
 
-class WanVariant(diffusers.WanTransformer3DModel):
-    """As diffusers' class but for positions of references, and for the arguments of `patch_embedding` and of the blocks."""
+class WanVariant(original.WanTransformer3DModel):
+    """diffusers' class with positions of reference tokens and further arguments of `patch_embedding` and the blocks."""
+
+    patch_embedding: Any  # variants embed further videos
 
     @register_variant
     def __init__(self, **wan: Any):
         super().__init__(**wan)
-        self.rope = Rope(self.config.attention_head_dim, self.config.patch_size, self.config.rope_max_seq_len)
+        self.rope = Rope(self.config["attention_head_dim"], self.config["patch_size"], self.config["rope_max_seq_len"])
         for block in self.blocks:
             block.attn1.processor, block.attn2.processor = RotaryProcessor(), GuidedProcessor()
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.config["num_attention_heads"] * self.config["attention_head_dim"]
+
+    @property
+    def block_settings(self) -> tuple[Any, ...]:
+        """Arguments of the constructor of diffusers' block."""
+        config = self.config
+        further = (config["qk_norm"], config["cross_attn_norm"], config["eps"], config["added_kv_proj_dim"])
+        return self.width, config["ffn_dim"], config["num_attention_heads"], *further
+
+    def patches(self, channels: int) -> nn.Conv3d:
+        """A patch embedding [b, channels, T, H, W] -> [b, width, frames, rows, columns]."""
+        patch = self.config["patch_size"]
+        return nn.Conv3d(channels, self.width, kernel_size=patch, stride=patch)
 
     def forward(
         self,
@@ -47,8 +58,8 @@ class WanVariant(diffusers.WanTransformer3DModel):
         encoder_hidden_states: torch.Tensor,
         encoder_hidden_states_image: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        embedded: dict[str, Any] | None = None,
-        given: dict[str, Any] | None = None,
+        patch_inputs: dict[str, Any] | None = None,
+        block_inputs: dict[str, Any] | None = None,
         away: torch.Tensor | None = None,
         normalized: torch.Tensor | None = None,
         rope: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
@@ -56,20 +67,21 @@ class WanVariant(diffusers.WanTransformer3DModel):
     ) -> tuple[torch.Tensor]:
         """[b, C, T, H, W] in whole patches, timestep [b] or [b, n], text [b, t, text_dim] -> [b, out_channels, T, H, W].
 
-        `positions` [b, R, 4] float32: frame, row, column and number of the source of R reference tokens. `embedded`:
-        arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`. `away` [b, u, text_dim]
-        (or embedded, [b, u, width]), `normalized` [b, 3]: text of GuidedText, and its settings. `rope`: ROPE and
-        ROPE_FREQUENCY of the conditioning (families/base/step_inputs.py).
+        `positions` [b, R, 4] float32: frame, row, column and number of the source of R reference tokens. `patch_inputs`:
+        further arguments of `patch_embedding`. `block_inputs`: arguments of `block_arguments`. `away` [b, u, text_dim] (or
+        embedded, [b, u, width]), `normalized` [b, 3]: the second text of a GuidedText, and its settings. `rope`: ROPE and
+        ROPE_FREQUENCY (families/base/step_inputs.py).
         """
         assert not return_dict
         batch, _, *sizes = hidden_states.shape
-        frames, rows, columns = (size // side for size, side in zip(sizes, self.config.patch_size, strict=True))
+        frames, rows, columns = (size // side for size, side in zip(sizes, self.config["patch_size"], strict=True))
         rotary_emb = self.rope(hidden_states, positions, *rope)
-        given = self.block_arguments(hidden_states, timestep, **(given or {}))
-        hidden_states = self.patch_embedding(hidden_states, **(embedded or {}))
+        block_arguments = self.block_arguments(hidden_states, timestep, **(block_inputs or {}))
+        hidden_states = self.patch_embedding(hidden_states, **(patch_inputs or {}))
         times = timestep.shape[1] if timestep.ndim == 2 else None
-        if away is not None and away.shape[-1] == self.config.text_dim:
-            # Before the text, whose embedding may be kept from a micro-step before.
+        if away is not None and away.shape[-1] == self.config["text_dim"]:
+            # First: the module cache tells a module's outputs apart by the order of its calls in a micro-step, and a cached
+            # `condition_embedder` does not call this module.
             away = self.condition_embedder.text_embedder(away)
         temb, modulation, text, picture = self.condition_embedder(
             timestep.flatten(), encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len=times
@@ -77,39 +89,39 @@ class WanVariant(diffusers.WanTransformer3DModel):
         modulation = modulation.unflatten(-1, (6, -1))
         if picture is not None:
             text = torch.cat((picture, text), dim=1)
-        if away is not None:
+        if away is not None and normalized is not None:
             text = GuidedText(text, away, normalized)
         for block in self.blocks:
-            hidden_states = block(hidden_states, text, modulation, rotary_emb, **given)
+            hidden_states = block(hidden_states, text, modulation, rotary_emb, **block_arguments)
         hidden_states = hidden_states[:, : frames * rows * columns, : temb.shape[-1]]
         table = self.scale_shift_table if times is None else self.scale_shift_table[None]
         shift, scale = (table + temb.unsqueeze(-2)).unbind(-2)
         if times is None:
             shift, scale = shift[:, None], scale[:, None]
         hidden_states = self.proj_out((self.norm_out(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states))
-        out = hidden_states.view(batch, frames, rows, columns, *self.config.patch_size, -1)
+        out = hidden_states.view(batch, frames, rows, columns, *self.config["patch_size"], -1)
         return (out.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, *sizes),)
 
-    def block_arguments(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **given: Any) -> dict[str, Any]:
-        """What the blocks are given behind the arguments that all of Wan's have. `hidden_states`: the latent."""
-        return given
+    def block_arguments(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **block_inputs: Any) -> dict[str, Any]:
+        """Arguments of the blocks in addition to those that every Wan block has. `hidden_states`: the latent."""
+        return block_inputs
 
 
 class WanTransformer3DModel(WanVariant):
     """diffusers' class of this name, with references in context (Bernini-R: latents of other videos and pictures).
 
-    `reference_channels`: of a picture that is embedded by weights of its own (Wan Fun Control). None: there are none.
+    `reference_channels`: channels of a picture with separate embedding weights (Wan Fun Control). None: no such weights.
     """
 
     @register_variant
     def __init__(self, *, reference_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        width, patch = self.config.num_attention_heads * self.config.attention_head_dim, tuple(self.config.patch_size)
-        self.patch_embedding = Patches(self.config.in_channels, reference_channels, width, patch)
+        config = self.config
+        self.patch_embedding = Patches(config["in_channels"], reference_channels, self.width, config["patch_size"])
 
 
 class Rope(WanRotaryPosEmbed):
-    """Rotary tables of the video's tokens and of references behind them."""
+    """Rotary tables of the video's tokens, then of reference tokens."""
 
     def forward(
         self,
@@ -118,35 +130,36 @@ class Rope(WanRotaryPosEmbed):
         scaled: torch.Tensor | None = None,
         frequency: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent [b, C, T, H, W], positions [b, R, 4] as WanVariant's, `scaled` and `frequency` as its `rope`, all alike for
-        every entry -> two of [1, n + R, 1, D]."""
+        """Latent [b, C, T, H, W] -> cosines and sines [1, n + R, 1, D]. `positions` and (`scaled`, `frequency`): `positions`
+        and `rope` of WanVariant, the same for all entries."""
         if scaled is None and frequency is None:
-            own = super().forward(hidden_states)
+            cos, sin = super().forward(hidden_states)
         else:
             sizes = zip(hidden_states.shape[2:], self.patch_size, strict=True)
-            places = torch.cartesian_prod(*(torch.arange(float(size // side)) for size, side in sizes))
-            own = self._tables(to_device(places, hidden_states.device), scaled, frequency)
+            grid = torch.cartesian_prod(*(torch.arange(float(size // side)) for size, side in sizes))
+            cos, sin = self._tables(to_device(grid, hidden_states.device), scaled, frequency)
         if positions is None:
-            return own
-        others = self._tables(positions[0, :, :3], scaled, frequency, positions[0, :, 3:])
-        return tuple(torch.cat(tables, dim=1) for tables in zip(own, others, strict=True))
+            return cos, sin
+        reference_cos, reference_sin = self._tables(positions[0, :, :3], scaled, frequency, positions[0, :, 3:])
+        return torch.cat((cos, reference_cos), dim=1), torch.cat((sin, reference_sin), dim=1)
 
     def _tables(
         self,
-        places: torch.Tensor,
+        positions: torch.Tensor,
         scaled: torch.Tensor | None,
         frequency: torch.Tensor | None,
         sources: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frame, row, column [n, 3] and number of the source [n, 1] -> two of [1, n, 1, D]."""
-        places = places if scaled is None else places * scaled[0, 0] + scaled[0, 1]
-        frames, *sides = (_frequencies(width, places.device) for width in (self.t_dim, self.h_dim, self.w_dim))
+        """Frame, row, column [n, 3] and number of the source [n, 1] -> cosines and sines [1, n, 1, D]."""
+        positions = positions if scaled is None else positions * scaled[0, 0] + scaled[0, 1]
+        frames, *sides = (_frequencies(width, positions.device) for width in (self.t_dim, self.h_dim, self.w_dim))
         if frequency is not None:
-            number = torch.arange(len(frames), device=places.device)
+            number = torch.arange(len(frames), device=positions.device)
             frames = torch.where(number == frequency[0, 0], frequency[0, 1], frames)
-        angles = torch.cat([place * each for place, each in zip(places.split(1, -1), (frames, *sides), strict=True)], dim=-1)
-        if sources is not None:  # another source is another rotation of all channels
-            angles = angles + sources * _frequencies(self.attention_head_dim, places.device)
+        axes = zip(positions.split(1, -1), (frames, *sides), strict=True)
+        angles = torch.cat([axis * frequencies for axis, frequencies in axes], dim=-1)
+        if sources is not None:  # a source's number rotates all channels, in addition to the axes
+            angles = angles + sources * _frequencies(self.attention_head_dim, positions.device)
         angles = angles.repeat_interleave(2, dim=-1)[None, :, None]
         return angles.cos(), angles.sin()
 
@@ -157,27 +170,28 @@ def _frequencies(width: int, device: torch.device) -> torch.Tensor:
 
 
 class Patches(nn.Conv3d):
-    """Patch embedding."""
+    """Patch embedding of the latent, and of references by the same weights or by `reference`."""
 
-    def __init__(self, channels: int, reference_channels: int | None, width: int, patch: tuple[int, ...]):
+    def __init__(self, channels: int, reference_channels: int | None, width: int, patch: tuple[int, int, int]):
         super().__init__(channels, width, kernel_size=patch, stride=patch)
         self.reference = None
         if reference_channels is not None:
             self.reference = nn.Conv2d(reference_channels, width, kernel_size=patch[1:], stride=patch[1:])
 
-    def forward(self, video: torch.Tensor, references: torch.Tensor | None = None, own: bool = False) -> torch.Tensor:
+    def forward(self, video: torch.Tensor, references: torch.Tensor | None = None, separate: bool = False) -> torch.Tensor:
         """[b, C, T, H, W], and references packed in patches [b, R, values] -> [b, n + R, width].
 
-        `own`: by the weights that references have of their own.
+        `separate`: references are embedded by the weights of `reference`.
         """
         embedded = tokens(super().forward(video))
         if references is None:
             return embedded
-        return torch.cat((embedded, of_packed(self.reference if own else self, references)), dim=1)
+        patches = self.reference if separate and self.reference is not None else self
+        return torch.cat((embedded, of_packed(patches, references)), dim=1)
 
 
 def of_packed(patches: nn.Conv2d | nn.Conv3d, packed: torch.Tensor) -> torch.Tensor:
-    """[b, R, C pt ph pw], patches of a latent -> what the patch embedding makes of them, [b, R, width]."""
+    """Patches of a latent [b, R, C pt ph pw] -> [b, R, width]: the patch embedding as a linear layer."""
     return F.linear(packed, patches.weight.flatten(1), patches.bias)
 
 

@@ -1,6 +1,6 @@
-"""Wan 2.2 Animate. A pose video is added to the video's tokens, and behind some blocks each frame looks at its own face.
+"""Wan 2.2 Animate. A pose video is added to the video's tokens. After some blocks each frame attends to its face picture.
 
-diffusers' parts in ComfyUI's order; diffusers' own class needs a pose of exactly the video's length.
+Layers are diffusers', their order is ComfyUI's. diffusers' class needs a pose of exactly the video's length.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from .wan_text import GuidedProcessor
 
 
 class WanAnimateTransformer3DModel(WanVariant):
-    """Arguments of the constructor as diffusers' class of this name has them."""
+    """Constructor arguments as diffusers' class of this name."""
 
     @register_variant
     def __init__(
@@ -41,29 +41,27 @@ class WanAnimateTransformer3DModel(WanVariant):
     ):
         super().__init__(**wan)
         config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        block = (width, config.ffn_dim, config.num_attention_heads, config.qk_norm, config.cross_attn_norm, config.eps)
-        self.patch_embedding = PosedPatches(config.in_channels, latent_channels, width, tuple(config.patch_size))
+        self.patch_embedding = PosedPatches(self.patches(config["in_channels"]), self.patches(latent_channels))
         self.faces = FaceMotion(
             WanAnimateMotionEncoder(
                 motion_encoder_size, motion_style_dim, motion_dim, motion_encoder_dim, channels=motion_encoder_channel_sizes
             ),
-            WanAnimateFaceEncoder(motion_encoder_dim, width, face_encoder_hidden_dim, face_encoder_num_heads),
+            WanAnimateFaceEncoder(motion_encoder_dim, self.width, face_encoder_hidden_dim, face_encoder_num_heads),
             motion_encoder_batch_size,
         )
         self.blocks = nn.ModuleList(
-            AnimateBlock(*block, config.added_kv_proj_dim, face=index % inject_face_latents_blocks == 0)
-            for index in range(config.num_layers)
+            AnimateBlock(*self.block_settings, face=index % inject_face_latents_blocks == 0)
+            for index in range(config["num_layers"])
         )
 
     def block_arguments(
         self, hidden_states: torch.Tensor, timestep: torch.Tensor, faces: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """`faces` [b, 3, t, side, side] in pixels, four of a frame of the latent's but of its first; None: no faces."""
+        """`faces` [b, 3, t, side, side]: pictures, four for each latent frame but the first. None: no faces."""
         if faces is None:
             return {}
         frames, rows, columns = (
-            size // side for size, side in zip(hidden_states.shape[2:], self.config.patch_size, strict=True)
+            size // side for size, side in zip(hidden_states.shape[2:], self.config["patch_size"], strict=True)
         )
         motion = self.faces(faces)
         motion = F.pad(motion, (0, 0, 0, 0, 1, max(frames - 1 - motion.shape[1], 0)))[:, :frames]
@@ -73,12 +71,11 @@ class WanAnimateTransformer3DModel(WanVariant):
 
 
 class PosedPatches(nn.Module):
-    """Patch embedding of the video, to which that of the pose is added from the second frame on."""
+    """Patch embedding of the video, plus that of the pose from the second frame on."""
 
-    def __init__(self, channels: int, pose_channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d, pose: nn.Conv3d):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.pose = nn.Conv3d(pose_channels, width, kernel_size=patch, stride=patch)
+        self.video, self.pose = video, pose
 
     def forward(self, video: torch.Tensor, pose: torch.Tensor | None) -> torch.Tensor:
         """[b, C, T, H, W] and [b, 16, t, H, W] -> [b, n, width]."""
@@ -90,10 +87,10 @@ class PosedPatches(nn.Module):
 
 
 class FaceMotion(nn.Module):
-    """What moves in a video of faces."""
+    """Encodes the motion in a video of faces."""
 
     def __init__(self, motion_encoder: nn.Module, face_encoder: nn.Module, at_once: int):
-        """`at_once`: pictures that are encoded together."""
+        """`at_once`: number of pictures that are encoded together, which bounds memory."""
         super().__init__()
         self.motion_encoder, self.face_encoder, self.at_once = motion_encoder, face_encoder, at_once
 
@@ -105,7 +102,7 @@ class FaceMotion(nn.Module):
 
 
 class AnimateBlock(WanTransformerBlock):
-    """Wan's block and, if there is one, the look at faces behind it."""
+    """Wan's block and, with `face`, cross-attention to the motion of faces after it."""
 
     def __init__(self, width: int, ffn: int, heads: int, *block: Any, face: bool):
         super().__init__(width, ffn, heads, *block)
@@ -124,7 +121,7 @@ class AnimateBlock(WanTransformerBlock):
         motion: torch.Tensor | None = None,
         seen: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[b, n, width] and `motion` [b, m, width] -> [b, n, width]. `seen` [n, m]: motion tokens of a token's own frame."""
+        """[b, n, width], `motion` [b, m, width] -> [b, n, width]. `seen` [n, m] bool: motion tokens of a token's frame."""
         hidden_states = super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
         if self.face is None or motion is None:
             return hidden_states
@@ -132,7 +129,7 @@ class AnimateBlock(WanTransformerBlock):
 
 
 class FaceProcessor:
-    """Attention to the motion tokens that `seen` [n, m] says. Any tokens of the video may be there, in any order."""
+    """Cross-attention with the mask `seen` [n, m], for any n tokens of the video in any order."""
 
     def __call__(
         self, attn: WanAnimateFaceBlockCrossAttention, hidden_states: torch.Tensor, motion: torch.Tensor, seen: torch.Tensor
@@ -140,6 +137,6 @@ class FaceProcessor:
         motion = attn.pre_norm_kv(motion)
         query, key, value = attn.to_q(attn.pre_norm_q(hidden_states)), attn.to_k(motion), attn.to_v(motion)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        heads = (x.transpose(1, 2) for x in (attn.norm_q(query), attn.norm_k(key), value))
-        out = F.scaled_dot_product_attention(*heads, attn_mask=seen)
+        query, key, value = (x.transpose(1, 2) for x in (attn.norm_q(query), attn.norm_k(key), value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         return attn.to_out(out.transpose(1, 2).flatten(2).type_as(hidden_states))

@@ -1,7 +1,7 @@
-"""Wan Animate 2. A pose video runs through the same blocks, and every frame that is made looks at its own of the pose's.
+"""Wan Animate 2. A pose video runs through the same blocks, and every generated frame attends to the same frame of the pose.
 
 Written from the public architecture (Alibaba's Wan-Animate-2), with ComfyUI's arithmetic (comfy/ldm/wan/model_animate2.py).
-diffusers' class needs torch's flex attention, compiled.
+diffusers' class needs compiled flex attention.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import nn
 from .wan import WanVariant, register_variant, tokens
 
 LEAST_STRENGTH = 1e-6
-"""Of the pose: its values are scaled by it, and the pose's own output is scaled back."""
+"""Least strength of the pose. Its values are multiplied by the strength, and the pose's output is divided by it."""
 
 
 class WanAnimate2(WanVariant):
@@ -24,11 +24,8 @@ class WanAnimate2(WanVariant):
     @register_variant
     def __init__(self, **wan: Any):
         super().__init__(**wan)
-        config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        block = (width, config.ffn_dim, config.num_attention_heads, config.qk_norm, config.cross_attn_norm, config.eps)
-        self.patch_embedding = PosePatches(config.in_channels, width, tuple(config.patch_size))
-        self.blocks = nn.ModuleList(Animate2Block(*block, config.added_kv_proj_dim) for _ in range(config.num_layers))
+        self.patch_embedding = PosePatches(self.patches(self.config["in_channels"]))
+        self.blocks = nn.ModuleList(Animate2Block(*self.block_settings) for _ in range(self.config["num_layers"]))
 
     def block_arguments(
         self,
@@ -39,19 +36,20 @@ class WanAnimate2(WanVariant):
         picture: torch.Tensor | None,
         strength: torch.Tensor | None,
     ) -> dict[str, Any]:
-        """`reference` [b]: strength of frame 0. Of the pose: its `text`, CLIP's `picture` and `strength` [b], else None."""
+        """`reference` [b]: strength of frame 0. Of the pose: `text`, CLIP's `picture`, `strength` [b]; None without a
+        pose."""
         _, _, frames, rows, columns = hidden_states.shape
-        _, down, right = self.config.patch_size
-        of_tokens = torch.ones(len(timestep), frames, rows // down * (columns // right), device=reference.device)
-        of_tokens[:, 0] = reference[:, None]
-        given = {"reference": of_tokens.flatten(1), "frames": frames}
+        _, down, right = self.config["patch_size"]
+        token_strength = torch.ones(len(timestep), frames, rows // down * (columns // right), device=reference.device)
+        token_strength[:, 0] = reference[:, None]
+        arguments = {"reference": token_strength.flatten(1), "frames": frames}
         if strength is None:
-            return given
+            return arguments
         _, modulation, text, picture = self.condition_embedder(torch.ones_like(timestep), text, picture)
-        # Positions are right of the video's.
+        # The pose's positions follow the video's to the right.
         twice = self.rope(hidden_states[..., :1].expand(-1, -1, -1, -1, 2 * columns))
         tables = (table.unflatten(1, (-1, 2, columns // right))[:, :, 1].flatten(1, 2) for table in twice)
-        return given | {
+        return arguments | {
             "pose_text": text if picture is None else torch.cat((picture, text), dim=1),
             "pose_temb": modulation.unflatten(-1, (6, -1)),
             "pose_rotary_emb": tuple(tables),
@@ -60,39 +58,39 @@ class WanAnimate2(WanVariant):
 
 
 class PosePatches(nn.Module):
-    """Patch embedding of the video, and by the same weights of the pose."""
+    """Patch embedding of the video and the pose, by the same weights, as two streams."""
 
-    def __init__(self, channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
+        self.video = video
 
     def forward(self, video: torch.Tensor, pose: torch.Tensor | None) -> torch.Tensor:
         """[b, 36, T, H, W] and [b, 16, T - 1, H, W] -> [b, n, 2 width]. Zeros where there is no pose."""
-        made = self.video(video)
-        moved = torch.zeros_like(made)
+        embedded = self.video(video)
+        embedded_pose = torch.zeros_like(embedded)
         if pose is not None:
-            # As the video's channels: the latent, a mask that says that all of it is known, and it again.
-            moved[:, :, 1:] = self.video(torch.cat((pose, torch.ones_like(pose[:, :4]), pose), dim=1))
-        return tokens(torch.cat((made, moved), dim=1))
+            # The weights take 36 channels: a latent, a mask (all known), and the known latent.
+            embedded_pose[:, :, 1:] = self.video(torch.cat((pose, torch.ones_like(pose[:, :4]), pose), dim=1))
+        return tokens(torch.cat((embedded, embedded_pose), dim=1))
 
 
 class PoseTokens(NamedTuple):
-    """What self-attention is given in the place of rotary tables. s streams, one behind the other in the batch."""
+    """Takes the place of rotary tables in self-attention. The s streams (1 or 2) are concatenated in the batch."""
 
     cos: torch.Tensor
     """[s b, n, 1, D]."""
     sin: torch.Tensor
     """As `cos`."""
     values: torch.Tensor
-    """[s b, n]: factor of the tokens' values, of the video's what it attends to."""
+    """[s b, n]: factor of each token's values."""
     strength: torch.Tensor | None
-    """[b]: factor that the pose's values have. None: there is no pose."""
+    """[b]: factor of the pose's values. None: there is no pose."""
     frames: int
-    """Of the whole video, which has its tokens frame by frame. Ranks have some of them."""
+    """Frames of the whole video, whose tokens are ordered frame by frame. A rank has some of the tokens."""
 
 
 class Animate2Block(WanTransformerBlock):
-    """Wan's block, for both streams at once as a batch of twice as many entries."""
+    """Wan's block on both streams at once, as a batch of twice as many entries."""
 
     def __init__(self, *block: Any):
         super().__init__(*block)
@@ -111,13 +109,15 @@ class Animate2Block(WanTransformerBlock):
         pose_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         strength: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[b, n, 2 width]. `reference` [b, n], `frames`, `strength`: see PoseTokens. Without a pose its stream stays."""
+        """[b, n, 2 width] -> the same shape. `reference` [b, n]: factor of the video's values. `frames`, `strength`: see
+        PoseTokens. Without a pose the second stream is returned unchanged."""
         video, pose = hidden_states.chunk(2, dim=-1)
         if strength is None:
             pose_tokens = PoseTokens(*rotary_emb, reference, None, frames)
             return torch.cat((super().forward(video, encoder_hidden_states, temb, pose_tokens), pose), dim=-1)
-        tables = (
-            torch.cat([each.expand(len(video), -1, -1, -1) for each in pair])
+        assert pose_text is not None and pose_temb is not None and pose_rotary_emb is not None
+        cos, sin = (
+            torch.cat([table.expand(len(video), -1, -1, -1) for table in pair])
             for pair in zip(rotary_emb, pose_rotary_emb, strict=True)
         )
         values = torch.cat((reference, strength[:, None].expand_as(reference)))
@@ -125,13 +125,14 @@ class Animate2Block(WanTransformerBlock):
             torch.cat((video, pose)),
             torch.cat((encoder_hidden_states, pose_text)),
             torch.cat((temb, pose_temb)),
-            PoseTokens(*tables, values, strength, frames),
+            PoseTokens(cos, sin, values, strength, frames),
         )
         return torch.cat(out.chunk(2), dim=-1)
 
 
 class PairedProcessor:
-    """Self-attention of both streams. A head's channels are the video's, then the pose's, so that they stay together."""
+    """Self-attention of both streams. A head's channels are the video's, then the pose's, so that every cut of heads or
+    tokens keeps them together."""
 
     _attention_backend = None
     _parallel_config = None
@@ -139,17 +140,18 @@ class PairedProcessor:
     def __call__(
         self, attn: WanAttention, hidden_states: torch.Tensor, _text: None, _mask: None, pose_tokens: PoseTokens
     ) -> torch.Tensor:
-        """[s b, n, width] -> the same."""
+        """[s b, n, width] -> the same shape."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value))
         query, key = (_rotated(x, pose_tokens) for x in (query, key))
-        heads = [query, key, value * pose_tokens.values[..., None, None].to(value.dtype)]
+        value = value * pose_tokens.values[..., None, None].to(value.dtype)
         if pose_tokens.strength is not None:
-            heads = [torch.cat(x.chunk(2), dim=-1) for x in heads]
-        if self._parallel_config is None and pose_tokens.strength is not None:
-            out = paired_attention(*heads, pose_tokens.frames)
+            query, key, value = (torch.cat(x.chunk(2), dim=-1) for x in (query, key, value))
+        backend, parallel = self._attention_backend, self._parallel_config
+        if parallel is None and pose_tokens.strength is not None:
+            out = paired_attention(query, key, value, pose_tokens.frames)
         else:
-            out = dispatch_attention_fn(*heads, backend=self._attention_backend, parallel_config=self._parallel_config)
+            out = dispatch_attention_fn(query, key, value, backend=backend, parallel_config=parallel)
         if pose_tokens.strength is not None:
             video, pose = out.chunk(2, dim=-1)
             out = torch.cat((video, pose / pose_tokens.strength[:, None, None, None].to(pose.dtype)))
@@ -157,29 +159,25 @@ class PairedProcessor:
 
 
 def _rotated(x: torch.Tensor, pose_tokens: PoseTokens) -> torch.Tensor:
-    """[B, n, H, D], as diffusers' Wan rotates them."""
+    """[B, n, H, D] -> the same shape, rotated as in diffusers' Wan."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = pose_tokens.cos[..., 0::2], pose_tokens.sin[..., 1::2]
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).type_as(x)
 
 
 def paired_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: int) -> torch.Tensor:
-    """[b, n, H, 2 D], tokens of `frames` frames one behind the other: what one device with all of them computes.
-
-    The pose attends to itself, without frame 0, which it has not. The video attends to itself and, in each other frame, to
-    that frame of the pose.
-    """
+    """Attention PAIRED (base/blocks.py) on one device with all tokens: [b, n, H, 2 D], ordered frame by frame."""
     (video, pose), (video_keys, pose_keys), (video_values, pose_values) = (
         x.transpose(1, 2).chunk(2, dim=-1) for x in (query, key, value)
     )
     frame = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // frames)
     posed = (frame > 0)[None].expand(len(frame), -1)
-    own = posed & (frame[:, None] == frame[None])
-    made = F.scaled_dot_product_attention(
+    same_frame = posed & (frame[:, None] == frame[None])
+    video_out = F.scaled_dot_product_attention(
         video,
         torch.cat((video_keys, pose_keys), dim=2),
         torch.cat((video_values, pose_values), dim=2),
-        attn_mask=torch.cat((torch.ones_like(own), own), dim=1),
+        attn_mask=torch.cat((torch.ones_like(same_frame), same_frame), dim=1),
     )
-    moved = F.scaled_dot_product_attention(pose, pose_keys, pose_values, attn_mask=posed)
-    return torch.cat((made, moved), dim=-1).transpose(1, 2)
+    pose_out = F.scaled_dot_product_attention(pose, pose_keys, pose_values, attn_mask=posed)
+    return torch.cat((video_out, pose_out), dim=-1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Wan with camera control (ComfyUI's CameraWanModel): rays of a camera's path are added to the video's tokens."""
+"""Wan with camera control (ComfyUI's CameraWanModel): embedded rays of the camera's path are added to the video's tokens."""
 
 from typing import Any
 
@@ -6,29 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.families.parts.wan import PIXELS
-
+from ..parts.wan import PIXELS
 from .wan import WanVariant, register_variant, tokens
 
 
 class WanCamera(WanVariant):
-    """`control_channels`: of the camera's rays."""
+    """`control_channels`: channels of the camera's rays."""
 
     @register_variant
     def __init__(self, *, control_channels: int = 24, **wan: Any):
         super().__init__(**wan)
-        config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        self.patch_embedding = GuidedPatches(config.in_channels, control_channels, width, tuple(config.patch_size))
+        adapter = CameraAdapter(control_channels, self.width, self.config["patch_size"][1:])
+        self.patch_embedding = GuidedPatches(self.patches(self.config["in_channels"]), adapter)
 
 
 class GuidedPatches(nn.Module):
-    """Patch embedding of the video and, added to it, of the camera's rays."""
+    """Patch embedding of the video plus that of the camera's rays."""
 
-    def __init__(self, channels: int, control_channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d, camera: "CameraAdapter"):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.camera = CameraAdapter(control_channels, width, patch[1:])
+        self.video, self.camera = video, camera
 
     def forward(self, video: torch.Tensor, camera: torch.Tensor | None) -> torch.Tensor:
         """[b, C, T, H, W] and [b, control channels, T, 8 H, 8 W] -> [b, n, width]."""
@@ -37,9 +34,9 @@ class GuidedPatches(nn.Module):
 
 
 class CameraAdapter(nn.Module):
-    """Each frame's rays -> its patches."""
+    """Turns the camera rays of each frame into one embedding for each patch of the latent."""
 
-    def __init__(self, channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, channels: int, width: int, patch: tuple[int, int]):
         super().__init__()
         self.conv = nn.Conv2d(channels * PIXELS**2, width, kernel_size=patch, stride=patch)
         self.conv1 = nn.Conv2d(width, width, kernel_size=3, padding=1)

@@ -1,4 +1,4 @@
-"""SCAIL and SCAIL-2 (ComfyUI's SCAILWanModel): pictures of a character and a pose video are tokens behind the video's."""
+"""SCAIL and SCAIL-2 (ComfyUI's SCAILWanModel): pictures of a character and a pose video are tokens after the video's."""
 
 from typing import Any
 
@@ -9,24 +9,21 @@ from .wan import WanVariant, of_packed, register_variant, tokens
 
 
 class WanSCAIL(WanVariant):
-    """`mask_channels`: of the masks that tell several characters apart, which SCAIL-2 has. None: it has none."""
+    """`mask_channels`: channels of SCAIL-2's masks, which tell several characters apart. None: SCAIL, without masks."""
 
     @register_variant
     def __init__(self, *, mask_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        self.patch_embedding = CharacterPatches(config.in_channels, mask_channels, width, tuple(config.patch_size))
+        video, pose = (self.patches(self.config["in_channels"]) for _ in range(2))
+        self.patch_embedding = CharacterPatches(video, pose, None if mask_channels is None else self.patches(mask_channels))
 
 
 class CharacterPatches(nn.Module):
-    """Patch embedding of the video and pictures by the same weights, of the pose by others; masks are added."""
+    """Patch embedding: video and pictures share weights, the pose has others, and embedded masks are added."""
 
-    def __init__(self, channels: int, mask_channels: int | None, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d, pose: nn.Conv3d, mask: nn.Conv3d | None):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.pose = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.mask = None if mask_channels is None else nn.Conv3d(mask_channels, width, kernel_size=patch, stride=patch)
+        self.video, self.pose, self.mask = video, pose, mask
 
     def forward(
         self,
@@ -37,12 +34,12 @@ class CharacterPatches(nn.Module):
     ) -> torch.Tensor:
         """[b, C, T, H, W], its `mask` [b, mask channels, T, H, W] -> [b, n + R, width].
 
-        `references` [b, R, values]: patches of a latent, behind them those of its mask if the model has masks. `kinds`
-        [b, R, 2]: 1 where they are of the pose; 1 where they have a mask.
+        `references` [b, R, values]: patches of a latent, then patches of its mask if the model has masks. `kinds` [b, R, 2]:
+        1 for tokens of the pose; 1 for tokens with a mask.
         """
         embedded = self.video(video)
-        embedded = tokens(embedded if mask is None else embedded + self.mask(mask))
-        if references is None:
+        embedded = tokens(embedded if mask is None or self.mask is None else embedded + self.mask(mask))
+        if references is None or kinds is None:
             return embedded
         latent = references[..., : self.video.weight[0].numel()]
         posed, masked = kinds.to(embedded.dtype).split(1, dim=-1)

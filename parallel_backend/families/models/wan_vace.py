@@ -1,7 +1,7 @@
-"""Wan VACE. A control video runs through blocks of its own, whose outputs are added behind some of Wan's blocks.
+"""Wan VACE. A control video runs through control blocks, whose outputs are added after some of Wan's blocks.
 
-diffusers' WanVACETransformer3DModel runs all control blocks first. Here a control block runs behind the block that it adds
-to, as in ComfyUI (comfy/ldm/wan/model.py), so that a pipeline hands on one control stream, not the outputs of all.
+diffusers' WanVACETransformer3DModel runs all control blocks first. Here a control block runs after the block that it adds
+to, as in ComfyUI (comfy/ldm/wan/model.py), so that pipeline stages pass on one control stream, not every output.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from .wan_text import GuidedProcessor, GuidedText, plain
 
 
 class WanVACETransformer3DModel(WanVariant):
-    """Arguments of the constructor as diffusers' class of this name has them."""
+    """Constructor arguments as diffusers' class of this name."""
 
     @register_variant
     def __init__(
@@ -28,23 +28,19 @@ class WanVACETransformer3DModel(WanVariant):
         **wan: Any,
     ):
         super().__init__(**wan)
-        config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        block = (width, config.ffn_dim, config.num_attention_heads, config.qk_norm, config.cross_attn_norm, config.eps)
-        self.patch_embedding = ControlledPatches(config.in_channels, vace_in_channels, width, tuple(config.patch_size))
+        self.patch_embedding = ControlledPatches(self.patches(self.config["in_channels"]), self.patches(vace_in_channels))
         self.blocks = nn.ModuleList(
-            VaceBlock(*block, config.added_kv_proj_dim, control=index in vace_layers, first=index == 0)
-            for index in range(config.num_layers)
+            VaceBlock(*self.block_settings, control=index in vace_layers, first=index == 0)
+            for index in range(self.config["num_layers"])
         )
 
 
 class ControlledPatches(nn.Module):
-    """Patch embedding of the latent and of its control video, as two streams."""
+    """Patch embeddings of the latent and the control video, as two streams."""
 
-    def __init__(self, channels: int, control_channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d, control: nn.Conv3d):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.control = nn.Conv3d(control_channels, width, kernel_size=patch, stride=patch)
+        self.video, self.control = video, control
 
     def forward(self, video: torch.Tensor, control: torch.Tensor | None) -> torch.Tensor:
         """[b, C, T, H, W] and [b, control channels, T, H, W] (None: zeros) -> [b, n, 2 width]."""
@@ -54,14 +50,14 @@ class ControlledPatches(nn.Module):
 
 
 class VaceBlock(WanTransformerBlock):
-    """Wan's block and, if there is one, the control block behind it."""
+    """Wan's block and, with `control`, the control block after it."""
 
-    def __init__(self, *block: object, control: bool, first: bool):
+    def __init__(self, *block: Any, control: bool, first: bool):
         super().__init__(*block)
-        kinds = {"apply_input_projection": first, "apply_output_projection": True}
-        self.vace = WanVACETransformerBlock(*block, **kinds) if control else None
         self.attn1.processor, self.attn2.processor = RotaryProcessor(), GuidedProcessor()
+        self.vace = None
         if control:
+            self.vace = WanVACETransformerBlock(*block, apply_input_projection=first, apply_output_projection=True)
             self.vace.attn1.processor = RotaryProcessor()
 
     def forward(
@@ -72,7 +68,7 @@ class VaceBlock(WanTransformerBlock):
         rotary_emb: tuple[torch.Tensor, torch.Tensor],
         strength: torch.Tensor,
     ) -> torch.Tensor:
-        """[b, n, 2 width]: the video's stream, then the control's. `strength` [b] of the control."""
+        """[b, n, 2 width] (video's stream, control's) -> the same shape. `strength` [b]: factor of the control."""
         before, control = hidden_states.chunk(2, dim=-1)
         video = super().forward(before, encoder_hidden_states, temb, rotary_emb)
         if self.vace is not None:

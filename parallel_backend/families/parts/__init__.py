@@ -1,1 +1,1 @@
-"""What several families share: key maps, conditioning, kinds of blocks."""
+"""Code that several families share: key maps, conditioning, kinds of blocks."""

@@ -5,29 +5,29 @@ Their `attn1` is self-attention over the image's tokens, their `attn2` looks at 
 
 from typing import Any
 
-from parallel_backend.families.base.blocks import JOINT, BlockList
-from parallel_backend.families.base.family import CacheScope
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
+from ..base.blocks import JOINT, BlockList
+from ..base.family import cached
+from ..base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 
 _COLUMNS = [f"{attention}.to_{part}" for attention in ("attn1", "attn2") for part in "qkv"]
 _NORMS = [f"{attention}.norm_{part}" for attention in ("attn1", "attn2") for part in "qk"]
 
-TEXT_KEYS = dict.fromkeys(
-    [f"*.attn2.{name}" for name in ("to_k", "to_v", "norm_k", "add_k_proj", "add_v_proj", "norm_added_k")], CacheScope.CALL
+TEXT_KEYS = cached(
+    call=[f"*.attn2.{name}" for name in ("to_k", "to_v", "norm_k", "add_k_proj", "add_v_proj", "norm_added_k")]
 )
-"""`Forward.cached_modules`: keys and values of the text, which are the same for every band. Not every class has them all.
-Those of all blocks at once are too much to keep for a whole run: 0.4 GB in a Wan of 14 B."""
+"""`Forward.cached_modules`: keys and values of the text, which every band shares. Not every class has all of these modules.
+Kept for a call, not for the whole run, since all blocks' together are large: 0.4 GB in a Wan of 14 B."""
 
 
 def block_list(name: str, **others: Any) -> BlockList:
-    """A list of such blocks. `others`: further fields of BlockList."""
+    """A list of blocks with cross-attention. `others`: further fields of BlockList."""
     return BlockList(name, returns=("image",), attention={"attn1": JOINT}, **others)
 
 
 def block_plan(feed_forward: str, norms: bool = True) -> dict[str, LayerCut]:
-    """Tensor plan of such a block. `feed_forward`: its name in the block.
+    """Tensor plan of a block with cross-attention. `feed_forward`: name of that module in the block.
 
-    `norms`: the norms of queries and keys, if the class has any, are over all heads at once.
+    `norms`: whether norms of queries and keys, if there are any, are taken over all heads together.
     """
     return {
         **dict.fromkeys([*_COLUMNS, "attn2.add_k_proj", "attn2.add_v_proj"], COLUMN_BY_HEADS),

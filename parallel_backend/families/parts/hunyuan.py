@@ -1,4 +1,4 @@
-"""What the HunyuanVideo models and HunyuanImage share, which are one class in ComfyUI: key layout and checks of the text.
+"""What the HunyuanVideo models and HunyuanImage, one class in ComfyUI, share: blocks, key layout, text conditioning.
 
 Key layouts: ComfyUI's, Tencent's and diffusers'.
 """
@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import CacheScope
-from parallel_backend.families.base.step_inputs import Config, Shapes
-
+from ..base.blocks import BlockList, Blocks
+from ..base.family import CacheScope, cached
+from ..base.step_inputs import Config, Shapes, StepInputs, image_tables
+from . import flux_blocks
 from .conditioning import count_blocks, hidden, text
-from .flux_blocks import NORM_ALIASES, QKV
-from .key_map import KeyMap
+from .key_map import BOTH, KeyMap
 
-REFINER = "txt_in.individual_token_refiner.blocks."
-MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}
-"""Of a double block: diffusers' layer <- original layer."""
-SINGLE_MODULATION = {"norm.linear": "modulation.lin"}
+REFINER = "txt_in.individual_token_refiner.blocks"
 _REFINER = {
     "norm1": "norm1",
     "norm2": "norm2",
@@ -38,18 +35,18 @@ _TENCENT = {  # endings of module names: Tencent's -> ComfyUI's, as in its suppo
     ".modulation.linear": ".modulation.lin",
 }
 ALIASES = {
-    **{f"{theirs}.{name}": f"{ours}.{name}" for theirs, ours in _TENCENT.items() for name in ("weight", "bias")},
+    **{f"{theirs}.{name}": f"{ours}.{name}" for theirs, ours in _TENCENT.items() for name in BOTH},
     "_attn_q_norm.weight": "_attn.norm.query_norm.scale",
     "_attn_k_norm.weight": "_attn.norm.key_norm.scale",
     ".q_norm.weight": ".norm.query_norm.scale",
     ".k_norm.weight": ".norm.key_norm.scale",
-    **NORM_ALIASES,
+    **flux_blocks.NORM_ALIASES,
 }
 
 
 def has_refiner(shapes: Shapes) -> bool:
-    """Whether these are keys of any of them."""
-    return f"{REFINER}0.norm1.weight" in shapes
+    """Whether these are keys of a HunyuanVideo or a HunyuanImage."""
+    return f"{REFINER}.0.norm1.weight" in shapes
 
 
 def is_video_15(shapes: Shapes) -> bool:
@@ -58,19 +55,40 @@ def is_video_15(shapes: Shapes) -> bool:
 
 
 def is_image(shapes: Shapes) -> bool:
-    """Whether a model with these keys, and no HunyuanVideo 1.5, is HunyuanImage 2.1. Its refiner is a video model."""
+    """Whether a model with these keys, if not HunyuanVideo 1.5, is HunyuanImage 2.1.
+
+    False for HunyuanImage's refiner, which is a video model.
+    """
     return not any(key.startswith("vector_in.") for key in shapes) and len(shapes["img_in.proj.weight"]) == 4
 
 
-def per_call(time_embed: str) -> dict[str, CacheScope]:
+def block_list(name: str, rotary: str = "image_rotary_emb") -> BlockList:
+    """A list of blocks. `rotary`: a block's argument for the rotary tables."""
+    return BlockList(name, returns=("image", "text"), cuts={rotary: image_tables(0)}, needs_text=True)
+
+
+BLOCKS = Blocks(
+    lists=(block_list(flux_blocks.DOUBLE), block_list(flux_blocks.SINGLE)),
+    counts=flux_blocks.block_counts,
+    prologue=("x_embedder", "context_embedder"),
+    epilogue=("norm_out", "proj_out"),
+    text_first=False,
+    residuals={"input": flux_blocks.DOUBLE, "output": flux_blocks.SINGLE},
+    native=flux_blocks.NATIVE_BLOCKS,
+    native_patches=("attn1_patch", "attn1_output_patch"),
+)
+"""Blocks of HunyuanImage without ByT5 text. Rows replace the fields in which their class differs."""
+
+
+def cached_modules(time_embed: str) -> dict[str, CacheScope]:
     """`Forward.cached_modules`. `time_embed`: the class's name of its time embedding."""
-    names = (time_embed, "context_embedder", "norm_out.linear", *(f"*.{name}" for name in MODULATION | SINGLE_MODULATION))
-    per_prompt = dict.fromkeys(("rope", "context_embedder_2", "image_embedder"), CacheScope.PROMPT)
-    return per_prompt | dict.fromkeys(names, CacheScope.CALL)
+    modulation = [f"*.{layer}" for layer in flux_blocks.DOUBLE_MODULATION | flux_blocks.SINGLE_MODULATION]
+    call = (time_embed, "context_embedder", "norm_out.linear", *modulation)
+    return cached(call, prompt=("rope", "context_embedder_2", "image_embedder"))
 
 
 def sizes(shapes: Shapes) -> Config:
-    """Constructor arguments that all classes have. ValueError from `configure` must name what has no tensors of these."""
+    """Constructor arguments that all classes have. `configure` refuses first what lacks these tensors."""
     width, channels = shapes["img_in.proj.weight"][:2]
     (head,) = shapes["double_blocks.0.img_attn.norm.query_norm.scale"]
     return {
@@ -78,34 +96,25 @@ def sizes(shapes: Shapes) -> Config:
         "num_attention_heads": width // head,
         "attention_head_dim": head,
         "num_layers": count_blocks(shapes, "double_blocks."),
-        "num_refiner_layers": count_blocks(shapes, REFINER),
+        "num_refiner_layers": count_blocks(shapes, f"{REFINER}."),
         "text_embed_dim": shapes["txt_in.input_embedder.weight"][1],
     }
 
 
 def outside_keys(keys: KeyMap, config: Config, embedders: dict[str, str]) -> None:
-    """Adds the modules around the blocks, with the text's refiner.
-
-    `embedders`: others of two layers, diffusers' name <- original name.
-    """
+    """Adds the modules around the blocks, with the text's refiner. `embedders`: see `embedder_keys`, without the
+    refiner's."""
     refiner = {
         "context_embedder.time_text_embed.timestep_embedder": "txt_in.t_embedder",
         "context_embedder.time_text_embed.text_embedder": "txt_in.c_embedder",
     }
-    for ours, theirs in (embedders | refiner).items():
-        keys.copy({f"{ours}.linear_1": f"{theirs}.in_layer", f"{ours}.linear_2": f"{theirs}.out_layer"})
-    keys.copy(
-        {
-            "x_embedder.proj": "img_in.proj",
-            "context_embedder.proj_in": "txt_in.input_embedder",
-            "proj_out": "final_layer.linear",
-        }
-    )
+    flux_blocks.embedder_keys(keys, embedders | refiner)
+    keys.copy({"x_embedder.proj": "img_in.proj", "context_embedder.proj_in": "txt_in.input_embedder"})
+    keys.copy({"proj_out": "final_layer.linear"})
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
-    for index in range(config["num_refiner_layers"]):
-        block = keys.inside(f"context_embedder.token_refiner.refiner_blocks.{index}.", f"{REFINER}{index}.")
+    for block in keys.each("context_embedder.token_refiner.refiner_blocks", REFINER, config["num_refiner_layers"]):
         block.copy(_REFINER)
-        block.split("self_attn.qkv", dict.fromkeys(QKV, hidden(config)))
+        block.split("self_attn.qkv", dict.fromkeys(flux_blocks.QKV, hidden(config)))
 
 
 def glyph_keys(keys: KeyMap) -> None:
@@ -114,18 +123,18 @@ def glyph_keys(keys: KeyMap) -> None:
     glyphs.copy({"norm": "layernorm", "linear_1": "fc1", "linear_2": "fc2", "linear_3": "fc3"})
 
 
-def unmasked_text(model: str, config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, text_embed_dim] and, if the call has it, `glyphs` [B, G, 1472] of a model call.
+def unmasked_text(model: str, config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, text_embed_dim] of a model call and, if it has ByT5 text, `glyphs` [B, G, text_embed_2_dim].
 
     ValueError for a text with masked tokens: ComfyUI's encoder for these models makes none.
     """
-    mask, tensors = given.get("attention_mask"), {"context": text(model, config["text_embed_dim"], given)}
+    mask, tensors = call.get("attention_mask"), {"context": text(model, config["text_embed_dim"], call)}
     if mask is not None and not mask.bool().all():
         raise ValueError(
             f"positive, negative: the conditioning masks some of its tokens, which {model} cannot do on several devices. "
             "Encode the prompt with a CLIP Text Encode node made for it."
         )
-    glyphs = given.get("txt_byt5")
+    glyphs = call.get("txt_byt5")
     if glyphs is not None:
         if glyphs.shape[-1] != config["text_embed_2_dim"]:
             raise ValueError(
@@ -134,3 +143,13 @@ def unmasked_text(model: str, config: Config, given: dict[str, Any]) -> dict[str
             )
         tensors["glyphs"] = glyphs
     return tensors
+
+
+def unmasked_arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    """Arguments of the forwards in models/hunyuan.py, which know no mask of the text."""
+    return {
+        "hidden_states": step.x,
+        "timestep": step.timestep,
+        "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
+        "encoder_hidden_states_2": step.tensors.get("glyphs"),
+    }

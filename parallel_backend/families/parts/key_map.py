@@ -1,20 +1,21 @@
-"""Key maps in few words: which tensor of a checkpoint in original layout has the values of which parameter of diffusers."""
+"""Key maps: which tensor of a checkpoint in the original layout has the values of which parameter of diffusers' class."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.family import Source
+
+from ..base.file_layout import Source
 
 BOTH = ("weight", "bias")
+WEIGHT = ("weight",)
+Parameters = Iterable[str] | Mapping[str, str]
+"""The parameters that a module has; a mapping (diffusers' name -> original name) where their names differ."""
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Collects the sources of a class's parameters, a few words for each kind of layer.
-
-    In all methods `parameters` are those that a module has; a mapping (diffusers' -> original) where their names differ.
-    """
+    """Collects the sources of a class's parameters, with a short call for each kind of layer."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     """Parameter of diffusers' class -> its source."""
@@ -26,25 +27,27 @@ class KeyMap:
     """Prefix of the module names in the original layout."""
 
     def inside(self, target: str, source: str) -> "KeyMap":
-        """The same collection, with these prefixes behind its own."""
+        """The same collection, with these prefixes appended to those of this map."""
         return KeyMap(self.sources, self.target + target, self.source + source)
 
-    def copy(
-        self, names: Mapping[str, str], parameters: Iterable[str] | Mapping[str, str] = BOTH, swap_halves: bool = False
-    ) -> None:
-        """Modules that are one in both layouts: diffusers' name -> original name. `swap_halves`: see Source."""
+    def each(self, target: str, source: str, count: int) -> Iterator["KeyMap"]:
+        """For every block of a list, in order: the same collection, inside the block."""
+        return (self.inside(f"{target}.{index}.", f"{source}.{index}.") for index in range(count))
+
+    def copy(self, names: Mapping[str, str], parameters: Parameters = BOTH, swap_halves: bool = False) -> None:
+        """Modules that are one module in both layouts: diffusers' name -> original name. `swap_halves`: see Source."""
         for target, source in names.items():
             for ours, theirs in _pairs(parameters):
                 self.sources[f"{self.target}{target}.{ours}"] = Source(
                     f"{self.source}{source}.{theirs}", swap_halves=swap_halves
                 )
 
-    def same(self, *names: str, parameters: Iterable[str] | Mapping[str, str] = BOTH) -> None:
-        """Modules that are one in both layouts, and have one name."""
+    def same(self, *names: str, parameters: Parameters = BOTH) -> None:
+        """Modules that are one module in both layouts and have the same name."""
         self.copy({name: name for name in names}, parameters)
 
-    def split(self, source: str, rows: Mapping[str, int], parameters: Iterable[str] | Mapping[str, str] = BOTH) -> None:
-        """An original module that is several in diffusers: name -> number of its rows, in order."""
+    def split(self, source: str, rows: Mapping[str, int], parameters: Parameters = BOTH) -> None:
+        """An original module that is several modules in diffusers: their names -> numbers of rows, in order."""
         start = 0
         for target, count in rows.items():
             for ours, theirs in _pairs(parameters):
@@ -54,9 +57,9 @@ class KeyMap:
             start += count
 
     def tensor(self, target: str, source: str | None = None, flat: bool = False) -> None:
-        """A parameter of no layer. `source`: its original name, if that is another one. `flat`: see Source."""
+        """A parameter outside of layers. `source`: its original name, if it differs. `flat`: see Source."""
         self.sources[self.target + target] = Source(self.source + (source or target), flat=flat)
 
 
-def _pairs(parameters: Iterable[str] | Mapping[str, str]) -> Iterable[tuple[str, str]]:
+def _pairs(parameters: Parameters) -> Iterable[tuple[str, str]]:
     return parameters.items() if isinstance(parameters, Mapping) else ((name, name) for name in parameters)

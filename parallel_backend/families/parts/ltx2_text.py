@@ -1,7 +1,7 @@
-"""LTX-2's connectors: two small transformers that a prompt's text goes through once, for the video and for the sound.
+"""LTX-2's connectors: two small transformers, for video and sound, that a prompt's text passes once.
 
-They are in the transformer's file, and as large as some of its blocks, but every block needs their output: they run in
-ComfyUI's process, block by block (comfy/ldm/lightricks/embeddings_connector.py has the arithmetic).
+They are in the transformer's file and as large as some of its blocks. Every block needs their output, so they run in
+ComfyUI's process, one block in memory at a time. Arithmetic: comfy/ldm/lightricks/embeddings_connector.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,14 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.step_inputs import Config
+from ..base.family import TextModel
+from ..base.step_inputs import Config
 
 STREAMS = ("video", "audio")
 PREFIXES = tuple(f"{stream}_embeddings_connector." for stream in STREAMS)
 HEADS = "connector_num_attention_heads"
 USUAL_HEADS = 30
 LEAST_TOKENS = 1024
-"""Shorter texts are filled up with learned tokens."""
+"""Shorter texts are padded to this length with learned tokens (registers)."""
 QUERY_KEY_EPS = 1e-5
 SETTINGS: Mapping[str, Callable[[Config], Any]] = {
     HEADS: lambda _config: USUAL_HEADS,
@@ -35,9 +36,9 @@ Weights = Callable[[str], dict[str, torch.Tensor]]
 
 
 def through_connectors(config: Config, weights: Weights, text: torch.Tensor, unprocessed: bool) -> torch.Tensor:
-    """The text encoder's output [B, T, C] -> what the blocks look at [B, T', V + A]: the video's channels, then the sound's.
+    """The text encoder's output [B, T, C] -> the blocks' text [B, T', V + A]: channels for the video, then for the sound.
 
-    Text that has been through connectors already comes back as it is; `unprocessed`: it has certainly not.
+    Text that has already passed connectors is returned unchanged. `unprocessed`: the encoder marks it as not having passed.
     """
     both = config["cross_attention_dim"] + config["audio_cross_attention_dim"]
     if not unprocessed and text.shape[-1] in (both, 2 * config["caption_channels"]):
@@ -46,8 +47,8 @@ def through_connectors(config: Config, weights: Weights, text: torch.Tensor, unp
     if text.shape[-1] == both:
         parts = text.split((config["cross_attention_dim"], config["audio_cross_attention_dim"]), dim=-1)
     heads = config[HEADS], config[f"audio_{HEADS}"] or config[HEADS]
-    given = zip(PREFIXES, heads, parts, strict=True)
-    return torch.cat([_connector(weights, prefix, count, config, part) for prefix, count, part in given], dim=-1)
+    streams = zip(PREFIXES, heads, parts, strict=True)
+    return torch.cat([_connector(weights, prefix, count, config, part) for prefix, count, part in streams], dim=-1)
 
 
 @torch.inference_mode()
@@ -66,14 +67,17 @@ def _connector(weights: Weights, prefix: str, heads: int, config: Config, x: tor
     kind = {"num_attention_heads": heads, "rope_type": config["rope_type"]}
     tables = LTX2RotaryPosEmbed1d(width, **kind)(batch, x.shape[1], device=x.device)
     number = 0
-    while own := weights(f"{prefix}transformer_1d_blocks.{number}."):
-        with torch.device("meta"):
-            gated = "attn1.to_gate_logits.weight" in own
+    while tensors := weights(f"{prefix}transformer_1d_blocks.{number}."):
+        with torch.device("meta"):  # load_state_dict assigns the tensors, so the block allocates none
+            gated = "attn1.to_gate_logits.weight" in tensors
             block = LTX2TransformerBlock1d(width, attention_head_dim=width // heads, apply_gated_attention=gated, **kind)
         for theirs, ours in _NAMES.items():
-            own = {key.replace(theirs, ours): tensor for key, tensor in own.items()}
-        block.load_state_dict(own, assign=True)
+            tensors = {key.replace(theirs, ours): tensor for key, tensor in tensors.items()}
+        block.load_state_dict(tensors, assign=True)
         block.attn1.norm_q.eps = block.attn1.norm_k.eps = QUERY_KEY_EPS
         x = block(x, rotary_emb=tables)
         number += 1
     return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+TEXT_MODEL = TextModel(PREFIXES, through_connectors)

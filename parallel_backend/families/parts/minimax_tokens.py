@@ -1,4 +1,4 @@
-"""MiniMax H3 on a rank: time, kind and place of each of the rank's tokens, and the class's arguments made of them."""
+"""MiniMax H3 on a rank: time, kind and position of each of the rank's tokens, and the class's arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,29 +7,30 @@ import torch
 import torch.nn.functional as F
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, Config, StepInputs
 
+from ..base.step_inputs import REFERENCE_POSITIONS, Config, StepInputs
 from .minimax_conditioning import shifted, sigma_of
 from .minimax_layout import CHANNELS, frame_sides, sound_places, video_places
 
 VIDEO, TEXT, SOUND = 0, 1, 2
-"""Kinds of tokens, each with a modulation of its own."""
+"""Kinds of tokens, each with its modulation."""
 NOISY_SOUND, CLEAN_VIDEO = 1, 2
-"""Places in `levels`: the video's is 0, that of references' sound follows the clean video's."""
+"""Indices in `levels`. The noisy video's is 0; the clean sound's, for references, is CLEAN_VIDEO + 1."""
 
 
 def times(step: StepInputs) -> torch.Tensor:
-    """[l] float32: 0 (noise) to 1, of each of the call's levels. What a mask keeps is a little noisy, as a keyframe is."""
+    """[l] float32: time of each of the call's levels, from 0 (noise) to 1. Parts that a mask keeps are slightly noisy, like
+    keyframes: the level's limit is below 1."""
     tensors = step.tensors
     sigma, (video_shift, sound_shift) = sigma_of(step.timestep), tensors["shifts"][0]
     sigmas = torch.stack((sigma, shifted(sigma, video_shift, sound_shift)))
     stream, share, limit = tensors["levels"][0].unbind(1)
-    own = sigmas[stream.long()]
-    return torch.minimum(1.0 - share * own, torch.maximum(1.0 - own, limit))
+    sigma_of_level = sigmas[stream.long()]
+    return torch.minimum(1.0 - share * sigma_of_level, torch.maximum(1.0 - sigma_of_level, limit))
 
 
 def _once(step: StepInputs, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`make()`, once for all micro-steps with these tokens."""
+    """`make()`, cached for all micro-steps with the same tokens."""
     key = name, step.text, step.token_order.along
     if key not in step.kept:
         step.kept[key] = make()
@@ -37,9 +38,9 @@ def _once(step: StepInputs, name: str, make: Callable[[], torch.Tensor]) -> torc
 
 
 def _of_tokens(step: StepInputs, sound: torch.Tensor, words: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Values of all sound tokens, words, and video and reference tokens -> those of the rank's tokens.
+    """Values of all tokens of sound, text, and video and references -> those of the rank's tokens, in this order.
 
-    The video's come by frame, row and column.
+    `image`: the video's values by frame, row and column, then the references'.
     """
     places = to_device(step.token_order.places_in_class(step.grid, step.image), step.timestep.device)
     return torch.cat((sound[step.companion.slice], words[step.text_span.slice], image[places]))
@@ -56,19 +57,20 @@ def _positions(step: StepInputs) -> torch.Tensor:
 
 
 def _numbers(step: StepInputs, levels: bool) -> torch.Tensor:
-    """Each token's place among the levels, or its kind."""
+    """[n]: for each token of this rank, with `levels` the index of its noise level among those of the call, without it the
+    number of its kind (text, video, sound)."""
     tensors, words = step.tensors, step.text_tokens - step.companion_tokens
 
-    def given(name: str, count: int, usual: int) -> torch.Tensor:
+    def numbers(name: str, count: int, usual: int) -> torch.Tensor:
         return tensors[name][0] if name in tensors else step.timestep.new_full((count,), usual, dtype=torch.long)
 
-    references = given("reference_sound", 0, 0)
+    references = numbers("reference_sound", 0, 0)
     if levels:
-        sound = given("sound_levels", step.companion_tokens, NOISY_SOUND)
-        image = torch.cat((given("video_levels", step.token_order.image, 0), CLEAN_VIDEO + references))
-        return _of_tokens(step, sound, given("", words, 0), image)
-    image = torch.cat((given("", step.token_order.image, VIDEO), SOUND * references))
-    return _of_tokens(step, given("", step.companion_tokens, SOUND), given("text_kinds", words, TEXT), image)
+        sound = numbers("sound_levels", step.companion_tokens, NOISY_SOUND)
+        image = torch.cat((numbers("video_levels", step.token_order.image, 0), CLEAN_VIDEO + references))
+        return _of_tokens(step, sound, numbers("", words, 0), image)
+    image = torch.cat((numbers("", step.token_order.image, VIDEO), SOUND * references))
+    return _of_tokens(step, numbers("", step.companion_tokens, SOUND), numbers("text_kinds", words, TEXT), image)
 
 
 def arguments(step: StepInputs, _config: Config) -> dict[str, Any]:

@@ -1,24 +1,28 @@
 """What Lumina 2 and Z-Image share, which are one class in ComfyUI (NextDiT): key layout and conditioning."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from parallel_backend.families.base.step_inputs import Shapes
-
+from ..base.step_inputs import Shapes
+from ..base.tensor_plan import GATHER, LayerCut, LayerCuts
 from .conditioning import count_blocks, text
-from .key_map import KeyMap
+from .key_map import WEIGHT, KeyMap
 
-WEIGHT = ("weight",)
 MODULATED, REFINER, CONTEXT = "layers", "noise_refiner", "context_refiner"
 ACCEPTS = ("num_tokens", "attention_mask", "clip_text_pooled")
-"""`Inputs.accepts`: ComfyUI's class gets these and does not use them. Captions come in their own length, without a mask."""
+"""`Inputs.accepts`: ComfyUI's class gets these and does not use them. Captions come unpadded, so they need no mask."""
 IGNORED = (r"norm_final\.weight",)
 """`FileLayout.ignored`: a norm that the original code never applies."""
 AXES_LENS = (4096, 512, 512)
-"""Positions that the class has tables for, by axis: the caption with the image behind it, token rows, token columns."""
+"""Positions in the class's tables, by axis: the caption's and then the image's index, token rows, token columns."""
 MAX_SETTINGS = {"axes_lens": 1 << 16}
+
+
+def tensor_plan(block: dict[str, LayerCut], modulation: str) -> LayerCuts:
+    """Tensor plan of all lists. `block`: of a block without modulation, as the caption's refiners are."""
+    return {**dict.fromkeys((MODULATED, REFINER), block | {modulation: GATHER}), CONTEXT: block}
 
 
 def has_keys(shapes: Shapes, modulation: str) -> bool:
@@ -28,7 +32,7 @@ def has_keys(shapes: Shapes, modulation: str) -> bool:
 
 
 def sizes(shapes: Shapes) -> dict[str, int]:
-    """Sizes that both classes have, under names of their own."""
+    """Sizes that both classes have, under neutral names: the classes name them differently."""
     width, caption = shapes["cap_embedder.1.weight"]
     head = shapes["layers.0.attention.q_norm.weight"][0]
     return {
@@ -43,13 +47,15 @@ def sizes(shapes: Shapes) -> dict[str, int]:
     }
 
 
-def blocks(
-    keys: KeyMap, counts: Mapping[str, int], attention: str, queries: int, key_values: int
+def block_keys(
+    keys: KeyMap, layers: int, refiners: int, attention: str, queries: int, key_values: int
 ) -> Iterator[tuple[str, KeyMap]]:
-    """Each block as (list, key map inside it), its attention added already. `queries`, `key_values`: widths there."""
-    for name, count in counts.items():
-        for index in range(count):
-            block = keys.inside(f"{name}.{index}.", f"{name}.{index}.")
+    """Each block as (list, key map inside it), its attention added already.
+
+    `attention`: diffusers' name of the module. `queries`, `key_values`: rows of those layers.
+    """
+    for name, count in ((MODULATED, layers), (REFINER, refiners), (CONTEXT, refiners)):
+        for block in keys.each(name, name, count):
             widths = {"to_q": queries, "to_k": key_values, "to_v": key_values}
             block.split("attention.qkv", {f"{attention}.{layer}": width for layer, width in widths.items()}, WEIGHT)
             names = {"to_out.0": "out", "norm_q": "q_norm", "norm_k": "k_norm"}
@@ -57,9 +63,9 @@ def blocks(
             yield name, block
 
 
-def caption(model: str, config: dict[str, Any], longest: int, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def caption(model: str, config: dict[str, Any], longest: int, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, cap_feat_dim] of a model call; ValueError without one, or for T above `longest`."""
-    context = text(model, config["cap_feat_dim"], given)
+    context = text(model, config["cap_feat_dim"], call)
     if context.shape[1] > longest:
         raise ValueError(
             f"positive, negative: the prompt has {context.shape[1]} tokens, this model's positions end at {longest}. Use a "

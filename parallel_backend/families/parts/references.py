@@ -1,4 +1,4 @@
-"""Reference pictures (Flux Kontext, Qwen-Image-Edit and others): their tokens and positions from ComfyUI's `ref_latents`."""
+"""Tokens and positions of reference pictures (Flux Kontext, Qwen-Image-Edit and others) from ComfyUI's `ref_latents`."""
 
 import math
 from collections.abc import Mapping
@@ -6,51 +6,52 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import Family
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
+from ..base.family import Family
+from ..base.patching import Patching
+from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
+from .rope import NO_SHIFT, Shift, scale_and_shift
 
 ACCEPTS = ("ref_latents", "ref_latents_method")
 """`Inputs.accepts`: arguments of ComfyUI's model call that `reference_tensors` reads."""
 METHODS = ("index", "offset", "negative_index")
 AT_ZERO = "index_timestep_zero"
-"""As "index", with the pictures at time 0."""
+"""Method that is "index" with the pictures at time 0."""
 
 
-def reference_tokens(family: Family, given: Mapping[str, Any]) -> int:
-    """Tokens of references in the arguments of ComfyUI's model call, as far as `Inputs.references` knows them."""
-    latents, patching = family.inputs.references(given), family.patching
+def reference_tokens(family: Family, call: Mapping[str, Any]) -> int:
+    """Number of reference tokens of a model call, from the latents that `Inputs.references` names."""
+    latents, patching = family.inputs.references(call), family.patching
     videos = (latent.unsqueeze(2) if patching.video and latent.ndim == 4 else latent for latent in latents)
     return sum(math.prod(patching.grid(tuple(latent.shape))) for latent in videos)
 
 
 def reference_tensors(
     patching: Patching,
-    given: dict[str, Any],
+    call: dict[str, Any],
     method: str,
     step: float = 1.0,
     centred: bool = False,
     methods: tuple[str, ...] = METHODS,
-    scale: tuple[float, float, float] = (1, 1, 1),
-    shift: tuple[float, float, float] = (0, 0, 0),
+    usual: Shift = NO_SHIFT,
 ) -> dict[str, torch.Tensor]:
-    """Conditioning tensors of a call's reference pictures, one behind the other. Empty if it has none.
+    """Conditioning tensors of a call's reference pictures, concatenated. Empty if it has none. ValueError for other methods.
 
-    Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py). With 'index' and
-    'negative_index' each picture has an index of its own, `step` apart; with 'offset' all have index 1 and lie beside each
-    other. `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that
-    the family has, AT_ZERO perhaps among them. `scale`: what a picture's own rows and columns are multiplied by. `shift`:
-    added to every position. ValueError for other methods.
+    Positions are (index, row, column), as in ComfyUI's native models (comfy/ldm/flux/model.py). With 'index' and
+    'negative_index' picture i has the index i * `step` or its negative. With 'offset' all have index 1 and lie side by side.
+    `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that the
+    family has. `usual`: added to every position, unless the call's rope options name another shift. Their scale multiplies
+    rows and columns.
     """
-    pictures = given.get("ref_latents")
+    pictures = call.get("ref_latents")
     if not pictures:
         return {}
-    method = given.get("ref_latents_method") or method
+    method = call.get("ref_latents_method") or method
     if method not in methods:
         raise ValueError(
             f"positive, negative: the reference latents' method is '{method}', which cannot be run on several devices. Use "
             f"{' or '.join(methods)} in the node that sets it."
         )
+    scale, shift = scale_and_shift(call, usual)
     tokens, positions, height, width = [], [], 0, 0
     for number, picture in enumerate(pictures, 1):
         picture = picture.unsqueeze(2) if patching.video and picture.ndim == 4 else picture
@@ -60,6 +61,7 @@ def reference_tensors(
             index = -index
         elif method == "offset":
             index = 1
+            # As in ComfyUI: to the right of the pictures before it, where below them it would reach further.
             if picture.shape[-2] + height > picture.shape[-1] + width:
                 right = width
             else:
@@ -68,8 +70,8 @@ def reference_tensors(
         top, left = ((side + patching.side // 2) // patching.side for side in (down, right))
         if centred:
             top, left = top - rows // 2, left - columns // 2
-        own = (torch.arange(float(rows)) * scale[1] + top, torch.arange(float(columns)) * scale[2] + left)
-        positions.append(torch.cartesian_prod(torch.tensor([float(index)]), *own))
+        sides = (torch.arange(float(rows)) * scale[1] + top, torch.arange(float(columns)) * scale[2] + left)
+        positions.append(torch.cartesian_prod(torch.tensor([float(index)]), *sides))
         tokens.append(patching.pack(picture))
     packed = torch.cat(tokens, dim=1)
     places = (torch.cat(positions) + torch.tensor(shift)).expand(len(packed), -1, -1).to(packed.device)

@@ -1,4 +1,4 @@
-"""What Wan and its variants share: Alibaba's key layout, which ComfyUI's files have, headers, text and CLIP's picture.
+"""What Wan and its variants share: Alibaba's key layout, which ComfyUI's files have, headers, text and CLIP's tokens.
 
 Configurations are arguments of diffusers' WanTransformer3DModel.
 """
@@ -8,35 +8,26 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import HeaderConfig
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import (
-    REFERENCE_POSITIONS,
-    REFERENCES,
-    ROPE,
-    ROPE_FREQUENCY,
-    Config,
-    Shapes,
-    StepInputs,
-)
-from parallel_backend.families.parts.conditioning import count_blocks, hidden, text
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.rope import FREQUENCY, OPTION, rope_tensors
+from ..base.file_layout import HeaderConfig, header_arguments
+from ..base.patching import Patching
+from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ROPE, ROPE_FREQUENCY, Config, Shapes, StepInputs
+from .conditioning import count_blocks, hidden, text
+from .key_map import WEIGHT, KeyMap
+from .rope import FREQUENCY, OPTION, rope_tensors
 
 PATCHING = Patching(video=True)
-"""In bands of rows or frames: a video of one frame, as Wan makes pictures, has some too."""
 HEAD = 128
 """Width of a head in every model of this family. Nothing in the weights shows it."""
 PIXELS = 8
-"""Of a latent's pixel along a side."""
+"""Pixels along the side of a latent pixel."""
 PROMPT = 512
-"""Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
+"""Text tokens that the class expects after a picture's. ComfyUI's encoder for Wan pads to this number."""
 ACCEPTS = ("clip_fea", "denoise_mask")
-"""`Inputs.accepts`: arguments of ComfyUI's model call that `conditioning` knows. The mask has made the frames' timesteps."""
+"""`Inputs.accepts`: arguments that `conditioning` knows. ComfyUI has already made the frames' timesteps from the mask."""
 TEXT_GUIDANCE = "text_guidance"
-"""Among what `conditioning` gets: (text [B, U, text_dim], settings [B, 3]) of normalized attention guidance."""
+"""Entry of ComfyUI's transformer_options: (text [B, U, text_dim], settings [B, 3]) of normalized attention guidance."""
 OPTIONS = (OPTION, FREQUENCY)
-"""`Inputs.options`, of the variants whose native class scales all positions alike."""
+"""`Inputs.options` of variants whose native class scales all positions in the same way."""
 MARKS = {  # a variant's name -> a key that only it has, in the order in which ComfyUI looks for them
     "vace": "vace_patch_embedding.weight",
     "camera": "control_adapter.conv.weight",
@@ -49,21 +40,16 @@ MARKS = {  # a variant's name -> a key that only it has, in the order in which C
     "reference": "ref_conv.weight",
 }
 _HEADER = {  # arguments of ComfyUI's WanModel, and what its supported_models asks for
+    **header_arguments("ffn_dim", "freq_dim", "text_dim", "num_layers", "patch_size", "cross_attn_norm"),
     "image_model": lambda _config: ("wan2.1",),
     "causal_ar": lambda _config: (False,),
     "dim": lambda config: (config["num_attention_heads"] * HEAD,),
     "num_heads": lambda config: (config["num_attention_heads"],),
-    "ffn_dim": lambda config: (config["ffn_dim"],),
-    "freq_dim": lambda config: (config["freq_dim"],),
-    "text_dim": lambda config: (config["text_dim"],),
     "text_len": lambda _config: (PROMPT,),
     "in_dim": lambda config: (config["in_channels"],),
     "out_dim": lambda config: (config["out_channels"],),
-    "num_layers": lambda config: (config["num_layers"],),
-    "patch_size": lambda config: (config["patch_size"],),
     "window_size": lambda _config: ((-1, -1),),
     "qk_norm": lambda _config: (True,),
-    "cross_attn_norm": lambda config: (config["cross_attn_norm"],),
     "eps": lambda _config: (1e-6,),
     "flf_pos_embed_token_number": lambda config: (config["pos_embed_seq_len"],),
     "in_dim_ref_conv": lambda _config: (None,),
@@ -81,19 +67,19 @@ _ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
 
 
 def kind(shapes: Shapes) -> str | None:
-    """Which of Wan's variants a file with these keys is, by ComfyUI's name for it; "" for a plain Wan, None for no Wan."""
+    """ComfyUI's name of the Wan variant that has these keys; "" for a plain Wan, None if it is no Wan."""
     if "head.modulation" not in shapes or "blocks.0.self_attn.q.weight" not in shapes:
         return None
     return next((name for name, key in MARKS.items() if key in shapes), "")
 
 
 def header(*model_types: str, **more: Callable[[Config], tuple[Any, ...]]) -> HeaderConfig:
-    """What the header may say of a model of these types. `more`: entries of the variant's own (HeaderConfig.values)."""
+    """Header of a model of these types. `more`: further entries of HeaderConfig.values."""
     return HeaderConfig(_HEADER | {"model_type": lambda _config: model_types} | more, others=False)
 
 
 def configure(shapes: Shapes) -> Config:
-    """See FileLayout.configure."""
+    """`FileLayout.configure` for the arguments that all variants have."""
     width, channels, *patch = shapes["patch_embedding.weight"]
     picture = shapes.get("img_emb.proj.0.weight", (None,))[0]
     return {
@@ -115,7 +101,7 @@ def configure(shapes: Shapes) -> Config:
 
 
 def key_map(config: Config, patches: str) -> KeyMap:
-    """See FileLayout.key_map; a variant adds its own. `patches`: the module that embeds the latent."""
+    """Key map of the modules that all variants have. `patches`: name of the module that embeds the latent."""
     keys = KeyMap()
     keys.copy({patches: "patch_embedding"} | _OUTSIDE)
     keys.tensor("scale_shift_table", "head.modulation")
@@ -124,40 +110,37 @@ def key_map(config: Config, patches: str) -> KeyMap:
         picture.copy(_PICTURE)
     if config["pos_embed_seq_len"] is not None:
         picture.tensor("pos_embed", "emb_pos")
-    for index in range(config["num_layers"]):
-        add_block(keys.inside(f"blocks.{index}.", f"blocks.{index}."), config)
+    for block in keys.each("blocks", "blocks", config["num_layers"]):
+        add_block(block, config)
     return keys
 
 
 def add_block(block: KeyMap, config: Config) -> None:
-    """Add what a block of Wan has; `block` is inside it."""
+    """Adds the layers of a block. `block`: the key map inside it."""
     block.tensor("scale_shift_table", "modulation")
     block.copy({"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
     block.copy({"norm2": "norm3"} if config["cross_attn_norm"] else {})
     for attention in (block.inside("attn1.", "self_attn."), block.inside("attn2.", "cross_attn.")):
         attention.copy(_ATTENTION)
-        attention.same("norm_q", "norm_k", parameters=("weight",))
+        attention.same("norm_q", "norm_k", parameters=WEIGHT)
     if config["added_kv_proj_dim"] is not None:
         attention.copy({"add_k_proj": "k_img", "add_v_proj": "v_img"})
-        attention.copy({"norm_added_k": "norm_k_img"}, ("weight",))
+        attention.copy({"norm_added_k": "norm_k_img"}, WEIGHT)
 
 
-def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning.
+def conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, text_dim] and, for models with layers for it, CLIP's `picture` [B, P, image_dim].
 
-    `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens. With
-    TEXT_GUIDANCE also `away` [B, U, text_dim or width] and `normalized` [B, 3]: see models/wan_text.py. ROPE and
-    ROPE_FREQUENCY where OPTIONS say so.
-
-    ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
+    With TEXT_GUIDANCE also `away` [B, U, text_dim or width] and `normalized` [B, 3] (models/wan_text.py). ROPE and
+    ROPE_FREQUENCY with OPTIONS. ValueError for text of another length than the class separates from the picture, and for
+    CLIP output of another model.
     """
-    context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
-    more = rope_tensors(given)
-    if TEXT_GUIDANCE in given:
-        away, settings = given[TEXT_GUIDANCE]
-        width = (
-            hidden(config) if away.shape[-1] == hidden(config) else config["text_dim"]
-        )  # the native model has embedded it
+    context, picture = text("Wan", config["text_dim"], call), call.get("clip_fea")
+    more = rope_tensors(call)
+    if TEXT_GUIDANCE in call:
+        away, settings = call[TEXT_GUIDANCE]
+        embedded = away.shape[-1] == hidden(config)  # by ComfyUI's native model
+        width = hidden(config) if embedded else config["text_dim"]
         more |= {"away": text("Wan", width, {"context": away}), "normalized": settings}
     if config["image_dim"] is None:
         return more | {"context": context}  # the native model ignores the picture as well
@@ -166,7 +149,7 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
             f"positive, negative: this model needs prompts of {PROMPT} tokens, this one has {context.shape[1]}. Shorten it, "
             "and do not concatenate conditionings."
         )
-    if picture is None:  # the native model then takes the text in the picture's place too
+    if picture is None:  # ComfyUI's native model then uses the text in place of the picture
         return more | {"context": torch.cat((context, context), dim=1)}
     tokens = config["pos_embed_seq_len"] or picture.shape[1]
     if picture.shape[1:] != (tokens, config["image_dim"]):
@@ -179,46 +162,57 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def packed(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent [B, C, T, H, W] -> its tokens [B, R, values] and their places [R, 3] float32: frame, row, column."""
-    whole = PATCHING.cut("frames")  # tokens frame by frame
-    return whole.pack(video), torch.cartesian_prod(*(torch.arange(float(size)) for size in whole.grid(tuple(video.shape))))
+    """Latent [B, C, T, H, W] -> tokens [B, R, values] and their positions [R, 3] float32: frame, row, column."""
+    patching = PATCHING.cut("frames")  # tokens in the class's order
+    sides = (torch.arange(float(size)) for size in patching.grid(tuple(video.shape)))
+    return patching.pack(video), torch.cartesian_prod(*sides)
 
 
 def references(tokens: list[torch.Tensor], positions: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Conditioning tensors of references: tokens [B, R, values] and positions [R, k] of each, one behind the other."""
-    packed, places = torch.cat(tokens, dim=1), torch.cat(positions)
-    return {REFERENCES: packed, REFERENCE_POSITIONS: places.expand(len(packed), -1, -1).to(packed.device)}
+    """Conditioning tensors of references from the tokens [B, R, values] and positions [R, k] of each, concatenated."""
+    packed = torch.cat(tokens, dim=1)
+    return {REFERENCES: packed, REFERENCE_POSITIONS: torch.cat(positions).expand(len(packed), -1, -1).to(packed.device)}
 
 
-def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """ValueError if frames, rows and columns of a video, which is `what`, are not those of the grid, in whole patches."""
+def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[float, ...]) -> None:
+    """ValueError if a video of these frames, rows and columns, called `what`, does not have the latent's whole patches."""
     frames, rows, columns = grid
-    wanted = (frames, 2 * rows, 2 * columns)
-    if tuple(sizes) != wanted:
-        found, wanted = (" x ".join(f"{side:g}" for side in each) for each in (sizes, wanted))
+    needed = (frames, 2 * rows, 2 * columns)
+    if tuple(sizes) != needed:
+        present, wanted = (" x ".join(f"{side:g}" for side in each) for each in (sizes, needed))
         raise ValueError(
-            f"positive, negative: {what} is made for a latent of {found} (frames, rows, columns), the latent_image takes "
+            f"positive, negative: {what} is made for a latent of {present} (frames, rows, columns), the latent_image takes "
             f"{wanted}. Give both nodes the same length, width and height, and those in multiples of 16."
         )
 
 
+def size_check(name: str, what: str) -> Callable[[tuple[int, ...], dict[str, torch.Tensor]], None]:
+    """`Inputs.check_grid` for the conditioning tensor `name` [B, C, T, H, W], which must have the latent's sizes."""
+
+    def check(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+        if name in tensors:
+            check_sizes(what, grid, tensors[name].shape[2:])
+
+    return check
+
+
 def native_values(config: Config) -> dict[str, Any]:
-    """See Family.native_values: what RIFLEx's node looks at."""
-    return {"dim": config["num_attention_heads"] * config["attention_head_dim"], "num_heads": config["num_attention_heads"]}
+    """`Family.native_values`: those that RIFLEx's node reads."""
+    return {"dim": hidden(config), "num_heads": config["num_attention_heads"]}
 
 
 def example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
+    """`Inputs.example` of the tensors that every variant needs."""
     tokens = text_tokens if config["image_dim"] is None else 2 * PROMPT
     return {"context": torch.randn(1, tokens, config["text_dim"])}
 
 
 def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    """See Forward.arguments."""
+    """Arguments of WanVariant.forward that all variants have."""
     picture, time = step.tensors.get("picture"), step.timestep
-    if picture is not None and config["pos_embed_seq_len"] is not None:  # the class takes first and last as a batch
+    if picture is not None and config["pos_embed_seq_len"] is not None:  # the class takes first and last picture as a batch
         picture = picture.reshape(2 * len(picture), -1, picture.shape[-1])
-    if time.ndim == 2:  # of each frame; the class takes one of each token
+    if time.ndim == 2:  # a time for each frame; the class takes one for each token
         time = time.repeat_interleave(torch.Size(step.grid[1:]).numel(), dim=1)
     return {
         "hidden_states": step.x,

@@ -1,42 +1,47 @@
-"""How far stale keys and values are off, judged by those that a micro-step has just computed afresh.
+"""Corrects stale keys and values by the fresh ones that a micro-step has just computed.
 
-What it computes was expected: its own old rows, extrapolated, lie in the buffer until they are overwritten. In the call
-behind the warm-up, where there is nothing to extrapolate from, much of the difference is common to all tokens, since it
-comes from the timestep. So the other rows are corrected by it.
+Until they are overwritten, the buffer has the extrapolated old rows of what the micro-step computes. In the call after
+the warm-up, which has no line to extrapolate along, much of the difference from the fresh rows is common to all tokens,
+since the timestep causes it. That common part is applied to the rows that are not computed yet.
 
-Nothing here stops the host, and little memory is taken beside the rows.
+Nothing here makes the host wait for the device.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 
 LEAST = 1e-6
 """Added to sums of squares: rows that are all zero stay as they are."""
-AT_ONCE = 1024
+TOKENS_AT_ONCE = 1024
 """Tokens of which there are float32 copies at a time."""
 
 
-def key_scale(expected: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts [b, n, h, D] -> [b, 1, h, 1] float32: the factor that takes `expected` closest to `fresh`, by least squares.
+def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The factor that takes `expected_bshD` closest to `fresh_bshD` by least squares: [b, 1, h, 1] float32.
 
-    One factor for each head: rotary embedding, of whichever layout, turns keys and leaves it valid at every position. A
-    shift would not be (docs/decisions.md).
+    Both are parts of the same tokens, in order.
     """
-    both = own = LEAST
-    for old, new in _pairs(expected, fresh):
-        old = old.float()
-        both = both + (old * new).sum((1, 3), keepdim=True)
-        own = own + old.square().sum((1, 3), keepdim=True)
-    return both / own
+    # Rotary embedding rotates pairs of a key's channels, by an angle that depends on the position. A factor of the whole
+    # head commutes with every such rotation. A shift would be right at one position only.
+    products = squares = fresh_bshD[0].new_full((), LEAST, dtype=torch.float32)
+    for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD):
+        old_bshD = old_bshD.float()
+        products = products + (old_bshD * new_bshD).sum((1, 3), keepdim=True)
+        squares = squares + old_bshD.square().sum((1, 3), keepdim=True)
+    return products / squares
 
 
-def value_shift(expected: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts [b, n, h, D] -> [b, 1, h, D] float32: the mean over tokens of what `fresh` has more."""
-    more = sum(new.float().sum(1, keepdim=True) - old.float().sum(1, keepdim=True) for old, new in _pairs(expected, fresh))
-    return more / sum(part.shape[1] for part in fresh)
+def value_shift(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean over tokens of fresh less expected values: [b, 1, h, D] float32."""
+    sums = [
+        new_bshD.float().sum(1, keepdim=True) - old_bshD.float().sum(1, keepdim=True)
+        for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD)
+    ]
+    return functools.reduce(torch.add, sums) / sum(part.shape[1] for part in fresh_bshD)
 
 
 def _pairs(expected: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for parts in zip(expected, fresh, strict=True):
-        yield from zip(*(part.split(AT_ONCE, dim=1) for part in parts), strict=True)
+        yield from zip(*(part.split(TOKENS_AT_ONCE, dim=1) for part in parts), strict=True)

@@ -1,8 +1,8 @@
-"""Values first: under Ulysses a layer's values are computed before its queries and keys, and travel meanwhile.
+"""Values first: under Ulysses a layer's values travel while the layer's queries and keys are computed.
 
-The class's own forward runs. A hook computes the values where their input is first seen, and the layer, when the forward
-calls it, gives out what is there. As in cache-dit's asynchronous Ulysses and in CoCoDiff (arXiv 2604.14561). The values are
-the same numbers: attention is exact.
+A hook computes the values as soon as their input is known, and starts their transfer. The class's forward stays as it is:
+when it calls the values' layer, the layer returns the output that the hook has computed. Values are the same numbers, so
+attention is exact. As in cache-dit's asynchronous Ulysses and in CoCoDiff (arXiv 2604.14561).
 """
 
 import functools
@@ -21,21 +21,21 @@ from .context import AttentionContext
 from .ulysses import start_sequence_to_heads
 
 
-class ComputedLayer:
-    """Mixed into the class of a layer that makes values."""
+class ComputedLayer(nn.Module):
+    """Mixed into the class of a layer that computes values."""
 
     computed: tuple[torch.Tensor, torch.Tensor] | None
-    """Input and output of a call that is still to come."""
+    """Input and output for the forward's next call of the layer. None once they have been used."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.computed is None:
             return super().__call__(x)
-        (given, out), self.computed = self.computed, None
-        assert given is x, "values were computed of another input than the layer's"
+        (computed_x, out), self.computed = self.computed, None
+        assert computed_x is x, "values were computed of another input than the layer's"
         return out
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """The output for `x`, kept for the call."""
+        """Compute the layer's output for `x` early, and keep it until the block's forward calls the layer."""
         out = self(x)
         self.computed = x, out
         return out
@@ -43,7 +43,7 @@ class ComputedLayer:
 
 @functools.cache
 def _computed(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind` with its name. Made once per class."""
+    """A subclass of `kind` with the same name, made once per class."""
     return type(kind.__name__, (ComputedLayer, kind), {})
 
 
@@ -61,34 +61,34 @@ class ValuesFirst:
             return
         self._layers.append(_adopted(getattr(module, values.text)))
         self._arguments.append(values.text_argument)
-        if text_first:  # as tokens are in attention
+        if text_first:  # the order of tokens in attention
             self._layers.reverse()
             self._arguments.reverse()
         self._signature = inspect.signature(type(module).forward)
         module.register_forward_pre_hook(self._begin_with_arguments, with_kwargs=True)
 
     def _begin_with_arguments(self, module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
-        given = self._signature.bind(module, *inputs, **named).arguments
-        self._begin([given[name] for name in self._arguments])
+        arguments = self._signature.bind(module, *inputs, **named).arguments
+        self._begin([arguments[name] for name in self._arguments])
 
-    def _begin(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Compute the values of `inputs`, [B, n, channels] of each stream in order, and start their transfer.
+    def _begin(self, inputs_BsC: Sequence[torch.Tensor]) -> None:
+        """Compute the values of `inputs_BsC`, one for each stream in order, and start their transfer.
 
-        Whether it does is the same on all ranks.
+        All ranks decide alike whether to, as a transfer needs.
         """
         context = self._context
         step = None if context.step is None else context.step.over(self._over)
-        if step is None or not step.overlap or not step.runs or staged(inputs[0], context.ulysses.group):
+        if step is None or not step.overlap or not step.runs or staged(inputs_BsC[0], context.ulysses.group):
             return
         assert context.early_values is None, "values of another layer were never attended to"
-        parts = [layer.compute(x) for layer, x in zip(self._layers, inputs, strict=True)]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        v_BsHD = joined.unflatten(-1, (-1, self._head_size))
+        parts = [layer.compute(x) for layer, x in zip(self._layers, inputs_BsC, strict=True)]
+        joined_BsC = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        v_BsHD = joined_BsC.unflatten(-1, (-1, self._head_size))
         if context.sharing > 1:
             v_BsHD = v_BsHD.repeat_interleave(context.sharing, dim=2)
         axis, ranks = context.ulysses, context.ulysses_ranks(context.patch.index, context.ring.index)
         tokens = [step.lengths[rank] for rank in ranks]
-        surplus = v_BsHD.shape[1] - tokens[axis.index]  # see ParallelAttention.attend
+        surplus = v_BsHD.shape[1] - tokens[axis.index]  # the token in place of no text, as in ParallelAttention._attend
         v_BsHD = v_BsHD[:, surplus:] if self._text_first else v_BsHD[:, : tokens[axis.index]]
         heads = split(Span(0, v_BsHD.shape[2]), axis.size)
         ready = start_sequence_to_heads([v_BsHD], [tokens], heads, axis, context.traffic, context.codec)
@@ -102,7 +102,7 @@ class ValuesFirst:
         context.early_values = finish
 
 
-def _adopted(layer: nn.Module) -> nn.Module:
+def _adopted(layer: Any) -> ComputedLayer:
     layer.__class__, layer.computed = _computed(type(layer)), None
     return layer
 
@@ -110,13 +110,14 @@ def _adopted(layer: nn.Module) -> nn.Module:
 def install_early_values(
     modules: Sequence[tuple[nn.Module, str, Values | None]], context: AttentionContext, head_size: int, text_first: bool
 ) -> None:
-    """Hook a stage's attention modules where values travel between Ulysses ranks, and other transfers do not.
+    """Hook a stage's attention modules where values travel between Ulysses ranks, and no other transfer can come between.
 
-    Tensor ranks add up inside some layers' norms, between the values' start and attention: an order of two groups' transfers
-    that NCCL may not forgive. Gloo's copies of a GPU's tensors have the host wait for the device, which is better done once.
+    Transfers that go through host memory are not started early (staged): each makes the host wait for the device, so one
+    for queries, keys and values together is better.
     """
-    axis = context.ulysses
-    if axis.size == 1 or context.tensor.size > 1:
+    # Tensor ranks sum inside some layers' norms, between the values' start and attention. NCCL may deadlock when transfers
+    # of two groups are under way and the ranks' devices begin them in different orders.
+    if context.ulysses.size == 1 or context.tensor.size > 1:
         return
     for module, over, values in modules:
         if values is not None and over in (JOINT, IMAGE):

@@ -1,4 +1,4 @@
-"""Which of some tokens of a video are of which frame."""
+"""Tokens of a video by frame."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +11,19 @@ from parallel_backend.core.spans import Span
 
 @dataclass
 class FrameRows:
-    """Of the videos of one size."""
+    """The frames of the tokens of videos of one size."""
 
-    frame: torch.Tensor
-    """[N] on the host: frame of each place of the token order."""
+    frame_S: torch.Tensor
+    """Frame of each token, in token order. On the host."""
     device: torch.device
-    """Where indices go."""
+    """Target of index tensors."""
     known: dict[Any, Any]
-    """Where indices are kept, by places."""
+    """Cache of index tensors, keyed by spans."""
 
-    def of(self, places: tuple[Span, ...]) -> list[torch.Tensor]:
-        """By frame: indices, on the device, among the tokens of `places` one behind the other. Frames may have none."""
-        if (key := ("frame rows", places)) not in self.known:
-            frame = torch.cat([self.frame[span.slice] for span in places])
-            numbers = range(int(self.frame.max()) + 1)
-            self.known[key] = [to_device((frame == number).nonzero()[:, 0], self.device) for number in numbers]
+    def of(self, spans: tuple[Span, ...]) -> list[torch.Tensor]:
+        """By frame: indices, on the device, among the concatenated tokens of `spans`. Frames may have none."""
+        if (key := ("frame rows", spans)) not in self.known:
+            frame_s = torch.cat([self.frame_S[span.slice] for span in spans])
+            numbers = range(int(self.frame_S.max()) + 1)
+            self.known[key] = [to_device((frame_s == number).nonzero()[:, 0], self.device) for number in numbers]
         return self.known[key]

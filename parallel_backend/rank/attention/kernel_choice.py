@@ -1,7 +1,7 @@
-"""Which attention kernel a rank takes, and which of its calls go to SDPA instead.
+"""Chooses the attention kernel of a rank, and sends the calls that the kernel does not support to SDPA.
 
-A kernel has to compute once on this device first: a wheel that is installed may be for another torch or another GPU, which
-shows at its first call only.
+A kernel is tried on the device first: an installed wheel may be built for another torch or another GPU, and only its first
+call shows that.
 """
 
 import importlib
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 TRIAL_QUERIES, TRIAL_KEYS, TRIAL_HEADS = 45, 77, 3
 """No multiples of any kernel's tile, and no two alike."""
 TRIAL_SEEN = (20, TRIAL_KEYS)
-"""Keys that the mask leaves to the trial's two entries."""
+"""Keys that the mask leaves to each of the trial's two entries."""
 TOLERANCE = 0.05
 """Between a half-precision or quantising kernel and the formula in fp32, on values within 1."""
 LONGEST_REASON = 200
@@ -28,14 +28,14 @@ LONGEST_REASON = 200
 
 
 class RankKernel:
-    """A rank's attention: by one kernel, and by SDPA what that cannot take.
+    """A rank's attention: by one kernel, and by SDPA for calls that the kernel does not support.
 
-    Tried once for each head size and dtype, with the log-sum-exp apart. `attend` and `attend_lse`: see kernels/interface.py;
-    besides, several query heads in a row may share one of the keys and values.
+    The kernel is tried once for each head size and dtype, with and without the log-sum-exp. `attend` and `attend_lse`: see
+    kernels/interface.py; in addition several query heads in a row may share a head of keys and values.
     """
 
     def __init__(self, kernel: AttentionKernel, device: torch.device, refused: str = ""):
-        """`refused`: why it is not the kernel that was wished for, in words of the report."""
+        """`refused`: why this is not the kernel that the user asked for, in words of the report."""
         self.kernel, self._device, self._refused = kernel, device, refused
         self._module = _module(kernel)
         self._failures: dict[tuple[int, torch.dtype, bool], str | None] = {}
@@ -43,14 +43,16 @@ class RankKernel:
         self._lacked: set[str] = set()
         self._took_calls = False
 
-    def attend(self, q, k, v, mask, scale):
-        return self._for(q, k, mask, lse=False).attend(q, *_for_each_head(q, k, v), mask, scale)
+    def attend(self, q_BQHD, k_BKhD, v_BKhD, mask_BK, scale):
+        module = self._for(q_BQHD, k_BKhD, mask_BK, lse=False)
+        return module.attend(q_BQHD, *_for_each_head(q_BQHD, k_BKhD, v_BKhD), mask_BK, scale)
 
-    def attend_lse(self, q, k, v, mask, scale):
-        return self._for(q, k, mask, lse=True).attend_lse(q, *_for_each_head(q, k, v), mask, scale)
+    def attend_lse(self, q_BQHD, k_BKhD, v_BKhD, mask_BK, scale):
+        module = self._for(q_BQHD, k_BKhD, mask_BK, lse=True)
+        return module.attend_lse(q_BQHD, *_for_each_head(q_BQHD, k_BKhD, v_BKhD), mask_BK, scale)
 
     def failure(self, head_size: int, dtype: torch.dtype, lse: bool = False) -> str | None:
-        """Why it does not take such calls; None if it does."""
+        """Why the kernel does not support such calls; None if it does."""
         key = head_size, dtype, lse
         if key not in self._failures:
             self._failures[key] = failure = trial(self.kernel, self._device, dtype, head_size, lse)
@@ -60,7 +62,7 @@ class RankKernel:
         return self._failures[key]
 
     def report(self) -> str:
-        """What computed since the last report. Empty on CPUs, which have one kernel."""
+        """The kernels that computed since the last report, for the user. Empty on CPUs, which have one kernel."""
         dtypes, lacked, took = sorted(self._dtypes), sorted(self._lacked), self._took_calls
         self._dtypes, self._lacked, self._took_calls = set(), set(), False
         if self._device.type != "cuda":
@@ -73,34 +75,35 @@ class RankKernel:
         text += f", since {self._refused}" if self._refused else ""
         return text + (", on ROCm, where Parallel DiT has never been tried" if torch.version.hip else "")
 
-    def _for(self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, lse: bool) -> ModuleType:
-        """The module that takes this call."""
-        if not q.numel() or not k.numel():
+    def _for(self, q_BQHD: torch.Tensor, k_BKhD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> ModuleType:
+        """The module of the kernel that computes this call."""
+        if not q_BQHD.numel() or not k_BKhD.numel():
             return sdpa
-        self._dtypes.add(_name(q.dtype))
-        lacks = self._lacks(q, mask, lse)
+        self._dtypes.add(_name(q_BQHD.dtype))
+        lacks = self._lacks(q_BQHD, mask_BK, lse)
         if lacks:
             self._lacked.add(lacks)
             return sdpa
         self._took_calls = True
         return self._module
 
-    def _lacks(self, q: torch.Tensor, mask: torch.Tensor | None, lse: bool) -> str:
-        """Why this call is not the kernel's, in words of the report. Empty: it is."""
+    def _lacks(self, q_BQHD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> str:
+        """The kind of call that the kernel does not support and this call is, in words of the report. Empty: none."""
         if self.kernel.name == SDPA:
             return ""
-        if mask is not None and not self.kernel.masks:
+        size, dtype = q_BQHD.shape[-1], q_BQHD.dtype
+        if mask_BK is not None and not self.kernel.masks:
             return "calls with a mask"
-        if self.failure(q.shape[-1], q.dtype) is not None:
-            return f"heads of {q.shape[-1]} in {_name(q.dtype)}"
-        return "calls that need a log-sum-exp" if lse and self.failure(q.shape[-1], q.dtype, lse=True) is not None else ""
+        if self.failure(size, dtype) is not None:
+            return f"heads of {size} in {_name(dtype)}"
+        return "calls that need a log-sum-exp" if lse and self.failure(size, dtype, lse=True) is not None else ""
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: int = 64, ring: bool = False) -> RankKernel:
-    """The kernel for an `attention` (core/attention_kernels.py), heads of this size and weights of dtype `dtype`.
+    """The kernel for the setting `attention` (core/attention_kernels.py), for weights of dtype `dtype`.
 
-    What is wished for and does not run here gives way to SDPA. With `ring` there has to be a log-sum-exp too. ValueError
-    for a demanded kernel that does not run here, and for a ring without log-sum-exp.
+    A preferred kernel that does not run here is replaced by SDPA. ValueError for a demanded kernel that does not run here,
+    and for a `ring` without a kernel that returns the log-sum-exp.
     """
     kernel, demanded = wanted(attention)
     compute = compute_dtype(dtype, device)
@@ -109,8 +112,8 @@ def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: i
         if not kernel.possible(str(device), dtype):
             failure = "is not installed here or cannot serve this device and dtype"
             log.warning("%s %s", kernel.title, failure)
-        elif found := chosen.failure(head_size, compute):
-            failure = f"failed a trial ({found})"
+        elif reason := chosen.failure(head_size, compute):
+            failure = f"failed a trial ({reason})"
         if failure and demanded:
             raise ValueError(f"attention is '{attention}', but {kernel.title} {failure}. Use 'auto' or 'sdpa'.")
         if failure:
@@ -127,36 +130,36 @@ def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: i
 
 
 def trial(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_size: int, lse: bool) -> str | None:
-    """Why a kernel cannot be used for heads of this size; None if it computes what the formula says.
+    """Why a kernel cannot be used for heads of this size; None if its results are those of SDPA on the CPU in fp32.
 
-    On queries, keys and values strided as they come out of an all-to-all, with a mask where the kernel takes masks.
+    Queries, keys and values are strided as Ulysses' all-to-all leaves them. Also with a mask, if the kernel takes masks.
     """
     count = TRIAL_KEYS * 3 * len(TRIAL_SEEN) * TRIAL_HEADS * head_size
-    rows = torch.arange(count).sin().view(TRIAL_KEYS, 3, len(TRIAL_SEEN), TRIAL_HEADS, head_size)
-    some = torch.arange(TRIAL_KEYS)[None] < torch.tensor(TRIAL_SEEN)[:, None]
-    for mask in (None, some) if kernel.masks else (None,):
-        expected = sdpa.attend_lse(*_queries_keys_values(rows), mask, None)
+    rows_K3BHD = torch.arange(count).sin().view(TRIAL_KEYS, 3, len(TRIAL_SEEN), TRIAL_HEADS, head_size)
+    seen_BK = torch.arange(TRIAL_KEYS)[None] < torch.tensor(TRIAL_SEEN)[:, None]
+    for mask_BK in (None, seen_BK) if kernel.masks else (None,):
+        expected = sdpa.attend_lse(*_queries_keys_values(rows_K3BHD), mask_BK, None)
         try:
-            here = rows.to(device, dtype, copy=True)
-            arguments = *_queries_keys_values(here), None if mask is None else mask.to(device), None
+            tried_K3BHD = rows_K3BHD.to(device, dtype, copy=True)
+            arguments = *_queries_keys_values(tried_K3BHD), None if mask_BK is None else mask_BK.to(device), None
             module = _module(kernel)
-            found = module.attend_lse(*arguments) if lse else (module.attend(*arguments),)
-            found = [part.float().cpu() for part in found]  # waits: a kernel that cannot run says so now
-            unchanged = torch.equal(here, rows.to(device, dtype))
+            results = module.attend_lse(*arguments) if lse else (module.attend(*arguments),)
+            results = [part.float().cpu() for part in results]  # waits: CUDA raises a failed launch at the next wait
+            unchanged = torch.equal(tried_K3BHD, rows_K3BHD.to(device, dtype))
         except Exception as error:  # whatever a foreign package's import or first call may raise
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:LONGEST_REASON]
         if not unchanged:
             return "it changes its arguments"
-        for part, right in zip(found, expected, strict=False):
+        for part, right in zip(results, expected, strict=False):  # `expected` has a log-sum-exp in any case
             if part.shape != right.shape or not torch.allclose(part, right, atol=TOLERANCE, rtol=TOLERANCE):
                 return "its results are wrong"
     return None
 
 
-def _queries_keys_values(rows: torch.Tensor) -> list[torch.Tensor]:
-    """[keys, 3, B, H, D] -> [B, queries, H, D] and two of [B, keys, H, D], all views of it."""
-    q, k, v = (rows[:, index].transpose(0, 1) for index in range(3))
-    return [q[:, :TRIAL_QUERIES], k, v]
+def _queries_keys_values(rows_K3BHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of it: queries [B, Q, H, D], keys and values [B, K, H, D]."""
+    q_BKHD, k_BKHD, v_BKHD = (rows_K3BHD[:, index].transpose(0, 1) for index in range(3))
+    return q_BKHD[:, :TRIAL_QUERIES], k_BKHD, v_BKHD
 
 
 def _module(kernel: AttentionKernel) -> ModuleType:
@@ -167,7 +170,7 @@ def _name(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
 
 
-def _for_each_head(q: torch.Tensor, *shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[B, k, h, D] of heads that several query heads share -> [B, k, H, D]."""
-    times = q.shape[2] // shared[0].shape[2]
-    return shared if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in shared)
+def _for_each_head(q_BQHD: torch.Tensor, *shared_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values [B, K, H, D]: each of the h heads, which several query heads share, once for each of them."""
+    times = q_BQHD.shape[2] // shared_BKhD[0].shape[2]
+    return shared_BKhD if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in shared_BKhD)

@@ -1,9 +1,8 @@
 """K/V buffers: keys and values of the whole sequence, kept from call to call of a run, for bands at different steps.
 
 A band reads keys and values of bands that have not run in this call yet (PipeFusion), or that run on another rank (displaced
-patches). Those are one call old. The buffer extrapolates them along the line through the last two calls, and corrects them
-by what the call's first micro-step computes afresh (correction.py). What both bring on the trained mini model:
-docs/decisions.md.
+patches). Those are one call old. The buffer extrapolates them along the line through the last two calls, since they change
+nearly in proportion to the timestep, and corrects them by the fresh ones of the call's first micro-step (correction.py).
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -25,88 +24,88 @@ Piece = tuple[Span, Span]
 
 @dataclass
 class Arriving:
-    """Keys and values of other ranks' tokens, under way."""
+    """Keys and values of other ranks' tokens whose transfer is under way."""
 
     gathering: Gathering | ChangeGathering
-    """[2, b, n, h, D] of each rank."""
+    """Gathers [2, b, s, h, D] of each rank."""
     pieces: list[list[Piece]]
-    """By rank, where its part belongs."""
+    """By rank, where the rank's part belongs."""
     entries: Span
-    """Batch entries that b covers."""
+    """The b batch entries."""
 
 
 @dataclass
 class LayerBuffer:
-    """One layer's keys and values of this rank's heads, after norm and rotary embedding."""
+    """One layer's keys and values, after norm and rotary embedding. S: text, then image tokens of the sequence."""
 
-    keys: torch.Tensor
-    """[B, text + image, h, D]."""
-    values: torch.Tensor
-    """As `keys`."""
+    k_BShD: torch.Tensor
+    v_BShD: torch.Tensor
     call: int
-    """Number of the call that `keys` and `values` were last written or extrapolated for."""
+    """Number of the call that keys and values were last written or extrapolated for."""
     last: tuple[torch.Tensor, torch.Tensor] | None = None
     """Keys and values of the call before, kept only for extrapolation."""
     arriving: list[Arriving] = field(default_factory=list)
-    """What other ranks computed in this call. Read in the next one."""
+    """Keys and values that other ranks computed in this call. Read in the next one."""
 
     @property
     def nbytes(self) -> int:
-        return (self.keys.nbytes + self.values.nbytes) * (1 if self.last is None else 2)
+        return (self.k_BShD.nbytes + self.v_BShD.nbytes) * (1 if self.last is None else 2)
 
     def extrapolate(self, weight: torch.Tensor) -> None:
         """Estimate this call's keys and values from those of the last two. `weight`: see KVBuffer.weights."""
         if self.last is None:
-            self.last = (self.keys.clone(), self.values.clone())
+            self.last = (self.k_BShD.clone(), self.v_BShD.clone())
             return
-        for last, now in zip(self.last, (self.keys, self.values), strict=True):
+        # The estimate is written over the older of the two calls, which nothing reads any more: no third copy is needed.
+        for last, now in zip(self.last, (self.k_BShD, self.v_BShD), strict=True):
             last.lerp_(now, weight)
         self.swap()
 
     def swap(self) -> None:
-        """What was written over the call before the last is this call's, and this call's so far is the last one's."""
-        (self.keys, self.values), self.last = self.last, (self.keys, self.values)
+        """`last`, where this call's estimate was written, becomes the present; the present becomes `last`."""
+        assert self.last is not None
+        (self.k_BShD, self.v_BShD), self.last = self.last, (self.k_BShD, self.v_BShD)
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span) -> None:
-        """Copy rows of [b, n, h, D] to their positions."""
+    def write(self, k_bshD: torch.Tensor, v_bshD: torch.Tensor, pieces: list[Piece], entries: Span) -> None:
+        """Copy rows to their positions."""
         for rows, positions in pieces:
-            self.keys[entries.slice, positions.slice] = keys[:, rows.slice]
-            self.values[entries.slice, positions.slice] = values[:, rows.slice]
+            self.k_BShD[entries.slice, positions.slice] = k_bshD[:, rows.slice]
+            self.v_BShD[entries.slice, positions.slice] = v_bshD[:, rows.slice]
 
-    def correct(self, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span, known: Span) -> None:
-        """Correct the positions `known` by rows of [b, n, h, D], before these are written over what was expected of them.
-
-        Those outside of `known` were never expected to be anything. Where they are all of it, nothing stays stale.
-        """
-        expected = [(rows, at) for rows, at in pieces if known.start <= at.start and at.stop <= known.stop]
-        if not 0 < sum(len(at) for _, at in expected) < len(known):
+    def correct(self, k_bshD: torch.Tensor, v_bshD: torch.Tensor, pieces: list[Piece], entries: Span, known: Span) -> None:
+        """Correct the positions `known`, which have estimates, by fresh rows. To be called before the rows are written."""
+        # Rows outside of `known`, such as text, have no estimate to compare with. Where the rows are all of `known`, they
+        # overwrite it, and nothing stale is left to correct.
+        compared = [(rows, at) for rows, at in pieces if known.start <= at.start and at.stop <= known.stop]
+        if not 0 < sum(len(at) for _, at in compared) < len(known):
             return
-        old_keys, old_values = ([kept[entries.slice, at.slice] for _, at in expected] for kept in (self.keys, self.values))
-        new_keys, new_values = ([new[:, rows.slice] for rows, _ in expected] for new in (keys, values))
-        scale, shift = key_scale(old_keys, new_keys), value_shift(old_values, new_values)
-        self.keys[entries.slice, known.slice].mul_(scale)
-        self.values[entries.slice, known.slice].add_(shift)
+        kept = (self.k_BShD[entries.slice], self.v_BShD[entries.slice])
+        old_k, old_v = ([x_bShD[:, at.slice] for _, at in compared] for x_bShD in kept)
+        new_k, new_v = ([x_bshD[:, rows.slice] for rows, _ in compared] for x_bshD in (k_bshD, v_bshD))
+        scale, shift = key_scale(old_k, new_k), value_shift(old_v, new_v)
+        self.k_BShD[entries.slice, known.slice].mul_(scale)
+        self.v_BShD[entries.slice, known.slice].add_(shift)
 
     def commit_received(self) -> None:
-        """Wait for what other ranks sent during the last call, and write it."""
+        """Wait for the keys and values that other ranks sent during the last call, and write them."""
         for arrival in self.arriving:
-            for (keys, values), pieces in zip(arrival.gathering.wait(), arrival.pieces, strict=True):
-                self.write(keys, values, pieces, arrival.entries)
+            for (k_bshD, v_bshD), pieces in zip(arrival.gathering.wait(), arrival.pieces, strict=True):
+                self.write(k_bshD, v_bshD, pieces, arrival.entries)
         self.arriving.clear()
 
 
 class BufferSlot(NamedTuple):
-    """Which call a layer has come to, and where its keys and values are. See LayerBuffer."""
+    """Fields of a LayerBuffer that `update` changes on the host."""
 
     call: int
-    keys: torch.Tensor
-    values: torch.Tensor
+    k_BShD: torch.Tensor
+    v_BShD: torch.Tensor
     last: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass
 class KVBuffer:
-    """Buffers of all layers of a stage, for one run and conditioning. Text tokens come first, then the image's.
+    """Buffers of all layers of a stage, for one run and conditioning.
 
     A layer's buffer is made when it is first written, since heads and dtype are not known before.
     """
@@ -116,19 +115,20 @@ class KVBuffer:
     extrapolate: bool
     """See sampling.OpenRun."""
     correct: bool = True
-    """Stale image tokens are corrected by fresh ones. Not where reference tokens are among them, which do not change as the
-    image's do."""
+    """Stale image tokens are corrected by fresh ones. False where some of them are tokens of references: these do not change
+    as the picture's do."""
     filled: int = 0
     """Image tokens [0, filled) have been written. Without warm-up the first calls read only these."""
     layers: dict[int, LayerBuffer] = field(default_factory=dict)
     held: dict[tuple[int, Span], Held] = field(default_factory=dict)
-    """By layer and batch entries, what ranks hold of each other's keys and values where only changes are sent."""
+    """By layer and batch entries: the values that changes are sent relative to (ChangeCodec)."""
     weights: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
-    """By dtype of keys and values: how far along the line through the last two calls this call is, 1 being the last. On the
-    device, since a CUDA graph would repeat a number of the host's for ever. In bf16 it is rounded, by up to 1/256 (1/128
-    from 2 on)."""
+    """By dtype of keys and values, the point of this call on the line through the last two calls: 0 the older, 1 the newer.
+
+    A tensor on the device, since a CUDA graph would repeat a number of the host at each replay. bf16 rounds it, by up to
+    1/256 (1/128 from 2 on)."""
     _call: int = 0
-    _times: tuple[float, ...] = ()  # timesteps of the last two calls and of the one under way
+    _times: tuple[float, ...] = ()  # timesteps of the last two calls and of the present one
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +141,10 @@ class KVBuffer:
                 arrival.gathering.wait_pending()
 
     def begin_call(self, time: float) -> None:
-        """A call begins. Calls at the same timestep `time` count as one: heun's second and the next step's first."""
+        """A call begins at timestep `time`.
+
+        Two calls in a row at one timestep count as one, such as the second call of heun and the next step's first.
+        """
         if self._times and time == self._times[-1]:
             return
         self._call += 1
@@ -155,67 +158,68 @@ class KVBuffer:
         return 1.0 if len(self._times) < 3 else 1.0 + step_ratio(*self._times)
 
     def pattern(self) -> tuple[Hashable, ...]:
-        """What `update` goes by on the host: how much is filled, and which layers see this call for the first time."""
+        """All that `update` decides by on the host: tokens filled, and which layers see this call for the first time."""
         return self.filled, *((layer.call == self._call, layer.last is None) for layer in self.layers.values())
 
     def addresses(self) -> tuple[int, ...]:
         """Where keys and values are in memory now. LayerBuffer.swap exchanges two places at each call."""
-        return tuple(kept.data_ptr() for layer in self.layers.values() for kept in (layer.keys, layer.values))
+        return tuple(x_BShD.data_ptr() for layer in self.layers.values() for x_BShD in (layer.k_BShD, layer.v_BShD))
 
     def slots(self) -> dict[int, BufferSlot]:
-        """By layer."""
+        """By layer, the state that `restore` goes back to."""
         return {
-            number: BufferSlot(layer.call, layer.keys, layer.values, layer.last) for number, layer in self.layers.items()
+            number: BufferSlot(layer.call, layer.k_BShD, layer.v_BShD, layer.last) for number, layer in self.layers.items()
         }
 
     def follow(self, layers: Iterable[int]) -> None:
-        """A CUDA graph has done on the device what `update` does in these layers when they see a call for the first time."""
+        """A replayed CUDA graph began a call in these layers on the device: do the host's part of `update`."""
         for number in layers:
             self.layers[number].call = self._call
             if self.extrapolate:
                 self.layers[number].swap()
 
     def restore(self, slots: Mapping[int, BufferSlot]) -> None:
-        """Take back what `update` has done on the host since `slots` was read, where the device has done nothing of it."""
+        """Undo the host's part of `update` since `slots` was read, for a failed capture: the device has done nothing."""
         for number in [number for number in self.layers if number not in slots]:
             del self.layers[number]
         for number, slot in slots.items():
             layer = self.layers[number]
-            layer.call, layer.keys, layer.values, layer.last = slot
+            layer.call, layer.k_BShD, layer.v_BShD, layer.last = slot
 
     def update(
         self,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        k_bshD: torch.Tensor,
+        v_bshD: torch.Tensor,
         pieces: list[Piece],
         entries: Span,
         text_tokens: int,
         image: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write fresh keys and values [b, n, h, D]. Returns views [b, text + m, h, D] of all that is filled.
+        """Write fresh keys and values of batch entries `entries`. Returns views of these entries' tokens filled so far.
 
-        `entries`: batch entries that b covers. `text_tokens`: text tokens before the image's, 0 in layers without text.
-        `image`: the image's tokens are there at all.
+        `text_tokens`: text tokens before the image's, 0 in layers without text. `image`: the layer has keys of image tokens.
         """
         image_tokens, filled = (self.image_tokens, self.filled) if image else (0, 0)
         if layer not in self.layers:
-            shape = (self.batch, text_tokens + image_tokens, *keys.shape[2:])
-            self.layers[layer] = LayerBuffer(keys.new_empty(shape), values.new_empty(shape), self._call)
-            if self.extrapolate and keys.dtype not in self.weights:
-                self.weights[keys.dtype] = keys.new_full((), self._weight)
+            shape = (self.batch, text_tokens + image_tokens, *k_bshD.shape[2:])
+            self.layers[layer] = LayerBuffer(k_bshD.new_empty(shape), v_bshD.new_empty(shape), self._call)
+            if self.extrapolate and k_bshD.dtype not in self.weights:
+                self.weights[k_bshD.dtype] = k_bshD.new_full((), self._weight)
         buffer = self.layers[layer]
+        # In this order: received rows are of the last call, so they belong on the line before it is extrapolated, and the
+        # correction compares the estimates with the fresh rows before these overwrite them.
         buffer.commit_received()
         if buffer.call != self._call:
             buffer.call = self._call
             if self.extrapolate:
-                buffer.extrapolate(self.weights[keys.dtype])
+                buffer.extrapolate(self.weights[k_bshD.dtype])
             if self.correct:
-                buffer.correct(keys, values, pieces, entries, Span(text_tokens, text_tokens + filled))
-        buffer.write(keys, values, pieces, entries)
+                buffer.correct(k_bshD, v_bshD, pieces, entries, Span(text_tokens, text_tokens + filled))
+        buffer.write(k_bshD, v_bshD, pieces, entries)
         stop = max([text_tokens + filled, *(positions.stop for _, positions in pieces)])
-        return buffer.keys[entries.slice, :stop], buffer.values[entries.slice, :stop]
+        return buffer.k_BShD[entries.slice, :stop], buffer.v_BShD[entries.slice, :stop]
 
     def add_pending(self, layer: int, arriving: Arriving) -> None:
-        """Have the layer write what is arriving at its next call."""
+        """Have the layer write `arriving` at its next call."""
         self.layers[layer].arriving.append(arriving)

@@ -1,20 +1,24 @@
-"""Parallel attention. diffusers' attention dispatcher calls the `ParallelAttention` that a layer's processor has.
+"""Parallel attention. diffusers' attention dispatcher calls the `ParallelAttention` of a layer's processor.
 
 Order: Ulysses' all-to-all in; keys and values of other ring and patch ranks, or ring attention; the K/V buffer; the
-attention kernel; Ulysses' all-to-all out. Queries and keys [B, s, H, D] are normalised and have rotary embedding applied.
+attention kernel; Ulysses' all-to-all out. Queries and keys are normalised and have rotary embedding applied.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
+from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import JOINT, PAIRED
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
+from parallel_backend.rank.comm.mesh import Axis
 
 from .context import AttentionContext, AttentionStep
 from .kv_buffer import Arriving
@@ -26,11 +30,11 @@ from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_hea
 HEAD_GROUPS = {"cuda": 2, "cpu": 1}
 """Head groups per Ulysses rank, by device. One group's all-to-all overlaps another group's attention.
 
-On a CPU nothing is gained: its cores carry the transfers themselves (docs/performance.md).
+One on a CPU: the cores that would compute also move the data, so nothing overlaps.
 """
 
 LEAST_WORK = 1 << 14
-"""Batch entries x query tokens x heads of a head group, at least. Fills a large GPU: 128 multiprocessors, tiles of 128."""
+"""Least batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
 
 
 @dataclass(frozen=True)
@@ -38,188 +42,198 @@ class ParallelAttention:
     """A layer's parallel attention, kept in its processor's `_parallel_config`."""
 
     context: AttentionContext
-    """Has the micro-step under way."""
     layer: int
-    """Number of the layer within the stage, by which the K/V buffer knows it."""
+    """Number of the layer within the stage, its key in the K/V buffer."""
     over: str = JOINT
     """Tokens that the layer mixes, see `BlockList.attention`."""
     head_size: int = 0
-    """Channels of one stream's head. Only where `over` is PAIRED."""
+    """Channels of one stream's head. 0 where `over` is not PAIRED."""
 
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        q_BQHD: torch.Tensor,
+        k_BKHD: torch.Tensor,
+        v_BKHD: torch.Tensor,
         scale: float | None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries [B, q, H, D], keys and values [B, k, H, D] of the rank's tokens -> [B, q, H, D]: attention over all keys.
+        """Queries of this rank's tokens attend to keys of all tokens, or of all in the stream that the layer looks at.
 
-        Those of the whole sequence, or of the stream that the layer looks at.
-
-        Masks come with the micro-step: the model's own `mask` covers this rank's keys only.
+        Returns [B, Q, H, D]. Masks come with the micro-step: the model's own `mask` covers this rank's keys only.
         """
         step = self.context.step
         assert step is not None, "attention outside of a micro-step"
         assert mask is None or self.context.drops_mask, "this family's own forward passes an attention mask"
-        out = self._attend(step.over(self.over), query, key, value, scale)
-        return out if step.guidance is None or self.over != JOINT else self._guided(step, out)
+        out_BQHD = self._attend(step.over(self.over), q_BQHD, k_BKHD, v_BKHD, scale)
+        if step.guidance is None or self.over != JOINT:
+            return out_BQHD
+        return self._guided(step, step.guidance, out_BQHD)
 
-    def _attend(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
+    def _attend(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
         """As `attend`, without guidance."""
         context = self.context
         if not step.runs:
-            return torch.empty_like(query)
-        axis, heads = context.ulysses, query.shape[2]
+            return torch.empty_like(q_BQHD)
+        axis, heads = context.ulysses, q_BQHD.shape[2]
         ranks = context.ulysses_ranks(context.patch.index, context.ring.index)
-        lengths = [step.query_lengths[rank] for rank in ranks]
-        if (surplus := query.shape[1] - lengths[axis.index]) > 0:  # the token in the place of no text (BlockList.needs_text)
+        queries, keys = ([lengths[rank] for rank in ranks] for lengths in (step.query_lengths, step.lengths))
+        # More rows than tokens: the class needs text, and a band behind the first has none. The row that stands for the
+        # text (BlockList.needs_text) is cut off here, and its output is zero.
+        if (surplus := q_BQHD.shape[1] - queries[axis.index]) > 0:
             sides = (surplus, 0) if step.text_first else (0, surplus)
-            kept = slice(sides[0], query.shape[1] - sides[1])
-            return F.pad(self._attend(step, *(x[:, kept] for x in (query, key, value)), scale), (0, 0, 0, 0, *sides))
+            kept = slice(sides[0], q_BQHD.shape[1] - sides[1])
+            out_BQHD = self._attend(step, q_BQHD[:, kept], k_BKHD[:, kept], v_BKHD[:, kept], scale)
+            return F.pad(out_BQHD, (0, 0, 0, 0, *sides))
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
-            return attend(step, query, key, value, scale, Span(0, heads))
-        groups = head_groups(heads, axis.size, self._groups(step, query))
+            return attend(step, q_BQHD, k_BKHD, v_BKHD, scale, Span(0, heads))
+        groups = head_groups(heads, axis.size, self._groups(step, q_BQHD))
         shared = (axis, context.traffic, context.codec)
-        keys = [step.lengths[rank] for rank in ranks]
         early, context.early_values = context.early_values, None
-        travelling = (query, key, value) if early is None else (query, key)
-        tokens = (lengths, keys, keys)[: len(travelling)]
-        ready = start_sequence_to_heads(travelling, tokens, groups[0], *shared)
-        values = None if early is None else early()
-        out, finishing = torch.empty_like(query, memory_format=torch.contiguous_format), []
+        sent = (q_BQHD, k_BKHD, v_BKHD) if early is None else (q_BQHD, k_BKHD)
+        tokens = (queries, keys, keys)[: len(sent)]
+        # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the first group in,
+        # then for each group the next one in before this one's attention, and its output out behind it.
+        ready = start_sequence_to_heads(sent, tokens, groups[0], *shared)
+        values_BKhD = None if early is None else early()
+        out_BQHD, finishing = torch.empty_like(q_BQHD, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):
-            own, here = ready(), group[axis.index]
-            if values is not None:
-                own = (*own, values[:, :, here.shift(-groups[0][axis.index].start).slice])
+            qkv, span = ready(), group[axis.index]
+            if values_BKhD is not None:  # of all groups' heads, since the early transfer is not cut into groups
+                qkv = (*qkv, values_BKhD[:, :, span.shift(-groups[0][axis.index].start).slice])
             if number < len(groups):
-                ready = start_sequence_to_heads(travelling, tokens, groups[number], *shared)
-            finishing.append(start_heads_to_sequence(attend(step, *own, scale, here), out, lengths, group, *shared))
+                ready = start_sequence_to_heads(sent, tokens, groups[number], *shared)
+            q_BQhD, k_BKhD, v_BKhD = qkv
+            out_BQhD = attend(step, q_BQhD, k_BKhD, v_BKhD, scale, span)
+            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, *shared))
         for finish in finishing:
             finish()
-        return out
+        return out_BQHD
 
-    def _guided(self, step: AttentionStep, out: torch.Tensor) -> torch.Tensor:
-        """Guides the image's tokens of `out` [B, q, H, D], in place. See NormalizedGuidance."""
-        context, guidance = self.context, step.guidance
+    def _guided(self, step: AttentionStep, guidance: NormalizedGuidance, out_BQHD: torch.Tensor) -> torch.Tensor:
+        """Guides the image's tokens of `out_BQHD`, in place. See NormalizedGuidance."""
+        context = self.context
         positive, negative = guidance.positive.slice, guidance.negative.slice
         place = context.ulysses_ranks(context.patch.index, context.ring.index)[context.ulysses.index]
         tokens = len(step.image[place])
-        image = out[:, out.shape[1] - tokens :] if step.text_first else out[:, :tokens]
+        image = out_BQHD[:, out_BQHD.shape[1] - tokens :] if step.text_first else out_BQHD[:, :tokens]
+        # A token's norm is over the channels of all heads, which tensor ranks share.
         add_up = (lambda sums: all_reduce(sums, context.tensor, context.traffic)) if context.tensor.size > 1 else lambda x: x
         settings = guidance.scale, guidance.tau, guidance.alpha
         image[positive] = image[negative] = normalized(image[positive], image[negative], *settings, add_up)
-        return out
+        return out_BQHD
 
-    def _groups(self, step: AttentionStep, query: torch.Tensor) -> int:
+    def _groups(self, step: AttentionStep, q_BQHD: torch.Tensor) -> int:
         """Number of head groups, see HEAD_GROUPS."""
-        heads = query.shape[2] // self.context.ulysses.size
-        groups = HEAD_GROUPS[query.device.type]
-        work = len(query) * sum(step.lengths) * (heads // groups)
+        heads = q_BQHD.shape[2] // self.context.ulysses.size
+        groups = HEAD_GROUPS[q_BQHD.device.type]
+        work = len(q_BQHD) * sum(step.lengths) * (heads // groups)
         whole = not step.overlap or step.buffer is not None or heads < groups
-        return 1 if whole or (query.is_cuda and work < LEAST_WORK) else groups
+        return 1 if whole or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
 
-    def _once(self, heads: Span, *repeated: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Keys and values [B, k, h, D] of the query heads `heads`, once for those that share them.
+    def _once(self, heads: Span, *repeated_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values of the query heads `heads`: one head for those that share it, so that less is sent and kept.
 
-        As given where some of the heads that share one are on another rank.
+        As they are where some of the query heads that share one are on another rank.
         """
         sharing = self.context.sharing
-        return repeated if heads.start % sharing or heads.stop % sharing else tuple(x[:, :, ::sharing] for x in repeated)
+        if heads.start % sharing or heads.stop % sharing:
+            return repeated_BKhD
+        return tuple(x_BKhD[:, :, ::sharing] for x_BKhD in repeated_BKhD)
 
-    def _attend_fresh(self, step: AttentionStep, query, key, value, scale, heads: Span) -> torch.Tensor:
-        """Attention over keys and values of this call only. `heads`: those that q, k and v have, of the layer's."""
+    def _attend_fresh(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span) -> torch.Tensor:
+        """Attention over keys and values of this call only. `heads`: those of the layer that the tensors have."""
         context = self.context
         patch, ring = context.patch, context.ring
         patches = [patch.index] if context.naive else list(range(patch.size))
-        # By ring rank: sequence ranks whose keys it holds after the gather over patches.
-        holds = [[context.ulysses_ranks(p, r) for p in patches] for r in range(ring.size)]
+        # By ring rank: the sequence ranks whose keys the ring rank has after the gather over patches.
+        ranges = [[context.ulysses_ranks(p, r) for p in patches] for r in range(ring.size)]
         if len(patches) > 1 or ring.size > 1:
-            key, value = self._once(heads, key, value)
+            k_BKhD, v_BKhD = self._once(heads, k_BKhD, v_BKhD)
         if len(patches) > 1:
-            lengths = [_tokens(step, ranks) for ranks in holds[ring.index]]
-            parts = start_gather(torch.stack((key, value)), lengths, 2, patch, context.traffic).wait()
-            key, value = torch.cat(parts, dim=2)
-        if not query.shape[1] and ring.size == 1:
-            return torch.empty_like(query)
-        if self._is_paired(query):
-            if ring.size > 1:  # a frame's keys are on all of them
-                key, value = self._gather_ring(key, value, [sum(_tokens(step, ranks) for ranks in held) for held in holds])
-            places = tuple(step.image[rank] for held in holds for ranks in held for rank in ranks)
-            return self._attend_paired(step, query, key, value, places, scale)
-        masks = [_cat([step.mask(ranks) for ranks in held]) for held in holds]
+            lengths = [_tokens(step, ranks) for ranks in ranges[ring.index]]
+            k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, patch)
+        # Only behind the gather, which is collective: a rank without queries still sends its keys.
+        if not q_BQhD.shape[1] and ring.size == 1:
+            return torch.empty_like(q_BQhD)
+        lengths = [sum(_tokens(step, ranks) for ranks in of_ring) for of_ring in ranges]
+        if self._is_paired(q_BQhD):
+            if ring.size > 1:  # keys of one frame are on all ring ranks
+                k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
+            spans = tuple(step.image[rank] for of_ring in ranges for ranks in of_ring for rank in ranks)
+            return self._attend_paired(step, q_BQhD, k_BKhD, v_BKhD, spans, scale)
+        masks = [_cat([step.mask(ranks) for ranks in of_ring]) for of_ring in ranges]
         if ring.size == 1:
-            return context.kernel.attend(query, key, value, masks[0], scale)
-        lengths = [sum(_tokens(step, ranks) for ranks in held) for held in holds]
+            return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, masks[0], scale)
         return ring_attention(
-            query, key, value, lengths, masks, context.kernel.attend_lse, scale, step.overlap, ring, context.traffic
+            q_BQhD, k_BKhD, v_BKhD, lengths, masks, context.kernel.attend_lse, scale, step.overlap, ring, context.traffic
         )
 
-    def _attend_buffered(self, step: AttentionStep, query, key, value, scale, heads: Span) -> torch.Tensor:
-        """Attention over the K/V buffer, after fresh keys and values are written to it. `heads`: see _attend_fresh.
-
-        Keys do not rotate over the ring here: rotating the whole buffer for each band would move M times as much. Each ring
-        rank gathers the band's keys, which moves as much as rotating the band, and has a whole buffer.
-        """
-        context = self.context
+    def _attend_buffered(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span) -> torch.Tensor:
+        """Attention over the K/V buffer, after fresh keys and values are written to it. `heads`: see _attend_fresh."""
+        context, buffer = self.context, step.buffer
+        assert buffer is not None
         patch, ring = context.patch, context.ring
-        key, value = self._once(heads, key, value)
+        k_BKhD, v_BKhD = self._once(heads, k_BKhD, v_BKhD)
         if ring.size > 1:
+            # Gathered and not rotated: to rotate the whole buffer for each of M bands would move M times as much. Every ring
+            # rank has a whole buffer instead.
             lengths = [_tokens(step, context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
-            key, value = self._gather_ring(key, value, lengths)
-        own = context.patch_ranks(patch.index)
+            k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
+        ranks = context.patch_ranks(patch.index)
         arriving = None
         if patch.size > 1:
             lengths = [_tokens(step, context.patch_ranks(index)) for index in range(patch.size)]
-            gathering = self._start_patches(step, torch.stack((key, value)), lengths)
+            gathering = self._start_patches(step, torch.stack((k_BKhD, v_BKhD)), lengths)
             if step.stale:
                 pieces = [step.pieces(context.patch_ranks(i)) if i != patch.index else [] for i in range(patch.size)]
                 arriving = Arriving(gathering, pieces, step.entries)
                 if not step.overlap:
                     gathering.wait_pending()
             else:
-                parts = gathering.wait()
+                parts_2BshD = gathering.wait()
                 if context.changes is not None:
-                    step.buffer.held[self.layer, step.entries] = Held(context.changes, parts)
-                key, value = torch.cat(parts, dim=2)
-                own = range(len(step.lengths))
-        pieces, image = step.pieces(own), step.over_image
-        keys, values = step.buffer.update(self.layer, key, value, pieces, step.entries, step.text_tokens, image)
+                    buffer.held[self.layer, step.entries] = Held(context.changes, parts_2BshD)
+                k_BKhD, v_BKhD = torch.cat(parts_2BshD, dim=2)
+                ranks = range(len(step.lengths))
+        pieces_of_ranks, image = step.pieces(ranks), step.over_image
+        k_BKhD, v_BKhD = buffer.update(self.layer, k_BKhD, v_BKhD, pieces_of_ranks, step.entries, step.text_tokens, image)
         if arriving is not None:
-            step.buffer.add_pending(self.layer, arriving)
-        if not query.shape[1]:
-            return torch.empty_like(query)
-        if self._is_paired(query):
-            return self._attend_paired(step, query, keys, values, (Span(0, keys.shape[1]),), scale)
-        return context.kernel.attend(query, keys, values, step.buffer_mask(keys.shape[1]), scale)
+            # Behind `update`, which waits for all that is pending: this call's transfer is for the next call.
+            buffer.add_pending(self.layer, arriving)
+        if not q_BQhD.shape[1]:
+            return torch.empty_like(q_BQhD)
+        if self._is_paired(q_BQhD):
+            return self._attend_paired(step, q_BQhD, k_BKhD, v_BKhD, (Span(0, k_BKhD.shape[1]),), scale)
+        return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, step.buffer_mask(k_BKhD.shape[1]), scale)
 
-    def _start_patches(self, step: AttentionStep, own: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
-        """Start to gather keys and values [2, B, k, h, D] over the patch ranks, which have `lengths` tokens each.
+    def _start_patches(self, step: AttentionStep, kv_2BshD: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
+        """Start to gather keys and values over the patch ranks, which have `lengths` tokens each.
 
-        What changed in them, if that is wanted and the ranks hold those of an exact call.
+        Stale micro-steps send only changes, if there is a codec for them and the ranks hold values of an exact call.
         """
         patch, traffic = self.context.patch, self.context.traffic
+        assert step.buffer is not None
         held = step.buffer.held.get((self.layer, step.entries)) if step.stale else None
-        if held is None or not held.fits([(*own.shape[:2], length, *own.shape[3:]) for length in lengths]):
-            return start_gather(own, lengths, 2, patch, traffic)
-        return held.start_gather(own, patch, traffic)
+        if held is None or not held.fits([(*kv_2BshD.shape[:2], length, *kv_2BshD.shape[3:]) for length in lengths]):
+            return start_gather(kv_2BshD, lengths, 2, patch, traffic)
+        return held.start_gather(kv_2BshD, patch, traffic)
 
-    def _is_paired(self, query: torch.Tensor) -> bool:
-        return self.over == PAIRED and query.shape[-1] > self.head_size
+    def _is_paired(self, q_BQhD: torch.Tensor) -> bool:
+        return self.over == PAIRED and q_BQhD.shape[-1] > self.head_size
 
-    def _attend_paired(self, step: AttentionStep, query, key, value, places: tuple[Span, ...], scale) -> torch.Tensor:
-        """`places`: those of the keys, one behind the other."""
+    def _attend_paired(self, step: AttentionStep, q_BQhE, k_BKhE, v_BKhE, spans: tuple[Span, ...], scale) -> torch.Tensor:
+        """`spans`: image tokens that the keys are of, in order."""
         context = self.context
-        own = tuple(step.image[rank] for rank in context.ulysses_ranks(context.patch.index, context.ring.index))
-        rows = step.frames.of(own), step.frames.of(places)
-        return paired_attention(context.kernel, query, key, value, *rows, scale)
+        assert step.frames is not None
+        queries = tuple(step.image[rank] for rank in context.ulysses_ranks(context.patch.index, context.ring.index))
+        rows = step.frames.of(queries), step.frames.of(spans)
+        return paired_attention(context.kernel, q_BQhE, k_BKhE, v_BKhE, *rows, scale)
 
-    def _gather_ring(self, key, value, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all ring ranks, which have `lengths` tokens each."""
-        gathering = start_gather(torch.stack((key, value)), lengths, 2, self.context.ring, self.context.traffic)
-        return torch.cat(gathering.wait(), dim=2).unbind(0)
+    def _gather(self, k_BshD, v_BshD, lengths: list[int], axis: Axis) -> list[torch.Tensor]:
+        """Keys and values of all ranks of `axis`, which have `lengths` tokens each."""
+        gathering = start_gather(torch.stack((k_BshD, v_BshD)), lengths, 2, axis, self.context.traffic)
+        return list(torch.cat(gathering.wait(), dim=2))
 
 
 def _tokens(step: AttentionStep, ranks: range) -> int:
@@ -227,20 +241,21 @@ def _tokens(step: AttentionStep, ranks: range) -> int:
 
 
 def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
-    return None if masks[0] is None else torch.cat(masks, dim=1)
+    """[B, K] of several ranges of ranks. A micro-step has a mask for all of them or for none."""
+    present = [mask for mask in masks if mask is not None]
+    return torch.cat(present, dim=1) if present else None
 
 
-def install_parallel_attention(modules: list[tuple[torch.nn.Module, str]], context: AttentionContext) -> None:
-    """Give each attention module, in order, its own ParallelAttention, and route diffusers' native backend through it.
+def install_parallel_attention(modules: Sequence[tuple[Any, str]], context: AttentionContext) -> None:
+    """Give each of diffusers' attention modules a ParallelAttention, and route diffusers' native backend through it.
 
     Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
     """
     for layer, (module, over) in enumerate(modules):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
-        module.processor._parallel_config = ParallelAttention(
-            context, layer, over, module.inner_dim // module.heads if over == PAIRED else 0
-        )
+        head_size = module.inner_dim // module.heads if over == PAIRED else 0
+        module.processor._parallel_config = ParallelAttention(context, layer, over, head_size)
         module.processor._attention_backend = AttentionBackendName.NATIVE
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]

@@ -23,32 +23,35 @@ def ring_attention(
     axis: Axis,
     traffic: Traffic,
 ) -> torch.Tensor:
-    """Ring attention (arXiv 2310.01889): queries [B, s, H, D] stay, keys and values of all S tokens come round.
+    """Ring attention (arXiv 2310.01889): queries stay, keys and values of all S tokens rotate. Returns [B, s, H, D].
 
     `lengths[j]`: tokens of rank j. `masks[j]`: [B, lengths[j]] bool, tokens that may be seen; None: all. With `overlap` the
-    next block travels during attention to this one. Returns [B, s, H, D].
+    next block travels during attention to the present one.
     """
-    block = torch.stack((k_BsHD, v_BsHD))
-    out = lse = None
+    block_2BsHD = torch.stack((k_BsHD, v_BsHD))
+    out_BsHD = lse_BsH = None
     for step in range(axis.size):
         source = (axis.index - step) % axis.size
         shift = None
         if step < axis.size - 1:
-            shift = start_shift(block, lengths[(source - 1) % axis.size], 2, axis, traffic)
+            # May be under way during attention: both only read the block, and the next block has other memory.
+            shift = start_shift(block_2BsHD, lengths[(source - 1) % axis.size], 2, axis, traffic)
             if not overlap:
-                block_next = shift.wait()
+                next_2BsHD = shift.wait()
         if lengths[source] and len(q_BsHD[0]):
-            part = attend(q_BsHD, block[0], block[1], masks[source], scale)
-            out, lse = part if out is None else merge((out, lse), part)
+            part = attend(q_BsHD, block_2BsHD[0], block_2BsHD[1], masks[source], scale)
+            out_BsHD, lse_BsH = part if out_BsHD is None or lse_BsH is None else merge((out_BsHD, lse_BsH), part)
         if shift is not None:
-            block = shift.wait() if overlap else block_next
-    return q_BsHD.clone() if out is None else out.to(q_BsHD.dtype)
+            block_2BsHD = shift.wait() if overlap else next_2BsHD
+    return q_BsHD.clone() if out_BsHD is None else out_BsHD.to(q_BsHD.dtype)
 
 
 def merge(
     one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over two sets of keys, each (out [B, q, H, D], log-sum-exp [B, q, H]). float32."""
-    # Where neither has a key the difference is -inf + inf, and both outputs are zeros.
-    weight = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0)[..., None]
-    return torch.lerp(one[0].float(), two[0].float(), weight), torch.logaddexp(one[1], two[1])
+    """Merge attention over two sets of keys, each (out [B, Q, H, D], log-sum-exp [B, Q, H]), to the same in float32."""
+    # A set's weight is exp(lse) over the sum of both, which is a sigmoid of the difference: neither exponential overflows.
+    # Where neither set has a key the difference is -inf + inf, and both outputs are zeros.
+    weight_BQH1 = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0)[..., None]
+    # float32, since a bf16 sum would be rounded again with every block of the ring.
+    return torch.lerp(one[0].float(), two[0].float(), weight_BQH1), torch.logaddexp(one[1], two[1])

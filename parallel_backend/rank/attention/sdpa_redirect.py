@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class SdpaProcessor:
-    """Runs the layer's own processor, with its call of SDPA redirected to the layer's ParallelAttention.
+    """Runs the layer's processor, with the processor's call of SDPA redirected to the layer's ParallelAttention.
 
     Has the attributes of processors that use the dispatcher, so that both kinds are installed alike.
     """
@@ -18,7 +18,8 @@ class SdpaProcessor:
         self._parallel_config: Any = None
         self._attention_backend: Any = None
         self.processor = processor
-        # diffusers passes the arguments in the signature of this attribute. A call runs the class's `__call__` all the same.
+        # diffusers passes the arguments that this attribute's signature names. A call still runs the class's `__call__`,
+        # since Python looks that up on the class.
         self.__call__ = processor.__call__
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -27,6 +28,8 @@ class SdpaProcessor:
 
 
 class SdpaRedirect(TorchFunctionMode):
+    """While entered, torch's SDPA calls `attention`, a ParallelAttention, instead."""
+
     def __init__(self, attention: Any):
         super().__init__()
         self._attention = attention
@@ -48,9 +51,9 @@ class SdpaRedirect(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """SDPA's arguments and result: [B, H, s, D] -> [B, H, s, D]."""
+        """SDPA's arguments by name: query, key and value [B, H, s, D]. Returns [B, H, s, D]."""
         assert dropout_p == 0.0, "parallel attention has no dropout"
         assert not is_causal, "parallel attention has no causal attention"
         assert not enable_gqa, "parallel attention needs as many key heads as query heads"
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return self._attention.attend(query, key, value, scale, attn_mask).transpose(1, 2)
+        q_BsHD, k_BsHD, v_BsHD = (x.transpose(1, 2) for x in (query, key, value))
+        return self._attention.attend(q_BsHD, k_BsHD, v_BsHD, scale, attn_mask).transpose(1, 2)

@@ -1,1 +1,1 @@
-"""What moves between ranks: process group, mesh, collectives, and the record of what they cost."""
+"""Transfers between ranks: process group, mesh, collectives, and accounts of bytes and times."""

@@ -1,9 +1,9 @@
-"""What changed since the last call, in a few bits a value: what displaced patches send of their keys and values.
+"""Packs the changes of keys and values since the last call, in a few bits a value, for displaced patches to send.
 
 After CompactFusion (arXiv 2507.17511). Sender and receivers hold the same reconstruction of the sender's values. A call
-sends the present values' difference from it, rounded, and all of them add what was sent. So what rounding left is in the
-difference of the next call (error feedback), and errors do not add up. Every group of up to 32 neighbouring values of a
-head has a step of its own.
+sends the rounded difference of the present values from the reconstruction, and all ranks add what was sent. The rounding
+error is then part of the next call's difference (error feedback), so errors do not add up. Every group of up to 32
+neighbouring values of a head has a step of its own. Letters of shapes: rank/attention.
 """
 
 from collections.abc import Sequence
@@ -19,81 +19,85 @@ from .transfer_codec import SCALE, SMALLEST, UP
 from .transfers import Traffic
 
 PIECES = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""Values that are packed at once: those in a CPU's cache; so many on a GPU that what is computed on the way takes 50 MB."""
+"""Values that are packed at once: as many as fit a CPU's cache; on a GPU, so many that temporary tensors take 50 MB."""
 
 
 @dataclass(frozen=True)
 class ChangeCodec:
-    """`bits`: of a value, a whole number of which a byte has. A part is kept as the steps of its groups, then its values,
-    the first in the lowest bits of a byte.
+    """Packs a part as the steps of its groups, then its values, the first in the lowest bits of a byte.
 
-    Arithmetic is such that all devices come to the same bits: one rounding for each of multiply and add.
+    All devices compute the same bits, since reconstructions of different ranks must never differ: every multiplication and
+    addition is an operation of its own, so that no device fuses two into one with one rounding.
     """
 
     bits: int
+    """Bits of a value. A byte has a whole number of values."""
 
     def nbytes(self, values: int, size: int) -> int:
-        """Of so many values of heads of `size`, packed."""
+        """Bytes of `values` values of heads of `size`, packed."""
         return change_bytes(values, size, self.bits)
 
-    def encode(self, values: torch.Tensor, held: torch.Tensor, size: int) -> torch.Tensor:
-        """Difference of `values` from `held`, both [n] and floating, of heads of `size` -> [nbytes] uint8."""
-        group, count = group_size(size), len(values)
-        packed = torch.empty(self.nbytes(count, size), dtype=torch.uint8, device=values.device)
-        steps, codes = self._views(packed, count // group)
-        values, held, largest = values.view(-1, group), held.view(-1, group), 2**self.bits - 1
-        for rows in self._pieces(values):
-            change = values[rows].float() - held[rows].float()
-            steps[rows] = self._steps(change)
-            change.div_(steps[rows].float().clamp_min_(SMALLEST)[:, None])
-            levels = change.floor_().add_((largest + 1) // 2).clamp_(0, largest).to(torch.uint8)
-            self._pack(levels.view(-1), codes[self._bytes_before(rows.start, group) :])
-        return packed
+    def encode(self, values_N: torch.Tensor, held_N: torch.Tensor, size: int) -> torch.Tensor:
+        """Difference of `values_N` from `held_N`, both floating, of heads of `size` -> [Y] uint8."""
+        group, count = group_size(size), len(values_N)
+        packed_Y = torch.empty(self.nbytes(count, size), dtype=torch.uint8, device=values_N.device)
+        steps_G, codes_y = self._views(packed_Y, count // group)
+        values_Gg, held_Gg, largest = values_N.view(-1, group), held_N.view(-1, group), 2**self.bits - 1
+        for rows in self._pieces(values_Gg):
+            change_Gg = values_Gg[rows].float() - held_Gg[rows].float()
+            steps_G[rows] = self._steps(change_Gg)
+            # By the step as it is sent, rounded to SCALE: the receivers multiply by that one.
+            change_Gg.div_(steps_G[rows].float().clamp_min_(SMALLEST)[:, None])
+            levels_Gg = change_Gg.floor_().add_((largest + 1) // 2).clamp_(0, largest).to(torch.uint8)
+            self._pack(levels_Gg.view(-1), codes_y[self._bytes_before(rows.start, group) :])
+        return packed_Y
 
-    def add(self, packed: torch.Tensor, held: torch.Tensor, size: int) -> None:
-        """Add what was sent, [nbytes] uint8, to `held` [n]."""
+    def add(self, packed_Y: torch.Tensor, held_N: torch.Tensor, size: int) -> None:
+        """Add the changes that `packed_Y`, uint8, contains to `held_N`."""
         group = group_size(size)
-        steps, codes = self._views(packed, held.numel() // group)
-        held = held.view(-1, group)
-        for rows in self._pieces(held):
-            part = held[rows]
-            levels = self._unpack(codes[self._bytes_before(rows.start, group) :], part.numel()).view_as(part)
-            part.add_(levels.float().sub_((2**self.bits - 1) / 2).mul_(steps[rows].float()[:, None]))
+        steps_G, codes_y = self._views(packed_Y, held_N.numel() // group)
+        held_Gg = held_N.view(-1, group)
+        for rows in self._pieces(held_Gg):
+            part_Gg = held_Gg[rows]
+            levels_Gg = self._unpack(codes_y[self._bytes_before(rows.start, group) :], part_Gg.numel()).view_as(part_Gg)
+            part_Gg.add_(levels_Gg.float().sub_((2**self.bits - 1) / 2).mul_(steps_G[rows].float()[:, None]))
 
-    def _steps(self, change: torch.Tensor) -> torch.Tensor:
-        """Distances between neighbouring levels, [G, g] -> [G]. The largest change is half a step from a level: what was cut
-        off would be missing from the next call's keys, moved on along the line as they are.
-        """
-        return change.abs().amax(1).mul_(UP * 2 / 2**self.bits)
+    def _steps(self, change_Gg: torch.Tensor) -> torch.Tensor:
+        """Distances between neighbouring levels, [G]."""
+        # The largest change is half a step from a level, so nothing is cut off: receivers would extrapolate keys that lack
+        # the rest before the next call sends it.
+        return change_Gg.abs().amax(1).mul_(UP * 2 / 2**self.bits)
 
-    def _pieces(self, groups: torch.Tensor) -> list[slice]:
-        """Rows that are taken at once. A piece of 8 rows or more of them ends with a whole byte."""
-        count = PIECES[groups.device.type] // groups.shape[1] // 8 * 8
-        return [slice(start, min(start + count, len(groups))) for start in range(0, len(groups), count)]
+    def _pieces(self, values_Gg: torch.Tensor) -> list[slice]:
+        """Groups that are packed at once. A multiple of 8 groups, so that a piece ends with a whole byte."""
+        groups, group = values_Gg.shape
+        count = PIECES[values_Gg.device.type] // group // 8 * 8
+        return [slice(start, min(start + count, groups)) for start in range(0, groups, count)]
 
     def _bytes_before(self, row: int, group: int) -> int:
         return row * group * self.bits // 8
 
-    def _pack(self, levels: torch.Tensor, codes: torch.Tensor) -> None:
+    def _pack(self, levels_n: torch.Tensor, codes_y: torch.Tensor) -> None:
         each = 8 // self.bits
-        levels = torch.nn.functional.pad(levels, (0, -len(levels) % each)).view(-1, each)
-        codes = codes[: len(levels)].copy_(levels[:, 0])
-        for place in range(1, each):
-            codes.bitwise_or_(levels[:, place] << place * self.bits)
+        levels_ye = torch.nn.functional.pad(levels_n, (0, -len(levels_n) % each)).view(-1, each)
+        codes_y = codes_y[: len(levels_ye)].copy_(levels_ye[:, 0])
+        for index in range(1, each):
+            codes_y.bitwise_or_(levels_ye[:, index] << index * self.bits)
 
-    def _unpack(self, codes: torch.Tensor, count: int) -> torch.Tensor:
+    def _unpack(self, codes_y: torch.Tensor, count: int) -> torch.Tensor:
+        """The first `count` levels, [n]."""
         each, largest = 8 // self.bits, 2**self.bits - 1
-        codes = codes[: -(-count // each)]
-        return torch.stack([codes >> place * self.bits & largest for place in range(each)], dim=1).view(-1)[:count]
+        codes_y = codes_y[: -(-count // each)]
+        return torch.stack([codes_y >> index * self.bits & largest for index in range(each)], dim=1).view(-1)[:count]
 
     @staticmethod
-    def _views(packed: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return packed[: groups * SCALE.itemsize].view(SCALE), packed[groups * SCALE.itemsize :]
+    def _views(packed_Y: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return packed_Y[: groups * SCALE.itemsize].view(SCALE), packed_Y[groups * SCALE.itemsize :]
 
 
 @dataclass
 class Held:
-    """What the ranks of an axis hold of each other's values, the same on all of them bit for bit. It starts with exact ones.
+    """Reconstructions of the values of all ranks of an axis, the same on every rank bit for bit. They start exact.
 
     `parts`: by index on the axis, each [..., D] and contiguous. They change with every gather.
     """
@@ -102,36 +106,38 @@ class Held:
     parts: list[torch.Tensor]
 
     def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether it is of parts of these shapes. All ranks of the axis come to the same answer."""
+        """Whether the parts have these shapes. All ranks of the axis come to the same answer."""
         return [tuple(part.shape) for part in self.parts] == list(shapes)
 
-    def start_gather(self, own: torch.Tensor, axis: Axis, traffic: Traffic) -> "ChangeGathering":
-        """Start to send what changed in `own`, and to receive what changed elsewhere."""
-        mine, size = self.parts[axis.index], own.shape[-1]
-        packed = self.codec.encode(own.view(-1), mine.view(-1), size)
-        self.codec.add(packed, mine.view(-1), size)
+    def start_gather(self, values: torch.Tensor, axis: Axis, traffic: Traffic) -> "ChangeGathering":
+        """Start to send the changes of this rank's `values` [..., D], and to receive those of the other ranks."""
+        local, size = self.parts[axis.index], values.shape[-1]
+        packed_y = self.codec.encode(values.view(-1), local.view(-1), size)
+        # The sender adds what it sends, rounded as the receivers get it, so that all reconstructions stay the same.
+        self.codec.add(packed_y, local.view(-1), size)
         lengths = [self.codec.nbytes(part.numel(), size) for part in self.parts]
-        return ChangeGathering(self, start_gather(packed, lengths, 0, axis, traffic), axis.index)
+        return ChangeGathering(self, start_gather(packed_y, lengths, 0, axis, traffic), axis.index)
 
 
 @dataclass
 class ChangeGathering:
-    """As collectives.Gathering. Each is waited for once, in the order in which they were started."""
+    """As collectives.Gathering. Gatherings are waited for once each, in the order in which they were started."""
 
     held: Held
     gathering: Gathering
-    own: int
+    index: int
+    """This rank's index on the axis."""
 
     def wait_pending(self) -> None:
-        """Wait until nothing is under way any more."""
+        """Wait until no transfer is under way any more."""
         self.gathering.wait_pending()
 
     def wait(self) -> list[torch.Tensor]:
-        """Every rank's part as of this gather. The rank's own may be further: what it started to send since is in it."""
-        for index, packed in enumerate(self.gathering.wait()):
-            if index != self.own and len(packed):
+        """Every rank's part after this gather. This rank's part also has the changes of gathers started since."""
+        for index, packed_y in enumerate(self.gathering.wait()):
+            if index != self.index and len(packed_y):
                 part = self.held.parts[index]
-                self.held.codec.add(packed, part.view(-1), part.shape[-1])
+                self.held.codec.add(packed_y, part.view(-1), part.shape[-1])
         return self.held.parts
 
 

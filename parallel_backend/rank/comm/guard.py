@@ -1,4 +1,4 @@
-"""A thread beside what blocks a rank's main thread inside of a library, where nothing else can end it."""
+"""A thread that can end the rank while its main thread is blocked inside a library."""
 
 import contextlib
 import threading
@@ -12,32 +12,28 @@ LOOK_SECONDS = 0.5
 
 
 class Guard:
-    """`check` raises when what the ranks meet through is gone. `end(error)` reports the error and ends the process."""
+    """`check` raises when the rendezvous is gone. `end(error)` reports the error and ends the process."""
 
     def __init__(self, heartbeat: Heartbeat, check: Callable[[], None], end: Callable[[BaseException], None]):
-        self._heartbeat, self._check, self._end = heartbeat, check, end
+        self.heartbeat, self._check, self._end = heartbeat, check, end
 
     @contextlib.contextmanager
     def waiting(self, seconds: float | None = None, late: Callable[[], BaseException] = TimeoutError) -> Iterator[None]:
-        """Around what cannot end before other ranks do their part: the watchdog blames nobody who is in it.
+        """Around code that waits for other ranks: the client's watchdog does not take this rank for one that hangs.
 
-        It ends with `check`'s error where that raises, also while the thread that entered it is blocked, and with `late()`
-        after so many seconds; without limit if `seconds` is None.
+        The rank ends with `check`'s error as soon as `check` raises, also while the entering thread is blocked, and with
+        `late()` after `seconds`. None: no limit.
         """
         done = threading.Event()
         threading.Thread(target=self._watch, args=(done, seconds, late), name="guard", daemon=True).start()
         try:
-            with self._heartbeat.blocked():
+            with self.heartbeat.blocked():
                 yield
         except RuntimeError:
-            self._check()  # what went wrong in a store that is gone says less than that it is gone
+            self._check()  # if the rendezvous is gone, its error says more than the library's
             raise
         finally:
             done.set()
-
-    def blocked(self) -> contextlib.AbstractContextManager[None]:
-        """Around what cannot end before other ranks do their part, but does not need what they meet through."""
-        return self._heartbeat.blocked()
 
     def _watch(self, done: threading.Event, seconds: float | None, late: Callable[[], BaseException]) -> None:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""How fast the links between ranks are: every two of them send to and fro while the others wait."""
+"""Measures the links between ranks: every two ranks send to and fro while the others wait."""
 
 import platform
 import time
@@ -10,24 +10,24 @@ import torch.distributed as dist
 from parallel_backend.core.devices import in_its_process
 from parallel_backend.wire.messages import LinksProbed
 
-from .staging import from_staging, host_buffer, staged, to_staging
+from .staging import from_staging, receivable, sendable
 
 WARM_UP, ROUND_TRIPS = 2, 5
 
 
 def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> LinksProbed:
-    """What this rank found out, see LinksProbed. Collective over all ranks; no model may be loaded.
+    """This rank's measurements. Collective over all ranks; no model may be loaded.
 
-    Tensors lie where the model's would: under Gloo those of a CUDA device go through host memory, as they do at work.
+    Tensors are on the ranks' devices: under Gloo those of a CUDA device go through host memory, as a model's do.
     """
     device = torch.device(in_its_process(devices[rank]))
     links: dict[int, tuple[tuple[int, float], ...]] = {}
     for one in range(len(devices)):
         for two in range(one + 1, len(devices)):
             if rank in (one, two):
-                found = tuple(_to_and_fro(size, two if rank == one else one, rank == one, device) for size in sizes)
+                times = tuple(_to_and_fro(size, two if rank == one else one, rank == one, device) for size in sizes)
                 if rank == one:
-                    links[two] = found
+                    links[two] = times
             dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
     peers, free, total, name = {}, None, None, f"CPU ({platform.machine()})"
     if device.type == "cuda":
@@ -46,28 +46,23 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
 
 def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tuple[int, float]:
     """(bytes, seconds one way): half the fastest round trip of a tensor of `size` bytes."""
-    ours = torch.zeros(size, dtype=torch.uint8, device=device)
-    on_host = staged(ours, None)
-    best = float("inf")
-    for trip in range(WARM_UP + ROUND_TRIPS):
-        started = _now(device)
+    sent_Y = torch.zeros(size, dtype=torch.uint8, device=device)
+    received_Y = receivable(sent_Y.shape, sent_Y, None)
+
+    def round_trip() -> None:
         for sending in (first, not first):
             if sending:
-                _transfer(dist.isend, to_staging(ours) if on_host else ours, peer)
-            elif on_host:
-                theirs = host_buffer(ours.shape, ours.dtype, device)
-                _transfer(dist.irecv, theirs, peer)
-                ours = from_staging(theirs, device)
+                _transfer(dist.isend, sendable(sent_Y, None), peer)
             else:
-                _transfer(dist.irecv, ours, peer)
-        seconds = _now(device) - started
-        if trip >= WARM_UP:
-            best = min(best, seconds)
-    return size, best / 2
+                _transfer(dist.irecv, received_Y, peer)
+                from_staging(received_Y, device)
+
+    return size, _fastest(round_trip, device) / 2
 
 
-def _transfer(operation: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
-    """As a batch of one: it goes by the world's communicator, where NCCL would make another for every pair and keep it."""
+def _transfer(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> None:
+    # As a batch of one, since that uses the world's communicator. For a single send or receive NCCL would make a new one for
+    # the pair and keep it.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)]):
         work.wait()
 
@@ -77,25 +72,31 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
     if world == 1:
         return 0.0
     others = [other for other in range(world) if other != rank]
-    ours = torch.zeros(len(others) * size, dtype=torch.uint8, device=device)
-    theirs = torch.empty_like(ours)
-    on_host = staged(ours, None)
-    best = float("inf")
-    for trip in range(WARM_UP + ROUND_TRIPS):
-        started = _now(device)
-        source = to_staging(ours) if on_host else ours
-        target = host_buffer(ours.shape, ours.dtype, device) if on_host else theirs
-        # Receives first, as in collectives.py.
-        operations = [dist.P2POp(dist.irecv, part, other) for other, part in zip(others, target.split(size), strict=True)]
+    sent_Y = torch.zeros(len(others) * size, dtype=torch.uint8, device=device)
+    received_Y = receivable(sent_Y.shape, sent_Y, None)
+
+    def exchange() -> None:
+        source = sendable(sent_Y, None)
+        # Receives first, for both directions of a link at once: see collectives._start_swap.
+        operations = [
+            dist.P2POp(dist.irecv, part, other) for other, part in zip(others, received_Y.split(size), strict=True)
+        ]
         operations += [dist.P2POp(dist.isend, part, other) for other, part in zip(others, source.split(size), strict=True)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        if on_host:
-            theirs = from_staging(target, device)
-        seconds = _now(device) - started
-        if trip >= WARM_UP:
-            best = min(best, seconds)
-    return best
+        from_staging(received_Y, device)
+
+    return _fastest(exchange, device)
+
+
+def _fastest(exchange: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the fastest of ROUND_TRIPS calls, after WARM_UP others."""
+    seconds = []
+    for _ in range(WARM_UP + ROUND_TRIPS):
+        started = _now(device)
+        exchange()
+        seconds.append(_now(device) - started)
+    return min(seconds[WARM_UP:])
 
 
 def _now(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Named mesh axes over the ranks: which process group, which neighbours, which index this rank has on each axis."""
+"""Named mesh axes over the ranks: this rank's process group, neighbours and index on each axis."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,12 +20,12 @@ class Axis:
     ranks: tuple[int, ...]  # global ranks along the axis, in order
     group: dist.ProcessGroup | None
     far: bool = False
-    """Ranks reach each other over a network, by Gloo. The same on all ranks: it decides by which calls they do."""
+    """Ranks reach each other over a network, by Gloo. The same on all ranks, since it decides which calls they make."""
 
 
 @dataclass(frozen=True)
 class LinkEnd:
-    """One end of the way from a stage to the next. `peer`: global rank at the other end. `sends`: this end is the sender.
+    """One end of the link from a stage to the next. `peer`: global rank at the other end. `sends`: this end is the sender.
 
     `group` has these two ranks and no collectives, so that under NCCL it is one communicator, made at its first transfer.
     """
@@ -37,40 +37,42 @@ class LinkEnd:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place on the mesh of one model. `links`: to the stages beside its own, in the order of pipe_links."""
+    """This rank's place on the mesh of one model. `links`: to the neighbouring stages, in the order of pipe_links."""
 
     axes: dict[str, Axis]
     links: tuple[LinkEnd, ...]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All that the rank is in beside the world's, in the order in which they were made."""
-        own = [axis.group for axis in self.axes.values() if axis.group is not None]
-        return own + [link.group for link in self.links]
+        """All groups of the rank except the world's, in the order in which they were made."""
+        of_axes = [axis.group for axis in self.axes.values() if axis.group is not None]
+        return of_axes + [link.group for link in self.links]
 
     def link(self, sends: bool) -> LinkEnd | None:
-        """The link to the next stage, or from the one before; None at the pipeline's end."""
+        """The link to the next stage, or from the previous one; None at the pipeline's ends."""
         return next((link for link in self.links if link.sends == sends), None)
 
 
 def make_mesh(degrees: Degrees, rank: int, timeout: timedelta, far: bool = False) -> Mesh:
-    """The mesh of a model. Collective over all ranks: each makes every group, also those it is not in, in the same order.
+    """The mesh of a model. Collective over all ranks.
 
-    `timeout`: of their transfers; NCCL's own would be 10 minutes. `far`: see Axis. Groups are built by hand, not by a
-    DeviceMesh, since a rank outlives many models: `close_mesh` can end these, and replicas, which have no transfers, need
-    none.
+    `timeout`: of the groups' transfers; NCCL's default would be 10 minutes. `far`: see Axis.
     """
+    # Groups are made by hand and not by a DeviceMesh. A rank outlives many models, so `close_mesh` has to end the groups,
+    # and replicas have no transfers and need none.
 
+    # torch requires every rank to call new_group for every group, in the same order, also for groups that it is not in.
     def new_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), timeout=timeout, group_desc=name)
 
-    at = degrees.coordinate(rank)
+    coordinate = degrees.coordinate(rank)
     axes, grouped = {}, grouped_axes(degrees)
     for name in AXES:
         lines = lines_along(degrees, name)
-        own = next(line for line in lines if rank in line)
+        line_of_rank = next(line for line in lines if rank in line)
         groups = {line: new_group(line, name) for line in lines} if name in grouped else {}
-        axes[name] = Axis(name, getattr(degrees, name), getattr(at, name), own, groups.get(own), far)
+        group = groups.get(line_of_rank)
+        axes[name] = Axis(name, getattr(degrees, name), getattr(coordinate, name), line_of_rank, group, far)
     links = []
     for ends in pipe_links(degrees):
         group = new_group(ends, "link")
@@ -80,7 +82,7 @@ def make_mesh(degrees: Degrees, rank: int, timeout: timedelta, far: bool = False
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """End the mesh's groups, once every rank has done with them. Collective over all ranks."""
+    """End the mesh's groups, once every rank has finished using them. Collective over all ranks."""
     if mesh.groups:  # on every rank or on none
         # NCCL would otherwise guess the device, and open a context on it.
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

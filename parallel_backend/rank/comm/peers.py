@@ -1,4 +1,4 @@
-"""How one rank comes together with the others of its pool: joins them, makes groups with them, tries what was made."""
+"""A rank's dealings with the other ranks of its pool: joins them, and makes and tries process groups."""
 
 import contextlib
 from collections import Counter
@@ -16,13 +16,13 @@ from .mesh import Axis, Mesh, close_mesh, make_mesh
 from .process_group import backend_for, is_far, join
 from .rendezvous import Rendezvous
 from .self_test import LinkError, try_axis, try_link
-from .transfers import PeerError, is_of_a_transfer, is_out_of_memory
+from .transfers import is_out_of_memory, peer_errors
 
 
 class Peers:
-    """Everything here is collective over all ranks of the pool. StoreError where what they meet through is gone.
+    """All methods but `check` and `blocked` are collective over the ranks of the pool. StoreError if the rendezvous is gone.
 
-    `rendezvous`, `guard`: of this rank. The watchdog takes the rank for one that waits, in all of it.
+    In all of them the client's watchdog takes this rank for one that waits.
     """
 
     def __init__(self, settings: RankSettings, rendezvous: Rendezvous, guard: Guard):
@@ -34,29 +34,29 @@ class Peers:
         self._far = False  # see Axis.far
 
     def check(self) -> None:
-        """Before the ranks need what they meet through."""
+        """StoreError if the rendezvous is gone. Call before the ranks need it."""
         self._rendezvous.check()
 
     def join(self) -> None:
-        """Join the process group of all ranks, and try it. A rank that is alone has none."""
+        """Join the process group of all ranks, and try it. A single rank has none."""
         settings, world = self._settings, len(self._settings.devices)
         if world == 1:
             return
         with self._guard.waiting():
             join(settings.rank, settings.devices, self._rendezvous, settings.timeout, settings.self_test.p2p)
-            self._far = self._rendezvous.is_any("far", is_far())  # what ranks call by it they call together
+            self._far = self._rendezvous.is_any("far", is_far())  # the same on all ranks, see Axis.far
         with self._trial("a sum over all ranks"):
             try_axis(Axis("world", world, settings.rank, tuple(range(world)), None), self._device)
 
     def enter_mesh(self, degrees: Degrees) -> Mesh:
-        """The mesh of a model. Models of equal degrees share theirs: each group of NCCL's takes memory on the device."""
+        """The mesh of a model. Models of equal degrees share one, since each group of NCCL takes memory on the device."""
         if degrees not in self._meshes:
             self._meshes[degrees] = self._make_mesh(degrees)
         self._users[degrees] += 1
         return self._meshes[degrees]
 
     def leave_mesh(self, degrees: Degrees) -> None:
-        """A model of these degrees is over. The last of them ends the mesh's groups."""
+        """A model of these degrees is unloaded. The last one ends the mesh's groups."""
         self._users[degrees] -= 1
         if not self._users[degrees]:
             with self._guard.waiting():
@@ -79,29 +79,28 @@ class Peers:
         return mesh
 
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, in rank order: as many of each, 63 bits at most. PeerError where another rank is gone."""
+        """Every rank's numbers, in rank order. All ranks pass the same count, each number of at most 63 bits.
+
+        PeerError if another rank is gone.
+        """
         world = len(self._settings.devices)
-        told = torch.zeros(world, len(numbers), dtype=torch.int64)
-        told[self._settings.rank] = torch.tensor(numbers)
+        numbers_RN = torch.zeros(world, len(numbers), dtype=torch.int64)
+        numbers_RN[self._settings.rank] = torch.tensor(numbers)
         if world > 1:
             with self.blocked():
-                there = told.to(self._device)
-                try:
-                    dist.all_reduce(there)
-                except RuntimeError as error:
-                    if not is_of_a_transfer(error):
-                        raise
-                    raise PeerError(str(error)) from error
-                told = there.cpu()
-        return told.tolist()
+                numbers_RN = numbers_RN.to(self._device)
+                with peer_errors():
+                    dist.all_reduce(numbers_RN)  # a sum: row r is zero on all ranks but rank r
+                numbers_RN = numbers_RN.cpu()
+        return numbers_RN.tolist()
 
     def blocked(self) -> AbstractContextManager[None]:
-        """Around waiting for ranks without a transfer. Where one of them is gone the client ends this one."""
-        return self._guard.blocked()
+        """Around waiting for ranks without a transfer. If one of them is gone, the client ends this rank."""
+        return self._guard.heartbeat.blocked()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what is collective, and may be the first that the ranks do together since they were at rest."""
+        """Around a collective that may be the ranks' first since they were idle: checks the rendezvous before."""
         with self._guard.waiting():
             self._rendezvous.check()
             yield
@@ -116,7 +115,7 @@ class Peers:
                 yield
             except ValueError as wrong:
                 raise error(str(wrong)) from wrong
-            except RuntimeError as failed:  # CUDA's too: mapping another GPU's memory is what fails
+            except RuntimeError as failed:  # also of CUDA, which fails to map another GPU's memory
                 if is_out_of_memory(failed):
                     raise
                 raise error(f"failed ({failed})") from failed

@@ -14,10 +14,10 @@ from .interfaces import LOOPBACK, interface_towards, interface_with, loopback_in
 from .rendezvous import Rendezvous
 
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables that name the interface which each library listens on. What the user has set in them stays."""
+"""Environment variables: the interface that each library listens on. A user's setting stays."""
 
 NO_GLOO_DEVICE = "unsupported gloo device"
-"""What torch says where its Gloo was built without a transport for this system."""
+"""In torch's error where its Gloo was built without a transport for this system."""
 
 
 class GlooError(RuntimeError):
@@ -25,18 +25,14 @@ class GlooError(RuntimeError):
 
 
 def backend_for(devices: tuple[str, ...]) -> str:
-    """NCCL when every rank has a CUDA device of its own and NCCL is built in; Gloo otherwise (CPU, shared GPUs, Windows)."""
+    """NCCL if no two ranks share a CUDA device and torch has NCCL; Gloo otherwise (CPU, shared GPUs, Windows)."""
     local = [name for name in devices if not on_ray(name)]  # Ray gives each rank a GPU that no other has
     distinct = len(set(local)) == len(local) and all(device_kind(name) == "cuda" for name in devices)
     return "nccl" if distinct and dist.is_nccl_available() else "gloo"
 
 
 def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: timedelta, p2p: bool = True) -> None:
-    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`: see rank_settings.SelfTest.
-
-    No device is bound to the group: NCCL's communicators are then made one by one when first used, as self_test.py does.
-    Bound, all transfers between two ranks would share one of them and wait for each other (pytorch #154132).
-    """
+    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`: see rank_settings.SelfTest."""
     if rendezvous.address:
         interface = interface_towards(rendezvous.address)
     else:
@@ -47,6 +43,8 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
     os.environ.setdefault("NCCL_DEBUG", "WARN")  # goes to standard output, and with it into the rank's log
     if not p2p:
         os.environ[P2P_DISABLE] = "1"
+    # No device_id: bound to a device, all transfers between two ranks would share one communicator and wait for each other
+    # (pytorch #154132). Unbound, every group makes its communicator when first used, by self_test.py.
     try:
         dist.init_process_group(
             backend_for(devices),
@@ -62,25 +60,25 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
 
 
 def is_far() -> bool:
-    """Whether Gloo's transfers leave this machine, for all that this rank knows from the interface that it was given."""
+    """Whether Gloo's transfers may leave this machine: its interface is another than the loopback one."""
     return os.environ.get(GLOO_INTERFACE, "") not in ("", interface_with(LOOPBACK))
 
 
-def gloo_advice(said: str) -> str:
-    """What to do where Gloo cannot run; `said`: torch's own words.
+def gloo_advice(error: str) -> str:
+    """Advice to the user where Gloo cannot run. `error`: torch's message.
 
     Windows wheels of torch 2.8 and 2.9 have a Gloo without a transport (pytorch issue 150381, OneTrainer issue 1122); pull
     request 170491 of December 2025 mends it.
     """
     return (
-        f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({said}). On Windows "
+        f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({error}). On Windows "
         "torch 2.8 and 2.9 came without what it needs: install a later one, from 2.11 on, or run ComfyUI in WSL2, which has "
         "NCCL. One rank runs as it is (all degrees 1)"
     )
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one. If a peer is gone this fails, and there is nothing left to leave."""
+    """Destroy the process group, if there is one. The failure where a peer is gone is ignored: no group is left then."""
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a rank did when: the spans of its micro-steps, transfers and waits since the last run began, in a bounded ring."""
+"""A rank's timeline: spans of its micro-steps, transfers and waits since the last run began, the newest ones."""
 
 import time
 from collections import deque
@@ -13,23 +13,23 @@ from parallel_backend.wire.timeline_kinds import OUTSIDE, StepLabel
 class Recorder:
     """Spans in the order of their ends, the newest CAPACITY of them.
 
-    Their times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA, where
-    `event` makes an event in the stream, points in time are such events. They are read when UNREAD newer spans stand
-    behind them, a BATCH at a time, so that the host neither waits for the stream nor is long away from it.
+    Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA `event` records an
+    event in the stream, and points in time are such events. They are read a BATCH at a time, when UNREAD newer spans have
+    been added: by then the device has passed them, and the host does not wait.
     """
 
     CAPACITY = 1 << 16
     UNREAD = 4096
     BATCH = 64
 
-    def __init__(self, event: Callable[[], "torch.cuda.Event"] | None):
+    def __init__(self, event: Callable[[], Any] | None):
         self._event = event
         self._spans: deque[tuple] = deque(maxlen=self.CAPACITY)
         self._unread: deque[tuple] = deque()
         self.restart()
 
     def restart(self) -> None:
-        """A run begins: forget what was before it. On CUDA this waits for the stream, to know its time by the host's."""
+        """A run begins: forget earlier spans. On CUDA this waits for the stream, to relate its time to the host's clock."""
         self._spans.clear()
         self._unread.clear()
         self._recorded = 0
@@ -50,19 +50,20 @@ class Recorder:
             self._read_events(self.BATCH)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Starts and stops, float64 [n, 2]; kinds and StepLabels, int64 [n, 5]; how many older spans were not kept."""
+        """Starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were not kept."""
         self._read_events(len(self._unread))
-        times = torch.tensor([span[2:] for span in self._spans], dtype=torch.float64).reshape(-1, 2)
-        labels = torch.tensor([(kind, *step) for kind, step, _, _ in self._spans], dtype=torch.int64).reshape(-1, 5)
-        return times, labels, self._recorded - len(self._spans)
+        times_N2 = torch.tensor([span[2:] for span in self._spans], dtype=torch.float64).reshape(-1, 2)
+        labels_N5 = torch.tensor([(kind, *step) for kind, step, _, _ in self._spans], dtype=torch.int64).reshape(-1, 5)
+        return times_N2, labels_N5, self._recorded - len(self._spans)
 
     def _read_events(self, count: int) -> None:
-        """The oldest, by the last that was read. CUDA gives differences in float32: small ones are exact enough."""
+        """Read the `count` oldest spans' events."""
         oldest = [self._unread.popleft() for _ in range(count)]
         if not oldest:
             return
         last = oldest[-1][3]
         last.synchronize()
+        # Relative to the newest event that was read before: CUDA returns differences in float32, exact enough if small.
         for kind, step, start, stop in oldest:
             end = self._anchored + self._anchor.elapsed_time(stop) / 1000
             self._spans.append((kind, step, end - start.elapsed_time(stop) / 1000, end))

@@ -1,5 +1,5 @@
-"""Where the ranks of a pool find each other, at their start and for every group made later: a file on one machine, a server
-on several."""
+"""The store through which the ranks of a pool find each other, at their start and for every group made later: a file on one
+machine, a server on several."""
 
 import os
 from datetime import timedelta
@@ -9,21 +9,20 @@ import torch.distributed as dist
 
 
 class StoreError(RuntimeError):
-    """The file is no longer what it was."""
+    """The file was removed, replaced or cut."""
 
 
 class StoreFile:
-    """Held from before the ranks join to their end. The client makes it, empty, in a directory that only this user can read.
+    """The file of torch's FileStore. The client makes it, empty, in a directory that only this user can read.
 
-    torch's FileStore opens it by name for each access, makes it anew where it is gone, and reads on from where it was: once
-    something that cleans up temporary files has removed it, ranks would wait for each other in the next group's making
-    until a watchdog ends them.
+    FileStore opens the file by name for each access, and makes an empty one where it is gone. So if a clean-up of temporary
+    files removed it, ranks that make their next group would wait for each other until a watchdog ends them.
     """
 
     def __init__(self, path: Path):
         self._path, self._size = path, 0
         try:
-            self._held = os.open(path, os.O_RDONLY)  # for as long as the process lives
+            self._held = os.open(path, os.O_RDONLY)  # open until the process ends, to compare with the file of the name
         except FileNotFoundError as error:
             raise self._error("removed") from error
 
@@ -50,40 +49,42 @@ class StoreFile:
 class Rendezvous:
     """The store of `world` ranks: `place` is its file (see StoreFile), or the address of its server. One rank has none.
 
-    `timeout`: how long the store waits for what another rank has yet to write. torch gives a store 5 minutes whatever the
-    process group's timeout is, and a communicator is made through the store when it is first used: a later stage's would
-    end while the stage before still compiles.
+    `timeout`: how long the store waits for a key that another rank has yet to write.
     """
 
     def __init__(self, place: Path | tuple[str, int], world: int, timeout: timedelta):
         self.address = None if isinstance(place, Path) else place
         self._world, self._meetings = world, 0
-        self._file = StoreFile(place) if world > 1 and isinstance(place, Path) else None
+        self._file: StoreFile | None = None
         self.store: dist.Store | None = None
-        if self._file is not None:
+        if world == 1:
+            return
+        if isinstance(place, Path):
+            self._file = StoreFile(place)
             self.store = dist.FileStore(str(place), world)
-        elif world > 1:
-            self.store = dist.TCPStore(*place, world, is_master=False, timeout=timeout)
-        if self.store is not None:
-            self.store.set_timeout(timeout)
+        else:
+            self.store = dist.TCPStore(place[0], place[1], world, is_master=False, timeout=timeout)
+        # A store's default is 5 minutes, whatever the process group's timeout is. Communicators are made through the store
+        # at their first transfer, so a later stage's would fail while the stage before still compiles.
+        self.store.set_timeout(timeout)
 
     def check(self) -> None:
-        """StoreError if the file is not what it was. From any thread."""
+        """StoreError if the file was removed, replaced or cut. From any thread."""
         if self._file is not None:
             self._file.check()
 
-    def is_any(self, what: str, own: bool) -> bool:
-        """Whether it is so on any rank: `own` on this one. As `meet`, once for each `what`."""
+    def is_any(self, key: str, here: bool) -> bool:
+        """Whether `here` is True on any rank. Collective over all ranks, once for each `key`."""
         if self.store is None:
-            return own
-        self.store.add(what, int(own))
+            return here
+        self.store.add(key, int(here))
         self.meet()
-        return self.store.add(what, 0) > 0
+        return self.store.add(key, 0) > 0
 
     def meet(self) -> None:
-        """Wait until every rank has come here. Collective over all ranks.
+        """Wait until every rank has called this. Collective over all ranks.
 
-        Nothing but the store is used, so that whoever comes late, with a slow disk, is not taken for a link that fails.
+        Uses the store alone: in a transfer, a rank that is late because of a slow disk would look like a failed link.
         """
         if self.store is None:
             return

@@ -1,9 +1,9 @@
 """The self-test of the links between ranks, on the real transport: each group's first transfer, before weights are read.
 
-Direct access between consumer cards may be reported as working and hang, or hand on wrong values, where an IOMMU or PCIe
-ACS is switched on (nccl-tests #117). So what arrives is looked at, and the first transfer has a limit of its own. It also
-makes each communicator, which NCCL does at its first transfer: its memory is taken before the weights', and no later
-transfer among some of its ranks is its first, which torch does not allow (batch_isend_irecv).
+Direct access between consumer cards may be reported as working and still hang, or transfer wrong values, where an IOMMU or
+PCIe ACS is switched on (nccl-tests #117). So received values are checked, and the first transfer has a shorter time limit.
+NCCL makes a group's communicator at its first transfer: here, before weights take the device's memory. torch also forbids a
+batch among only some ranks of a group (batch_isend_irecv) as the group's first transfer.
 """
 
 import os
@@ -16,15 +16,14 @@ import torch.distributed as dist
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
 from .mesh import Axis, LinkEnd
-from .staging import transfer_device
 
 VALUES = {"cuda": 1 << 18, "cpu": 1 << 10}
-"""float32 values of each transfer, by device. 1 MB is more than NCCL sends by its protocol for short messages."""
+"""float32 values of each transfer, by device. 1 MB is too much for NCCL's protocol for short messages."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class LinkError(RuntimeError):
-    """The self-test failed: `what` of it, and `how`, follow each other in a sentence. The text says what to try."""
+    """A transfer of the self-test failed. `what` and `how` make a sentence; the text ends with advice."""
 
     def __init__(self, what: str, how: str, backend: str, p2p: bool):
         super().__init__(f"the self-test of the links between ranks failed: {what} {how}. {advice(backend, p2p)}")
@@ -32,7 +31,7 @@ class LinkError(RuntimeError):
 
 
 def advice(backend: str, p2p: bool) -> str:
-    """What the user may try. `p2p`: whether these ranks left it to NCCL to use direct access from GPU to GPU."""
+    """Advice to the user. `p2p`: NCCL was free to use direct access from GPU to GPU."""
     if backend != "nccl":
         return (
             "Try: a firewall that lets this machine reach itself (or the machines each other); GLOO_SOCKET_IFNAME, set to "
@@ -47,31 +46,33 @@ def advice(backend: str, p2p: bool) -> str:
 
 
 def try_axis(axis: Axis, device: torch.device) -> None:
-    """A sum over the axis (the world, where it has no group). Collective over it. ValueError if the sum is wrong."""
-    at = transfer_device(device, axis.group)
-    values = torch.full((VALUES[device.type],), axis.index + 1.0, device=at)
-    dist.all_reduce(values, group=axis.group)
-    _check(values, torch.full((len(values),), axis.size * (axis.size + 1) / 2))
+    """A sum over the axis, or over the world if it has no group. Collective over it. ValueError if the sum is wrong.
+
+    `device`: a device that the backend transfers from directly.
+    """
+    values_N = torch.full((VALUES[device.type],), axis.index + 1.0, device=device)
+    dist.all_reduce(values_N, group=axis.group)
+    _check(values_N, torch.full((len(values_N),), axis.size * (axis.size + 1) / 2))
 
 
 def try_link(link: LinkEnd, device: torch.device) -> None:
-    """A transfer over the link, the way it is used. Collective over its ends. ValueError if something else arrives."""
-    pattern, at = torch.arange(VALUES[device.type], dtype=torch.float32), transfer_device(device, link.group)
-    if link.sends:
-        dist.isend(pattern.to(at), link.peer, group=link.group).wait()
-        if at.type == "cuda":
-            torch.cuda.synchronize(at)
-    else:
-        received = torch.zeros(len(pattern), device=at)
-        dist.irecv(received, link.peer, group=link.group).wait()
-        _check(received, pattern)
+    """A transfer over the link, in the calls of StageLink. Collective over both ends. ValueError for wrong values."""
+    pattern_N = torch.arange(VALUES[device.type], dtype=torch.float32)
+    sent_or_received_N = pattern_N.to(device) if link.sends else torch.zeros(len(pattern_N), device=device)
+    work = (dist.isend if link.sends else dist.irecv)(sent_or_received_N, link.peer, group=link.group)
+    assert work is not None
+    work.wait()
+    if not link.sends:
+        _check(sent_or_received_N, pattern_N)
+    elif device.type == "cuda":
+        torch.cuda.synchronize(device)  # NCCL's wait is one of the stream: the host would not see a send that hangs
 
 
-def _check(found: torch.Tensor, expected: torch.Tensor) -> None:
+def _check(received_N: torch.Tensor, expected_N: torch.Tensor) -> None:
     """On the host, which waits for the device."""
-    wrong = int((found.cpu() != expected).sum())
+    wrong = int((received_N.cpu() != expected_N).sum())
     if wrong:
-        raise ValueError(f"gave {wrong} wrong values of {len(expected)}")
+        raise ValueError(f"gave {wrong} wrong values of {len(expected_N)}")
 
 
 def _shared_memory() -> str:

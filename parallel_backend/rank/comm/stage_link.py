@@ -1,4 +1,4 @@
-"""The pipe axis: hidden states come from the stage before and go to the stage after, in micro-step order."""
+"""The pipe axis: hidden states come from the previous stage and go to the next one, in micro-step order."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,17 @@ import torch
 import torch.distributed as dist
 
 from .mesh import LinkEnd
-from .staging import from_staging, host_buffer, staged, to_staging, transfer_device
+from .staging import from_staging, receivable, sendable
 from .transfers import Traffic, Transfer
 
 PIPE = "pipe"
-"""The mesh axis by which the bytes are counted."""
+"""The mesh axis of the counted bytes."""
 
 
 class StageLink:
     """Receives can be posted ahead of their use. Every send is kept, with its tensor, until it has been waited for.
 
-    `before`, `after`: the links to the stages beside this one, None at the pipeline's ends.
+    `before`, `after`: the links to the neighbouring stages, None at the pipeline's ends.
     """
 
     def __init__(self, before: LinkEnd | None, after: LinkEnd | None, device: torch.device, traffic: Traffic):
@@ -26,31 +26,30 @@ class StageLink:
 
     @property
     def posted(self) -> int:
-        """Receives that were posted and not yet taken."""
+        """Number of receives that were posted and not yet taken."""
         return len(self._posted)
 
     def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Start receiving the next tensor; its shape is known from the micro-step, no handshake."""
+        """Start receiving the next tensor. No handshake: the micro-step determines the shape on both ends."""
         link = self.before
-        if transfer_device(self.device, link.group) == self.device:
-            buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        else:
-            buffer = host_buffer(shape, dtype, self.device)
+        assert link is not None
+        buffer = receivable(shape, torch.empty(0, dtype=dtype, device=self.device), link.group)
         transfer = self.traffic.start(lambda: dist.irecv(buffer, link.peer, group=link.group))
         self._posted.append((buffer, transfer))
 
     def receive(self) -> torch.Tensor:
-        """The oldest posted receive, complete."""
+        """Wait for the oldest posted receive."""
+        # Oldest first: both ends issue transfers in micro-step order, and the n-th receive gets the n-th send.
         buffer, transfer = self._posted.pop(0)
         transfer.wait()
         return from_staging(buffer, self.device)
 
     def send(self, tensor: torch.Tensor, overlap: bool) -> None:
-        """Start sending to the next stage. Waits first for the send before the last, so at most two are under way."""
+        """Start sending to the next stage. At most two sends are under way, which bounds the memory of their tensors."""
         self.await_sends(keep=1)
-        link, tensor = self.after, tensor.contiguous()
-        if staged(tensor, link.group):
-            tensor = to_staging(tensor)
+        link = self.after
+        assert link is not None
+        tensor = sendable(tensor.contiguous(), link.group)
         self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, link.peer, group=link.group))))
         self.traffic.bytes_sent[PIPE] += tensor.nbytes
         if not overlap:

@@ -1,113 +1,104 @@
-"""One byte for each value on its way between ranks: what Ulysses sends over slow links.
+"""Packs the values that Ulysses sends over slow links, in one byte each.
 
-Every group of up to 32 neighbouring values of a head is divided by a scale of its own. The mean of the keys over the tokens,
-which SageAttention (arXiv 2410.02367) takes off first, stays: with it off, keys of the mini model were no closer.
+Every group of up to 32 neighbouring values of a head is divided by a scale of its own. SageAttention (arXiv 2410.02367)
+subtracts the mean of the keys over the tokens first. This codec does not: keys of the mini model were no closer with it.
+Letters of shapes: rank/attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from parallel_backend.core.packed_values import group_size
 
-from .collectives import Exchange, start_all_to_all
+from .collectives import start_all_to_all
 from .mesh import Axis
 from .transfers import Traffic
 
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""What a value becomes, and the largest."""
+"""dtype of a packed value, and the largest value."""
 
 SCALE = torch.bfloat16
 UP = 1 + 2**-8
-"""More than what rounding to SCALE can take off, so that no value is beyond the largest."""
+"""Factor on scales: more than rounding to SCALE can take off them, so that no packed value is beyond the largest."""
 
 SMALLEST = 1e-30
 """Scale of a group of zeros."""
 
 PIECE = 1 << 17
-"""Values that a CPU packs at once: those in its cache. New memory for all of them took it longer than the arithmetic."""
+"""Values that a CPU packs at once, as many as fit its cache. Allocating for all at once took longer than the arithmetic."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """`kind`: one of KINDS. A part is kept as its scales, then its values."""
+    """Packs a part as its scales, then its values. `kind`: one of KINDS."""
 
     kind: str
 
     def start_all_to_all(
-        self, size: int, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic
-    ) -> "PackedExchange":
-        """As collectives.start_all_to_all, for values of heads of `size`. What a rank keeps for itself is as it was."""
-        own = axis.index
+        self, size: int, x_N: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic
+    ) -> Callable[[], torch.Tensor]:
+        """As collectives.start_all_to_all, for values of heads of `size`. Call the result to wait for [sum(receive)].
+
+        A rank's part for itself is not packed.
+        """
         sent, received = ([self.nbytes(n, size) for n in counts] for counts in (send, receive))
-        sent[own] = received[own] = 0
-        packed = torch.empty(sum(sent), dtype=torch.uint8, device=x.device)
-        for index, (part, place) in enumerate(zip(x.split(list(send)), packed.split(sent), strict=True)):
-            if index != own:
-                self.encode(part, size, place)
-        kept = x.split(list(send))[own]
-        return PackedExchange(
-            self, size, start_all_to_all(packed, sent, received, axis, traffic), kept, receive, received, own
-        )
+        sent[axis.index] = received[axis.index] = 0
+        packed_Y = torch.empty(sum(sent), dtype=torch.uint8, device=x_N.device)
+        parts_n = x_N.split(list(send))
+        for index, (part_n, packed_y) in enumerate(zip(parts_n, packed_Y.split(sent), strict=True)):
+            if index != axis.index:
+                self.encode(part_n, size, packed_y)
+        exchange = start_all_to_all(packed_Y, sent, received, axis, traffic)
+
+        def finish() -> torch.Tensor:
+            packed_Y, out_N = exchange.wait(), x_N.new_empty(sum(receive))
+            parts = zip(packed_Y.split(received), out_N.split(list(receive)), strict=True)
+            for index, (packed_y, out_n) in enumerate(parts):
+                if index != axis.index:
+                    self.decode(packed_y, size, out_n)
+                else:
+                    out_n.copy_(parts_n[index])
+            return out_N
+
+        return finish
 
     def nbytes(self, values: int, size: int) -> int:
-        """Of so many values, packed. Even: the next part begins with a scale."""
+        """Bytes of `values` values, packed. Even, since the next part begins with a scale of two bytes."""
         count = values + values // group_size(size) * SCALE.itemsize
         return count + count % 2
 
-    def encode(self, values: torch.Tensor, size: int, packed: torch.Tensor) -> None:
-        """[n] of heads of `size`, floating -> written into [nbytes] uint8."""
+    def encode(self, values_n: torch.Tensor, size: int, packed_y: torch.Tensor) -> None:
+        """Pack floating values of heads of `size` into `packed_y`, uint8."""
         kind, largest = KINDS[self.kind]
-        groups = values.view(-1, group_size(size))
-        scales, codes = self._views(packed, len(values), len(groups))
-        peaks = torch.maximum(groups.amax(1), groups.amin(1).neg_()).float()
-        scales.copy_(peaks.mul_(UP / largest).clamp_min_(SMALLEST))
-        factors, codes = scales.float().reciprocal_()[:, None], codes.view(kind).view_as(groups)
-        count = len(groups) if groups.is_cuda else PIECE // groups.shape[1]
-        work = torch.empty(min(count, len(groups)), groups.shape[1], device=groups.device)
-        for start in range(0, len(groups), max(1, count)):
+        values_Gg = values_n.view(-1, group_size(size))
+        scales_G, codes_n = self._views(packed_y, len(values_n), len(values_Gg))
+        peaks_G = torch.maximum(values_Gg.amax(1), values_Gg.amin(1).neg_()).float()
+        scales_G.copy_(peaks_G.mul_(UP / largest).clamp_min_(SMALLEST))
+        # Divided by the scales as they are sent, rounded to SCALE: the receiver multiplies by those.
+        factors_G1, codes_Gg = scales_G.float().reciprocal_()[:, None], codes_n.view(kind).view_as(values_Gg)
+        count = len(values_Gg) if values_Gg.is_cuda else PIECE // values_Gg.shape[1]
+        work_Gg = torch.empty(min(count, len(values_Gg)), values_Gg.shape[1], device=values_Gg.device)
+        for start in range(0, len(values_Gg), max(1, count)):
             rows = slice(start, start + count)
-            scaled = torch.mul(groups[rows], factors[rows], out=work[: len(groups[rows])])
-            codes[rows] = scaled.round_() if kind == torch.int8 else scaled
+            scaled_Gg = torch.mul(values_Gg[rows], factors_G1[rows], out=work_Gg[: len(values_Gg[rows])])
+            codes_Gg[rows] = scaled_Gg.round_() if kind == torch.int8 else scaled_Gg
 
-    def decode(self, packed: torch.Tensor, size: int, values: torch.Tensor) -> None:
-        """[nbytes] uint8 -> written into [n]."""
-        groups = values.view(-1, group_size(size))
-        scales, codes = self._views(packed, len(values), len(groups))
-        groups.copy_(codes.view(KINDS[self.kind][0]).view_as(groups)).mul_(scales[:, None])
+    def decode(self, packed_y: torch.Tensor, size: int, values_n: torch.Tensor) -> None:
+        """Unpack `packed_y`, uint8, into `values_n`."""
+        values_Gg = values_n.view(-1, group_size(size))
+        scales_G, codes_n = self._views(packed_y, len(values_n), len(values_Gg))
+        values_Gg.copy_(codes_n.view(KINDS[self.kind][0]).view_as(values_Gg)).mul_(scales_G[:, None])
 
     @staticmethod
-    def _views(packed: torch.Tensor, values: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-        head = groups * SCALE.itemsize
-        return packed[:head].view(SCALE), packed[head : head + values]
-
-
-@dataclass(frozen=True)
-class PackedExchange:
-    """As collectives.Exchange. `kept`: the part of rank `own`, itself; `receive`, `received`: values and bytes by rank."""
-
-    codec: Codec
-    size: int
-    exchange: Exchange
-    kept: torch.Tensor
-    receive: Sequence[int]
-    received: Sequence[int]
-    own: int
-
-    def wait(self) -> torch.Tensor:
-        packed, out = self.exchange.wait(), self.kept.new_empty(sum(self.receive))
-        parts = zip(packed.split(list(self.received)), out.split(list(self.receive)), strict=True)
-        for index, (place, part) in enumerate(parts):
-            if index != self.own:
-                self.codec.decode(place, self.size, part)
-            else:
-                part.copy_(self.kept)
-        return out
+    def _views(packed_y: torch.Tensor, values: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scale_bytes = groups * SCALE.itemsize
+        return packed_y[:scale_bytes].view(SCALE), packed_y[scale_bytes : scale_bytes + values]
 
 
 def codec_for(transfer_dtype: str) -> Codec | None:
-    """None for 'full'. With 'residual' what Ulysses sends is in int8: it is no change of something that both ends hold."""
+    """None for 'full'. int8 for 'residual': receivers of Ulysses hold no earlier values, so changes cannot be sent."""
     if transfer_dtype == "full":
         return None
     return Codec("int8" if transfer_dtype == "residual" else transfer_dtype)

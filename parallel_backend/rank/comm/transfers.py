@@ -1,10 +1,11 @@
-"""What a rank's transfers moved and what they cost: bytes, time under way, and the part of it the rank stood still for."""
+"""Accounts of a rank's transfers: bytes, time under way, and time that the rank waited."""
 
+import contextlib
 import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 from .recorder import Recorder
 
 CUDA_FAILED = re.compile(r"CUDA error|Cuda failure", re.IGNORECASE)
-"""In the text of an error that is the device's own. NCCL's "unhandled cuda error" ends with CUDA's name for it."""
+"""In the text of errors of the device. NCCL's "unhandled cuda error" ends with CUDA's name of the error."""
 OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 
 
@@ -24,11 +25,9 @@ class PeerError(RuntimeError):
 
 
 def is_of_a_transfer(error: RuntimeError) -> bool:
-    """Whether the error is one of the transfer, behind which another rank may be, rather than of this rank's own device.
-
-    Gloo raises plain RuntimeErrors, NCCL DistErrors. CUDA reports what went wrong in any kernel before at whatever call
-    comes next, and a communicator that finds no memory fails as one whose peer is gone does: both are this rank's own.
-    """
+    """Whether another rank may have caused the error, a RuntimeError of Gloo or a DistError of NCCL."""
+    # CUDA reports a kernel's failure at any later call, also at a transfer, and a communicator that finds no memory fails
+    # like one whose peer is gone. Both are failures of this rank.
     plain = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return plain and not CUDA_FAILED.search(str(error)) and not is_out_of_memory(error)
 
@@ -38,10 +37,21 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
-class Clock:
-    """Points in time of a rank's work: the host's clock, or on CUDA the stream's.
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
+    """Around calls of torch.distributed: raises PeerError where another rank may have caused the error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_a_transfer(error):
+            raise
+        raise PeerError(str(error)) from error
 
-    There the host runs ahead, and NCCL's waits cost it nothing: events stand in the stream before and behind them.
+
+class Clock:
+    """Points in time of a rank's work: of the host's clock, or on CUDA events in the stream.
+
+    On CUDA the host runs ahead of the device and NCCL's waits do not block it, so its clock would not show them.
     """
 
     def __init__(self, device: torch.device):
@@ -56,10 +66,10 @@ class Clock:
 
 
 class Elapsed:
-    """Adds up the seconds between points in time, in order of their ends.
+    """Adds up seconds between pairs of points in time, which come in the order of their ends.
 
-    The oldest BATCH are added up when UNREAD newer ones stand behind them: nothing is collected for ever where nobody asks
-    for a report, and on CUDA the host does not wait for what its device has yet to do.
+    The oldest BATCH of pairs are added up when there are UNREAD newer ones. So their number is bounded also without reports,
+    and on CUDA the host does not wait, since the device has long passed them.
     """
 
     UNREAD, BATCH = 4096, 64
@@ -75,12 +85,12 @@ class Elapsed:
             self._add_up(self.BATCH)
 
     def seconds(self) -> float:
-        """So far. On CUDA it waits until the stream has come to the last end."""
+        """The sum so far. On CUDA the host waits until the stream has passed the last end."""
         self._add_up(len(self._pairs))
         return self._seconds
 
     def _add_up(self, count: int) -> None:
-        """The oldest."""
+        """Add up the `count` oldest pairs."""
         oldest, self._pairs = self._pairs[:count], self._pairs[count:]
         if self._on_stream and oldest:
             oldest[-1][1].synchronize()
@@ -89,7 +99,7 @@ class Elapsed:
             self._seconds += sum(stop - start for start, stop in oldest)
 
     def drain(self) -> float:
-        """So far, and start again at zero."""
+        """The sum so far, which starts again at zero."""
         seconds, self._seconds = self.seconds(), 0.0
         return seconds
 
@@ -97,9 +107,7 @@ class Elapsed:
 class Traffic:
     """Counts from one report to the next. Bytes are payload that left this rank, by mesh axis.
 
-    A transfer is under way from its start until the rank has waited for it. The hidden share of a run is the part of
-    that time in which the rank was not waiting: 1 for receives that had arrived whenever they were needed, 0 for
-    collectives that nothing runs beside. `heartbeat`: of the rank, which is told of every wait.
+    A transfer is under way from its start until the rank has waited for it. `heartbeat`: of the rank, told of every wait.
     """
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None):
@@ -110,19 +118,16 @@ class Traffic:
         self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
 
     def mark(self, at: "float | torch.cuda.Event", waiting: bool = False, idle: bool = False) -> None:
-        """On CUDA, tell the heartbeat what the device does from the event `at` on: see Heartbeat.mark."""
+        """On CUDA, tell the heartbeat the device's state from the event `at` on: see Heartbeat.mark."""
         if self.clock.on_stream:
             self.heartbeat.mark(functools.partial(_passed, at, self._device), waiting, idle)
 
-    def start(self, operation: Callable[[], list[dist.Work] | dist.Work]) -> "Transfer":
-        """`operation` starts the transfer. PeerError if it cannot even be started."""
+    def start(self, operation: Callable[[], list[dist.Work] | dist.Work | None]) -> "Transfer":
+        """`operation` starts the transfer. PeerError if it cannot be started."""
         started = self.clock.now()
-        try:
+        with peer_errors():
             works = operation()
-        except RuntimeError as error:
-            if not is_of_a_transfer(error):
-                raise
-            raise PeerError(str(error)) from error
+        assert works is not None, "a transfer in a group that this rank is not in"
         return Transfer(self, works if isinstance(works, list) else [works], started)
 
     def report(self) -> tuple[dict[str, int], float, float]:
@@ -133,7 +138,7 @@ class Traffic:
 
 
 class Transfer:
-    """One or several operations under way. Must be waited for; until then its tensors must be kept alive by the caller."""
+    """One or several operations under way. Must be waited for; until then the caller keeps the tensors alive."""
 
     def __init__(self, traffic: Traffic, works: list[dist.Work], started):
         self._traffic, self._works, self._started = traffic, works, started
@@ -144,13 +149,9 @@ class Transfer:
         self._traffic.mark(waiting, waiting=True)
         heartbeat = self._traffic.heartbeat
         heartbeat.waiting = True
-        try:
+        with peer_errors():
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            if not is_of_a_transfer(error):
-                raise
-            raise PeerError(str(error)) from error
         heartbeat.waiting = False
         heartbeat.done()
         done = self._traffic.clock.now()
@@ -162,6 +163,6 @@ class Transfer:
 
 
 def _passed(event: "torch.cuda.Event", device: torch.device) -> bool:
-    """Asked on the heartbeat's thread, whose device is the first one until it is set: a look would make a context there."""
-    torch.cuda.set_device(device)
+    """Whether the device has passed the event. Called on the heartbeat's thread."""
+    torch.cuda.set_device(device)  # a thread begins with device 0, and the query would create a context there
     return event.query()

@@ -1,14 +1,13 @@
-"""Memory of the host in which blocks lie: shared by ranks of one machine, or a rank's own.
+"""Host memory for blocks, shared by ranks of one machine or private to one rank.
 
-A shared one is a file in memory without a name, as large as all blocks, whose pages are taken block by block as they are
-written. It begins with the layout's digest and a byte of state for each block. Whichever rank comes to a block first writes
-it, so that each reads about as much from disk as the others, and ranks may want different blocks.
+Shared memory is an anonymous file, as large as all blocks, whose pages are reserved block by block as blocks are written. It
+begins with the layout's digest and a byte of state for each block. The first rank that claims a block writes it, so that
+ranks read about as much from disk as each other, and may need different blocks.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
@@ -20,48 +19,29 @@ EMPTY, BEING_WRITTEN, WRITTEN = range(3)
 """States of a block. A rank that ends while it writes leaves BEING_WRITTEN behind; the client then ends the others."""
 
 
-class Arena(Protocol):
-    def tensor(self, name: str) -> torch.Tensor:
-        """The block's [nbytes] uint8. They mean something once it is written; before, they may be other blocks' too."""
-        ...
-
-    def state(self, name: str) -> int:
-        """EMPTY, BEING_WRITTEN or WRITTEN."""
-        ...
-
-    def claim(self, name: str) -> bool:
-        """Whether the caller is to write the block: nobody has it yet. MemoryError if there is no memory for it."""
-        ...
-
-    def written(self, name: str) -> None:
-        """The block that the caller has claimed is there."""
-        ...
-
-    def close(self) -> None:
-        """Let it go. The memory goes with its last tensor, on whichever rank."""
-        ...
-
-
-class OwnArena:
-    """Memory of one rank, where the system shares none without a name."""
+class Arena:
+    """Memory of one rank, for systems without anonymous files."""
 
     def __init__(self, layout: Layout):
         self._layout = layout
         self._blocks: dict[str, torch.Tensor] = {}
         self._written: set[str] = set()
-        self._nowhere: torch.Tensor | None = None
+        self._unwritten: torch.Tensor | None = None
 
     def tensor(self, name: str) -> torch.Tensor:
+        """The block's [nbytes] uint8. Until blocks are written, they may have the same memory."""
         if name in self._blocks:
             return self._blocks[name]
-        if self._nowhere is None:  # for parameters that are parked without a copy in memory
-            self._nowhere = torch.empty(max(map(len, self._layout.spans.values())), dtype=torch.uint8)
-        return self._nowhere[: len(self._layout.spans[name])]
+        if self._unwritten is None:  # parameters that are parked without a copy in memory need some address
+            self._unwritten = torch.empty(max(map(len, self._layout.spans.values())), dtype=torch.uint8)
+        return self._unwritten[: len(self._layout.spans[name])]
 
     def state(self, name: str) -> int:
+        """EMPTY, BEING_WRITTEN or WRITTEN."""
         return WRITTEN if name in self._written else BEING_WRITTEN if name in self._blocks else EMPTY
 
     def claim(self, name: str) -> bool:
+        """True if the block was EMPTY: the caller must write it. MemoryError if there is no memory for it."""
         if name in self._blocks:
             return False
         try:
@@ -71,27 +51,22 @@ class OwnArena:
         return True
 
     def written(self, name: str) -> None:
+        """The caller has written the block that it claimed."""
         self._written.add(name)
 
     def close(self) -> None:
-        self._blocks, self._nowhere = {}, None
+        """Release the handle. The memory is freed with its last tensor, on any rank."""
+        self._blocks, self._unwritten = {}, None
 
 
-class SharedArena:
-    """One rank's view of memory that ranks share, and that goes with the last of them."""
+class SharedArena(Arena):
+    """One rank's view of memory that ranks share. The memory is freed with the last rank's view."""
 
     def __init__(self, layout: Layout, segment: Segment, lock: int):
-        """`lock`: a handle of the segment that no other rank has, by which they exclude each other. It is closed here."""
-        self._layout, self._segment, self._lock = layout, segment, lock
+        """`lock`: this rank's handle of the segment, by which ranks exclude each other. `close` closes it."""
+        super().__init__(layout)
+        self._segment, self._lock = segment, lock
         self._states = segment.memory[DIGEST_BYTES : DIGEST_BYTES + len(layout.spans)]
-
-    def check(self, new: bool) -> None:
-        """ValueError if it is not for this layout. `new`: it is from now on. The caller has the lock."""
-        written = self._segment.memory[:DIGEST_BYTES].view(torch.int64)
-        if new:
-            written.fill_(self._layout.digest)
-        elif int(written) != self._layout.digest:
-            raise ValueError("it is for weights in another form")
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._segment.memory[self._layout.spans[name].slice]
@@ -108,7 +83,7 @@ class SharedArena:
             self._states[number] = BEING_WRITTEN
         span = self._layout.spans[name]
         try:
-            # Now, where it is an error: later it would be the end of the process.
+            # Reserve the pages now: a write to a page for which there is no memory would end the process (SIGBUS).
             if len(span):
                 os.posix_fallocate(self._lock, span.start, len(span))
         except OSError as error:
@@ -128,7 +103,8 @@ class SharedArena:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Between ranks. The system lets go for one that ends in it. Who sees a state also sees what was written before."""
+        """Holds a lock that all ranks share. It makes a block's bytes visible to other ranks before the state that says so.
+        If a rank ends while it holds the lock, the operating system releases it."""
         import fcntl
 
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -139,31 +115,34 @@ class SharedArena:
 
 
 def new_file() -> int:
-    """The handle of a file in memory for `shared_arena`, which is empty yet. OSError where the system refuses one."""
+    """The handle of an empty anonymous file for `shared_arena`. OSError where the system refuses one."""
     return os.memfd_create("parallel-dit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def shared_arena(layout: Layout, process: int, handle: int) -> SharedArena:
-    """The arena in the file that a process of this user on this machine has as `handle`. Who comes first makes it as large
-    as the layout; it then stays so.
+    """The arena in the file that a process of this user on this machine has as `handle`.
 
-    OSError where the system does not let this process have it; ValueError where it was made for another layout.
+    The first rank makes the file as large as the layout, for good. OSError where the system does not let this process open
+    the file. ValueError if the file was made for another layout.
     """
     import fcntl
 
-    lock = os.open(
-        f"/proc/{process}/fd/{handle}", os.O_RDWR | os.O_CLOEXEC
-    )  # anew, by each rank: locks are between openings
+    # Each rank opens the file anew: flock excludes openings of a file, not processes that share one opening.
+    lock = os.open(f"/proc/{process}/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         new = os.fstat(lock).st_size == 0
         if new:
             os.truncate(lock, layout.nbytes)
             fcntl.fcntl(lock, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        arena = SharedArena(layout, open_segment(OpenSegment(0, layout.nbytes, ""), os.dup(lock)), lock)
-        arena.check(new)
+        segment = open_segment(OpenSegment(0, layout.nbytes, ""), os.dup(lock))
+        digest = segment.memory[:DIGEST_BYTES].view(torch.int64)
+        if new:
+            digest.fill_(layout.digest)
+        elif int(digest) != layout.digest:
+            raise ValueError("it is for weights in another form")
         fcntl.flock(lock, fcntl.LOCK_UN)
-        return arena
+        return SharedArena(layout, segment, lock)
     except BaseException:
         os.close(lock)
         raise

@@ -1,4 +1,4 @@
-"""The host's copy of a rank's blocks: in memory, as far as there is some, else read from the file at each use."""
+"""The host's copy of a rank's blocks: in memory if there is room, else read from the file at each use."""
 
 import logging
 import time
@@ -22,48 +22,50 @@ Read = Callable[[str, torch.Tensor], None]
 """Reads a block from the checkpoint's files into [nbytes] uint8."""
 
 LOOK_SECONDS = 0.002
-"""Between two looks at blocks that other ranks write."""
+"""Pause between two looks at the state of a block that another rank writes."""
 
 
 class HostStore:
-    """Blocks as [nbytes] uint8. What is written stays until `close`.
+    """Blocks as [nbytes] uint8. A block that is written stays until `close`.
 
-    Ranks of one machine that hold the same blocks have one copy between them. CUDA ranks page-lock theirs. A block that the
-    host has no room for is read from the file at each use.
+    Ranks of one machine that hold the same blocks share one copy. CUDA ranks page-lock the blocks that they use, since a GPU
+    copies asynchronously only from page-locked memory. A block without room is read from the file at each use.
     """
+
+    _read: Read  # set by `allot`
 
     def __init__(self, rank: int, device: torch.device, degrees: Degrees, checkpoint: Checkpoint, peers: Peers):
         """Collective over all ranks of the pool."""
         self._rank, self._ranks, self._checkpoint, self._peers = rank, degrees.same_weights(rank), checkpoint, peers
         self._meeting = Meeting(self._ranks, rank, peers)
         self._pin = pinning(device)
-        self._unpin: dict[str, Callable[[], None]] = {}
+        self._pinned: set[str] = set()  # blocks of the arena
+        self._unpins: list[Callable[[], None]] = []
         self._sizes: Mapping[str, int] = {}
-        self._arena: Arena | None = None
-        self._read: Read | None = None
+        self._arena = Arena(Layout.of({}))
         self._buffer: torch.Tensor | None = None
-        self._own: set[str] = set()  # blocks that this rank has written
+        self._written: set[str] = set()  # blocks of the arena that this rank has written
         self._private: dict[str, torch.Tensor] = {}
-        self._own_pins: dict[str, Callable[[], None]] = {}
-        self._poor = False  # it has been said that memory is short
+        self._warned = False
 
     def allot(self, sizes: Mapping[str, int], read: Read) -> None:
-        """Once, before all else: `sizes` of all blocks, alike on ranks that hold the same. Takes addresses, no memory."""
+        """Call once, first. `sizes` of all blocks must be equal on ranks that share. Takes addresses, but no memory yet."""
         self._sizes, self._read = dict(sizes), read
         self._arena = self._meeting.arena(Layout.of(sizes))
 
     @property
     def nbytes(self) -> int:
-        """Of private blocks, and of those that this rank has written: each counts once over ranks that share it."""
-        return sum(self._sizes[name] for name in (*self._own, *self._private))
+        """Bytes of private blocks and of blocks that this rank has written, so that a shared block counts on one rank."""
+        return sum(self._sizes[name] for name in (*self._written, *self._private))
 
     def to_write(self, names: Iterable[str]) -> Iterator[str]:
-        """Those of `names` that the caller is to write into `tensor`, one after the other; `written` must follow each.
+        """Claims blocks of `names` that no rank has. The caller must write each into `tensor`, then call `written`.
 
-        Nobody has them, and no other rank will write them. They are not all if memory is short: see `source`.
+        If memory is short some blocks are left out: see `source`.
         """
         names = list(names)
-        first = len(names) * self._ranks.index(self._rank) // len(self._ranks)  # ranks begin at different ones
+        # Ranks begin at different blocks, so that they do not race for the same one while reading from disk.
+        first = len(names) * self._ranks.index(self._rank) // len(self._ranks)
         for name in names[first:] + names[:first]:
             if name not in self._private and self._arena.state(name) == EMPTY and self._room(name) and self._claim(name):
                 yield name
@@ -71,10 +73,10 @@ class HostStore:
     def written(self, name: str) -> None:
         """The block is in `tensor`."""
         self._arena.written(name)
-        self._own.add(name)
+        self._written.add(name)
 
     def fill(self, names: Iterable[str]) -> None:
-        """Read those of the blocks from the files that nobody has, as far as there is memory, and wait for the others."""
+        """Read blocks that no rank has from the files, if there is memory, and wait for blocks that other ranks read."""
         names = list(names)
         for name in self.to_write(names):
             self._read_unchanged(name, self.tensor(name))
@@ -82,18 +84,19 @@ class HostStore:
         self.wait(names)
 
     def wait(self, names: Iterable[str]) -> None:
-        """Until other ranks have written what they claimed of these; page-locks all that is there."""
+        """Wait until other ranks have written the blocks that they claimed. Page-locks all written blocks."""
         for name in names:
             state = self._arena.state(name)
             if state not in (EMPTY, WRITTEN):
                 with self._peers.blocked():
                     while (state := self._arena.state(name)) not in (EMPTY, WRITTEN):
                         time.sleep(LOOK_SECONDS)
-            if state == WRITTEN and name not in self._unpin and name not in self._private:
-                self._unpin[name] = self._pin(self.tensor(name))
+            if state == WRITTEN and name not in self._pinned and name not in self._private:
+                self._pinned.add(name)
+                self._unpins.append(self._pin(self.tensor(name)))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The block's place: the same for as long as the model is loaded, but for `private`."""
+        """The block's memory. It changes only when `private` is called."""
         return self._private[name] if name in self._private else self._arena.tensor(name)
 
     def holds(self, name: str) -> bool:
@@ -101,28 +104,28 @@ class HostStore:
         return name in self._private or self._arena.state(name) == WRITTEN
 
     def private(self, name: str, whole: bool = False) -> torch.Tensor:
-        """The block's bytes in memory of this rank alone, its `tensor` from now on: they may be written over.
+        """The block's bytes in memory of this rank alone, its `tensor` from now on. The caller may write to them.
 
-        `whole`: all of them will be, so that they may be of any content. MemoryError where there is no room for them.
+        `whole`: the caller writes all of them, so they are not copied. MemoryError if there is no room.
         """
         if name not in self._private:
             if not self._room(name):
                 missing = f"{self._sizes[name] / 1e9:.2f} GB of host memory for the merged weights of {name} are not free"
                 raise MemoryError(missing)
-            own = torch.empty(self._sizes[name], dtype=torch.uint8)
+            block = torch.empty(self._sizes[name], dtype=torch.uint8)
             if not whole and self.holds(name):
-                own.copy_(self.tensor(name))
+                block.copy_(self.tensor(name))
             elif not whole:
-                self._read_unchanged(name, own)
-            self._private[name] = own
-            self._own_pins[name] = self._pin(own)
+                self._read_unchanged(name, block)
+            self._private[name] = block
+            self._unpins.append(self._pin(block))
         return self._private[name]
 
     def source(self, name: str) -> torch.Tensor:
-        """The block's bytes, to be copied from: its `tensor`, or what has just been read from the file into a buffer that
-        holds until the next such block is asked for.
+        """The block's bytes, to be copied from: its `tensor`, or a buffer, into which the file was read just now.
 
-        ValueError, naming the file, if it has changed since the model was loaded.
+        The next call for a block without memory overwrites the buffer. ValueError, naming the file, if it has changed since
+        the model was loaded.
         """
         if not self.holds(name):
             self.fill([name])
@@ -135,17 +138,18 @@ class HostStore:
         return buffer
 
     def close(self) -> None:
-        """Let the memory go: nothing on the device reads from it any more."""
-        for unpin in (*self._unpin.values(), *self._own_pins.values()):
+        """Release the memory. No copy to the device may read from it any more."""
+        for unpin in self._unpins:
             unpin()
-        self._unpin, self._own_pins, self._private, self._buffer = {}, {}, {}, None
+        self._unpins, self._private, self._buffer = [], {}, None
+        self._pinned.clear()
         self._meeting.close()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._arena.close()
+        self._arena = Arena(Layout.of({}))
 
     def _read_unchanged(self, name: str, into: torch.Tensor) -> None:
-        self._checkpoint.check_unchanged()  # before: behind the end of a file that was cut is the end of the process
+        # Before reading, since behind the new end of a file that was cut it would end the process (SIGBUS); and after it.
+        self._checkpoint.check_unchanged()
         self._read(name, into)
         self._checkpoint.check_unchanged()
 
@@ -164,10 +168,10 @@ class HostStore:
             return False
 
     def _short(self, why: str) -> None:
-        if not self._poor:
+        if not self._warned:
             log.warning(
                 "host memory is short (%s): blocks that it has no room for are read from disk at each use, slowly. A "
                 "smaller weight_dtype, Unload Parallel DiT for models not needed, or fewer other programs leave more.",
                 why,
             )
-        self._poor = True
+        self._warned = True

@@ -9,12 +9,12 @@ from parallel_backend.core.spans import Span
 
 DIGEST_BYTES = 8
 PAGE = 1 << 16
-"""Bytes: each block begins at a multiple of it, so that it can be page-locked by itself on every system."""
+"""Bytes. Each block begins at a multiple of it, so that it can be page-locked alone on every system."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`spans`: block -> its bytes. Before them is room for a digest, and a byte for each block, by its number."""
+    """`spans`: block -> its bytes. Before them are a digest and a byte of state for each block, by the block's number."""
 
     spans: Mapping[str, Span]
     numbers: Mapping[str, int]
@@ -30,6 +30,11 @@ class Layout:
 
     @property
     def digest(self) -> int:
-        """63 bits: equal for equal blocks in an equal order."""
+        """63 bits. Equal for equal blocks in an equal order."""
         text = "\n".join(f"{name} {span.start} {span.stop}" for name, span in self.spans.items())
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return digest(text)
+
+
+def digest(text: str) -> int:
+    """63 bits, which fit into an int64: equal for equal texts."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,6 +1,5 @@
-"""Who shares host memory: ranks of one machine that hold the same weights, and find each other's memory there."""
+"""How ranks of one machine that hold the same weights find the host memory that they share."""
 
-import hashlib
 import logging
 import os
 import sys
@@ -9,55 +8,58 @@ from pathlib import Path
 
 from parallel_backend.rank.comm.peers import Peers
 
-from .arena import Arena, OwnArena, new_file, shared_arena
-from .layout import Layout
+from .arena import Arena, new_file, shared_arena
+from .layout import Layout, digest
 
 log = logging.getLogger(__name__)
 
 NOWHERE = 0
-"""Machine of a rank that can share with none."""
+"""Machine of a rank that cannot share."""
 
 
 class Meeting:
-    """Ranks with the same weights, as they have found each other."""
+    """The file in memory that ranks with the same weights share: that of the first of them on this machine."""
 
     def __init__(self, ranks: Sequence[int], rank: int, peers: Peers):
         """`ranks`: those with the same weights, `rank` among them. Collective over the pool's ranks if they are several."""
         self._rank = self._first = rank
-        self._own = self._place = None
+        self._handle: int | None = None
+        self._file: Sequence[int] = ()  # (process, handle) of the first rank
         if not hasattr(os, "memfd_create"):
             return
+        # Every rank makes a file before any knows whose is used: the ranks then need one exchange, and can fall back on
+        # their own file if the first rank's cannot be opened.
         try:
-            self._own = new_file()
+            self._handle = new_file()
         except OSError as error:
             log.warning("the system gives no memory to share with other ranks (%s): this one has its own", error)
-        told = [NOWHERE if self._own is None else this_machine(), os.getpid(), self._own or 0]
-        everyone = peers.tell_all(told) if len(ranks) > 1 else {rank: told}
-        if self._own is not None:
-            self._first = next(other for other in ranks if other == rank or NOWHERE != everyone[other][0] == told[0])
-            self._place = everyone[self._first][1:]
+        place = [NOWHERE if self._handle is None else this_machine(), os.getpid(), self._handle or 0]
+        places = peers.tell_all(place) if len(ranks) > 1 else {rank: place}
+        if self._handle is not None:
+            self._first = next(other for other in ranks if other == rank or NOWHERE != places[other][0] == place[0])
+            self._file = places[self._first][1:]
 
     def arena(self, layout: Layout) -> Arena:
-        """The memory that they share on this machine, or the rank's own where they cannot. Nobody is waited for."""
-        if self._place is None:
-            return OwnArena(layout)
+        """The shared memory, or memory of this rank where the system cannot share. Does not wait for other ranks."""
+        if self._handle is None:
+            return Arena(layout)
         try:
-            return shared_arena(layout, *self._place)
+            return shared_arena(layout, *self._file)
         except (OSError, ValueError) as error:
             if self._first == self._rank:
                 raise
             log.warning("host memory of rank %d cannot be shared (%s): this rank has its own copy", self._first, error)
-        return shared_arena(layout, os.getpid(), self._own)
+        return shared_arena(layout, os.getpid(), self._handle)
 
     def close(self) -> None:
-        """All of them have their arena."""
-        if self._own is not None:
-            os.close(self._own)
-            self._own = self._place = None
+        """Call once all of the ranks have their arena."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def this_machine() -> int:
-    """63 bits that processes which see each other's handles have in common. NOWHERE where that is not known."""
+    """63 bits that are equal for processes which see each other's handles. NOWHERE if the system does not tell."""
     if sys.platform != "linux":
         return NOWHERE
     try:
@@ -65,5 +67,4 @@ def this_machine() -> int:
         processes = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return NOWHERE
-    text = f"{boot} {processes} {os.getuid()}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return digest(f"{boot} {processes} {os.getuid()}")

@@ -1,13 +1,14 @@
-"""The slots of a model's block lists on one stage. A slot holds the stage's own block, or a stand-in (stand_ins.py).
+"""The slots of a model's block lists on one stage. A slot holds a block of the stage, or a stand-in (stand_ins.py).
 
-The model's own loop over its blocks runs unchanged and every block keeps its index, since models pick values by index
-(Chroma's modulation, a ControlNet's residuals). A stand-in before the stage's blocks returns the hidden states received,
-whatever its arguments. The first stand-in after them ends the forward with the hidden states to send.
+The model's loop over its blocks runs unchanged and every block keeps its index, since models pick values by index (Chroma's
+modulation, a ControlNet's residuals). A stand-in before the stage's blocks returns the hidden states received, whatever its
+arguments. The first stand-in after them ends the forward with the hidden states to send.
 
-In families of `whole_latent` hidden states are the rank's tokens inside a block list, and of all ranks outside. The first
-slot of a list cuts its arguments down. The last slot puts its results into whole tensors, which are zero elsewhere.
+In families of `whole_latent` hidden states are the rank's tokens inside a block list, and all ranks' tokens outside. The
+first slot of a list cuts its arguments down. The last slot puts its results into whole tensors, which are zero elsewhere.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.families.base.blocks import BlockList
-from parallel_backend.families.base.step_inputs import ArgumentCut, Rows, StepInputs
+from parallel_backend.families.base.step_inputs import Rows, StepInputs
 
 
 class StageDone(Exception):
@@ -38,32 +39,28 @@ class StageIO:
     leaving: tuple[str, ...] = ()
     """"<list>.<index>" of blocks whose outputs are sent along with the hidden states."""
     text_hidden: int | None = None
-    """Channels of the text stream, see Sizes. It is sent filled up to the image's."""
+    """Channels of the text stream, see Sizes. For sending, the text is padded to the image's channels."""
     received: torch.Tensor | None = None
     """[b, t + n, hidden], text first. None on the first stage."""
     text_tokens: int = 0
     """t."""
     rows: Rows | None = None
-    """None if the forward is given the rank's tokens only."""
+    """None if the forward gets the rank's tokens only."""
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     """"<list>.<index>" of a block -> [b, n, hidden] that a ControlNet adds to its image tokens."""
     inputs: StepInputs | None = field(default=None, init=False)
-    """What the forward is called with. None outside of a micro-step, where the model is called as its class is."""
+    """Inputs of the forward. None outside of a micro-step, where the model is called as its class is."""
     whole_text: int = field(default=0, init=False)
-    """Text tokens that the list's first slot saw."""
+    """Text tokens of all ranks, as the list's first slot saw them."""
     outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     """[b, t + n, hidden] of blocks in `arriving` and `leaving`."""
-    _cut: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
+    _made: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
-    def cut(self, name: str, cut: ArgumentCut, value: Any) -> Any:
-        """`cut(value, rows)`, computed once for all blocks that get the same object `value`."""
-        if name not in self._cut or self._cut[name][0] is not value:
-            self._cut[name] = value, cut(value, self.rows)
-        return self._cut[name][1]
-
-    def for_tokens(self, name: str, make: Callable[[Any, StepInputs], Any], value: Any) -> Any:
-        """`make(value, inputs)`, computed once for all blocks that get the same object `value`."""
-        return value if self.inputs is None else self.cut(name, lambda given, _rows: make(given, self.inputs), value)
+    def once(self, name: str, value: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, computed once in a micro-step for all blocks that get the same object `value` as argument `name`."""
+        if name not in self._made or self._made[name][0] is not value:
+            self._made[name] = value, make()
+        return self._made[name][1]
 
     def begin_step(
         self,
@@ -72,16 +69,16 @@ class StageIO:
         rows: Rows | None,
         residuals: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """A micro-step begins. `received`: what `outgoing` returned on the stage before."""
+        """A micro-step begins. `received`: the result of `outgoing` on the stage before."""
         self.outputs.clear()
         if received is not None and self.arriving:
             received, *outputs = received.chunk(1 + len(self.arriving))
             self.outputs.update(zip(self.arriving, outputs, strict=True))
         self.received, self.text_tokens, self.rows, self.residuals = received, text_tokens, rows, residuals or {}
-        self._cut.clear()
+        self._made.clear()
 
     def output_of(self, block: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text and image that stand for an earlier stage's block: its own output if that came along, else `received`."""
+        """Text and image that stand for an earlier stage's block: its output if that came along, else `received`."""
         tokens = self.outputs.get(block, self.received)
         assert tokens is not None
         return tokens[:, : self.text_tokens, : self.text_hidden], tokens[:, self.text_tokens :]
@@ -103,7 +100,10 @@ class StageIO:
 
 
 class BlockSlot:
-    """One place in a block list: binds arguments by name, cuts them to the rank's tokens, makes results whole."""
+    """One place in a block list: binds arguments by name, cuts them to the rank's tokens, makes results whole.
+
+    Text [b, t, hidden] and image [b, n, hidden] of a block are two tensors here, also where the block has them joined.
+    """
 
     def __init__(self, spec: BlockList, stage_io: StageIO, block_class: type[nn.Module], index: int, count: int):
         self.spec, self.stage_io, self.name = spec, stage_io, f"{spec.name}.{index}"
@@ -111,79 +111,73 @@ class BlockSlot:
         self.signature = inspect.signature(block_class.forward)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A block's arguments by name, those of its `**kwargs` too."""
+        """A block's arguments by name, including those in its `**kwargs`."""
         bound = self.signature.bind(None, *args, **kwargs).arguments
         rest = bound.pop("kwargs", {})
         return {name: value for name, value in bound.items() if name not in ("self", "args")} | rest
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A block's arguments by name, cut to the rank's tokens."""
-        given = self.named(args, kwargs)
+        return self._cut(self.named(args, kwargs))
+
+    def _cut(self, values: dict[str, Any]) -> dict[str, Any]:
         spec, rows = self.spec, self.stage_io.rows
         if rows is None:
-            return given
+            return values
         for name, cut in spec.cuts.items():
-            if given.get(name) is not None:
-                given[name] = self.stage_io.cut(name, cut, given[name])
-        if self.first:
-            self.note_text(given)
-            image = given[spec.image]
-            given[spec.image] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
+            if (value := values.get(name)) is not None:
+                values[name] = self.stage_io.once(name, value, functools.partial(cut, value, rows))
+        if self.first:  # later slots get the hidden states that an earlier slot has cut
+            self.note_text(values, rows)
+            image = values[spec.image]
+            values[spec.image] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
             if "text" in spec.returns:
-                given[spec.text] = given[spec.text][:, rows.text.slice]
-        return given
+                values[spec.text] = values[spec.text][:, rows.text.slice]
+        return values
 
-    def for_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A block's arguments by name, those of BlockList.by_token made for the rank's tokens."""
-        given = self.named(args, kwargs)
-        made = {name: self.stage_io.for_tokens(name, make, given.get(name)) for name, make in self.spec.by_token.items()}
-        return given | made
-
-    def note_text(self, given: Mapping[str, Any]) -> None:
-        """Note the length of the list's whole text, for `emit_whole`."""
+    def note_text(self, values: Mapping[str, Any], rows: Rows) -> None:
+        """Note the length of the list's whole text, for `emit`."""
         if self.spec.joined:
-            self.stage_io.whole_text = given[self.spec.image].shape[1] - self.stage_io.rows.image_tokens
+            self.stage_io.whole_text = values[self.spec.image].shape[1] - rows.image_tokens
         else:
-            self.stage_io.whole_text = given[self.spec.text].shape[1] if "text" in self.spec.returns else 0
+            self.stage_io.whole_text = values[self.spec.text].shape[1] if "text" in self.spec.returns else 0
 
-    def streams(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text [b, t, hidden] and image [b, n, hidden] among the values that `arguments` returned."""
-        image = given[self.spec.image]
+    def streams(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and image among the values that `arguments` returned. A block without text has t = 0."""
+        image = values[self.spec.image]
         if self.spec.joined:
-            t = (
-                self.stage_io.text_tokens
-                if self.stage_io.rows is None
-                else len(self.stage_io.rows.text.before(self.stage_io.whole_text))
-            )
+            rows = self.stage_io.rows
+            t = self.stage_io.text_tokens if rows is None else len(rows.text.before(self.stage_io.whole_text))
             n = image.shape[1] - t
-            first, second = image.split((t, n) if self.stage_io.text_first else (n, t), 1)
-            return (first, second) if self.stage_io.text_first else (second, first)
-        if "text" in self.spec.returns:
-            return given[self.spec.text], image
-        return image[:, :0], image
+            return (image[:, :t], image[:, t:]) if self.stage_io.text_first else (image[:, n:], image[:, :n])
+        return values[self.spec.text] if "text" in self.spec.returns else image[:, :0], image
 
     def results(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Text and image in the form in which the block returns them."""
         if self.spec.joined:
+            assert text is not None
             return torch.cat((text, image) if self.stage_io.text_first else (image, text), 1)
         out = tuple(text if name == "text" else image for name in self.spec.returns)
         return out if len(out) > 1 else out[0]
 
     def unchanged(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns if it changes nothing, for the arguments of its `forward`."""
+        """The result of a block that changes nothing, for the arguments of its `forward`."""
         return self.results(*self.streams(self.named(args, kwargs)))
 
-    def emit_whole(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
-        """Results of the list's last slot as whole tensors. `text` is None if the block returns none."""
-        rows = self.stage_io.rows
-        whole = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
-        whole[:, rows.image] = image
-        padded_text = None
-        if text is not None:
-            padded_text = text.new_zeros(len(text), self.stage_io.whole_text, text.shape[-1])
-            own = rows.text.before(self.stage_io.whole_text)
-            padded_text[:, own.slice] = text[:, : len(own)]
-        return self.results(padded_text, whole)
+    def emit(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """`results`, after the last slot of a list as whole tensors. `text` is None if the block returns none."""
+        rows, whole_text = self.stage_io.rows, self.stage_io.whole_text
+        if rows is None or not self.last:
+            return self.results(text, image)
+        # Zeros suffice for other ranks' tokens: behind the list the model works on each token alone, and of the output only
+        # the rank's tokens are used.
+        padded_image = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
+        padded_image[:, rows.image] = image
+        if text is None:
+            return self.results(None, padded_image)
+        padded_text, text_rows = text.new_zeros(len(text), whole_text, text.shape[-1]), rows.text.before(whole_text)
+        padded_text[:, text_rows.slice] = text[:, : len(text_rows)]
+        return self.results(padded_text, padded_image)
 
     def add_residual(self, out: Any) -> Any:
         """A block's results plus its ControlNet residual, added behind the block as in ComfyUI's native models."""
@@ -193,41 +187,41 @@ class BlockSlot:
         text, image = self._parts(out)
         return self.results(text, image + residual)
 
-    def fill_text(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A block's arguments, with one text token if it has none. Attention ignores it (ParallelAttention.attend)."""
-        if self.stage_io.rows is not None and self.stage_io.text_tokens == 0:
-            given[self.spec.text] = F.pad(given[self.spec.text], (0, 0, 0, 1))
-        return given
-
-    def empty_text(self, out: Any) -> Any:
-        """A block's results, without the token that `fill_text` added."""
-        if self.stage_io.rows is None or self.stage_io.text_tokens:
-            return out
-        text, image = self._parts(out)
-        return self.results(text[:, :0], image)
-
     def attach(self, block: nn.Module, whole_latent: bool) -> None:
-        """Hook the slot into the stage's own block."""
-        if self.spec.needs_text:
-            block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
-        block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
-        if self.name in self.stage_io.leaving:
-            block.register_forward_hook(lambda _block, _args, out: self.stage_io.keep(self.name, *self._parts(out)))
-        if self.spec.by_token:
-            block.register_forward_pre_hook(
-                lambda _block, args, kwargs: ((), self.for_tokens(args, kwargs)), with_kwargs=True
-            )
-        if not whole_latent:
-            return
-        block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self.arguments(args, kwargs)), with_kwargs=True)
-        if self.spec.needs_text:
-            block.register_forward_pre_hook(lambda _block, _args, given: ((), self.fill_text(given)), with_kwargs=True)
-        if self.last:
-            block.register_forward_hook(
-                lambda _block, _args, out: out if self.stage_io.rows is None else self.emit_whole(*self._parts(out))
-            )
+        """Hook the slot into a block of the stage."""
+        if whole_latent or self.spec.by_token:
+            block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self._before(args, kwargs)), with_kwargs=True)
+        block.register_forward_hook(lambda _block, _args, out: self._after(out))
 
-    def _parts(self, out: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with which the block computes the rank's tokens."""
+        values, stage_io = self.named(args, kwargs), self.stage_io
+        if stage_io.inputs is not None:
+            for name, make in self.spec.by_token.items():
+                value = values.get(name)
+                values[name] = stage_io.once(name, value, functools.partial(make, value, stage_io.inputs))
+        values = self._cut(values)
+        if self._lacks_text():  # attention ignores the token (ParallelAttention.attend)
+            values[self.spec.text] = F.pad(values[self.spec.text], (0, 0, 0, 1))
+        return values
+
+    def _after(self, out: Any) -> Any:
+        """The block's results as the model's code expects them."""
+        if self._lacks_text():
+            text, image = self._parts(out)
+            out = self.results(text[:, :0], image)
+        out = self.add_residual(out)
+        # After the residual, since the model's later blocks read this block's output with it.
+        if self.name in self.stage_io.leaving:
+            self.stage_io.keep(self.name, *self._parts(out))
+        return self.emit(*self._parts(out)) if self.last and self.stage_io.rows is not None else out
+
+    def _lacks_text(self) -> bool:
+        """Whether the block needs one text token in place of none."""
+        return self.spec.needs_text and self.stage_io.rows is not None and self.stage_io.text_tokens == 0
+
+    def _parts(self, out: Any) -> tuple[Any, torch.Tensor]:
+        """Text (None if the block returns None) and image of a block's results."""
         if self.spec.joined or len(self.spec.returns) == 1:
             return self.streams({self.spec.image: out})
         named = dict(zip(self.spec.returns, out, strict=True))

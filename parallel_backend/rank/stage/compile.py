@@ -1,17 +1,16 @@
 """torch.compile of a stage's blocks: one graph per block class and shape, as in diffusers' `compile_repeated_blocks`.
 
-A block's hooks (block_slots.py) stay outside its graph. Inside it these are opaque operations: attention (the layer's
-ParallelAttention), layers with a hook of tensor parallelism, packed weights, linear attention, cached modules
-(module_cache.py), what torch cannot trace (Forward.untraced). An operation has its module's name in the block and looks the
-module up when it runs. So all blocks of a class share their graphs, and no graph contains a layer's number, a transfer or a
-K/V buffer.
+A block's hooks (block_slots.py) stay outside its graph. Inside the graph these are opaque operations: attention (the
+layer's ParallelAttention), layers with a hook of tensor parallelism, packed weights, linear attention, cached modules
+(module_cache.py), modules that torch cannot trace (Forward.untraced). An operation has its module's name in the block and
+looks the module up when it runs. So all blocks of a class share their graphs, and no graph contains a layer's number, a
+transfer or a K/V buffer.
 
 All operations declare that they write to one tensor, which keeps them in the code's order. A compiler may reorder
 independent operations, and ranks with different shapes would then wait in different transfers.
 """
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -32,11 +31,11 @@ from .tensor_parallel import SharedRMSNorm
 log = logging.getLogger(__name__)
 
 VARIANTS = 128
-"""Most graphs per block class. A class has one for each height of a band, with and without text, each memory layout of its
-inputs, and each further size and prompt length. Above this limit torch runs the block uncompiled."""
+"""Most graphs per block class. A class has one graph for each height of a band, with and without text, each memory layout of
+its inputs, and each further size and prompt length. Above this limit torch runs the block uncompiled."""
 
 WORKERS = 8
-"""Most processes that a rank compiles with."""
+"""Most processes in which a rank compiles."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +99,24 @@ class GraphAttention:
 
 @dataclass
 class OutsideModule:
-    """A module that is called as one operation."""
+    """Set as `outside` on a module that is called as one operation."""
 
     kind: type[nn.Module]
-    """Its class before."""
+    """The module's class before."""
     name: str
     order: torch.Tensor
     """The tensor that all operations declare to write to."""
     width: int | None
-    """Features of its output. None: as many as of its input."""
+    """Features of the output. None: as many as of the input."""
 
 
 @functools.cache
 def _outside(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose modules are called as one operation. Made once per class, since torch compares classes."""
+    """A subclass of `kind` whose modules are called as one operation. Cached, since torch recompiles for another class."""
 
     def __call__(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        place = self.outside
-        return torch.ops.parallel_dit.call(x, place.order, place.name, place.width)
+        outside = self.outside
+        return torch.ops.parallel_dit.call(x, outside.order, outside.name, outside.width)
 
     return type(kind.__name__, (kind,), {"__call__": __call__})
 
@@ -135,7 +134,7 @@ def _traceable(kind: type) -> type:
 
 
 class Compiler:
-    """Compiles a stage's blocks. A graph is made at the first call that needs it. `graphs` counts them.
+    """Compiles a stage's blocks, each graph at the first call that needs it. `graphs` counts the graphs.
 
     The first graph that cannot be compiled turns compilation off, with a warning that says why.
     """
@@ -155,7 +154,7 @@ class Compiler:
         """
         self.graphs, self._failed, self._widths, self._untraced = 0, False, widths, untraced
         self._order = torch.zeros(1, dtype=torch.uint8, device=device)
-        # Global settings, the same for all models of the process. After an error in tracing torch warns and runs the code.
+        # Settings of the process, equal for all of its models. After an error in tracing torch warns and runs the code.
         torch._dynamo.config.suppress_errors = True
         torch._dynamo.config.recompile_limit = VARIANTS
         torch._dynamo.config.accumulated_recompile_limit = 16 * VARIANTS
@@ -164,7 +163,7 @@ class Compiler:
             self._prepare(name, block)
 
     def close(self) -> None:
-        """Free the graphs, which keep the blocks alive. Other models of the process make theirs anew at their next use."""
+        """Free the graphs, which keep the blocks alive. Other models of the process compile anew at their next use."""
         torch._dynamo.reset()
 
     def _prepare(self, block_name: str, block: nn.Module) -> None:
@@ -173,7 +172,7 @@ class Compiler:
             processor = getattr(module, "processor", None)
             if isinstance(attention := getattr(processor, "_parallel_config", None), ParallelAttention):
                 traced.attentions[name] = attention
-                if isinstance(processor, SdpaProcessor):
+                if isinstance(processor, SdpaProcessor):  # torch cannot trace through the wrapper: its work moves to a class
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(attention, name, self._order)
@@ -181,23 +180,23 @@ class Compiler:
                 traced.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
                 module.__class__ = _outside(type(module))
-        block.forward = CompiledForward(block.forward, traced, self._backend)
+        block.forward = _compiled(block.forward, traced, self._backend)
 
     def _width(self, name: str, module: nn.Module) -> int | None:
-        """Output features of the model's module `name`. None: as many as its input has."""
+        """Output features of the model's module `name`. None: as many as of the input."""
         if isinstance(module, nn.Sequential):
             *_, (last, layer) = module.named_children()
             return self._width(f"{name}.{last}", layer)
         if not isinstance(module, RankLinear):
             return None
-        # A layer with a hook adds up or gathers over the ranks; a column-cut one without gives the rank's own features.
+        # A hook adds up or gathers over the ranks. A column-cut layer without a hook returns the rank's features.
         return self._widths(name) if module._forward_hooks else module.weight_shape[0]
 
     @staticmethod
     def _stays_outside(module: nn.Module) -> bool:
         """Whether a module has transfers or hooks, which torch would trace again for every block, or a packed weight."""
-        own = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule))
-        return own or bool(module._forward_hooks or module._forward_pre_hooks)
+        opaque = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule))
+        return opaque or bool(module._forward_hooks or module._forward_pre_hooks)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """torch.compile's backend: Inductor's code, or the graph itself once compilation is off."""
@@ -215,17 +214,16 @@ class Compiler:
         return graph.forward
 
 
-class CompiledForward:
-    """Replaces a block's `forward`."""
+def _compiled(forward: Callable[..., Any], traced: TracedModules, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a block, compiled. Its operations find the block's modules in `traced`."""
+    compiled = torch.compile(forward, backend=backend, dynamic=False)
 
-    def __init__(self, forward: Callable[..., Any], traced: TracedModules, backend: Callable[..., Any]):
-        self._traced = traced
-        self._compiled = torch.compile(forward, backend=backend, dynamic=False)
-        self.__signature__ = inspect.signature(forward)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        token = _traced.set(self._traced)
+    @functools.wraps(forward)  # diffusers passes on the arguments that it finds in the signature
+    def run(*arguments: Any, **named: Any) -> Any:
+        token = _traced.set(traced)
         try:
-            return self._compiled(*arguments, **named)
+            return compiled(*arguments, **named)
         finally:
             _traced.reset(token)
+
+    return run

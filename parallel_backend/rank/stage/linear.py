@@ -35,15 +35,17 @@ class RankLinear(nn.Linear):
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = RankLinear
+                assert isinstance(module, RankLinear)
                 module.adapters = []
 
     @property
     def weight_shape(self) -> tuple[int, int]:
         """(out, in) of this rank's weight, packed or not."""
-        return tuple(self.weight.shape)
+        rows, columns = self.weight.shape
+        return rows, columns
 
     def pack(self, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> None:
-        """Replace the weight by `packed` [out, n] uint8. What it is multiplied with is in `dtype`."""
+        """Replace the weight by `packed` [out, n] uint8. The layer's input is in `dtype`."""
         del self.weight
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)
@@ -65,12 +67,11 @@ class RankLinear(nn.Linear):
 class PackedLinear(RankLinear):
     """A RankLinear whose weight is packed. Each reading of `weight` expands it.
 
-    It is multiplied packed where the device can (quantised_products.py), with the adapters beside it, which know nothing of
-    the rounding.
+    The product uses the packed weight where the device can (quantised_products.py). Adapters are added without rounding.
     """
 
     packed: nn.Parameter
-    """[out, n] uint8, for every packing. diffusers takes a floating parameter's dtype for the compute dtype."""
+    """[out, n] uint8 for every packing, since diffusers takes a floating parameter's dtype for the compute dtype."""
     packing: Packing
     dtype: torch.dtype
     """The compute dtype."""
@@ -78,12 +79,12 @@ class PackedLinear(RankLinear):
 
     @property
     def nbytes(self) -> int:
-        """Of all that is kept of the weight."""
+        """Bytes of the packed weight and its scales."""
         return self.packed.nbytes + self.packing.nbytes
 
     def move(self, packed: torch.Tensor, scales: Mapping[str, torch.Tensor]) -> None:
-        """Have the weight in other memory, that of `packed` and of `scales` (Packing.tensors), whatever is in it so far."""
-        if self.packed.is_meta:  # whose data cannot be those of another device
+        """Put the weight into the memory of `packed` and `scales` (Packing.tensors), whatever is in it now."""
+        if self.packed.is_meta:  # a meta tensor's data cannot be set to a device's
             self.packed = nn.Parameter(packed, requires_grad=False)
         else:
             self.packed.data = packed

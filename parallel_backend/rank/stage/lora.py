@@ -1,10 +1,10 @@
 """LoRA and other additions to a rank's weights, made without reading the weights again.
 
-A linear layer computes its adapters beside its weight, which stays as loaded, packed or not. Other parameters are small:
-they are set apart from the weights as loaded, and added to. Only a value that stands in place of the loaded one
-(a merge of models) is written over it; the checkpoint has the loaded one.
+A linear layer adds the outputs of its adapters to the product with its weight, which stays as loaded, packed or not. Other
+parameters are small: they are copied to memory of their own, and changed there. Only a value that replaces the loaded one
+(a merge of models) is written over it. To undo that, the loaded value is read from the checkpoint again.
 
-Adapters come in groups, whose strengths may be others at every call. Those of a group at rest stay on the device.
+Adapters come in groups, whose strengths may change at every call. Adapters of a group with strength 0 stay on the device.
 """
 
 from collections.abc import Sequence
@@ -27,26 +27,27 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
     """Names of the rank's parameters by the key map, packed or not."""
     names = []
     for name, module in model.named_modules():
-        packed = isinstance(module, PackedLinear)
-        own = [leaf for leaf, _ in module.named_parameters(recurse=False) if not (packed and leaf == "packed")]
-        names += [f"{name}.{leaf}" if name else leaf for leaf in own + ["weight"] * packed]
+        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        if isinstance(module, PackedLinear):
+            leaves = ["weight" if leaf == "packed" else leaf for leaf in leaves]
+        names += [f"{name}.{leaf}" if name else leaf for leaf in leaves]
     return tuple(names)
 
 
 @dataclass
 class _LowRank:
-    """An adapter beside `layer`, by its own scale, and as it is for the last strength that was neither 0 nor 1."""
+    """An adapter of `layer`. `factors` include its scale."""
 
     layer: RankLinear
-    own: Adapter
+    factors: Adapter
     group: int
-    weighed: tuple[float, torch.Tensor] | None = None  # strength, `up` times it
+    weighed: tuple[float, torch.Tensor] | None = None  # the last strength other than 0 and 1, and `up` times it
 
     def put(self, strength: float) -> None:
-        """Have the layer compute it, beside others. At strength 0 it does not."""
+        """Add the adapter to the layer's, unless its strength is 0."""
         if strength == 0.0:
             return
-        up, down = self.own
+        up, down = self.factors
         if strength != 1.0:
             if self.weighed is None or self.weighed[0] != strength:
                 self.weighed = strength, up * strength
@@ -55,17 +56,17 @@ class _LowRank:
 
     @property
     def nbytes(self) -> int:
-        factors = [*self.own, None if self.weighed is None else self.weighed[1]]
+        factors = [*self.factors, None if self.weighed is None else self.weighed[1]]
         return sum(factor.nbytes for factor in factors if factor is not None)
 
 
 @dataclass
 class _Values:
-    """What is added to a parameter that is no linear layer's weight."""
+    """Differences that are added to a parameter other than a linear layer's weight."""
 
     parameter: nn.Parameter
     loaded: torch.Tensor
-    added: dict[int, torch.Tensor] = field(default_factory=dict)  # by group: the sum, float32
+    added: dict[int, torch.Tensor] = field(default_factory=dict)  # group -> the sum of its differences, float32
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +74,10 @@ class _Values:
 
 
 class Adapters:
-    """What is added to the parameters of a rank's `model` now. Factors are kept in the compute dtype `dtype`.
+    """The additions to the parameters of a rank's `model`. Factors are kept in the compute dtype `dtype`.
 
-    Made after the weights are in place and `plan` is applied. A row-cut layer then adds up, and a column-cut layer gathers,
-    the sum of its shard's and the adapter's outputs.
+    Make it after the weights are in place and `plan` is applied. The plan's hooks then add up or gather the outputs of the
+    weight's shard and of the adapters together.
     """
 
     def __init__(
@@ -88,7 +89,6 @@ class Adapters:
         dtype: torch.dtype,
         store: WeightStore,
     ):
-        """`store`: where the model's weights are."""
         self._model, self._checkpoint, self._plan, self._store = model, checkpoint, plan, store
         self._device, self._dtype = device, dtype
         self._factors: list[Adapt] = []  # the rank's shards before scaling, for `rescale`
@@ -99,16 +99,17 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is kept on the device beside the weights, in use or not."""
-        return sum(each.nbytes for each in (*self._low_rank, *self._values.values()))
+        """Bytes on the device for the additions, whatever their strengths are."""
+        return sum(each.nbytes for each in self._low_rank) + sum(each.nbytes for each in self._values.values())
 
     def add(self, part: Adapt) -> None:
-        """Add to one of the rank's parameters, or replace its value. AttributeError if it has no such parameter."""
+        """Add to one of the rank's parameters, or replace its value. AttributeError if the rank has no such parameter."""
         shard = self._shard(part.parameter)
+        # up [out, r] @ down [r, in]: a shard of the rows cuts `up`, a shard of the columns cuts `down`.
         if part.down is None or shard is None or shard.dim == 0:
-            part = replace(part, up=_own_part(part.up, shard))
+            part = replace(part, up=_cut(part.up, shard))
         else:
-            part = replace(part, down=_own_part(part.down, shard))
+            part = replace(part, down=_cut(part.down, shard))
         if part.instead:
             self._replace(part)
             return
@@ -117,9 +118,9 @@ class Adapters:
         self._put(part)
 
     def rescale(self, scales: Sequence[float]) -> None:
-        """Replace the scales of all that was added, in the order of `add`. All of it must have had factors.
+        """Replace the scales of all additions, in the order of `add`. All of them must have two factors.
 
-        As after `drop`, groups wait to be weighed.
+        `weigh` must follow, as after `drop`.
         """
         factors = [replace(part, scale=scale) for part, scale in zip(self._factors, scales, strict=True)]
         self.drop()
@@ -129,19 +130,19 @@ class Adapters:
 
     @torch.no_grad()
     def weigh(self, strengths: tuple[float, ...]) -> None:
-        """Have each group 1, 2, ... count by its strength from now on."""
+        """Set the strengths of the groups 1, 2, ... Group 0 always has the strength 1."""
         self._strengths = strengths
         for low_rank in self._low_rank:
             low_rank.layer.adapters.clear()
         for low_rank in self._low_rank:
             low_rank.put(self._strength(low_rank.group))
         for values in self._values.values():
-            if any(values.added):  # group 0 alone is as it was
+            if any(values.added):  # not for group 0 alone, whose strength stays
                 self._sum_up(values)
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Remove all that was added. Every parameter is as loaded, bit for bit."""
+        """Remove all additions. Every parameter is then as loaded, bit for bit."""
         for low_rank in self._low_rank:
             low_rank.layer.adapters.clear()
         for name in self._values:
@@ -156,7 +157,7 @@ class Adapters:
         return self._strengths[group - 1] if group <= len(self._strengths) else 0.0
 
     def _shard(self, parameter: str) -> Shard | None:
-        """The rank's part of a parameter; None: all of it."""
+        """The rank's part of a parameter. None: the whole parameter."""
         return self._plan.shards({parameter: self._checkpoint.shape(parameter)}).get(parameter)
 
     @torch.no_grad()
@@ -164,6 +165,7 @@ class Adapters:
         name, _, leaf = part.parameter.rpartition(".")
         layer = self._model.get_submodule(name)
         up = part.up.to(self._device, torch.float32) * part.scale
+        # A weight that the model reads without calling its layer has to hold the addition itself.
         called = name.rpartition(".")[0] not in self._checkpoint.family.forward.weight_readers
         if isinstance(layer, RankLinear) and leaf == "weight" and called:
             dtype = self._checkpoint.compute_dtype(part.parameter, self._dtype)
@@ -190,7 +192,7 @@ class Adapters:
 
     @torch.no_grad()
     def _replace(self, part: Adapt) -> None:
-        """Write the value over the loaded one. Beside a packed weight, which cannot take it, goes what it differs by."""
+        """Write the value over the loaded one. A packed weight gets an adapter with the difference instead."""
         name, _, leaf = part.parameter.rpartition(".")
         layer = self._model.get_submodule(name)
         if isinstance(layer, PackedLinear) and leaf == "weight":
@@ -202,7 +204,7 @@ class Adapters:
         self._replaced.add(part.parameter)
 
     def _load_again(self) -> None:
-        """Have the parameters that were written over as the checkpoint has them."""
+        """Read the loaded values of replaced parameters from the checkpoint."""
         with reading(self._checkpoint) as reader:
             for name in self._replaced:
                 dtype = self._model.get_parameter(name).dtype
@@ -210,7 +212,7 @@ class Adapters:
         self._replaced = set()
 
 
-def _own_part(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+def _cut(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
     """The rank's shard of a full difference [out, in] or of a factor."""
     if shard is None:
         return values

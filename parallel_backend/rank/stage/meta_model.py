@@ -23,7 +23,7 @@ def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Context in which parameters move to the meta device when registered. Memory that is never written to costs nothing."""
+    """Context in which parameters move to the meta device when registered, before the system has to provide their memory."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

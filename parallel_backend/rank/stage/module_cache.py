@@ -1,13 +1,13 @@
 """A cache of module outputs that several micro-steps share: computed in the first of them, reused in the others.
 
-A band's micro-step runs the model's whole forward. Modules that depend only on the timestep and the prompt give the same
+A band's micro-step runs the model's whole forward. Modules that depend only on the timestep and the prompt have the same
 output for all bands: modulation, whose weights (a quarter of Flux's) would be read again for each band; text refiners;
 keys of the text.
 
-Outputs of a call are kept until the next one. Others stay as long as their conditioning is in use: it was called at the last
-timestep, or at this one. So a rank holds, for each conditioning in use, the text's outputs and the positions of the whole
-latent and of its bands: once for all batch entries, and once for each entry that is called alone. A limit to their number
-would drop just what comes next, where many prompts or bands take turns.
+Outputs of a model call are kept until the next call. Others stay as long as their conditioning is in use: it was called at
+this timestep or the last one. So a rank holds, for each conditioning in use, outputs for the text and the positions of the
+whole latent and of its bands: once for all batch entries, and once for each entry that is called alone. Their number is not
+limited, since a limit would drop the outputs that are needed next if many prompts or bands take turns.
 """
 
 import functools
@@ -27,17 +27,17 @@ from parallel_backend.wire.sampling import Step
 from .stand_ins import STAND_INS
 
 ModuleCall = tuple[nn.Module, int]
-"""A module, and the number of its call within the micro-step. Some modules are called for the text and for the image."""
+"""(module, number of its call in the micro-step). Some modules are called once for the text and once for the image."""
 
 SIMPLE = (torch.Tensor, type(None), bool, int, float, str)
-"""What an output may be made of to be kept in memory of its own (ModuleCache, `steady`)."""
+"""Types that an output may consist of to be kept at a fixed address (ModuleCache, `steady`)."""
 
 
 class Outputs(dict[ModuleCall, Any]):
     """Outputs of modules in one call, for one prompt, or for one band."""
 
     def __init__(self, number: int):
-        """`number`: no other Outputs of the cache has or had it."""
+        """`number` is unique in the cache, also over time."""
         super().__init__()
         self.number = number
 
@@ -48,14 +48,14 @@ class ModuleCache:
     def __init__(self, model: nn.Module, plan: Mapping[str, CacheScope], steady: bool = False):
         """Make the modules of `plan` (Forward.cached_modules) return cached outputs.
 
-        `steady`: outputs of a call are in the same memory as those of the call before, where CUDA graphs of the call's other
-        bands find them (micro_step_graphs.py). Costs a copy of each.
+        `steady`: outputs of a call get the same addresses as those of the call before, from which CUDA graphs of the call's
+        other bands read them (micro_step_graphs.py). Costs a copy of each output.
         """
         self._steady, self._numbers = steady, itertools.count()
-        self._places: dict[Hashable, Any] = {}  # the memory, by prompt, shape of the timestep, and module call
-        self._prompt: tuple[Hashable, ...] = ()  # of the micro-step under way, with that shape
-        self._time, self._called = float("nan"), set[int]()  # the newest timestep, and the conditionings called at it
-        self._elsewhere = 0  # outputs of calls so far that `_places` could not take
+        self._places: dict[tuple[Hashable, ...], Any] = {}  # by prompt, timestep's shape, module call
+        self._prompt: tuple[Hashable, ...] = ()  # prompt and shape of the timestep of the micro-step under way
+        self._time, self._called = float("nan"), set[int]()  # newest timestep, and conditionings called at it
+        self._elsewhere = 0  # count of outputs that `_places` could not take, since they are not SIMPLE
         self._kept: dict[CacheScope, dict[tuple[Hashable, ...], Outputs]] = {per: {} for per in CacheScope}
         self.current: dict[CacheScope, Outputs] = {}  # for the micro-step under way
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step under way
@@ -67,9 +67,12 @@ class ModuleCache:
                 module.module_cache, module.cache_scope = self, per
 
     def begin_step(self, step: Step, whole: bool) -> None:
-        """A micro-step begins. A `whole` call is one micro-step, so its outputs need not be kept for others."""
+        """A micro-step begins. A `whole` call is one micro-step, so its outputs are not kept."""
         prompt = (step.conditioning, step.entries)
-        keys = {CacheScope.PROMPT: prompt, CacheScope.BAND: (*prompt, step.tokens, step.with_text)}
+        keys: dict[CacheScope, tuple[Hashable, ...]] = {
+            CacheScope.PROMPT: prompt,
+            CacheScope.BAND: (*prompt, step.tokens, step.with_text),
+        }
         if not whole:
             keys[CacheScope.CALL] = (*prompt, step.timestep.numpy().tobytes())
         self.end_step()
@@ -93,7 +96,7 @@ class ModuleCache:
         self._called.add(step.conditioning)
 
     def end_step(self) -> None:
-        """The micro-step is over. Outputs of later calls are not kept."""
+        """The micro-step is over. Outputs of modules that are called outside of micro-steps are not kept."""
         self.current = {}
         self.calls.clear()
 
@@ -112,31 +115,32 @@ class ModuleCache:
         self._places.clear()
 
     def keep(self, scope: CacheScope, call: ModuleCall, out: Any) -> Any:
-        """Keep an output for the micro-steps that share it; as it is to be read."""
+        """Keep an output for the micro-steps that share it. Returns the output to use, which may be at another address."""
         if self._steady and scope is CacheScope.CALL:
             out = self._in_its_place((*self._prompt, *call), out)
         self.current[scope][call] = out
         return out
 
     def pattern(self) -> Hashable:
-        """Which outputs the micro-step that has begun finds. Alike only where these are in the same memory too."""
+        """Identifies the outputs that the present micro-step reuses. Equal only if they are at the same addresses."""
         numbers = [self.current[per].number for per in (CacheScope.PROMPT, CacheScope.BAND)]
         return *numbers, frozenset(self.current.get(CacheScope.CALL, ()))
 
     def made(self) -> tuple[int, ...]:
-        """Counts of what was kept in new memory. Alike before and after a micro-step that kept nothing so."""
+        """Counts of outputs kept at new addresses. Unchanged by a micro-step that kept none."""
         return self._elsewhere, len(self._places), *(len(self.current[per]) for per in (CacheScope.PROMPT, CacheScope.BAND))
 
     def of_call(self) -> dict[ModuleCall, Any]:
-        """Outputs so far of the call under way. None of a `whole` one."""
+        """Outputs of the call under way, so far. Empty for a `whole` call."""
         return dict(self.current.get(CacheScope.CALL, {}))
 
     def follow(self, outputs: Mapping[ModuleCall, Any]) -> None:
-        """A CUDA graph has computed these outputs of the call, into the memory that they were in before."""
+        """A CUDA graph has computed these outputs of the call, at their addresses of before."""
         if outputs:
             self.current[CacheScope.CALL].update(outputs)
 
-    def _in_its_place(self, key: Hashable, out: Any) -> Any:
+    def _in_its_place(self, key: tuple[Hashable, ...], out: Any) -> Any:
+        """`out` at the fixed address of `key`."""
         if not all(isinstance(leaf, SIMPLE) for leaf in tree_leaves(out)):
             self._elsewhere += 1
             return out
@@ -150,24 +154,23 @@ class ModuleCache:
         return self._places[key]
 
 
-class CachedModule:
+class CachedModule(nn.Module):
     """Mixed into a module's class. Callers must not change its output in place."""
 
     module_cache: ModuleCache
     cache_scope: CacheScope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        known = self.module_cache.current.get(self.cache_scope)
-        if known is None:
+        cache = self.module_cache
+        outputs = cache.current.get(self.cache_scope)
+        if outputs is None:
             return super().__call__(*args, **kwargs)
-        call = self, self.module_cache.calls[self]
-        self.module_cache.calls[self] += 1
-        if call not in known:
-            return self.module_cache.keep(self.cache_scope, call, super().__call__(*args, **kwargs))
-        return known[call]
+        call = self, cache.calls[self]
+        cache.calls[self] += 1
+        return outputs[call] if call in outputs else cache.keep(self.cache_scope, call, super().__call__(*args, **kwargs))
 
 
 @functools.cache
 def _with_cache(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `base` with its name, since diffusers and adapters compare class names."""
+    """A subclass of `base` with the same name, since diffusers and adapters compare class names."""
     return type(base.__name__, (CachedModule, base), {})

@@ -1,8 +1,9 @@
-"""Products with quantised weights by comfy-kitchen, ComfyUI's kernel library, where ComfyUI would make them on the device.
+"""Products with quantised weights by comfy-kitchen, ComfyUI's kernel library, where ComfyUI would use it on the device.
 
-As comfy/ops.py has it (`mixed_precision_ops`, `pick_operations`), and comfy/model_management.py (`supports_fp8_compute` and
-the like): int8 and the 4-bit integer formats multiply on every device, fp8, nvfp4 and mxfp8 on GPUs that can. All other
-weights are expanded. The package chooses among its own kernels; without it everything is expanded by our own code.
+The rules are those of comfy/ops.py (`mixed_precision_ops`, `pick_operations`) and comfy/model_management.py
+(`supports_fp8_compute` and similar functions). int8 and the 4-bit integer formats multiply on every device; fp8, nvfp4 and
+mxfp8 on GPUs that support them. All other weights are expanded. comfy-kitchen chooses among its kernels. Without the package
+this project's code expands all weights.
 """
 
 import functools
@@ -23,22 +24,22 @@ LAYOUTS = {
     "convrot_w4a4": "TensorCoreConvRotW4A4Layout",
     "asym_w4a8_int8": "AsymW4A8Int8Layout",
 }
-"""comfy-kitchen's name of a format."""
+"""Format -> comfy-kitchen's name of its layout."""
 
 CAPABILITY = {"float8_e4m3fn": (8, 9), "nvfp4": (10, 0), "mxfp8": (10, 0)}
-"""Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. These round the layer's input as the weight
-is; the others do so inside the product."""
+"""Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. For these formats the layer's input has to be
+rounded to the format before the product; for all others the product does so."""
 
 ALIGNED = 16
-"""Rows and columns of CAPABILITY's weights come in such groups, or the product is refused."""
+"""Rows and columns of weights in CAPABILITY's formats must be multiples of it, or the kernel refuses the product."""
 
 CUDA_TORCH = 13
-"""CUDA version of the torch that comfy-kitchen's CUDA kernels need. ComfyUI disables them below."""
+"""Lowest CUDA version of torch for comfy-kitchen's CUDA kernels. ComfyUI disables them below it."""
 
 
 @dataclass(frozen=True)
 class Kitchen:
-    """The package, or None and a word why not. `word` also says what of it cannot be used."""
+    """The package's module `tensor`, or None. `word`: the reason why all or some of the package cannot be used."""
 
     tensors: ModuleType | None
     word: str
@@ -50,7 +51,7 @@ def kitchen() -> Kitchen:
     try:
         import comfy_kitchen
         import comfy_kitchen.tensor
-    except (ImportError, AttributeError, RuntimeError) as error:  # an old torch lacks what the package is defined with
+    except (ImportError, AttributeError, RuntimeError) as error:  # an old torch lacks names that the package uses
         return Kitchen(None, f"comfy-kitchen cannot be used ({type(error).__name__}: {error})")
     comfy_kitchen.registry.disable("triton")  # as in ComfyUI, unless it is asked for
     if torch.version.cuda is None:
@@ -62,25 +63,25 @@ def kitchen() -> Kitchen:
 
 
 class KitchenWeight:
-    """A packed weight [out, in] as comfy-kitchen's own tensor, on the same memory."""
+    """A packed weight [out, in] as comfy-kitchen's tensor, on the same memory."""
 
     def __init__(self, tensors: ModuleType, packed: torch.Tensor, packing: Packing, dtype: torch.dtype, multiplies: bool):
-        """`packed` [out, n] uint8. `multiplies`: there are products, else the weight is expanded to `dtype` at each use."""
+        """`packed` [out, n] uint8. `multiplies`: use comfy-kitchen's products, else expand to `dtype` at each use."""
         self.multiplies = multiplies
         self.smoothing = self.input_scale = None
         if isinstance(packing, Fp8):
             format, data = "float8_e4m3fn", packed.view(FP8_KINDS[packing.kind])
             one = torch.ones((), device=packed.device)
-            fields = {"scale": one if packing.scale is None else packing.scale.view(())}
-            if packing.scale is not None:  # else there is no file to say it: by the input's largest value
+            fields: dict[str, object] = {"scale": one if packing.scale is None else packing.scale.view(())}
+            if packing.scale is not None:  # a file with scales; else the input's scale is that of its largest value
                 self.input_scale = one if packing.input_scale is None else packing.input_scale.view(())
         else:
             assert isinstance(packing, Quantised)
             format, data = packing.layer.format, packed
             fields, data = _fields(packing, packed)
             self.smoothing = packing.scales.get("pre_quant_scale")
-            given = packing.scales.get("input_scale")
-            self.input_scale = None if given is None else given.view(())
+            input_scale = packing.scales.get("input_scale")
+            self.input_scale = None if input_scale is None else input_scale.view(())
         self.format, self._layout, self._tensor_class = format, LAYOUTS[format], tensors.QuantizedTensor
         self._rounds_input = format in CAPABILITY
         shape = packed.shape[0], packing.columns(packed.shape[1])
@@ -89,7 +90,7 @@ class KitchenWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        if not x.numel():  # kernels want rows, but a band without text has none
+        if not x.numel():  # kernels refuse an input without rows, which a band without text is
             return x.new_empty(*x.shape[:-1], self.weight.shape[0])
         if self.smoothing is not None:
             x = x * self.smoothing.to(x.dtype)
@@ -102,7 +103,7 @@ class KitchenWeight:
 
 
 def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object], torch.Tensor]:
-    """What comfy-kitchen's parameters of the layout are called and hold, and the values as it wants them."""
+    """Parameters of comfy-kitchen's layout by name, and the weight's values in the dtype that the layout wants."""
     layer, scales = packing.layer, packing.scales
     match layer.format:
         case "nvfp4":
@@ -129,7 +130,7 @@ def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a packed weight is computed with. `weight`: None where our own code expands it. `word`: the same for people."""
+    """How a layer multiplies. `weight`: None if this project's code expands it. `word`: the same for users to read."""
 
     weight: KitchenWeight | None
     word: str
@@ -148,18 +149,18 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
     expanded = f"{format} expanded to {str(dtype).removeprefix('torch.')}"
     if reason and isinstance(packing, Fp8):
         return Arithmetic(None, f"{expanded}: {reason}")
-    found = kitchen()
-    known = found.tensors is not None and hasattr(found.tensors, LAYOUTS[format])
-    if not known or (format == "mxfp8" and not hasattr(torch, "float8_e8m0fnu")):
-        return Arithmetic(None, f"{expanded}: {found.word or 'this comfy-kitchen or torch is too old for the format'}")
-    weight = KitchenWeight(found.tensors, packed, packing, dtype, not reason)
+    tensors, word = kitchen().tensors, kitchen().word
+    old_torch = format == "mxfp8" and not hasattr(torch, "float8_e8m0fnu")
+    if tensors is None or not hasattr(tensors, LAYOUTS[format]) or old_torch:
+        return Arithmetic(None, f"{expanded}: {word or 'this comfy-kitchen or torch is too old for the format'}")
+    weight = KitchenWeight(tensors, packed, packing, dtype, not reason)
     if reason:
         return Arithmetic(weight, f"{expanded}: {reason}")
-    return Arithmetic(weight, f"{format} multiplied by comfy-kitchen" + (f" ({found.word})" if found.word else ""))
+    return Arithmetic(weight, f"{format} multiplied by comfy-kitchen" + (f" ({word})" if word else ""))
 
 
 def _obstacle(format: str, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> str:
-    """Why there are no products in a format on the weight's device. Empty: there are."""
+    """Why comfy-kitchen cannot multiply in a format on the weight's device. Empty: it can."""
     if format == "float8_e5m2":
         return "GPUs do not multiply it by itself"
     if format not in CAPABILITY:

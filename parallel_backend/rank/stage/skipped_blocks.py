@@ -1,4 +1,4 @@
-"""Blocks that a model call skips: for its micro-steps they give out what they are given."""
+"""Blocks that a model call skips: in its micro-steps they return their inputs."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from .stand_ins import own_blocks
 
 
 class SkippableBlocks:
-    """The stage's own blocks of these lists. Their hooks run in any case: what surrounds a block does not know."""
+    """The stage's blocks of these lists. A skipped block's hooks run: they fetch weights and add residuals."""
 
     def __init__(self, model: nn.Module, specs: tuple[BlockList, ...], stage_io: StageIO):
         self._blocks = own_blocks(model, specs)
@@ -25,9 +25,9 @@ class SkippableBlocks:
 
     @contextmanager
     def skipping(self, names: Collection[str]) -> Iterator[None]:
-        """Within it the blocks "<list>.<index>" of `names` that are the stage's are skipped."""
+        """Within it the blocks "<list>.<index>" of `names` are skipped. Other stages' blocks are ignored."""
         skipped = [self._blocks[name] for name in names if name in self._blocks]
-        forwards = [vars(block).get("forward") for block in skipped]  # a compiled one is the module's own
+        forwards = [vars(block).get("forward") for block in skipped]  # a compiled forward is an attribute of its module
         for name in names:
             if name in self._blocks:
                 self._blocks[name].forward = self._slots[name].unchanged

@@ -1,4 +1,4 @@
-"""Stand-ins: modules in the place of blocks, prologue and epilogue that another stage owns."""
+"""Stand-ins: modules in place of the blocks, prologue and epilogue of other stages."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from .block_slots import BlockSlot, StageDone, StageIO
 
 
 class _BlockStandIn(nn.Module):
-    """In the place of the block of `slot`."""
+    """Stands in for the block of `slot`."""
 
     def __init__(self, slot: BlockSlot):
         super().__init__()
@@ -25,10 +25,10 @@ class Upstream(_BlockStandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot, stage_io = self.slot, self.slot.stage_io
         if stage_io.rows is not None and slot.first:
-            slot.note_text(slot.named(args, kwargs))
+            slot.note_text(slot.named(args, kwargs), stage_io.rows)
         text, image = stage_io.output_of(slot.name)
         stage_io.keep(slot.name, text, image)
-        return slot.emit_whole(text, image) if slot.last and stage_io.rows is not None else slot.results(text, image)
+        return slot.emit(text, image)
 
 
 class Downstream(_BlockStandIn):
@@ -42,13 +42,11 @@ class Skipped(_BlockStandIn):
     """Stands in for a block of this stage that a rehearsal leaves out: returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        slot = self.slot
-        text, image = slot.streams(slot.arguments(args, kwargs))
-        return slot.emit_whole(text, image) if slot.last and slot.stage_io.rows is not None else slot.results(text, image)
+        return self.slot.emit(*self.slot.streams(self.slot.arguments(args, kwargs)))
 
 
 class Placeholder(nn.Module):
-    """Stands in for a prologue module on a later stage: returns zeros of the hidden width. Only their shape is used."""
+    """Stands in for a prologue module on a later stage: returns zeros of the hidden width, whose shape alone is used."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -65,28 +63,28 @@ STAND_INS = (_BlockStandIn, Placeholder)
 
 
 def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Module]:
-    """The stage's own blocks of these lists, by "<list>.<index>"."""
+    """The stage's blocks of these lists, by "<list>.<index>"."""
     blocks = {f"{spec.name}.{index}": block for spec in specs for index, block in enumerate(getattr(model, spec.name))}
     return {name: block for name, block in blocks.items() if not isinstance(block, STAND_INS)}
 
 
 def fill_slots(
-    model: nn.Module, spec: BlockList, stage_io: StageIO, own: range, whole_latent: bool, only: Collection[str] = ()
+    model: nn.Module, spec: BlockList, stage_io: StageIO, local: range, whole_latent: bool, only: Collection[str] = ()
 ) -> list[tuple[nn.Module, str, Values | None]]:
-    """Replace all blocks of a list but `own` by stand-ins. `only`: see loading.Load.
+    """Replace all blocks of a list by stand-ins, except the stage's, whose indices are `local`. `only`: see loading.Load.
 
-    Returns (attention module, its value in BlockList.attention, BlockList.values) of the stage's own blocks, in order.
+    Returns (attention module, its value in BlockList.attention, BlockList.values) of the stage's blocks, in order.
     """
     blocks = getattr(model, spec.name)
     attention = []
     for index, block in enumerate(blocks):
         slot = BlockSlot(spec, stage_io, type(block), index, len(blocks))
-        if index in own and only and not spec.prologue and slot.name not in only:
+        if index in local and only and not spec.prologue and slot.name not in only:
             blocks[index] = Skipped(slot)
-        elif index in own:
+        elif index in local:
             slot.attach(block, whole_latent)
             modules = dict(block.named_modules())
             attention += [(modules[name], over, spec.values) for name, over in spec.attention.items() if name in modules]
         else:
-            blocks[index] = Upstream(slot) if index < own.start else Downstream(slot)
+            blocks[index] = Upstream(slot) if index < local.start else Downstream(slot)
     return attention

@@ -1,8 +1,8 @@
 """Applies a family's tensor plan: which linear layers of a block are cut, along which side, and how.
 
-As in Megatron-LM (arXiv 1909.08053): attention and feed-forward begin with column-cut layers (each rank some output
-features) and end with row-cut ones (each rank some input features, the partial results added up over the axis). Layers
-that make modulation vectors are column-cut and their small output is gathered, so that every large weight is cut.
+As in Megatron-LM (arXiv 1909.08053), attention and feed-forward begin with column-cut layers (each rank has some output
+features) and end with row-cut layers (each rank has some input features, and partial results are added up over the axis).
+Layers that make modulation vectors are column-cut and their small output is gathered, so that every large weight is cut.
 """
 
 import functools
@@ -31,7 +31,7 @@ class TensorPlan:
     key_heads: int | None = None
     """Heads of keys and values. None: as many as `heads`."""
     outside: frozenset[str] = frozenset()
-    """Linear layers of none of the plan's lists that are cut by GATHER, see `with_outside`."""
+    """Linear layers outside of the plan's lists that are cut by GATHER, see `with_outside`."""
 
     def with_outside(self, model: nn.Module, weight_readers: tuple[str, ...]) -> "TensorPlan":
         """The plan for `model`, whose large linear layers outside of the blocks are cut too (base/tensor_plan.py)."""
@@ -53,7 +53,7 @@ class TensorPlan:
             if cut is None:
                 continue
             if parameter.endswith(".bias") and cut.kind is CutKind.ROW:
-                if self.axis.index > 0:  # it is added once: by the first rank
+                if self.axis.index > 0:  # it is added once, by the first rank: partial results are added up
                     shards[parameter] = Shard(0, ())
                 continue
             dim = 1 if cut.kind is CutKind.ROW else 0
@@ -62,10 +62,11 @@ class TensorPlan:
         return shards
 
     def apply(self, model: nn.Module, traffic: Traffic) -> None:
-        """Hook the cut layers, whose weights are in place, so that ranks add up or gather."""
+        """Hook the cut layers, so that ranks add up or gather their outputs. The weights must be in place."""
         if self.axis.size == 1:
             return
         key_heads = self.key_heads or self.heads
+        # Key heads are cut first: each serves a fixed group of query heads, which must be on the same rank.
         local_key_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index])
         local_heads = local_key_heads * (self.heads // key_heads)
         for name, module in model.named_modules():
@@ -75,7 +76,7 @@ class TensorPlan:
                 module.heads = module.num_heads = local_heads
                 module.num_kv_heads = local_key_heads
                 module.inner_dim = local_heads * self.head_size
-                if hasattr(module, "mlp_hidden_dim"):  # these layers hold the feed-forward too, and are split by both widths
+                if hasattr(module, "mlp_hidden_dim"):  # its layers hold the feed-forward too, and are split by both widths
                     module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
             cut = self.layer_cut(f"{name}.weight")
             if cut is None:
@@ -113,12 +114,13 @@ class SharedRMSNorm(nn.RMSNorm):
     @staticmethod
     def adopt(norm: nn.RMSNorm, axis: Axis, traffic: Traffic) -> None:
         """Turn `norm`, whose weight is already this rank's part, into a SharedRMSNorm."""
-        (norm.width,) = norm.normalized_shape
-        norm.axis, norm.traffic = axis, traffic
         norm.__class__ = SharedRMSNorm
+        assert isinstance(norm, SharedRMSNorm)
+        (norm.width,), norm.axis, norm.traffic = norm.normalized_shape, axis, traffic
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., this rank's features] -> the same shape. Computed in float32."""
+        assert self.eps is not None
         wide = x.float()
         squares = all_reduce(wide.square().sum(dim=-1, keepdim=True), self.axis, self.traffic)
         scale = torch.rsqrt(squares / self.width + self.eps)
@@ -128,5 +130,5 @@ class SharedRMSNorm(nn.RMSNorm):
 def _gather(
     sizes: list[int], axis: Axis, traffic: Traffic, _module: nn.Module, _input: tuple, out: torch.Tensor
 ) -> torch.Tensor:
-    """Forward hook: [..., sizes[own]] -> [..., sum(sizes)]."""
+    """Forward hook: [..., sizes of the rank] -> [..., sum(sizes)]."""
     return torch.cat(start_gather(out, sizes, out.ndim - 1, axis, traffic).wait(), dim=-1)

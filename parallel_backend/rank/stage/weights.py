@@ -1,7 +1,7 @@
-"""A stage's own weights: which they are, what shape they have, and reading them from the file, cut, converted or packed."""
+"""A stage's weights: their names and shapes, and how they are read from the file: cut, converted or packed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -14,14 +14,14 @@ from .linear import PackedLinear, RankLinear
 from .tensor_parallel import TensorPlan
 
 Progress = Callable[[float], None]
-"""Gets the share of the rank's weights, by bytes, that are in place: before each parameter and at the end."""
+"""Gets the share of the rank's weights, by bytes, that has been read: before each parameter and at the end."""
 
 VALUES, PACKED = "values", "packed"
-"""Names of the one tensor of a plain parameter, and of a packed weight's bytes among its tensors."""
+"""Names of a plain parameter's only tensor, and of the bytes among a packed weight's tensors."""
 
 
 class StageWeights:
-    """The parameters of `model` that are the rank's own."""
+    """The parameters of `model` that the rank has."""
 
     def __init__(
         self,
@@ -32,12 +32,11 @@ class StageWeights:
         device: torch.device,
         dtype_name: str,
     ):
-        """Give parameters `targets` of `model`, on the meta device until now, the shape in which the rank has them.
+        """Give the parameters `targets` of `model` the rank's shapes and dtypes. They are, and stay, on the meta device.
 
-        They stay on the meta device. What `plan` cuts becomes this rank's shard, or None if it has no part. Linear layers
-        become `RankLinear`s. Their weights stay packed as `Checkpoint.storage` says. Everything else is in the dtype that
-        `device` computes in, or in float32 if it is one of `Forward.float32`. ValueError if the file's shape is not the
-        parameter's. Sides of 1 are ignored, since GGUF's tools may drop them.
+        A parameter that `plan` cuts becomes this rank's shard, or None if the rank has no part of it. Linear layers become
+        `RankLinear`s, whose weights stay packed as `Checkpoint.storage` says. All else is in the dtype that `device`
+        computes in, or in float32 if `Forward.float32` names it. ValueError if the file's shape is not the parameter's.
         """
         RankLinear.adopt(model)
         self.model, self.device, self.targets = model, device, list(targets)
@@ -47,6 +46,7 @@ class StageWeights:
         for target in self.targets:
             shape = known[target].shape
             shape = [shape.numel()] if checkpoint.key_map[target].flat else shape
+            # Dimensions of size 1 are ignored, since GGUF's tools may drop them.
             if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
                 raise ValueError(
                     f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target].key} of shape "
@@ -60,7 +60,7 @@ class StageWeights:
 
     @contextmanager
     def loading(self, progress: Progress) -> Iterator[None]:
-        """Context in which all of the weights are read. The files stay open."""
+        """Context in which all of the weights are read. The files stay open within it."""
         self._sizes = {target: self._checkpoint.nbytes(target, self._dtype_name) for target in self.targets}
         self._done, self._progress = 0, progress
         with reading(self._checkpoint) as self._reader:
@@ -69,33 +69,29 @@ class StageWeights:
         progress(1.0)
 
     def read(self, places: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Read parameters into their `places`: a plain one's VALUES; or the PACKED bytes and Packing.tensors of a packed
-        weight.
+        """Read parameters into `places`: VALUES of a plain parameter; PACKED bytes and Packing.tensors of a packed weight.
 
-        They have the shapes and dtypes that the model has, on any device. Nothing for a parameter that is None.
+        Places have the shapes and dtypes of the model's tensors, on any device. A parameter that is None has no places.
         """
-        if self._reader is None:
-            with reading(self._checkpoint) as reader:
-                for target, own in places.items():
-                    self._read(target, own, reader)
-            return
-        for target, own in places.items():
-            self._progress(self._done / sum(self._sizes.values()))
-            self._done += self._sizes[target]
-            self._read(target, own, self._reader)
+        with reading(self._checkpoint) if self._reader is None else nullcontext(self._reader) as reader:
+            for target, tensors in places.items():
+                if self._reader is not None:
+                    self._progress(self._done / sum(self._sizes.values()))
+                    self._done += self._sizes[target]
+                self._read(target, tensors, reader)
 
     def _outline(self, target: str, whole: torch.Size, dtype: torch.dtype, reader: Reader) -> None:
         (module, leaf), shard, meta = self.place(target), self._shards.get(target), torch.device("meta")
         if shard is not None and not shard.spans:
             setattr(module, leaf, None)
             return
-        linear = isinstance(module, RankLinear) and leaf == "weight"
-        storage = self._checkpoint.storage(target, self._dtype_name) if linear else None
-        if storage is None or not reader.packable(target, storage, shard):
-            values = reader.values(target, self._checkpoint.compute_dtype(target, dtype), shard, meta)
-            setattr(module, leaf, nn.Parameter(values.view(whole) if shard is None else values, requires_grad=False))
-        else:
-            module.pack(*reader.packed(target, storage, shard, meta), dtype)
+        if isinstance(module, RankLinear) and leaf == "weight":
+            storage = self._checkpoint.storage(target, self._dtype_name)
+            if storage is not None and reader.packable(target, storage, shard):
+                module.pack(*reader.packed(target, storage, shard, meta), dtype)
+                return
+        values = reader.values(target, self._checkpoint.compute_dtype(target, dtype), shard, meta)
+        setattr(module, leaf, nn.Parameter(values.view(whole) if shard is None else values, requires_grad=False))
 
     def _read(self, target: str, places: Mapping[str, torch.Tensor], reader: Reader) -> None:
         shard = self._shards.get(target)
@@ -103,17 +99,18 @@ class StageWeights:
             reader.read_values(target, shard, places[VALUES])
         elif PACKED in places:
             storage, packed = self._checkpoint.storage(target, self._dtype_name), places[PACKED]
+            assert storage is not None
             _, packing = reader.packed(target, storage, shard, packed.device, packed)
             for name, tensor in packing.tensors.items():
                 places[name].copy_(tensor)
 
     def place(self, target: str) -> tuple[nn.Module, str]:
-        """(module, name of the parameter in it)"""
+        """(the parameter's module, its name there)"""
         name, _, leaf = target.rpartition(".")
         return self.model.get_submodule(name), leaf
 
     def tensors(self, target: str) -> dict[str, torch.Tensor]:
-        """What `read` wants places for, as the model has it now."""
+        """The parameter's present tensors, by the names of `read`'s places."""
         module, leaf = self.place(target)
         if isinstance(module, PackedLinear) and leaf == "weight":
             return {PACKED: module.packed, **module.packing.tensors}
@@ -121,9 +118,9 @@ class StageWeights:
         return {} if parameter is None else {VALUES: parameter}
 
     def move(self, target: str, places: Mapping[str, torch.Tensor]) -> None:
-        """Have the model's parameter in `places`, see `read`, from now on, whatever is in them so far."""
+        """Make the model's parameter views of `places` (see `read`), whatever is in them now."""
         module, leaf = self.place(target)
-        if PACKED in places:
+        if isinstance(module, PackedLinear) and PACKED in places:
             module.move(places[PACKED], {name: tensor for name, tensor in places.items() if name != PACKED})
         elif VALUES in places:
             parameter = getattr(module, leaf)
@@ -134,7 +131,7 @@ class StageWeights:
 
 
 def read_whole(weights: StageWeights, _blocks: Sequence[str] = ()) -> None:
-    """Read all of them to memory of their own on the device."""
+    """Read all weights to newly allocated memory on the device."""
     with weights.loading(lambda fraction: None):
         for target in weights.targets:
             meta = weights.tensors(target)

@@ -1,1 +1,1 @@
-"""A rank's process before it joins the others: its entry, environment, log, and its end with its parent."""
+"""A rank's process before it joins the others: entry, environment, log, and the thread that ends it with its parent."""

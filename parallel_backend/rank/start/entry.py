@@ -1,4 +1,4 @@
-"""Where a rank's process starts. The client imports this module too, by its name, so it imports nothing heavy itself."""
+"""The entry of a rank's process. The client process imports this module too, by name, so it imports nothing heavy."""
 
 import gc
 from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(settings: RankSettings, connection: Connection, make_worker: "Callable[..., Worker] | None" = None) -> None:
-    """Entry of a spawned process: found under this plain module name, whatever name ComfyUI imported the pack by.
+    """Entry of a spawned process, which finds it by this module's name, however ComfyUI has named the pack.
 
     `make_worker`: see worker.run.
     """
@@ -27,10 +27,10 @@ def main(settings: RankSettings, connection: Connection, make_worker: "Callable[
     if settings.log is not None:
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
     set_rank_environment(settings.devices[settings.rank])
-    # What diffusers' schedulers and pipelines want, and no rank has: a third of its start inside ComfyUI.
+    # Only diffusers' schedulers and pipelines need these packages. They would take a third of a rank's start inside ComfyUI.
     with blocked_imports("scipy", "transformers"):
-        import diffusers.utils  # noqa: F401  # looks for what is installed, once for all
+        import diffusers.utils  # noqa: F401  # finds out which packages are installed, once for all
     from parallel_backend.rank.worker import run
 
-    gc.freeze()  # 300,000 objects of torch and diffusers, which every collection would go through: 0.25 s at each unloading
+    gc.freeze()  # else each collection visits 300,000 objects of torch and diffusers: 0.25 s at each unloading
     run(settings, connection, make_worker)

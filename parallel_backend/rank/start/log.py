@@ -1,8 +1,9 @@
-"""A rank's own log: what it prints, what it logs, what it crashes with. The standard library alone: it is opened before
-torch is imported."""
+"""A rank's log file, with all that the process prints and logs, and the stack of a crash. This module needs the standard
+library alone, since the log is opened before torch is imported."""
 
 import contextlib
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -11,10 +12,9 @@ from pathlib import Path
 
 
 def write_log(path: Path, name: str) -> None:
-    """From now on all that this process prints, logs and crashes with goes to the end of `path`.
+    """From now on append all that this process prints and logs, and the stack of a crash, to `path`.
 
-    Warnings are also shown where they were until now, marked with `name`. Where there are signals, SIGUSR1 adds the
-    stacks of all threads.
+    Warnings also go to the process's console, marked with `name`. On POSIX the signal SIGUSR1 appends all threads' stacks.
     """
     handlers: list[logging.Handler] = []
     with contextlib.suppress(OSError):  # a process without a console
@@ -24,10 +24,11 @@ def write_log(path: Path, name: str) -> None:
         handlers.append(console)
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for descriptor in (1, 2):
+    assert file.stream is not None
+    for descriptor in (1, 2):  # of the process, so that output of libraries and child processes goes there too
         os.dup2(file.stream.fileno(), descriptor)
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     logging.basicConfig(level=logging.INFO, handlers=[*handlers, file], force=True)
     logging.captureWarnings(True)

@@ -1,4 +1,4 @@
-"""A rank does not outlive the process that started it, whatever either of the two is doing."""
+"""Ends a rank's process with the process that started it, whatever the two are doing."""
 
 import ctypes
 import multiprocessing
@@ -14,16 +14,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(directory: Path) -> None:
-    """From now on this process removes `directory` and ends as soon as its parent has ended.
+    """From now on this process removes `directory` and ends as soon as its parent process has ended.
 
-    The control connection ends then too, but nobody reads it while the rank is still being started: importing torch, waiting
-    for the others. A rank that has been stopped (SIGSTOP) runs nothing at all. On Linux the system continues it: not kills
-    it, since the signal comes when the *thread* that started it ends, which may be long before its process does, and since a
-    killed rank could not remove its files. To a rank that runs the signal is nothing. Elsewhere a stopped rank stays
-    until it is continued.
+    A rank that has been stopped (SIGSTOP) is continued on Linux to do so. Elsewhere it stays until it is continued.
     """
     parent = multiprocessing.parent_process()
-    if parent is None:  # started by something else, which ends it
+    if parent is None:  # started by another program (Ray), which ends it
         return
 
     def wait() -> None:
@@ -31,6 +27,9 @@ def end_with_parent(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 
+    # A thread, since nobody reads the control connection while the rank imports torch or waits for other ranks.
     threading.Thread(target=wait, name="parent", daemon=True).start()
     if sys.platform == "linux":
+        # SIGCONT instead of SIGKILL: it comes when the *thread* that started the rank ends, perhaps long before the process,
+        # and does nothing to a running rank. A killed rank could not remove its files.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A rank's part of a VAE: the module of its class with weights from a message, run on this rank's band of each piece."""
+"""A part of a VAE on one rank: the module of its class with weights from a message, run on the rank's band of each piece."""
 
 import json
 
@@ -17,7 +17,7 @@ from .banded_layers import COLUMNS, ROWS, Bands
 
 
 class VAEPart:
-    """Rank `rank`'s share of a decoder or encoder over all ranks of the pool. `begin` and `run` are collective over them."""
+    """A decoder or encoder on rank `rank`. `begin` and `run` are collective over all ranks of the pool."""
 
     def __init__(self, put: PutVAE, rank: int, world: int, device: torch.device, heartbeat: Heartbeat | None = None):
         self.name, self.rank, self.device = put.name, rank, device
@@ -35,52 +35,51 @@ class VAEPart:
             self.bands.adopt(self.model, kind.gathered)
 
     def begin(self, message: BeginVAE) -> VAEBegun:
-        """Forget what was before, and find out whether all ranks have the memory."""
+        """Drop the state of an earlier picture, and find out whether all ranks have the memory."""
         self.end()
         missing = max(0, message.bytes_needed - free_bytes(self.device))
         return VAEBegun(self.rank, True, not self._all(missing == 0), missing)
 
     @torch.inference_mode()
     def run(self, message: RunVAE) -> VAEOutput:
-        """Run the rank's band of a piece, or its tiles, and write or send what comes of it."""
+        """Run the rank's band of a piece, or its tiles. The output is written to shared memory or sent."""
         bands = self.bands
         bands.sizes, bands.dim = message.sizes, COLUMNS if message.columns else ROWS
         if message.first:
             self.model.reset()
-        # A piece is one band, or tiles that go one after the other.
+        # One band, or tiles, which run one by one to save memory.
         entries = (message.band,) if message.sizes else message.band.split(1) if len(message.band) else ()
         outputs = []
         for entry in entries:
-            found = self.model(entry.to(self.device, self.dtype), message.first)
+            band = self.model(entry.to(self.device, self.dtype), message.first)
             if message.output is None:
-                outputs.append(found.cpu())
+                outputs.append(band.cpu())
             else:
-                self._place(found, message)
+                self._place(band, message.output, message)
         output = None if message.output is not None else torch.cat(outputs) if outputs else torch.empty(0, dtype=self.dtype)
         return VAEOutput(self.rank, output, self.traffic.report()[0])
 
     def end(self) -> None:
-        """Drop what the module keeps between pieces."""
+        """Drop the module's state between pieces."""
         self.model.reset()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what a picture takes is much, and not needed again before the next one
+            torch.cuda.empty_cache()  # a picture takes much memory, which other programs may need until the next one
 
-    def _place(self, band: torch.Tensor, message: RunVAE) -> None:
-        """Write the band where it belongs in all of the output."""
-        target = message.output
+    def _place(self, band: torch.Tensor, target: torch.Tensor, message: RunVAE) -> None:
+        """Write the band to its rows and frames of `target`, the output of all ranks."""
         if band.ndim == 5:
             target = target.narrow(2, message.frame, band.shape[2])
         rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.rank]
         target.narrow(self.bands.dim, rows.start, len(rows)).copy_(band)
 
     def _all(self, fits: bool) -> bool:
-        """Whether it fits on all ranks. A rank that ran out of memory half-way would end the pool."""
-        own = torch.tensor([fits], dtype=torch.float32, device=self.device)
-        votes = start_gather(own, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
+        """Whether the picture fits on all ranks. A rank that ran out of memory half-way would end the pool."""
+        vote = torch.tensor([fits], dtype=torch.float32, device=self.device)
+        votes = start_gather(vote, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
         return all(bool(vote) for vote in votes)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process can still get."""
-    found = read_memory(0, device, 0)
-    return found.free_bytes + found.cached_bytes
+    """Memory that this process can still allocate: free, or cached by torch's allocator."""
+    report = read_memory(0, device, 0)
+    return report.free_bytes + (report.cached_bytes or 0)

@@ -46,12 +46,17 @@ def spawned_ranks() -> AbstractContextManager:
     return patch.object(torch.multiprocessing, "get_context", multiprocessing.get_context)
 
 
-def node(name: str, *arguments: Any, **named: Any) -> Any:
-    """First output of a V1 node. `arguments`: values of its first inputs, in the order of the node's widgets."""
+def outputs_of(name: str, *arguments: Any, **named: Any) -> tuple:
+    """Outputs of a V1 node. `arguments`: values of its first inputs, in the order of the node's widgets."""
     kind = nodes.NODE_CLASS_MAPPINGS[name]
     types = kind.INPUT_TYPES()
     inputs = [*types["required"], *types.get("optional", {})]
-    return getattr(kind(), kind.FUNCTION)(**dict(zip(inputs, arguments, strict=False)), **named)[0]
+    return getattr(kind(), kind.FUNCTION)(**dict(zip(inputs, arguments, strict=False)), **named)
+
+
+def node(name: str, *arguments: Any, **named: Any) -> Any:
+    """The first of `outputs_of`."""
+    return outputs_of(name, *arguments, **named)[0]
 
 
 def parallel(

@@ -17,7 +17,7 @@ from typing import Any
 REPLIES = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # whatever else is printed is no reply
 
-sys.path.append(sys.argv.pop(3))
+sys.path.insert(1, sys.argv.pop(3))  # before the standard library, which has a `trace` too
 
 import boot  # noqa: E402
 

@@ -230,14 +230,14 @@ RANK_MUTANTS = (
     Mutant(
         "masked calls go to a kernel that takes no mask",
         RANK + "attention/kernel_choice.py",
-        "if mask is not None and not self.kernel.masks:",
+        "if mask_BK is not None and not self.kernel.masks:",
         "if False:",
         ("tests/rank/test_foreign_kernels.py",),
     ),
     Mutant(
         "a kernel that writes to its keys passes its trial",
         RANK + "attention/kernel_choice.py",
-        "unchanged = torch.equal(here, rows.to(device, dtype))",
+        "unchanged = torch.equal(tried_K3BHD, rows_K3BHD.to(device, dtype))",
         "unchanged = True",
         ("tests/rank/test_foreign_kernels.py",),
     ),
@@ -258,8 +258,8 @@ RANK_MUTANTS = (
     Mutant(
         "ulysses sends heads to the wrong ranks",
         RANK + "attention/ulysses.py",
-        "for span, part in zip(spans, flat.split(send), strict=True):",
-        "for span, part in zip(reversed(spans), flat.split(send), strict=True):",
+        "for span, part_n in zip(spans, flat_N.split(send), strict=True):",
+        "for span, part_n in zip(reversed(spans), flat_N.split(send), strict=True):",
         ("tests/system/test_exactness.py", "-k", "one_call and (ulysses2 or ulysses_2 or ulysses)"),
     ),
     Mutant(
@@ -279,8 +279,8 @@ RANK_MUTANTS = (
     Mutant(
         "timestep rounded to the compute dtype",
         RANK + "stage/build.py",
-        "given[names[0]] = embedding.model_time(timestep) * embedding.factor",
-        "given[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
+        "values[names[0]] = embedding.model_time(timestep) * embedding.factor",
+        "values[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
     ),
     Mutant(
@@ -325,8 +325,8 @@ RANK_MUTANTS = (
     Mutant(
         "own bytes counted as sent",
         RANK + "comm/collectives.py",
-        "(sum(send) - send[axis.index]) * x.element_size()",
-        "sum(send) * x.element_size()",
+        "(sum(send) - send[axis.index]) * x_N.element_size()",
+        "sum(send) * x_N.element_size()",
         ("tests/rank/test_collectives.py",),
         ("tests/rank/test_transfers.py", "-k", "ulysses"),
     ),
@@ -340,8 +340,8 @@ RANK_MUTANTS = (
     Mutant(
         "the sender of changes does not add what it sent",
         RANK + "comm/change_codec.py",
-        "self.codec.add(packed, mine.view(-1), size)",
-        "mine.copy_(own)",
+        "self.codec.add(packed_y, local.view(-1), size)",
+        "local.copy_(values)",
         ("tests/rank/test_change_codec.py", "-k", "hold_the_same_parts"),
     ),
     Mutant(
@@ -384,7 +384,7 @@ RANK_MUTANTS = (
         "a self-test that does not look at what arrives",
         RANK + "comm/self_test.py",
         "    if wrong:",
-        "    if wrong > len(expected):",
+        "    if wrong > len(expected_N):",
         ("tests/rank/test_self_test.py",),
     ),
     Mutant(
@@ -412,8 +412,8 @@ RANK_MUTANTS = (
     Mutant(
         "halo of the row behind",
         RANK + "vae/halo.py",
-        "part = x.narrow(dim, *own).contiguous()",
-        "part = x.narrow(dim, (own[0] + 1) % length, own[1]).contiguous()",
+        "part = x.narrow(dim, *rows).contiguous()",
+        "part = x.narrow(dim, (rows[0] + 1) % length, rows[1]).contiguous()",
         ("tests/rank/test_vae.py", "-k", "equal or whole or halo"),
         tier="default",
     ),
@@ -634,8 +634,8 @@ PLANNING_MUTANTS = (
     Mutant(
         "the slowest mode advised",
         PLANNING + "planner.py",
-        "limit = AS_GOOD * min(found.seconds for found in fitting)",
-        "limit = AS_GOOD * max(found.seconds for found in fitting)",
+        "limit = AS_GOOD * min(prediction.seconds for prediction in fitting)",
+        "limit = AS_GOOD * max(prediction.seconds for prediction in fitting)",
         ("tests/planning",),
     ),
     Mutant(
@@ -676,8 +676,8 @@ NODE_MUTANTS = (
     Mutant(
         "bands share what a guidance function keeps between steps",
         "nodes/sampling/band_guidance.py",
-        "own = with_own_closure(value, changed)",
-        "own = value",
+        "band_function = with_separate_closure(value, changed)",
+        "band_function = value",
         ("tests/comfyui/test_guidance_in_bands.py", "-k", "exact_steps"),
         (),
         "default",

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import psutil
-from boot import BASE, Results, comfy, difference, ksampler, nodes, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, outputs_of, torch
 from comfy.text_encoders import sd3_clip
 
 FOLDER = BASE / "models" / "checkpoints"
@@ -26,8 +26,7 @@ def clip_target(_config, state_dict=None):
 
 def parallel(name: str, devices: str = "cpu,cpu", pipe: int = 2):
     """MODEL, CLIP and VAE."""
-    kind = nodes.NODE_CLASS_MAPPINGS["ParallelCheckpointLoader"]
-    return getattr(kind(), kind.FUNCTION)(name, "fp32", pipe, 1, 1, devices)
+    return outputs_of("ParallelCheckpointLoader", name, "fp32", pipe, 1, 1, devices)
 
 
 def resident(path: Path) -> int:
@@ -100,7 +99,7 @@ def compare(results: Results) -> None:
     def in_the_other_loader() -> bool:
         name = "checkpoints/tiny.safetensors"
         assert name in loader.INPUT_TYPES()["required"]["model_name"][0]
-        (found,) = loader().load(name, "fp32", 2, 1, 1, "cpu,cpu")
+        found = node("ParallelDiTLoader", name, "fp32", 2, 1, 1, "cpu,cpu")
         return found.model.diffusion_model.setup == model.model.diffusion_model.setup
 
     results.case("in Parallel DiT Loader", in_the_other_loader)

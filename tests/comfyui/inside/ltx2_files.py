@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from boot import BASE, Results, comfy, difference, nodes, parallel, sequence, torch
+from boot import BASE, Results, comfy, difference, outputs_of, parallel, sequence, torch
 from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 from ltx2 import sample
 from safetensors import safe_open
@@ -37,8 +37,7 @@ MODES = {
 
 def all_in_one(file: str, pipe: int = 2, tensor: int = 1, devices: str = "cpu,cpu", config: Any = None) -> tuple:
     """Parallel Checkpoint Loader's MODEL in fp32, CLIP and VAE."""
-    kind = nodes.NODE_CLASS_MAPPINGS["ParallelCheckpointLoader"]
-    return getattr(kind(), kind.FUNCTION)(file, "fp32", pipe, tensor, 1, devices, config)
+    return outputs_of("ParallelCheckpointLoader", file, "fp32", pipe, tensor, 1, devices, config)
 
 
 def add_vae(path: Path) -> None:

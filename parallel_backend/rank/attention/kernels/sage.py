@@ -7,17 +7,18 @@ change the K/V buffer.
 import inspect
 
 
-def attend(q, k, v, mask, scale):
+def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
     from sageattention import sageattn
 
-    return sageattn(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=scale, smooth_k=False)
+    return sageattn(q_BQHD, k_BKHD, v_BKHD, tensor_layout="NHD", is_causal=False, sm_scale=scale, smooth_k=False)
 
 
-def attend_lse(q, k, v, mask, scale):
-    """TypeError where this release does not give the log-sum-exp: release 1 takes any option, and gives the output alone."""
+def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
+    """TypeError where the installed release returns no log-sum-exp: release 1 ignores the option and returns the output."""
     from sageattention import sageattn
 
     if "return_lse" not in inspect.signature(sageattn).parameters:
         raise TypeError("this release of sageattention gives no log-sum-exp")
-    out, lse = sageattn(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=scale, smooth_k=False, return_lse=True)
-    return out, lse.transpose(1, 2)  # [B, H, q], a natural logarithm
+    options = {"tensor_layout": "NHD", "is_causal": False, "sm_scale": scale, "smooth_k": False, "return_lse": True}
+    out_BQHD, lse_BHQ = sageattn(q_BQHD, k_BKHD, v_BKHD, **options)
+    return out_BQHD, lse_BHQ.transpose(1, 2)  # a natural logarithm

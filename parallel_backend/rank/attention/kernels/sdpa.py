@@ -1,4 +1,4 @@
-"""torch's scaled dot product attention, on every device: what there always is."""
+"""torch's scaled dot product attention, which runs on every device."""
 
 import torch
 import torch.nn.functional as F
@@ -6,43 +6,48 @@ import torch.nn.functional as F
 from parallel_backend.core.attention_kernels import FLASH_CAPABILITY
 
 
-def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x.transpose(1, 2) for x in tensors]
+def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
+    """torch picks one of its kernels."""
+    mask_B11K = None if mask_BK is None else mask_BK[:, None, None]
+    q_BHQD, k_BHKD, v_BHKD = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
+    return F.scaled_dot_product_attention(q_BHQD, k_BHKD, v_BHKD, attn_mask=mask_B11K, scale=scale).transpose(1, 2)
 
 
-def attend(q, k, v, mask, scale):
-    """torch picks among its own kernels."""
-    bias = None if mask is None else mask[:, None, None]
-    return F.scaled_dot_product_attention(*_heads_first(q, k, v), attn_mask=bias, scale=scale).transpose(1, 2)
-
-
-def attend_lse(q, k, v, mask, scale):
-    """torch's own kernels, called by name: its public function keeps the log-sum-exp to itself."""
-    q, k, v = _heads_first(q, k, v)
-    bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)[:, None, None]
-    if not q.is_cuda:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
-    elif bias is None and q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
+    """Calls torch's kernels by name, since torch's public function does not return the log-sum-exp."""
+    q_BHQD, *kv_BHKD = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
+    kernels, dtype, bias_B11K = torch.ops.aten, q_BQHD.dtype, None
+    if mask_BK is not None:
+        bias_B11K = torch.zeros_like(mask_BK, dtype=dtype).masked_fill_(~mask_BK, -torch.inf)[:, None, None]
+    if not q_BHQD.is_cuda:
+        out_BHQD, lse_BHQ = kernels._scaled_dot_product_flash_attention_for_cpu(
+            q_BHQD, *kv_BHKD, attn_mask=bias_B11K, scale=scale
+        )
+    elif (
+        bias_B11K is None and dtype != torch.float32 and torch.cuda.get_device_capability(q_BHQD.device) >= FLASH_CAPABILITY
+    ):
+        out_BHQD, lse_BHQ, *_ = kernels._scaled_dot_product_flash_attention(q_BHQD, *kv_BHKD, scale=scale)
     else:
-        bias = None if bias is None else _aligned(bias).expand(-1, q.shape[1], q.shape[2], -1)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
-        lse = lse[..., : q.shape[2]]  # padded to a multiple of the kernel's tile
-    return _without_keyless(out.transpose(1, 2), lse.transpose(1, 2), mask)
+        bias_BHQK = None if bias_B11K is None else _aligned(bias_B11K).expand(-1, *q_BHQD.shape[1:3], -1)
+        out_BHQD, lse_BHQ, *_ = kernels._scaled_dot_product_efficient_attention(
+            q_BHQD, *kv_BHKD, bias_BHQK, True, scale=scale
+        )
+        lse_BHQ = lse_BHQ[..., : q_BHQD.shape[2]]  # padded to a multiple of the kernel's tile
+    return _without_keyless(out_BHQD.transpose(1, 2), lse_BHQ.transpose(1, 2), mask_BK)
 
 
-def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """The memory-efficient kernel wants rows that start at multiples of 16 bytes: a view of a wider tensor."""
-    keys = bias.shape[-1]
-    return F.pad(bias, (0, -keys % 16))[..., :keys]
+def _aligned(bias_B11K: torch.Tensor) -> torch.Tensor:
+    """A view of a wider tensor: the memory-efficient kernel needs rows that start at multiples of 16 bytes."""
+    keys = bias_B11K.shape[-1]
+    return F.pad(bias_B11K, (0, -keys % 16))[..., :keys]
 
 
-def _without_keyless(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where an entry's mask leaves no key, kernels differ in what they say: zeros and -inf from here on, in place.
-
-    Whether there is such an entry is not asked: the host would wait for the device to say so.
-    """
-    if mask is None:
-        return out, lse
-    keyless = ~mask.any(1)
-    return out.masked_fill_(keyless[:, None, None, None], 0.0), lse.masked_fill_(keyless[:, None, None], -torch.inf)
+def _without_keyless(
+    out_BQHD: torch.Tensor, lse_BQH: torch.Tensor, mask_BK: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros and -inf, in place, for entries whose mask leaves no key, since kernels differ in what they return there."""
+    if mask_BK is None:
+        return out_BQHD, lse_BQH
+    # Filled without asking whether there is such an entry: the host would have to wait for the device to know.
+    keyless_B111 = ~mask_BK.any(1)[:, None, None, None]
+    return out_BQHD.masked_fill_(keyless_B111, 0.0), lse_BQH.masked_fill_(keyless_B111[..., 0], -torch.inf)

@@ -1,1 +1,1 @@
-"""Where a rank's weights are: on its device, or in host memory and on the device for as long as their block computes."""
+"""Where a rank's weights are: on its device for good, or in host memory and on the device while their block computes."""

@@ -1,8 +1,7 @@
-"""What the weight store does with a device: memory for weights, and copies between it and host memory beside compute."""
+"""A device as the weight store sees it: memory for weights, and copies to and from host memory that overlap with compute."""
 
 import functools
 import sys
-from typing import Protocol
 
 import psutil
 import torch
@@ -13,52 +12,27 @@ from parallel_backend.rank.free_memory import read_memory
 from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 
-class Ticket(Protocol):
-    """A copy under way."""
+class Ticket:
+    """A copy, here one that is over."""
 
     def wait(self) -> None:
-        """What the rank computes from now on comes after the copy. On CUDA the host does not wait."""
+        """Order all that the rank computes from now on after the copy. On CUDA the host does not wait."""
 
     def finish(self) -> None:
-        """Return when the copy is done: its source may be written to, and its destination read by the host."""
+        """Return when the copy is done. Then its source may be written to, and the host may read its destination."""
 
 
-class DeviceCopies(Protocol):
-    """Of one rank, for all models on it."""
+class DeviceCopies:
+    """The device of one rank, for all of the rank's models. Here one without a second stream: `copy` waits."""
 
-    device: torch.device
-    unified: bool
-    """The device's memory is the host's own: weights there need no copy in host memory beside it."""
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.unified = device.type == "cpu"
+        """The device's memory is the host's memory: weights are there once, and never move."""
 
     @property
     def peak_bytes(self) -> int:
         """See RunStats."""
-
-    def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
-        """The device's memory. `held`, `others`, `vae`: bytes there of the model that asks, of other models, of parts of
-        VAEs."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """[nbytes] uint8 on the device, of any content. torch.OutOfMemoryError or MemoryError where there is no room."""
-
-    def release(self, memory: torch.Tensor) -> None:
-        """Memory from `allocate` that nothing refers to any more, once the caller drops it."""
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
-        """Start a copy between [n] uint8 tensors on the device and in host memory (page-locked for CUDA).
-
-        Copies run one after another, in order, and after all that the rank has begun to compute so far.
-        """
-
-
-class PlainCopies:
-    """A device without a stream for copies: who copies waits. On a CPU weights are in host memory in any case."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.unified = device, device.type == "cpu"
-
-    @property
-    def peak_bytes(self) -> int:
         if sys.platform == "win32":
             return psutil.Process().memory_info().peak_wset
         import resource  # POSIX only
@@ -67,36 +41,27 @@ class PlainCopies:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
+        """The device's memory. `held`, `others`, `vae`: bytes on it of the model that asks, other models, VAEs' parts."""
         return read_memory(rank, self.device, held)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """[nbytes] uint8 on the device, not initialised. torch.OutOfMemoryError or MemoryError if there is no room."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self, memory: torch.Tensor) -> None:
-        """Python frees it."""
+        """Call before dropping the last reference to memory from `allocate`."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
+        """Start a copy between [n] uint8 tensors on the device and in host memory (page-locked for CUDA).
+
+        Copies run one after another, in the order of the calls, and after all that the rank has begun to compute so far.
+        """
         destination.copy_(source)
-        return Done()
+        return Ticket()
 
 
-class Done:
-    """The ticket of a copy that is over."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def finish(self) -> None:
-        """There is nothing to wait for."""
-
-
-class CudaCopies:
-    """A CUDA device: copies run on a stream of their own."""
-
-    unified = False
-
-    def __init__(self, device: torch.device):
-        self.device = device
+class CudaCopies(DeviceCopies):
+    """A CUDA device: copies run on a second stream, while the first computes."""
 
     @property
     def peak_bytes(self) -> int:
@@ -111,29 +76,29 @@ class CudaCopies:
         return measured_copy_rate(self.device)
 
     @functools.cached_property
-    def _stream(self) -> "torch.cuda.Stream":
+    def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
     def release(self, memory: torch.Tensor) -> None:
-        """The allocator takes it back for the computing stream, which comes after every copy from or to it by then."""
+        # torch's allocator knows of the computing stream alone, and gives the memory to its next operation at once. That
+        # operation must come after the copies from and to the memory.
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> "CudaTicket":
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
+        # The destination may be a slot that a block launched before still reads, or the source may still be computed.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
+            # From memory that is not page-locked the host would wait for the copy in any case.
             destination.copy_(source, non_blocking=page_locked(self.device))
             done = torch.cuda.Event()
             done.record(self._stream)
         return CudaTicket(done, self.device)
 
 
-class CudaTicket:
-    """The event behind a copy."""
+class CudaTicket(Ticket):
+    """An event that is recorded after a copy."""
 
-    def __init__(self, done: "torch.cuda.Event", device: torch.device):
+    def __init__(self, done: torch.cuda.Event, device: torch.device):
         self._done, self._device = done, device
 
     def wait(self) -> None:
@@ -144,4 +109,4 @@ class CudaTicket:
 
 
 def copies_of(device: torch.device) -> DeviceCopies:
-    return CudaCopies(device) if device.type == "cuda" else PlainCopies(device)
+    return CudaCopies(device) if device.type == "cuda" else DeviceCopies(device)

@@ -1,14 +1,14 @@
-"""The slots: places on the device in which streamed blocks take turns.
+"""The slots: memory on the device that streamed blocks use in turn.
 
-Slots are used in turn by the blocks in the order in which they run, and a block has always the same one: its parameters are
-views of it for good, and only the bytes change. While a block computes in one slot the next one's bytes come into another.
-As a block ends, the next that its slot is for is copied there; after the last block of a micro-step come the first ones of
-the next. A block that comes out of turn is fetched and waited for.
+The blocks get the slots in turn, in the order in which they run. A block always has the same slot: its parameters stay views
+of the slot, and only the bytes change. While a block computes in one slot, the next block's bytes are copied into another.
+When a block ends, the next block of its slot is copied there. After the last block of a micro-step come the first blocks of
+the next. A block that runs out of turn is copied and waited for.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,26 +22,27 @@ from .weight_group import WeightGroup
 
 @dataclass
 class _Slot:
-    """`group`: name of the one whose bytes are there once the `ticket` has been waited for."""
+    """`group`: name of the group whose bytes are in `memory` once the `ticket` has been waited for."""
 
     memory: torch.Tensor
     group: str | None = None
-    ticket: Ticket | None = None
+    ticket: Ticket = field(default_factory=Ticket)
 
 
 class Slots:
-    """Of one model on a rank. Empty until `open`."""
+    """The slots of one model on a rank. There are none until `open`."""
+
+    _sources: Callable[[str], torch.Tensor]  # set by `open`
 
     def __init__(self, copies: DeviceCopies, traffic: Traffic):
         """`traffic`: the rank's clock and recorder."""
         self._copies, self._traffic = copies, traffic
         self._slots: list[_Slot] = []
         self._groups: dict[str, WeightGroup] = {}
-        self._sources: Callable[[str], torch.Tensor] | None = None
         self._slot_of: dict[str, _Slot] = {}
-        self._order: list[str] = []  # of the blocks of a micro-step, as far as they are streamed
-        self._next = 0  # place in the order of the block that is expected next
-        self._seen: list[str] = []  # what ran in the micro-step under way
+        self._order: list[str] = []  # streamed blocks in the order in which the last micro-step ran them
+        self._next = 0  # index in the order of the block that is expected next
+        self._seen: list[str] = []  # streamed blocks that ran in the micro-step under way
         self.bytes_copied = 0
         self.waited = Elapsed(traffic.clock)
 
@@ -53,9 +54,9 @@ class Slots:
         return sum(slot.memory.nbytes for slot in self._slots)
 
     def open(self, groups: Sequence[WeightGroup], sources: Callable[[str], torch.Tensor]) -> None:
-        """Stream these, in the order in which they run, from `sources(name)` [n] uint8 in host memory. Closes it first.
+        """Stream these groups, in the order in which they run, from `sources(name)` [n] uint8 in host memory.
 
-        Nothing is copied yet.
+        Closes the present slots first. Nothing is copied yet.
         """
         self.close()
         largest = max((group.nbytes for group in groups), default=0)
@@ -65,14 +66,14 @@ class Slots:
         self._take_turns(list(self._groups))
 
     def close(self) -> None:
-        """Let copies under way end and give the slots back. Groups whose parameters still lie there keep the memory."""
+        """Wait for copies under way and release the slots. Groups whose parameters are still in a slot keep its memory."""
         self._empty()
         for slot in self._slots:
             self._copies.release(slot.memory)
         self._slots, self._slot_of, self._groups, self._order, self._seen, self._next = [], {}, {}, [], [], 0
 
     def begin_step(self) -> None:
-        """A micro-step begins: blocks are expected in the order of the one before."""
+        """A micro-step begins. Blocks are expected in the order of the last micro-step."""
         if self._seen and self._seen != self._order:
             self._order = self._seen
             if set(self._order) == set(self._groups) and not self._well_apart(self._order):
@@ -83,7 +84,9 @@ class Slots:
                 self._refill(slot)
 
     def enter(self, name: str) -> None:
-        """The block is about to compute: from here on its bytes are in its slot."""
+        """A block is about to compute. If it is streamed, its bytes are in its slot from here on."""
+        if name not in self._slot_of:
+            return
         slot, clock, recorder = self._slot_of[name], self._traffic.clock, self._traffic.recorder
         self._seen.append(name)
         if slot.group != name:
@@ -94,43 +97,45 @@ class Slots:
         self.waited.add(began, ended)
         recorder.add(FETCH, recorder.step, began, ended)
         if name in self._order:
-            self._next = self._place_of(name) + 1
+            self._next = next(index for index, expected in self._turns() if expected == name) + 1
 
     def leave(self, name: str) -> None:
-        """The block has computed: its slot is for the next one."""
-        self._refill(self._slot_of[name])
+        """A block has computed. If it is streamed, its slot is free for the slot's next block."""
+        if name in self._slot_of:
+            self._refill(self._slot_of[name])
 
     def present(self, name: str) -> None:
-        """Outside of micro-steps: the block's bytes are in its slot, to be read by the host."""
+        """Outside of micro-steps: if the block is streamed, put its bytes into its slot, for the host to read."""
+        if name not in self._slot_of:
+            return
         slot = self._slot_of[name]
         if slot.group != name:
             self._fetch(name, slot)
         slot.ticket.finish()
 
     def forget(self, name: str) -> None:
-        """Outside of micro-steps: the group's source is another one, and has to be copied anew."""
+        """Outside of micro-steps: the group's source has changed, so that it has to be copied again."""
         for slot in self._slots:
             if slot.group == name:
                 slot.group = None
 
     def settle(self) -> None:
-        """Let copies under way end."""
+        """Wait for copies under way."""
         for slot in self._slots:
-            if slot.ticket is not None:
-                slot.ticket.finish()
+            slot.ticket.finish()
 
     def report(self) -> tuple[int, float]:
         """(bytes copied, seconds waited for copies) since the last report."""
         copied, self.bytes_copied = self.bytes_copied, 0
         return copied, self.waited.drain()
 
-    def _place_of(self, name: str) -> int:
-        """In the order; from the expected block on, in a circle."""
-        count = len(self._order)
-        return next(at % count for at in range(self._next, self._next + count) if self._order[at % count] == name)
+    def _turns(self) -> Iterator[tuple[int, str]]:
+        """Index and name of all blocks of the order, from the expected block on, in a circle. A block may occur twice."""
+        for index in range(self._next, self._next + len(self._order)):
+            yield index % len(self._order), self._order[index % len(self._order)]
 
     def _take_turns(self, order: list[str]) -> None:
-        """Give the blocks their slots by this order."""
+        """Assign the slots to the blocks in turn, in this order."""
         self._empty()
         self._order = list(order)
         for number, name in enumerate(dict.fromkeys(order)):
@@ -139,15 +144,13 @@ class Slots:
             self._groups[name].move(slot.memory)
 
     def _well_apart(self, order: list[str]) -> bool:
-        """Neighbours have different slots."""
+        """Whether blocks that follow each other have different slots."""
         pairs = itertools.pairwise(dict.fromkeys(order))
         return all(self._slot_of[one] is not self._slot_of[other] for one, other in pairs)
 
     def _refill(self, slot: _Slot) -> None:
-        """Start the copy of the next block of the order that this slot is for, if it is not there already."""
-        count = len(self._order)
-        turns = (self._order[at % count] for at in range(self._next, self._next + count))
-        name = next((name for name in turns if self._slot_of[name] is slot), None)
+        """Start the copy of the next block that has this slot, unless it is there already."""
+        name = next((name for _index, name in self._turns() if self._slot_of[name] is slot), None)
         if name is not None and name != slot.group:
             self._fetch(name, slot)
 
@@ -158,7 +161,7 @@ class Slots:
         self.bytes_copied += group.nbytes
 
     def _empty(self) -> None:
-        """Nothing is in the slots, nor on the way there."""
+        """Wait for copies under way, and forget what is in the slots."""
         self.settle()
         for slot in self._slots:
-            slot.group = slot.ticket = None
+            slot.group = None

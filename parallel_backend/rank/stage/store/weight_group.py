@@ -1,4 +1,4 @@
-"""Weights that are moved together, as one piece of memory: those of a block, or all outside of the blocks (the ends)."""
+"""Weights that are moved together, in one piece of memory: those of a block, or all outside of the blocks (the ends)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from parallel_backend.rank.stage.weights import VALUES, StageWeights
 ENDS = "ends"
 """Name of the group of all weights outside of the stage's blocks."""
 LARGE, COARSE, FINE = 1 << 14, 256, 64
-"""Tensors of LARGE bytes or more begin at a multiple of COARSE bytes, as torch's allocators have it on any device, so that
-the same kernels are chosen; smaller ones at a multiple of FINE."""
+"""Tensors of LARGE bytes or more begin at a multiple of COARSE bytes, as from torch's allocators, since libraries choose
+kernels by alignment. Smaller tensors begin at a multiple of FINE bytes."""
 
 
 @dataclass(frozen=True)
 class _WeightSlot:
-    """Of a tensor in the group's memory."""
+    """The place of a tensor in the group's memory."""
 
     offset: int
     shape: torch.Size
@@ -29,7 +29,9 @@ class _WeightSlot:
 
 
 class WeightGroup:
-    """The parameters `targets`, with all that belongs to the packed ones among them. Memory has their bytes in one order."""
+    """The parameters `targets`, with the scales of packed ones. The order of their bytes in memory never changes."""
+
+    _memory: torch.Tensor  # set by `move`
 
     def __init__(self, name: str, weights: StageWeights, targets: Iterable[str]):
         self.name, self.nbytes, self._weights = name, 0, weights
@@ -37,7 +39,6 @@ class WeightGroup:
             target: {part: self._take(tensor) for part, tensor in weights.tensors(target).items()} for target in targets
         }
         self._apart: set[str] = set()
-        self._memory: torch.Tensor | None = None
 
     def _take(self, tensor: torch.Tensor) -> _WeightSlot:
         step = COARSE if tensor.nbytes >= LARGE else FINE
@@ -49,17 +50,17 @@ class WeightGroup:
         return target in self._slots
 
     def read(self, memory: torch.Tensor) -> None:
-        """Have the file's values in `memory` [nbytes] uint8, on any device."""
+        """Read the file's values into `memory` [nbytes] uint8, on any device."""
         self._weights.read({target: self._views(target, memory) for target in self._slots})
 
     def move(self, memory: torch.Tensor) -> None:
-        """Have the model's parameters in `memory` [nbytes or more] uint8 from now on, whatever is in it so far."""
+        """Make the model's parameters views of `memory` [nbytes or more] uint8, whatever is in it now."""
         self._memory = memory
         for target in self._slots.keys() - self._apart:
             self._weights.move(target, self._views(target, memory))
 
     def set_apart(self, target: str) -> nn.Parameter:
-        """A plain parameter, from now on in memory of its own on the same device, with the values that it has now."""
+        """Move a plain parameter with its values to separate memory on the same device."""
         module, leaf = self._weights.place(target)
         parameter = getattr(module, leaf)
         if target not in self._apart:
@@ -68,12 +69,12 @@ class WeightGroup:
         return parameter
 
     def rejoin(self, target: str) -> None:
-        """A parameter that was set apart is in the group's memory again, with the values that are there."""
+        """Undo `set_apart`: the parameter has the values in the group's memory again."""
         self._apart.discard(target)
         self._weights.move(target, self._views(target, self._memory))
 
     def values(self, target: str, memory: torch.Tensor) -> torch.Tensor:
-        """A plain parameter's place in `memory`."""
+        """The view of a plain parameter in `memory`."""
         return self._views(target, memory)[VALUES]
 
     def _views(self, target: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -81,9 +82,9 @@ class WeightGroup:
 
 
 def weight_groups(weights: StageWeights, blocks: Iterable[str]) -> dict[str, WeightGroup]:
-    """By name: each of `blocks` "<list>.<index>", in that order, then the ends."""
+    """Groups by name: the `blocks` "<list>.<index>" in their order, then the ends."""
     members: dict[str, list[str]] = {name: [] for name in (*blocks, ENDS)}
     for target in weights.targets:
         block = ".".join(target.split(".")[:2])
         members[block if block in members else ENDS].append(target)
-    return {name: WeightGroup(name, weights, own) for name, own in members.items()}
+    return {name: WeightGroup(name, weights, targets) for name, targets in members.items()}

@@ -1,7 +1,7 @@
-"""Where a rank's weights are: on its device for good, in host memory and on the device whenever their block runs, or parked.
+"""Where a rank's weights are: on its device for good, in host memory and on the device while their block runs, or parked.
 
-What is in host memory stays there when the weights come to the device, so that giving way again costs no copy. Nothing is
-added to what a group's memory has from the file, since other ranks may read it: a parameter to add to is set apart.
+Weights in host memory stay there when they come to the device, so that they can leave it again without a copy. A group's
+memory keeps the file's values, since other ranks may read them: a parameter that is added to is set apart first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,18 +20,18 @@ from .weight_group import ENDS, WeightGroup, weight_groups
 
 
 class WeightStore:
-    """Of one model on a rank."""
+    """The weights of one model on a rank."""
 
     def __init__(self, copies: DeviceCopies, host: HostStore, traffic: Traffic, resident: int | None = None):
-        """`resident`: as Load.resident, for `load`; None: all is on the device."""
+        """`resident`: as Load.resident, for `load`. None: all weights are on the device."""
         self._copies, self._host, self._slots = copies, host, Slots(copies, traffic)
         self._heartbeat = traffic.heartbeat
         self._resident = resident
         self._groups: dict[str, WeightGroup] = {}  # the blocks in their order, then the ends
-        self._on_device: dict[str, torch.Tensor] = {}  # groups with memory of their own there
-        self._overwritten: set[str] = set()  # of these, those whose values are nowhere else
-        self._away: set[str] = set()  # groups that are in host memory alone, without which nothing can be computed
-        self._streamed_last: set[str] = set()  # when the model last worked
+        self._on_device: dict[str, torch.Tensor] = {}  # groups that are on the device for good -> their memory
+        self._overwritten: set[str] = set()  # groups on the device with values that no other memory or file has
+        self._away: set[str] = set()  # parked groups: in host memory, and not streamed
+        self._streamed_last: set[str] = set()  # groups that were streamed when the model last worked
 
     @property
     def device_bytes(self) -> int:
@@ -39,7 +39,7 @@ class WeightStore:
 
     @property
     def host_bytes(self) -> int:
-        """See Loaded. Where the device's memory is the host's all counts as the device's."""
+        """See Loaded. If the device's memory is the host's, all weights count as the device's."""
         return 0 if self._copies.unified else self._host.nbytes
 
     @property
@@ -48,9 +48,9 @@ class WeightStore:
         return self._copies.peak_bytes
 
     def load(self, weights: StageWeights, blocks: Iterable[str], progress: Progress) -> None:
-        """Read `weights` to where they belong. `blocks`: the stage's own, in the order in which they run.
+        """Read `weights` to host or device memory. `blocks`: the stage's blocks, in the order in which they run.
 
-        MemoryError or torch.OutOfMemoryError where the device has too little memory.
+        MemoryError or torch.OutOfMemoryError if the device has too little memory.
         """
         self._groups = weight_groups(weights, blocks)
         sizes = {name: group.nbytes for name, group in self._groups.items()}
@@ -72,24 +72,15 @@ class WeightStore:
         self._stream(streamed)
 
     def watch(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Have these modules, which are the blocks given to `load`, fetch their weights before they run."""
-
-        def enter(name: str) -> None:
-            if name in self._slots:
-                self._slots.enter(name)
-
-        def leave(name: str) -> None:
-            if name in self._slots:
-                self._slots.leave(name)
-
+        """Have the modules of the blocks that `load` got fetch their weights before they run."""
         assert blocks.keys() | {ENDS} == self._groups.keys(), "a streamed block would run with the bytes of another"
         for name, block in blocks.items():
-            block.register_forward_pre_hook(lambda *_, name=name: enter(name))
-            block.register_forward_hook(lambda *_, name=name: leave(name))
+            block.register_forward_pre_hook(lambda *_, name=name: self._slots.enter(name))
+            block.register_forward_hook(lambda *_, name=name: self._slots.leave(name))
 
     @property
     def streams(self) -> bool:
-        """Some blocks come to the device as they are needed."""
+        """Whether some blocks come to the device when they run."""
         return self._slots.nbytes > 0
 
     def begin_step(self) -> None:
@@ -98,10 +89,10 @@ class WeightStore:
         self._slots.begin_step()
 
     def set_resident(self, resident: int, working: bool = True) -> None:
-        """See loading.SetResident. Between micro-steps only. Errors as of `load`.
+        """See loading.SetResident. Between micro-steps only. Errors: see `load`.
 
-        Groups that were written over stay on the device if host memory has no room for them: their values are nowhere else.
-        Where the device's memory is the host's there is nothing to be gained, and nothing is done.
+        Groups that were written over stay on the device if host memory has no room for their values, which no file has. If
+        the device's memory is the host's, nothing is done, since nothing would be gained.
         """
         if self._copies.unified:
             return
@@ -113,7 +104,7 @@ class WeightStore:
         if streamed == before and away == self._away:
             return
         for name in before:
-            self._groups[name].move(self._host.tensor(name))  # or the slots would stay as long as parameters lie in them
+            self._groups[name].move(self._host.tensor(name))  # else parameters would keep the slots' memory alive
         self._slots.close()
         leaving = [name for name in self._on_device if name not in staying]
         kept = self._to_host(leaving)
@@ -130,7 +121,7 @@ class WeightStore:
         return self._slots.report()
 
     def close(self) -> None:
-        """Let copies under way end, and give the memory back. The model is of no use any more."""
+        """Wait for copies under way, and release the memory. The model cannot be used any more."""
         self._slots.close()
         for memory in self._on_device.values():
             self._copies.release(memory)
@@ -138,27 +129,25 @@ class WeightStore:
         self._host.close()
 
     def present(self, target: str) -> None:
-        """Between micro-steps: the parameter has its values, to be read by the host, until another one is asked for."""
-        name = self._group_of(target).name
-        if name in self._slots:
-            self._slots.present(name)
+        """Between micro-steps: make the parameter's values readable by the host, until `present` is called for another."""
+        self._slots.present(self._group_of(target).name)
 
     def set_apart(self, target: str) -> nn.Parameter:
-        """A parameter that is not packed, from now on in memory of its own, which is the caller's to write to."""
+        """Move a parameter that is not packed to separate memory, to which the caller may write."""
         self._check_all_there()
         self.present(target)
         return self._group_of(target).set_apart(target)
 
     def rejoin(self, target: str) -> None:
-        """A parameter that was set apart has the values from before again."""
+        """Undo `set_apart`: the parameter has its values from before again."""
         self._group_of(target).rejoin(target)
 
     @torch.no_grad()
     def overwrite(self, target: str, values: torch.Tensor) -> None:
-        """Replace the values of a parameter that is not packed, on this rank alone. Also where the weights are parked."""
+        """Replace the values of a parameter that is not packed, on this rank alone. Works for parked weights too."""
         group = self._group_of(target)
         if group.name in self._away or group.name in self._slots:
-            self._slots.settle()  # a copy under way may be from there
+            self._slots.settle()  # a copy under way may read the memory that is written to below
             memory = self._host.private(group.name)
             self._slots.forget(group.name)
         elif self._copies.unified and self._host.holds(group.name):
@@ -178,16 +167,16 @@ class WeightStore:
         return next(group for group in self._groups.values() if target in group)
 
     def _streamed(self, resident: int | None) -> set[str]:
-        """Names of the blocks to be streamed: with those that are streamed now, no more are moved than needed."""
+        """Names of the blocks to stream: near those that were streamed last, so that few blocks move."""
         if not resident or self._copies.unified:
             return set()
         blocks = [name for name in self._groups if name != ENDS]
-        now = [index for index, name in enumerate(blocks) if name in self._streamed_last]
+        last = [index for index, name in enumerate(blocks) if name in self._streamed_last]
         room = resident - self._groups[ENDS].nbytes
-        return {blocks[index] for index in nearest_streamed([self._groups[name].nbytes for name in blocks], room, now)}
+        return {blocks[index] for index in nearest_streamed([self._groups[name].nbytes for name in blocks], room, last)}
 
     def _staying(self, resident: int) -> list[str]:
-        """Groups that stay on the device where nothing computes: the first ones, which are needed first."""
+        """Groups that stay on the device while the model does not work: the first ones, which are needed first."""
         staying = [name for name in (ENDS, *(name for name in self._groups if name != ENDS)) if name in self._on_device]
         while sum(self._groups[name].nbytes for name in staying) > resident:
             staying.pop()
@@ -201,7 +190,7 @@ class WeightStore:
     def _source(self, name: str) -> torch.Tensor:
         """The group's bytes, to be copied from."""
         if not self._host.holds(name):
-            self._slots.settle()  # they may come from the same buffer
+            self._slots.settle()  # `source` overwrites the buffer from which a copy under way may read
         return self._host.source(name)
 
     def _allocate(self, name: str) -> torch.Tensor:
@@ -209,15 +198,15 @@ class WeightStore:
         return memory
 
     def _to_host(self, names: list[str]) -> set[str]:
-        """Have the values of groups that are on the device in host memory too, as far as it has room for the file's.
+        """Copy the values of groups on the device to host memory, if it has room.
 
-        Returns those that have to stay on the device, since host memory has no room for what was written over them.
+        Returns the groups that must stay on the device: they were written over, and host memory has no room for them.
         """
         for name in [name for name in names if name in self._overwritten]:
             try:
                 memory = self._host.private(name, whole=True)
             except MemoryError:
-                continue  # the host's store has logged it
+                continue  # HostStore has logged it
             self._copies.copy(memory, self._on_device[name]).finish()
             self._overwritten.remove(name)
         kept = self._overwritten.intersection(names)
@@ -230,12 +219,12 @@ class WeightStore:
         return kept
 
     def _to_device(self, names: list[str]) -> None:
-        """Bring groups that are in host memory back for good."""
+        """Copy groups from host memory to the device, for good."""
         tickets: list[Ticket] = []
         for name in names:
             memory = self._allocate(name)
             if tickets and not self._host.holds(name):
-                tickets[-1].finish()  # the same buffer may be its source
+                tickets[-1].finish()  # `source` overwrites the buffer from which that copy may read
             tickets.append(self._copies.copy(memory, self._host.source(name)))
             self._groups[name].move(memory)
             self._heartbeat.done()

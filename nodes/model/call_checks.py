@@ -1,0 +1,49 @@
+"""Checks of a model call's latents and conditioning, whoever makes the call: a sampler or another node."""
+
+from typing import Any
+
+import torch
+
+from parallel_backend.families import Family
+from parallel_backend.families.base.patching import Latents
+
+
+def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entries: int) -> torch.Tensor:
+    """The timesteps of a call's batch entries [entries, ...]. ValueError for tensors with another number of entries."""
+    if len(timestep) == 1:
+        timestep = timestep.expand(entries, *timestep.shape[1:])
+    for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
+        if count != entries:
+            raise ValueError(
+                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
+                "node, or load the model with a native loader."
+            )
+    return timestep
+
+
+def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
+    """ValueError for latents that the family does not take."""
+    companion = family.patching.companion
+    needs_companion = companion is not None and companion.required
+    if len(latents) > (1 if companion is None else 2) or (len(latents) == 1 and needs_companion):
+        wanted = "a video and its sound" if needs_companion else "one latent alone"
+        raise ValueError(
+            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes {wanted}. Use the "
+            "Empty Latent node made for this model."
+        )
+    axes = [5 if family.patching.video else 4]
+    channels = [family.sizes.latent_channels(config)]
+    if companion is not None and len(latents) > 1:
+        sizes = companion.sizes(latents[0].shape[2] if latents[0].ndim > 2 else 1)
+        axes, channels = [*axes, 1 + len(sizes)], [*channels, sizes[0]]
+    for latent, count, needed in zip(latents, axes, channels, strict=False):
+        if latent.ndim != count or (0 in latent.shape and latent is latents[0]):
+            raise ValueError(
+                f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
+                f"{count} axes, none of them empty. Use the Empty Latent node made for this model."
+            )
+        if latent.shape[1] != needed:
+            raise ValueError(
+                f"latent_image: the latent has {latent.shape[1]} channels, this model needs {needed}. "
+                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
+            )

@@ -1,0 +1,123 @@
+"""How checkpoints of a family are recognised and read: single files in original layout, and diffusers folders."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel_backend.core.spans import Span
+
+from .step_inputs import Config, Shapes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a parameter are in a checkpoint."""
+
+    key: str
+    """Name of the checkpoint's tensor."""
+
+    rows: Span | None = None
+    """Rows of that tensor. None: all."""
+
+    swap_halves: bool = False
+    """The first and second half of the rows are exchanged: adaLN's shift and scale come in the other order in diffusers."""
+
+    flat: bool = False
+    """The tensor is one vector of the parameter's values, where diffusers has a row for each part of a modulation."""
+
+
+@dataclass(frozen=True)
+class HeaderConfig:
+    """What the header of a single file may say about a model beyond its tensors.
+
+    ComfyUI passes the JSON object `config`, `transformer` of a safetensors header to its class, and tells some models apart
+    by it alone. A file whose header asks for something that this family does not compute is refused.
+    """
+
+    values: Mapping[str, Callable[[Config], tuple[Any, ...]]]
+    """Entry -> the values that this family computes with, lists as tuples. All that ComfyUI's class reads, except
+    `FileLayout.settings`."""
+
+    others: bool
+    """Whether other entries are allowed, since ComfyUI's class ignores them. If not, they are refused."""
+
+    arguments: Callable[[Mapping[str, Any]], Config] = lambda _header: {}
+    """Header -> arguments of the class's constructor that no tensor shows. Those of `FileLayout.configure` take precedence.
+    ValueError if the header lacks one."""
+
+    takes: Callable[[Mapping[str, Any]], bool] = lambda _header: True
+    """Whether a file with this header is of the family, where several families have the same keys."""
+
+
+def header_arguments(*names: str) -> dict[str, Callable[[Config], tuple[Any, ...]]]:
+    """`HeaderConfig.values` for entries that have the name and the value of an argument of the class's constructor."""
+
+    def argument(name: str) -> Callable[[Config], tuple[Any, ...]]:
+        return lambda config: (config[name],)
+
+    return {name: argument(name) for name in names}
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """How the family's diffusers folders differ from what the family's class would save."""
+
+    takes: Callable[[Config], bool] = lambda _config: True
+    """Whether a folder with this config.json is of this family, where several families share a class."""
+
+    source: Callable[[Config, str], Source] = lambda _config, parameter: Source(parameter)
+    """Parameter of the class -> its source in the folder. It differs where the class is one of families/models."""
+
+    older_class: str = ""
+    """`Family.model_class` in the folders that older versions of diffusers made."""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """How checkpoints of the family are recognised and read. Used by checkpoints/.
+
+    Single files have the original key layout, that of ComfyUI's model class. Folders have diffusers'. Methods give the usual
+    answer: a family with another answer overrides the method in a subclass in its file. So do Sizes, Inputs, Forward and
+    BlockList.
+    """
+
+    detect: Callable[[Shapes], bool]
+    """Whether a single file with these keys and shapes is of this family. True for one family at most."""
+
+    configure: Callable[[Shapes], Config]
+    """Keys and shapes of a single file -> arguments of the class's constructor. ValueError for a model that cannot run."""
+
+    key_map: Callable[[Config], dict[str, Source]]
+    """Constructor arguments -> source in the original key layout of every parameter of the class. ValueError for a
+    configuration that cannot run."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Endings of keys that some files use -> the usual ones."""
+
+    ignored: tuple[str, ...] = ()
+    """Keys (regular expressions) that a file may have although the class does not use them. Others are refused."""
+
+    settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
+    """Entries of the configuration that are no arguments of the class's constructor -> their value where neither a single
+    file's header (JSON `config`, as in Lightricks' files) nor a folder's config.json has them."""
+
+    header: HeaderConfig | None = None
+    """Expected header of a single file. None: ComfyUI does not read headers of these models."""
+
+    folder: FolderLayout = FolderLayout()
+    """How diffusers folders are recognised and read."""
+
+    max_settings: Mapping[str, int] = field(default_factory=dict)
+    """Settings whose value sizes a table in the constructor -> largest accepted value. Others have a common limit."""
+
+    def takes_header(self, header: Mapping[str, Any]) -> bool:
+        """Whether a single file with this header is of the family."""
+        return self.header is None or self.header.takes(header)
+
+    def computed(self, config: Config) -> Mapping[str, tuple[int, ...]]:
+        """Tensors of the original layout that the class computes -> their shapes. A file may lack them, but ComfyUI's
+        detection looks at them."""
+        return {}
+
+    def check_together(self, name: str, settings: Mapping[str, Any]) -> None:
+        """ValueError for settings of checkpoint `name` that are too large together, although each is within its limit."""
