@@ -168,7 +168,7 @@ class MemoryGuard:
         """Free memory by dropping VAEs, then by `make_room`. `memories` afterwards. `resident`: see MemoryCheck.missing."""
         if any(memory.vae and self.memory_check.missing(requests, memory, resident) for memory in memories):
             self.ranks.tell(DropVAE())  # without waiting: ranks drop them before they handle later messages
-            memories = tuple(_with_free(memory, memory.vae, vae=0) for memory in memories)
+            memories = tuple(_with_free(replace(memory, vae=0), memory.vae) for memory in memories)
         missing = [self.memory_check.missing(requests, memory, resident) for memory in memories]
         return tuple(
             _with_free(memory, self.make_room(memory.device, nbytes)) if nbytes else memory
@@ -184,9 +184,9 @@ class MemoryGuard:
         return memories
 
 
-def _with_free(memory: DeviceMemory, nbytes: int, **changes: int) -> DeviceMemory:
+def _with_free(memory: DeviceMemory, nbytes: int) -> DeviceMemory:
     """The memory with so many more bytes free, unless its free bytes are unknown."""
-    return memory if memory.free is None else replace(memory, free=memory.free + nbytes, **changes)
+    return memory if memory.free is None else replace(memory, free=memory.free + nbytes)
 
 
 class _FreeMemory:
