@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel_backend.core.host_memory import host_memory
-from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.diagnosis import DeviceMemoryReport
-from parallel_backend.wire.rank_settings import RankSettings
+from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
 if TYPE_CHECKING:  # ranks import it themselves, once their environment is set
     from parallel_backend.rank.worker import Worker

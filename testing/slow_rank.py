@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.rank.comm.transfers import Elapsed
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.loaded_stage import LoadedStage
@@ -17,7 +17,7 @@ from parallel_backend.rank.start.entry import main
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.diagnosis import Probe, Probed
 from parallel_backend.wire.loading import Load
-from parallel_backend.wire.rank_settings import RankSettings
+from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 from parallel_backend.wire.sampling import Output, RunStats, Step
 
 

@@ -27,11 +27,12 @@ import torch
 import torch.distributed
 
 import parallel_backend.rank
-from parallel_backend.processes.local import KILL_SECONDS, Ranks, StartSettings
+from parallel_backend.processes.local import KILL_SECONDS, Ranks
 from parallel_backend.rank import loaded_stage, worker
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
+from parallel_backend.wire.rank_settings import StartSettings
 from testing.emulated_device import EmulatedDevice, worker_on
 from testing.mailbox import Distributed
 

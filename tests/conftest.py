@@ -19,9 +19,10 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
+from parallel_backend.wire.rank_settings import StartSettings
 from testing import tiny
 from testing.cases.case import Case
 from testing.fork_server import fork_server, started_by

@@ -38,9 +38,10 @@ from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.model_sizes import RankWeights
 from parallel_backend.placement.streaming_model import streamed_seconds
-from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
+from parallel_backend.wire.rank_settings import StartSettings
 from testing.emulated_device import EmulatedDevice, start_with
 from testing.models import on_ranks
 

@@ -20,9 +20,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
 from parallel_backend.core.setup import Setup
-from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Poll, Pool, wait_for
-from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
+from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 
 from .catalogue import CYCLES, STEPS
 from .findings import NotLookedAt

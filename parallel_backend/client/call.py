@@ -66,7 +66,7 @@ class Conditioning:
     changes: BlockChanges = UNCHANGED
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
-        """Each replica's batch entries, the larger shares from `first_replica` on. It gets all that must stay together."""
+        """Batch entries by replica, the larger shares from `first_replica` on, which has all if they must stay together."""
         whole, none = Span(0, self.batch), Span(self.batch, self.batch)
         parts = (whole, *[none] * (replicas - 1)) if self.changes.together else split(whole, replicas)
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))

@@ -72,17 +72,17 @@ class Pools:
     def _on(self, devices: tuple[str, ...]) -> Pool:
         """The pool on these devices, now the one used last. Ends pools that have failed or share some of the devices."""
         self.end_failed()
-        for pool in self._pools:
-            if pool.devices != devices and not apart(pool.devices, devices):
-                self.end(pool.devices)
-        same = [pool for pool in self._pools if pool.devices == devices]
-        if not same:
+        for other in self._pools:
+            if other.devices != devices and not apart(other.devices, devices):
+                self.end(other.devices)
+        pool = next((pool for pool in self._pools if pool.devices == devices), None)
+        if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
             without = devices in self._without_p2p
             self_test = replace(SELF_TEST, p2p=False, seconds=SECOND_TRY_SECONDS) if without else SELF_TEST
-            same = [self._start(devices, self_test)]
-        self._pools = (*(pool for pool in self._pools if pool not in same), *same)
-        return same[0]
+            pool = self._start(devices, self_test)
+        self._pools = (*(other for other in self._pools if other is not pool), pool)
+        return pool
 
 
 def apart(these: tuple[str, ...], others: tuple[str, ...]) -> bool:

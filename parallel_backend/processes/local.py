@@ -21,8 +21,7 @@ import torch.multiprocessing
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.rank_settings import RankSettings
-from parallel_backend.wire.rank_settings import StartSettings as StartSettings
+from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
 from .rank_log import new_logs, tail
 

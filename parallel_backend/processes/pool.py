@@ -15,14 +15,14 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
+from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 from parallel_backend.wire.shared_memory import Segment
 
 from .failure_report import FailureReport, RankError, again
 from .failure_report import LinksDown as LinksDown
 from .failure_text import P2P_OFF
 from .gathers import Gathers
-from .local import LocalRanks, Ranks, StartSettings
+from .local import LocalRanks, Ranks
 from .watchdog import SILENCE_SECONDS, Watchdog
 from .watchdog_thread import WatchdogThread
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from parallel_backend.core.devices import on_ray
 from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.rank_settings import StartSettings
 from parallel_backend.wire.tcp import Listener, is_closed, shutdown
 
-from .local import LocalRanks, Ranks, StartSettings, clean_main_module, rank_entry
+from .local import LocalRanks, Ranks, clean_main_module, rank_entry
 from .pool import RankError
 from .ray_driver import RayJob, drive
 

@@ -104,3 +104,21 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(batch, *(latent or self.latent), generator=generator)
         return x, torch.full((batch,), self.timestep), self.tensors(generator, batch)
+
+
+def norms_near_one(*endings: str) -> Callable[[torch.nn.Module], None]:
+    """A Case.adjust: norms whose names have these endings scale by about one, as trained ones do.
+
+    The output of a model that can be sampled becomes small: at sigmas up to 1000 a larger one would take the latent so far
+    that old keys do not show in it.
+    """
+
+    def adjust(model: torch.nn.Module) -> None:
+        if model.config.in_channels < 16:
+            model.proj_out.weight.data *= 0.02
+            model.proj_out.bias.data *= 0.02
+        for name, parameter in model.named_parameters():
+            if name.endswith(endings):
+                parameter.data += 1
+
+    return adjust

@@ -1,14 +1,13 @@
 """Stable Diffusion 3 and 3.5."""
 
 import torch
-import torch.nn.functional as F
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 
+from testing import tiny
 from testing.cases.case import Case, Native
-from testing.tiny import SD3
 
 # ComfyUI takes depth and heads from the width: one of either for each 64 of it.
-NATIVE = SD3 | {
+NATIVE = tiny.SD3 | {
     "num_layers": 3,
     "attention_head_dim": 64,
     "num_attention_heads": 3,
@@ -20,21 +19,9 @@ NATIVE = SD3 | {
 
 def _tensors(generator, batch):
     return {
-        "context": torch.randn(batch, 7, SD3["joint_attention_dim"], generator=generator),
-        "pooled": torch.randn(batch, SD3["pooled_projection_dim"], generator=generator),
+        "context": torch.randn(batch, 7, tiny.SD3["joint_attention_dim"], generator=generator),
+        "pooled": torch.randn(batch, tiny.SD3["pooled_projection_dim"], generator=generator),
     }
-
-
-def _reference(model, x, timestep, tensors):
-    height, width = x.shape[-2:]
-    out = model(
-        hidden_states=F.pad(x, (0, width % 2, 0, height % 2), mode="circular"),
-        encoder_hidden_states=tensors["context"],
-        pooled_projections=tensors["pooled"],
-        timestep=timestep,
-        return_dict=False,
-    )[0]
-    return out[..., :height, :width]
 
 
 def _adjust(model):
@@ -55,7 +42,7 @@ def _case(name, config, native):
         latent=(16, 16, 12),
         odd=(16, 15, 11),
         tensors=_tensors,
-        reference=_reference,
+        reference=tiny.sd3_reference,
         timestep=700.0,
         convert=convert_sd3_transformer_checkpoint_to_diffusers,
         adjust=_adjust,
@@ -64,6 +51,6 @@ def _case(name, config, native):
 
 
 CASES = (
-    _case("sd3.5-large", SD3, NATIVE),
-    _case("sd3.5-medium", SD3 | {"dual_attention_layers": (0, 1)}, NATIVE | {"dual_attention_layers": (0, 1)}),
+    _case("sd3.5-large", tiny.SD3, NATIVE),
+    _case("sd3.5-medium", tiny.SD3 | {"dual_attention_layers": (0, 1)}, NATIVE | {"dual_attention_layers": (0, 1)}),
 )

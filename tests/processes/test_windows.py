@@ -22,12 +22,13 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.core import compile_check
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import host_memory
-from parallel_backend.processes.local import LocalRanks, StartSettings
+from parallel_backend.processes.local import LocalRanks
 from parallel_backend.rank import allocator
 from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.rank.start import parent_watch
+from parallel_backend.wire.rank_settings import StartSettings
 from testing import tiny
 from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
 

@@ -7,10 +7,10 @@ import time
 from multiprocessing import Pipe
 from typing import Any
 
-from parallel_backend.processes.local import StartSettings
 from parallel_backend.processes.pool import Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.rank_settings import StartSettings
 from parallel_backend.wire.tcp import shutdown
 
 from . import damage, messages

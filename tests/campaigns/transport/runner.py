@@ -13,10 +13,11 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.local import Ranks, StartSettings
+from parallel_backend.processes.local import Ranks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.wire.rank_settings import StartSettings
 from testing import tiny
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
