@@ -496,8 +496,8 @@ CLIENT_MUTANTS = (
     Mutant(
         "ranks that have failed are used again",
         CLIENT + "pools.py",
-        "        self.end_failed()\n        for pool",
-        "        for pool",
+        "        self.end_failed()\n        for other",
+        "        for other",
         ("tests/client/test_registry.py",),
     ),
     Mutant(
