@@ -18,7 +18,7 @@ PORTABLE = 1
 def pinning(device: torch.device) -> Borrowed:
     """A function that pins a tensor's memory for a CUDA device and returns a function that unpins it.
 
-    It does nothing for other devices, where pinning is not known to be safe, and to memory that cannot be pinned.
+    It does nothing for other devices, on Windows (see page_locked), or to memory that cannot be pinned.
     """
     return _pin(device) if page_locked(device) else lambda memory: lambda: None
 

@@ -39,7 +39,7 @@ class RunBuffers:
         self._drop(lambda key: True)
 
     def begin_step(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
-        """A micro-step begins. Returns its buffer, made at the run's first micro-step. None outside of runs."""
+        """A micro-step begins. Returns the buffer of its run and conditioning, made at the first. None outside of runs."""
         if step.run == 0:
             return None
         key = (step.run, step.conditioning)

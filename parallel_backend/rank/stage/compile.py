@@ -1,10 +1,10 @@
 """torch.compile of a stage's blocks: one graph per block class and shape, as in diffusers' `compile_repeated_blocks`.
 
 A block's hooks (block_slots.py) stay outside its graph. Inside the graph these are opaque operations: attention (the
-layer's ParallelAttention), layers with a hook of tensor parallelism, packed weights, linear attention, cached modules
-(module_cache.py), modules that torch cannot trace (Forward.untraced). An operation has its module's name in the block and
-looks the module up when it runs. So all blocks of a class share their graphs, and no graph contains a layer's number, a
-transfer or a K/V buffer.
+layer's ParallelAttention), layers with a hook of tensor parallelism, packed weights, cached modules (module_cache.py),
+modules that torch cannot trace (Forward.untraced). An operation has its module's name in the block and looks the module up
+when it runs. So all blocks of a class share their graphs, and no graph contains a layer's number, a transfer or a K/V
+buffer.
 
 All operations declare that they write to one tensor, which keeps them in the code's order. A compiler may reorder
 independent operations, and ranks with different shapes would then wait in different transfers.

@@ -67,7 +67,7 @@ class ModuleCache:
                 module.module_cache, module.cache_scope = self, per
 
     def begin_step(self, step: Step, whole: bool) -> None:
-        """A micro-step begins. A `whole` call is one micro-step, so its outputs are not kept."""
+        """A micro-step begins. A `whole` call is one micro-step, so outputs of scope CALL are not kept."""
         prompt = (step.conditioning, step.entries)
         keys: dict[CacheScope, tuple[Hashable, ...]] = {
             CacheScope.PROMPT: prompt,

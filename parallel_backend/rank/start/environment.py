@@ -36,7 +36,8 @@ def set_rank_environment(device: str, environment: MutableMapping[str, str] = os
 def allocator_settings(environment: Mapping[str, str], segments: bool) -> dict[str, str | None]:
     """Variables to change -> their values; None: to be removed.
 
-    `segments`: turn expandable segments on unless the user has set them. Other settings stay.
+    `backend:cudaMallocAsync` is taken out. `segments`: turn expandable segments on unless the user has set them. Other
+    settings stay.
     """
     # ComfyUI sets `backend:cudaMallocAsync` for itself. Ranks ran out of memory with it where torch's allocator does not
     # (raylight pull request 99: Ulysses, at the second step).
