@@ -192,7 +192,7 @@ class CalibratedCosts:
     def _layers(self, block: str) -> tuple[str, ...]:
         """The tokens that each attention layer of a block is over.
 
-        Linear attention, which sends sums and neighbouring tokens, counts as a layer over the image.
+        A block without attention counts as one with a layer over the image.
         """
         return self.workload.sizes.attention[self.workload.blocks.index(block)] or (IMAGE,)
 
