@@ -1,5 +1,5 @@
 """Ranks in threads of the test process: each runs the product's worker, with a mailbox in place of torch.distributed
-(mailbox.py), or a transport with NCCL's rules (strict/).
+(mailbox.py), or a transport with NCCL's rules (tests/support/strict/).
 
 Neither a start nor a transfer takes time: what costs is the arithmetic. Messages travel over real pipes, and a rank that
 fails reports it as a process does. What threads cannot show stays with processes: memory by rank, a rank that is killed,

@@ -16,5 +16,5 @@ OF_EACH_FORM = (
     *("flux", "sd3", "qwen-image", "krea2", "z-image", "lumina2", "pixart", "hunyuan-dit", "hidream-i1"),
     *("wan", "wan-vace", "hunyuan-video", "ltx-2", "minimax-h3"),
 )
-"""Families that have between them every form of blocks, text and latents: two streams in one order and the other, one
-stream, text looked at, text whole, long skips, experts, streams beside, videos, sound."""
+"""Families that together have every form of blocks, text and latents: separate streams in either order, a joint stream, text
+by cross-attention, text that every rank has whole, long skips, experts, a second stream of the picture, videos, sound."""

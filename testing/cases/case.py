@@ -53,10 +53,9 @@ class Case:
     `tensors(generator, batch)`: conditioning tensors as the family's `conditioning` gives them. `reference(model, x,
     timestep, tensors)`: diffusers' forward, called as its pipeline calls it, on a latent of any size, with the
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
-    `sampled`: the output has the latent's shape, so that a sampler can be
-    tried without ComfyUI, which adds the other channels. `fine_time`: a timestep in bf16 is as good. `full`: tables of all
-    cases have it in the full tier only: it is a further variant of a model that another case shows in the default tier.
-    `marks`: keys without values of a single file.
+    `sampled`: the output has the latent's shape, so that a sampler can be tried without ComfyUI, which adds the other
+    channels. `fine_time`: a timestep in bf16 is as good. `full`: tables of all cases have it in the full tier only: it is a
+    further variant of a model that another case shows in the default tier. `marks`: keys without values of a single file.
     """
 
     name: str

@@ -43,7 +43,7 @@ HEADER = {
     "causal_temporal_positioning": True,
     "use_middle_indices_grid": True,
 }
-FRAME_RATE, SOUND, VOICE, GUIDES = 23.976, 11, 3, 2
+FRAME_RATE, SOUND, VOICE = 23.976, 11, 3
 
 
 def guides(height: int, width: int, batch: int = 1) -> dict:

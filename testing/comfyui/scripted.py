@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 INSIDE = Path(__file__).parent / "inside"
-"""What scripts import of ours: modules without a package, as ComfyUI's process has none of ours."""
+"""Modules that scripts import by their plain names: the process that runs the scripts has this folder on its path."""
 FORKED_RANKS = Path(__file__).parent / "forked_ranks"
 SCRIPT_SECONDS = 900.0
 STOP_SECONDS = 20.0

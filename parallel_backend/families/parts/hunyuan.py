@@ -88,7 +88,7 @@ def cached_modules(time_embed: str) -> dict[str, CacheScope]:
 
 
 def sizes(shapes: Shapes) -> Config:
-    """Constructor arguments that all classes have. `configure` refuses first what lacks these tensors."""
+    """Constructor arguments that all classes have. `configure` refuses files without these tensors before it calls this."""
     width, channels = shapes["img_in.proj.weight"][:2]
     (head,) = shapes["double_blocks.0.img_attn.norm.query_norm.scale"]
     return {

@@ -1,6 +1,6 @@
 """A custom node pack for tests only, without a node: ranks are forked from a process with all imports done.
 
-Spawned, each would import it anew: 4 s of a core. ComfyUI itself is not what they are forked from, since it has threads.
+A spawned rank would do the imports itself: 4 s of a core. Ranks are not forked from ComfyUI's process, which has threads.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ import torch.multiprocessing
 ROOT = Path(__file__).resolve().parents[3]
 NODE_CLASS_MAPPINGS = {}
 
-# By its path: ComfyUI's checkout has a package `tests` of its own.
+# By its path: the repository's folder need not be on ComfyUI's path when this pack is loaded.
 spec = importlib.util.spec_from_file_location("fork_server", ROOT / "testing" / "fork_server.py")
 fork_server = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fork_server)
