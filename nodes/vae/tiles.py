@@ -1,7 +1,8 @@
 """VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from parallel_backend.vaes import minimax_h3
 if TYPE_CHECKING:  # older versions of ComfyUI do not have it
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
 
-RunTiles = Callable[[Iterator[torch.Tensor]], Iterator[torch.Tensor]]
+RunTiles = Callable[[Iterator[torch.Tensor]], Generator[torch.Tensor, None, None]]
 """Tiles of each clip -> computed tiles of each clip: RemoteVAE.run_tiles."""
 
 
@@ -31,7 +32,8 @@ def decode_in_tiles(
     """
     scaled = latent * model.latents_std.view(1, -1, 1, 1, 1).to(latent) + model.latents_mean.view(1, -1, 1, 1, 1).to(latent)
     clips = (tiles_of(model, clip, model.vae_ratio) for clip in latent_clips(model, scaled))
-    _with_tiles(model, run_tiles(clips), on_clip).decode(latent, output_buffer=output)
+    with _with_tiles(model, run_tiles(clips), on_clip) as tiled:
+        tiled.decode(latent, output_buffer=output)
 
 
 def encode_in_tiles(
@@ -39,7 +41,8 @@ def encode_in_tiles(
 ) -> torch.Tensor:
     """`model.encode` of pixels [1, 3, frames, rows, columns]. `on_clip` is called after each of `pixel_clips`."""
     clips = (tiles_of(model, model._normalize_pixels(clip), 1) for clip in pixel_clips(model, pixels))
-    return _with_tiles(model, run_tiles(clips), on_clip).encode(pixels)
+    with _with_tiles(model, run_tiles(clips), on_clip) as tiled:
+        return tiled.encode(pixels)
 
 
 def latent_clips(model: "MiniMaxH3VideoVAE", latent: torch.Tensor) -> list[torch.Tensor]:
@@ -79,12 +82,14 @@ def tiles_of(model: "MiniMaxH3VideoVAE", clip: torch.Tensor, ratio: int) -> torc
     return torch.cat([clip[..., row, column] for row in rows for column in columns])
 
 
+@contextlib.contextmanager
 def _with_tiles(
-    model: "MiniMaxH3VideoVAE", clips: Iterator[torch.Tensor], on_clip: Callable[[], None]
-) -> "MiniMaxH3VideoVAE":
+    model: "MiniMaxH3VideoVAE", clips: Generator[torch.Tensor, None, None], on_clip: Callable[[], None]
+) -> Iterator["MiniMaxH3VideoVAE"]:
     """A copy of ComfyUI's model that takes computed tiles from `clips` instead of computing them.
 
-    `clips`: for each clip its tiles [tiles, C, frames, rows, columns], in the order in which the model asks for them.
+    `clips`: for each clip its tiles [tiles, C, frames, rows, columns], in the order in which the model asks for them. They
+    are closed at the end, since the model asks for no clip behind the last one: then the ranks free what they keep.
     """
     copied = copy.copy(model)
     tiles: Iterator[torch.Tensor] = iter(())
@@ -105,4 +110,8 @@ def _with_tiles(
     # Instance attributes of the copy: its `tiled_decode` and `tiled_encode` call the copy's functions for single tiles.
     copied._decode_pixels = copied._encode_moments = next_tile
     copied.tiled_decode, copied.tiled_encode = clip_by_clip(copied.tiled_decode), clip_by_clip(copied.tiled_encode)
-    return copied
+    with contextlib.closing(clips):
+        try:
+            yield copied
+        finally:
+            del copied.tiled_decode, copied.tiled_encode  # they refer to the copy, which would wait for garbage collection

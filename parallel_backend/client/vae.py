@@ -95,7 +95,9 @@ class RemoteVAE:
                 frame += piece.output
                 on_piece()
 
-    def run_tiles(self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0) -> Iterator[torch.Tensor]:
+    def run_tiles(
+        self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0
+    ) -> Generator[torch.Tensor, None, None]:
         """The outputs of each clip's tiles [tiles, C, frames, rows, columns], in order. Ranks share the tiles."""
         ranks = len(self.pool.devices)
 

@@ -1,0 +1,86 @@
+"""Tiles that ranks compute for ComfyUI's own class of VAE. The module needs no ComfyUI: it is loaded by itself."""
+
+import gc
+import importlib.util
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+FILE = Path(__file__).parents[2] / "nodes" / "vae" / "tiles.py"
+
+
+@pytest.fixture(scope="module")
+def tiles():
+    spec = importlib.util.spec_from_file_location("tiles", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def no_collection():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Model(torch.nn.Module):
+    """The functions of ComfyUI's MiniMaxH3VideoVAE that tiles.py uses, for pictures of two tiles."""
+
+    clip_length = 2
+    made: list[weakref.ref]
+
+    def _normalize_pixels(self, pixels):
+        return pixels
+
+    def split_tiles(self, size):
+        return [0, size // 2], [size // 2] * 2, [0]
+
+    def _encode_moments(self, tile):
+        raise AssertionError("tiles are for the ranks")
+
+    def tiled_encode(self, clip):
+        rows = clip.split(clip.shape[-2] // 2, dim=-2)
+        return torch.cat([torch.cat([self._encode_moments(half) for half in row.chunk(2, -1)], -1) for row in rows], -2)
+
+    def tiled_decode(self, clip):
+        raise AssertionError("only encoded here")
+
+    def encode(self, pixels):
+        self.made.append(weakref.ref(self))
+        return torch.cat([self.tiled_encode(clip) for clip in pixels.split(self.clip_length, dim=2)], dim=2)
+
+
+class Ranks:
+    """RemoteVAE.run_tiles, which doubles each value."""
+
+    ended = False
+
+    def run_tiles(self, clips):
+        try:
+            for each in clips:
+                yield 2 * each
+        finally:
+            self.ended = True
+
+
+def cancel():
+    raise KeyboardInterrupt
+
+
+def test_the_ranks_end_with_the_picture(tiles, no_collection):
+    model, ranks, pixels = Model(), Ranks(), torch.arange(64.0).reshape(1, 1, 4, 4, 4)
+    model.made = []
+    assert torch.equal(tiles.encode_in_tiles(model, pixels, ranks.run_tiles, lambda: None), 2 * pixels)
+    assert ranks.ended
+    assert model.made[0]() is None, "the copy of the model is still there"
+
+
+def test_the_ranks_end_with_a_cancelled_picture(tiles, no_collection):
+    model, ranks = Model(), Ranks()
+    model.made = []
+    with pytest.raises(KeyboardInterrupt):
+        tiles.encode_in_tiles(model, torch.zeros(1, 1, 4, 4, 4), ranks.run_tiles, cancel)
+    assert ranks.ended
