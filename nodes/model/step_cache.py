@@ -42,10 +42,9 @@ class SamplingCache:
         self.shapes: Shapes | None = None
         self._reported, self._off = False, False
 
-    def restart(self, bands: int = 1) -> StepCache:
-        """A new, empty cache for calls in `bands` bands. Forecasts of an earlier attempt are dropped."""
+    def restart(self, bands: int = 1) -> None:
+        """Begin with an empty cache, for calls in `bands` bands. Forecasts of an earlier attempt are dropped."""
         self.cache = StepCache(self.settings.threshold, bands)
-        return self.cache
 
     @property
     def for_calls(self) -> StepCache | None:

@@ -46,9 +46,8 @@ class _Calls:
 class BandedControl(BandExchange):
     """A ControlNet shared by the bands of a run.
 
-    `exact_above`: see Band. `extrapolate`: the step
-    before's latents are extrapolated to this step's time along the line through the last two, as keys are (kv_buffer.py).
-    `device`: where the ControlNet computes; bands are on the host.
+    `exact_above`: see Band. `extrapolate`: latents of the step before are extrapolated to this step's time, along the line
+    through the last two, as keys are (kv_buffer.py). `device`: where the ControlNet computes; bands are on the host.
     """
 
     def __init__(self, control: Any, cut: BandCut, exact_above: float, extrapolate: bool, device: torch.device):

@@ -102,7 +102,7 @@ PIXEL_WISE_MASKS = frozenset(
 
 
 def is_known_guidance(function: Any) -> bool:
-    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and so is any function in its closure."""
+    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and one that it calls (OPERATION) is known too."""
     name = name_of(function)
     if name in OPERATION and name_of(inspect.getclosurevars(function).nonlocals[OPERATION[name]]) not in OPERATIONS:
         return False

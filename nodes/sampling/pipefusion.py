@@ -236,7 +236,7 @@ class PipeFusion:
     def _banded_run(
         self, model: RemoteTransformer, cut: BandCut, stub: RemoteDiffusionModel, warm_up: bool, extrapolate: bool
     ) -> BandedRun:
-        """`model` and `stub`: the same model, on its ranks and here."""
+        """Opens the run. `model` and `stub`: the same model, on its ranks and in this process."""
         companion_tokens, cache = cut.patching.companion_tokens(cut.shapes), stub.run.cache
         return BandedRun(
             model,
