@@ -9,6 +9,7 @@ control is one rank with one step fewer. Ranks are threads of this process.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
 
@@ -79,15 +80,18 @@ def draw(name: str, model: RemoteTransformer, asked, noise, steps: int, bands: i
     return mini_video.sample(model, asked, noise, steps, bands, cfg, "frames")[0]
 
 
-class Counting(RemoteTransformer):
-    """Counts what the patch ranks send in its runs."""
+def counted(model: RemoteTransformer) -> Counter[str]:
+    """By axis, the bytes that the ranks send in the model's runs from now on."""
+    sent, close_run = Counter(), model.close_run
 
-    sent = 0
-
-    def close_run(self, *arguments, **named):
-        stats = super().close_run(*arguments, **named)
-        self.sent += sum(rank.bytes_sent.get("patch", 0) for rank in stats)
+    def close(*arguments, **named):
+        stats = close_run(*arguments, **named)
+        for rank in stats:
+            sent.update(rank.bytes_sent)
         return stats
+
+    model.close_run = close
+    return sent
 
 
 def main() -> None:
@@ -112,13 +116,13 @@ def main() -> None:
                 report({"of": name, "steps": steps, "mode": "one step fewer", **judge(fewer, exact[steps], asked)})
             for mode, codec in CODECS.items():
                 with mock.patch.object(context, "changes_for", lambda _, codec=codec: codec):
-                    given = pools[1], open_checkpoint(weights), DISPLACED, "fp32", "auto"
-                    model = Counting(*given, lambda: None)
+                    model = on_ranks(pools[1], open_checkpoint(weights), DISPLACED, "fp32", "auto", lambda: None)
+                sent_by_axis = counted(model)
                 for steps in options.steps:
-                    model.sent = 0
+                    sent_by_axis.clear()
                     with waiting_for_each_other(steps) if mode.startswith(AT_ONCE) else contextlib.nullcontext():
                         made = draw(name, model, asked, noise, steps, 1, cfg)
-                    sent = model.sent
+                    sent = sent_by_axis["patch"]
                     whole, by_step = full.setdefault(steps, (made, sent / steps))
                     found = mini_model.closeness(made, whole)
                     row = {"of": name, "steps": steps, "mode": mode, **judge(made, exact[steps], asked)}
