@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed.lora --rounds 5 --out benchmarks/results/lora_NAME_DATE.json
 
-Loading is RemoteTransformer's construction on ranks that run already, its file in the page cache: what merging the LoRA
-into the weights would at least take. Every case ends with the ranks' word; no step is computed.
+Loading is `load_model` on ranks that run already, its file in the page cache: what merging the LoRA into the weights would
+at least take. Every case ends with the ranks' word; no step is computed.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 
 SUBJECT = replace(DEEPEST_FLUX_LIKE, config=DEEPEST_FLUX_LIKE.config | {"num_attention_heads": 11})
 RANK = 16
@@ -81,11 +82,11 @@ def measure(subject: Subject, folder: Path, rounds: int) -> tuple[Outcomes, dict
     try:
         outcomes = measuring.interleave(cases, rounds, measuring.TimedLog())
         adapt(list(MODES)[-1])
-        on_ranks = models[list(MODES)[-1]].adapter_bytes
+        adapter_bytes = models[list(MODES)[-1]].adapter_bytes
     finally:
         pool.close()
     sent = sum(delta.up.nbytes + delta.down.nbytes for delta in factors)
-    return outcomes, {"file_bytes": subject.bytes(folder), "factor_bytes": sent, "bytes_on_ranks_tensor_2": on_ranks}
+    return outcomes, {"file_bytes": subject.bytes(folder), "factor_bytes": sent, "bytes_on_ranks_tensor_2": adapter_bytes}
 
 
 def summary(subject: Subject, rounds: int, outcomes: Outcomes, sizes: dict) -> dict:

@@ -7,6 +7,7 @@ does with a micro-step what a CPU rank does before its first block. A segment is
 """
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -35,10 +36,13 @@ def rank(connection: Connection) -> None:
 
 
 class OnePool:
-    """What SharedResiduals asks of a Pool, for one rank."""
+    """What SharedResiduals asks of ModelRanks, for one rank."""
 
     def __init__(self, channel: Channel):
-        self.channel = channel
+        self.channel, self._numbers = channel, itertools.count(1)
+
+    def next_segment(self) -> int:
+        return next(self._numbers)
 
     def lends_to(self, rank: int) -> bool:
         return self.channel.lends
@@ -48,6 +52,9 @@ class OnePool:
 
     def drop(self, rank: int, segment: Segment) -> None:
         self.channel.drop(segment.number)
+
+    def forget(self, rank: int, segment: Segment) -> None:
+        self.channel.forget(segment.number)
 
 
 def step(seq: int, added: list[torch.Tensor]) -> m.Step:
