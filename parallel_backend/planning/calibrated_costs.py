@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import IMAGE
 from parallel_backend.placement.balance import Balance, stage_ranks
 from parallel_backend.placement.memory_model import buffer_bytes, head_values
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -190,11 +189,8 @@ class CalibratedCosts:
         return 2 * entries * heads * values * sizes.itemsize
 
     def _layers(self, block: str) -> tuple[str, ...]:
-        """The tokens that each attention layer of a block is over.
-
-        A block without attention counts as one with a layer over the image.
-        """
-        return self.workload.sizes.attention[self.workload.blocks.index(block)] or (IMAGE,)
+        """The tokens that each attention layer of a block is over."""
+        return self.workload.sizes.attention[self.workload.blocks.index(block)]
 
     def _transfers(
         self, mode: Mode, members: list[int], block: str, kind: StepKind, entries: int, attention: float
