@@ -1,4 +1,4 @@
-"""Packages that only some benchmarks need, which neither the pack nor the quickstart installs."""
+"""Packages that only some benchmarks need, and that the pack does not require."""
 
 import importlib.util
 

@@ -72,7 +72,7 @@ def choose(plan: Plan) -> Prediction:
     """The choice of `degrees` auto: of the modes that are close enough to one rank the best that fits, or else the one that
     needs least memory.
 
-    Where the sampler does not pipeline all of the workload's steps are warm-up, and so exact in every mode.
+    If the sampler does not pipeline, all steps of the workload are warm-up, and so exact in every mode.
     """
     workload = plan.costs.workload
     patches = DISPLACED if workload.warm_up_steps < workload.steps else 1
