@@ -1,9 +1,13 @@
 """Copies of tensors between a device and the host, with as few waits of the host as possible."""
 
+import functools
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 def page_locked(device: torch.device) -> bool:
@@ -14,12 +18,40 @@ def page_locked(device: torch.device) -> bool:
     return device.type == "cuda" and sys.platform != "win32"
 
 
+def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor on the host, for copies from and to `device`: page-locked if possible."""
+
+    def empty(locked: bool) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=locked)
+
+    return _or_pageable(lambda: empty(True), lambda: empty(False)) if page_locked(device) else empty(False)
+
+
+def _or_pageable(locked: Callable[[], torch.Tensor], pageable: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`locked()`, or `pageable()` where the driver has no page-locked memory left.
+
+    Copies are then slower, and as safe: CUDA has read pageable memory when an asynchronous copy returns, and has written it.
+    """
+    try:
+        return locked()
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        _tell_of_refusal(str(error).splitlines()[0])
+        return pageable()
+
+
+@functools.cache  # once for each text: there may be several refusals in each step
+def _tell_of_refusal(error: str) -> None:
+    log.warning("the driver gives no more page-locked memory (%s): copies between host and GPU are slower", error)
+
+
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors on the CPU; a CPU tensor is not copied. The host waits once for all copies of a CUDA device."""
     copies, devices = [], set()
     for tensor in tensors:
         if page_locked(tensor.device):
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy = host_buffer(tensor.shape, tensor.dtype, tensor.device)
             copies.append(copy.copy_(tensor, non_blocking=True))
             devices.add(tensor.device)
         else:
@@ -47,6 +79,6 @@ def to_device(
         raise RuntimeError("a copy from the host would be in a CUDA graph, and read there what is no more")
     if not page_locked(device) or tensor.device.type != "cpu":
         return tensor.to(device, dtype, non_blocking=True, copy=copy)
-    source = tensor if tensor.is_pinned() else tensor.pin_memory()
+    source = tensor if tensor.is_pinned() else _or_pageable(tensor.pin_memory, lambda: tensor)
     # Converted on the device: a conversion on the host would give memory that is not page-locked.
     return source.to(device, non_blocking=True).to(dtype or tensor.dtype)

@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel_backend.core.device_copies import page_locked
+from parallel_backend.core.device_copies import host_buffer
 
 SIZE = 64 << 20
 """Bytes of a copy: long enough for the link's full speed, some milliseconds of PCIe."""
@@ -16,7 +16,7 @@ def measured_copy_rate(device: torch.device) -> float:
     """Bytes a second from host memory, page-locked where weights are kept so, to this CUDA device. 0.0 if it is too full."""
     if torch.cuda.mem_get_info(device)[0] < SPARE * SIZE:
         return 0.0
-    source = torch.empty(SIZE, dtype=torch.uint8, pin_memory=page_locked(device))
+    source = host_buffer((SIZE,), torch.uint8, device)
     target = torch.empty(SIZE, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(COPIES):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.pinned import pinning
 from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.peers import Peers
@@ -36,7 +37,6 @@ from .allocator import give_back, keep_freed
 from .block_probe import probe
 from .engine import Engine
 from .loaded_stage import LoadedStage
-from .pinned import pinning
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from parallel_backend.client import shared_residuals
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shared_residuals import SharedResiduals
+from parallel_backend.core import pinned
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import RankError
-from parallel_backend.rank import pinned
 from parallel_backend.rank.engine import Engine
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
@@ -266,8 +265,8 @@ def test_a_rank_lets_a_segment_go_between_its_messages(remote, monkeypatch):
 
 def test_memory_that_cannot_be_pinned_is_no_error_of_what_the_gpu_does_next(monkeypatch, caplog):
     segment, forgotten = make_segment(1, 4096), []
-    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA):
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
+        cuda.runtime.budget = 4095
         monkeypatch.setattr(pinned, "_forget_error", forgotten.append)
         pinned.pinning(torch.device("cuda", 1))(segment.memory)()
     assert forgotten == [torch.device("cuda", 1)]
@@ -275,27 +274,16 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_what_the_gpu_does_next(monk
     segment.close()
 
 
-def test_pinned_segments_are_unpinned_before_they_go(monkeypatch):
+def test_pinned_segments_are_unpinned_before_they_go():
     """Where ranks are on CUDA; the calls, on a stand-in for its runtime."""
-    calls = []
-
-    class Runtime:
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            calls.append(("pin", address, nbytes))
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            calls.append(("unpin", address))
-            return 0
-
     segment = make_segment(1, 4096)
     with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
-        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         let_go = pinned.pinning(torch.device("cuda", 1))(segment.memory)
-        assert cuda.current_device() == 1
+        assert cuda.runtime.locked == {segment.memory.data_ptr(): 4096}
+        assert cuda.runtime.devices == [1]
+        assert cuda.current_device() == 0  # this thread's own
         let_go()
         assert cuda.waits == 1  # for what still reads it
-    address = segment.memory.data_ptr()
-    assert calls == [("pin", address, 4096), ("unpin", address)]
+        assert not cuda.runtime.locked
     segment.close()
     assert pinned.pinning(torch.device("cpu"))(LARGE)() is None

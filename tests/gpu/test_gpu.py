@@ -24,11 +24,12 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.attention_kernels import KERNELS, SDPA
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.device_copies import host_buffer
 from parallel_backend.core.setup import Offload
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention.kernel_choice import trial
 from parallel_backend.rank.comm.process_group import backend_for
-from parallel_backend.rank.comm.staging import from_staging, host_buffer, to_staging
+from parallel_backend.rank.comm.staging import from_staging, to_staging
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
 from testing import tiny

@@ -10,9 +10,9 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import to_device, to_host
+from parallel_backend.core.pinned import pinning
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.transfers import Traffic
-from parallel_backend.rank.pinned import pinning
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.shared_memory import make_segment
 from testing import tiny

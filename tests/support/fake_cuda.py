@@ -70,6 +70,38 @@ class FakeEvent:
         return 1000 * (stop._at - self._at)
 
 
+class FakeRuntime:
+    """torch.cuda.cudart(), for memory that is page-locked where it is. `locked`: bytes by address. `refused`: how often.
+
+    `budget`: bytes that the driver page-locks at most, as under WSL 2. `devices`: which was current at each call.
+    """
+
+    def __init__(self, cuda: "FakeCuda"):
+        self._cuda = cuda
+        self.budget: float = float("inf")
+        self.locked: dict[int, int] = {}
+        self.refused = 0
+        self.devices: list[int] = []
+
+    def holds(self, memory: torch.Tensor) -> bool:
+        """Whether all of the tensor's bytes are page-locked together."""
+        first = memory.data_ptr()
+        return any(at <= first and first + memory.nbytes <= at + nbytes for at, nbytes in self.locked.items())
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.devices.append(self._cuda.current_device())
+        if address in self.locked:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        if sum(self.locked.values()) + nbytes > self.budget:
+            self.refused += 1
+            return 2  # cudaErrorMemoryAllocation
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.locked.pop(address, None) is not None else 713  # cudaErrorHostMemoryNotRegistered
+
+
 class FakeCuda:
     """The devices of `fake_cuda`. Times are seconds of a device's work, memory is bytes; both by the device's number.
 
@@ -89,6 +121,7 @@ class FakeCuda:
         self.waits = 0
         self.held, self.cached, self.elsewhere, self.peak = ([0] * len(cards) for _ in range(4))
         self._current = threading.local()  # as in CUDA, of each thread
+        self.runtime = FakeRuntime(self)
 
     def issue(self, seconds: float, device: int = 0) -> None:
         self.issued[device] += seconds
@@ -134,6 +167,16 @@ class FakeCuda:
 
     def set_device(self, device: Any) -> None:
         self._current.index = self._index(device)
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.current_device()
+        self.set_device(device)
+        yield
+        self.set_device(before)
+
+    def cudart(self) -> FakeRuntime:
+        return self.runtime
 
     def get_device_name(self, device: Any = None) -> str:
         return self.cards[self._index(device)].name

@@ -9,17 +9,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from parallel_backend.core.device_copies import page_locked
+from parallel_backend.core.device_copies import host_buffer, page_locked
 
 
 def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether transfers of this tensor in `group` go through host memory."""
     return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "gloo"
-
-
-def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor on the host, to receive a tensor for `device`."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=page_locked(device))
 
 
 def to_staging(tensor: torch.Tensor) -> torch.Tensor:

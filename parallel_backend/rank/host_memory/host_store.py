@@ -10,10 +10,10 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import LEFT_FREE, host_memory
 from parallel_backend.rank.comm.peers import Peers
-from parallel_backend.rank.pinned import pinning
 
 from .arena import EMPTY, WRITTEN, Arena
 from .layout import Layout
+from .page_locks import PageLocks
 from .sharing import Meeting
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,7 @@ class HostStore:
         """Collective over all ranks of the pool."""
         self._rank, self._ranks, self._checkpoint, self._peers = rank, degrees.same_weights(rank), checkpoint, peers
         self._meeting = Meeting(self._ranks, rank, peers)
-        self._pin = pinning(device)
-        self._pinned: set[str] = set()  # blocks of the arena
-        self._unpins: list[Callable[[], None]] = []
+        self._page_locks = PageLocks(device)
         self._sizes: Mapping[str, int] = {}
         self._arena = Arena(Layout.of({}))
         self._buffer: torch.Tensor | None = None
@@ -91,9 +89,12 @@ class HostStore:
                 with self._peers.blocked():
                     while (state := self._arena.state(name)) not in (EMPTY, WRITTEN):
                         time.sleep(LOOK_SECONDS)
-            if state == WRITTEN and name not in self._pinned and name not in self._private:
-                self._pinned.add(name)
-                self._unpins.append(self._pin(self.tensor(name)))
+            if state == WRITTEN:
+                self.page_lock(name)
+
+    def page_lock(self, name: str) -> None:
+        """Page-lock the block's `tensor`, if possible: of a block that is written, or that this rank has claimed."""
+        self._page_locks.add(self.tensor(name))
 
     def tensor(self, name: str) -> torch.Tensor:
         """The block's memory. It changes only when `private` is called."""
@@ -118,7 +119,7 @@ class HostStore:
             elif not whole:
                 self._read_unchanged(name, block)
             self._private[name] = block
-            self._unpins.append(self._pin(block))
+            self.page_lock(name)
         return self._private[name]
 
     def source(self, name: str) -> torch.Tensor:
@@ -139,10 +140,8 @@ class HostStore:
 
     def close(self) -> None:
         """Release the memory. No copy to the device may read from it any more."""
-        for unpin in self._unpins:
-            unpin()
-        self._unpins, self._private, self._buffer = [], {}, None
-        self._pinned.clear()
+        self._page_locks.close()
+        self._private, self._buffer = {}, None
         self._meeting.close()
         self._arena.close()
         self._arena = Arena(Layout.of({}))

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from parallel_backend.core.device_copies import host_buffer
 from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.staging import from_staging, host_buffer, staged, to_staging
+from parallel_backend.rank.comm.staging import from_staging, staged, to_staging
 from parallel_backend.rank.comm.transfers import Traffic, Transfer
 
 

@@ -1,0 +1,63 @@
+"""Pins existing host memory, so that a GPU copies from and to it at the speed of its link and the host does not wait."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from .device_copies import page_locked
+
+log = logging.getLogger(__name__)
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all contexts."""
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
+    """Pins a tensor's memory for a CUDA device. Returns a function that unpins it. None: the driver refused.
+
+    Nothing is done for other devices, nor on Windows (see page_locked). The function that unpins waits for the device,
+    so only the thread that computes on it may call it: CUDA forbids synchronising while another thread captures a graph.
+    """
+    if not memory.nbytes or not page_locked(device):
+        return _nothing
+    with torch.cuda.device(device):  # a thread begins with device 0, and would make a context there
+        cudart = torch.cuda.cudart()
+        failed = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
+        if int(failed):
+            log.warning(
+                "%.2f GB of host memory could not be pinned (%s): it is copied more slowly", memory.nbytes / 1e9, failed
+            )
+            _forget_error(device)
+            return None
+
+    def unpin() -> None:
+        torch.cuda.synchronize(device)
+        cudart.cudaHostUnregister(memory.data_ptr())
+
+    return unpin
+
+
+def pinning(device: torch.device) -> Callable[[torch.Tensor], Callable[[], None]]:
+    """`pin` for one device, for memory that may as well stay as it is."""
+    return functools.partial(_pin_or_leave, device)
+
+
+def _pin_or_leave(device: torch.device, memory: torch.Tensor) -> Callable[[], None]:
+    return pin(memory, device) or _nothing
+
+
+def _nothing() -> None:
+    """Unpins memory that was not pinned."""
+
+
+def _forget_error(device: torch.device) -> None:
+    """Clears CUDA's last error, which torch would raise at the next kernel, by launching one here.
+
+    Waits for this thread's stream only: another thread may be capturing a graph.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
+        torch.cuda.current_stream(device).synchronize()
