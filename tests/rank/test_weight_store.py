@@ -21,6 +21,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.rank import loaded_stage
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.host_memory import host_store, sharing
+from parallel_backend.rank.host_memory.page_locks import PageLocks
 from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.store import slots, weight_store
 from parallel_backend.rank.stage.store.weight_group import ENDS
@@ -34,6 +35,7 @@ from testing.quantised import quantise_blocks
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
 from tests.conftest import Pools
+from tests.support import fake_cuda
 from tests.support.alone import nobody
 
 pytestmark = pytest.mark.threads
@@ -141,6 +143,20 @@ def test_the_device_holds_what_it_is_told_to_and_no_more(flux, whole):
     assert model.streamed_bytes() >= 3 * model.store.host_bytes
     model.engine.close()
     assert model.copies.used == 0
+
+
+def test_weights_leave_into_memory_that_is_page_locked_already(flux, whole, monkeypatch):
+    """A copy from a GPU into other memory is several times as slow."""
+    monkeypatch.setattr(host_store, "PageLocks", lambda device: PageLocks(torch.device("cuda", 1)))
+    model, copies = Alone(flux), []
+    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
+        copy = model.copies.copy
+        model.copies.copy = lambda into, source: copies.append(cuda.runtime.holds(into)) or copy(into, source)
+        model.engine.set_resident(part(whole, 0.5))
+        assert copies
+        assert all(copies)
+        model.engine.close()
+        assert not cuda.runtime.locked
 
 
 def test_a_device_without_room_is_named(flux, whole):

@@ -212,6 +212,7 @@ class WeightStore:
         kept = self._overwritten.intersection(names)
         leaving = [name for name in names if name not in kept]
         for name in self._host.to_write(leaving):
+            self._host.page_lock(name)  # first, since a GPU copies into such memory several times as fast
             self._copies.copy(self._host.tensor(name), self._on_device[name]).finish()
             self._host.written(name)
             self._heartbeat.done()
