@@ -6,7 +6,6 @@ import comfy.utils
 
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
-from parallel_backend.core.host_memory import host_memory
 from parallel_backend.core.validate import check_one_kind
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.doctor import HostFree, examine
@@ -16,7 +15,7 @@ from parallel_backend.planning.workload import workload_of
 
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig, config_of
-from .sampling.auto_degrees import calibrated
+from .sampling.auto_degrees import calibrated, free_on_host
 from .ui.devices import gpus, is_auto, named_devices, why_hidden
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
@@ -35,7 +34,7 @@ def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 def memory_to_share(devices: tuple[str, ...]) -> HostFree:
     """Free host memory, which CPU ranks and streamed weights take. Unknown (None) on a Ray cluster."""
-    return (lambda: None) if any(map(on_ray, devices)) else (lambda: host_memory()[0])
+    return (lambda: None) if any(map(on_ray, devices)) else (lambda: free_on_host(devices))
 
 
 def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:

@@ -12,8 +12,8 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import registry
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.devices import on_ray
-from parallel_backend.core.host_memory import host_memory
+from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.core.host_memory import host_memory, room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibrate, calibration_key
@@ -47,6 +47,12 @@ def log_folder() -> Path:
     return folder() / "logs"
 
 
+def free_on_host(devices: tuple[str, ...]) -> int:
+    """Bytes of this machine's memory that CPU ranks on these devices may take, or the streamed weights of GPUs."""
+    kind = device_kind(devices[0])
+    return host_memory()[0] if kind == "cpu" else max(0, room_for_weights(torch.device(kind)))
+
+
 def calibrated(
     devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, pool: Pool | None = None
 ) -> Calibration:
@@ -68,7 +74,7 @@ def calibrated(
         return calibration.machine.names == devices and all(set(cost.blocks) == lists for cost in calibration.costs)
 
     calibration = cached(folder(), calibration_key(devices, checkpoint, dtype, attention), measure, fits)
-    return replace(calibration, machine=replace(calibration.machine, host_free=host_memory()[0]))
+    return replace(calibration, machine=replace(calibration.machine, host_free=free_on_host(devices)))
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.devices import device_kind
-from parallel_backend.core.host_memory import LEFT_FREE, host_memory
+from parallel_backend.core.host_memory import room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
@@ -133,19 +135,21 @@ class Registry:
                 continue
             working = in_turns and each.run == self._models.run
             to_host = min(held, wanted, each.model.host_lacks)
-            moved = each.model.make_way(device, wanted, working) if self._host_has_room(to_host, asking) else None
+            has_room = self._host_has_room(device_kind(device), to_host, asking)
+            moved = each.model.make_way(device, wanted, working) if has_room else None
             if moved is None:
                 self._let_go(each)
                 moved = held
             freed += moved
         return freed
 
-    def _host_has_room(self, nbytes: int, asking: OnRanks | None) -> bool:
-        """Whether `nbytes` of weights fit into host memory. To make room, models that are in host memory alone are unloaded,
-        the least recently used first, except `asking`, which is about to come back from there."""
+    def _host_has_room(self, kind: str, nbytes: int, asking: OnRanks | None) -> bool:
+        """Whether `nbytes` of weights fit into host memory, from ranks on this kind of device. To make room, models that are
+        in host memory alone are unloaded, the least recently used first, except `asking`, which is about to come back.
+        """
         if not nbytes:
             return True
-        free = host_memory()[0] - LEFT_FREE
+        free = room_for_weights(torch.device(kind))
         for each in self._models:
             if free < nbytes and each.model.is_parked and each is not asking:
                 free += sum(each.model.resident.host_bytes)

@@ -5,25 +5,49 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+import torch
 
+from .device_copies import page_locked
+
+MEMINFO = Path("/proc/meminfo")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 """Version 1 of control groups writes a number above this for no limit."""
 LEFT_FREE = 1 << 29
 """Bytes that weights leave free in host memory: the system kills a process that takes all of it."""
+LOCKED_LEFT_FREE = 1 << 32
+"""Bytes that page-locked weights leave free at least; LOCKED_SHARE of the memory if that is more. ComfyUI leaves as much."""
+LOCKED_SHARE = 0.1
 
 
 def host_memory() -> tuple[int, int]:
     """(free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes swap on
     Linux; other systems do not say how much of it is in use.
     """
+    return min(_memories(swap=True))
+
+
+def room_for_weights(device: torch.device) -> int:
+    """Bytes of host memory that weights of ranks on `device` may still take. Below 0: more is taken than should be.
+
+    Page-locked memory cannot be swapped out, so that the system has to swap out everything else, and hangs, long before
+    memory and swap are full. Memory that other programs have page-locked, ComfyUI's too, is not among what the system calls
+    available.
+    """
+    if not page_locked(device):
+        return host_memory()[0] - LEFT_FREE
+    return min(free - max(LOCKED_LEFT_FREE, int(LOCKED_SHARE * total)) for free, total in _memories(swap=False))
+
+
+def _memories(swap: bool) -> list[tuple[int, int]]:
+    """(free, total) bytes of the machine, and of each control group of this process that has a limit."""
     if sys.platform != "linux":
         memory = psutil.virtual_memory()
-        return memory.available, memory.total
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        return [(memory.available, memory.total)]
+    lines = (line.split() for line in MEMINFO.read_text().splitlines())
     known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-    machine = known["MemAvailable"] + known.get("SwapFree", 0), known["MemTotal"]
-    return min([machine, *group_limits(Path("/proc/self/cgroup").read_text(), CONTROL_GROUPS)])
+    machine = known["MemAvailable"] + (known.get("SwapFree", 0) if swap else 0), known["MemTotal"]
+    return [machine, *group_limits(Path("/proc/self/cgroup").read_text(), CONTROL_GROUPS)]
 
 
 def group_limits(membership: str, root: Path) -> Iterable[tuple[int, int]]:

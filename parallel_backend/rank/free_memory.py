@@ -4,7 +4,7 @@ import platform
 
 import torch
 
-from parallel_backend.core.host_memory import host_memory
+from parallel_backend.core.host_memory import host_memory, room_for_weights
 from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 
@@ -24,5 +24,5 @@ def read_memory(
     allocated = torch.cuda.memory_allocated(device)
     # By the card's UUID: cuda:0 may be another card in another process.
     place = f"{node} {getattr(torch.cuda.get_device_properties(device), 'uuid', device)}"
-    cached, host_free = torch.cuda.memory_reserved(device) - allocated, host_memory()[0]
+    cached, host_free = torch.cuda.memory_reserved(device) - allocated, max(0, room_for_weights(device))
     return DeviceMemoryReport(rank, place, free, allocated - others - vae, cached, total, node, host_free, copy_rate, vae)

@@ -79,7 +79,7 @@ class DeviceMemoryReport:
     host: str = ""
     """Name of the machine, if it has memory apart from the device's. Empty: the device computes in host memory."""
     host_free_bytes: int | None = None
-    """Free bytes of the memory of machine `host`. None without `host`."""
+    """Bytes of the memory of machine `host` that weights may take. None without `host`."""
     copy_rate: float = 0.0
     """Bytes a second from host memory to the device. 0: unknown, or without `host`."""
     vae_bytes: int = 0

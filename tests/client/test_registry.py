@@ -251,7 +251,7 @@ def test_where_the_host_has_no_room_the_model_that_was_parked_first_is_unloaded(
     models = {name: loaded(name)[1] for name in "ab"}
     last = loaded("c")[1]
     assert last.make_room("cpu", SIZE) == SIZE
-    monkeypatch.setattr(registry_module, "host_memory", lambda: (registry_module.LEFT_FREE + free, 0))
+    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: free)
     assert last.make_room("cpu", SIZE) == SIZE
     assert [name for name, model in models.items() if not model.unloaded] == left
 
@@ -261,7 +261,7 @@ def test_a_model_that_comes_back_is_not_unloaded_to_make_room_for_itself(registr
     """The other one is, where its weights have no place in host memory; where they are there already nothing is unloaded."""
     first, second = loaded("a")[1], loaded("b")[1]
     first.held, second.copied = dict.fromkeys(DEVICES, 0), copied
-    monkeypatch.setattr(registry_module, "host_memory", lambda: (registry_module.LEFT_FREE, 0))
+    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: 0)
     assert first.make_room("cpu", SIZE) == SIZE
     assert not first.unloaded
     assert second.unloaded is not copied

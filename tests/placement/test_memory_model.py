@@ -3,6 +3,7 @@ with figures and a way out, before anything is sent."""
 
 import gc
 import itertools
+import sys
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.core import host_memory as host_memory_module
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.host_memory import group_limits, host_memory
+from parallel_backend.core.host_memory import LEFT_FREE, group_limits, host_memory, room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
@@ -49,6 +51,7 @@ from tests.support.fake_cuda import AMPERE, fake_cuda
 
 CASES = all_cases()
 GB = 10**9
+GIB = 1 << 30
 BELOW, ABOVE = 0.4, 1.25
 """Measured activations over the estimate. Above 1 a run that is thought to fit may not; far below, one is warned about that
 would: the two streams of VACE are computed one after the other. In models as narrow as these, latents and tables of
@@ -273,6 +276,35 @@ def test_the_hosts_memory_is_that_of_the_system():
     system = psutil.virtual_memory()
     assert total <= system.total
     assert 0 < free <= system.available + psutil.swap_memory().free + 0.2 * system.total
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """`machine(total, limits)`: 28 of `total` GB are available, and 32 GB of swap. `limits`: see group_limits."""
+
+    def be(total: int, limits: list[tuple[int, int]]) -> None:
+        sizes = {"MemTotal": total, "MemFree": 1, "MemAvailable": 28, "SwapTotal": 32, "SwapFree": 32}
+        meminfo = tmp_path / "meminfo"
+        meminfo.write_text("".join(f"{name}: {size << 20} kB\n" for name, size in sizes.items()))
+        monkeypatch.setattr(host_memory_module, "MEMINFO", meminfo)
+        monkeypatch.setattr(host_memory_module, "group_limits", lambda *_: limits)
+        monkeypatch.setattr(sys, "platform", "linux")
+
+    return be
+
+
+@pytest.mark.parametrize(("total", "left"), [(32, 4.0), (64, 6.4)])
+def test_page_locked_weights_leave_memory_to_the_rest_of_the_machine(machine, total, left):
+    """And swap, into which they cannot go, is no room for them: it is for a CPU rank's."""
+    machine(total, [])
+    assert room_for_weights(torch.device("cuda:0")) == pytest.approx((28 - left) * GIB, abs=1)
+    assert room_for_weights(torch.device("cpu")) == 60 * GIB - LEFT_FREE
+
+
+def test_page_locked_weights_leave_memory_to_the_rest_of_a_container(machine):
+    machine(64, [(10 * GIB, 16 * GIB), (14 * GIB, 20 * GIB)])
+    assert room_for_weights(torch.device("cuda:0")) == 6 * GIB
+    assert room_for_weights(torch.device("cpu")) == 10 * GIB - LEFT_FREE
 
 
 def group(folder, **files):

@@ -164,8 +164,8 @@ def test_who_cannot_share_has_a_copy_of_its_own_and_says_so(monkeypatch, caplog)
 
 
 def test_without_room_a_block_is_read_anew_from_a_file_that_is_unchanged(monkeypatch, caplog):
-    blocks, free = Blocks(), [host_store.LEFT_FREE + SIZES["block 1"]]
-    monkeypatch.setattr(host_store, "host_memory", lambda: (free[0], 1 << 40))
+    blocks, room = Blocks(), [SIZES["block 1"]]
+    monkeypatch.setattr(host_store, "room_for_weights", lambda device: room[0])
 
     def use(store: HostStore, rank: int) -> None:
         store.fill(["block 0", "block 1", "block 2"])
@@ -177,12 +177,23 @@ def test_without_room_a_block_is_read_anew_from_a_file_that_is_unchanged(monkeyp
         with pytest.raises(ValueError, match="has changed"):
             store.source("block 2")
         assert torch.equal(store.source("block 1"), blocks.bytes("block 1"))
-        blocks.changed, free[0] = False, 1 << 40
+        blocks.changed, room[0] = False, 1 << 40
         store.source("block 2")
         assert store.holds("block 2")
 
     on_ranks(Degrees(), use, blocks)
     assert caplog.text.count("host memory is short") == 1
+
+
+def test_a_gpus_blocks_take_memory_that_may_be_page_locked_and_no_swap(monkeypatch):
+    """A CPU rank's blocks, which the system can swap out, have more room."""
+    asked: list[str] = []
+    monkeypatch.setattr(host_store, "room_for_weights", lambda device: asked.append(str(device)) or 1 << 40)
+    store = HostStore(0, torch.device("cuda", 1), Degrees(), Blocks(), None)
+    store.allot(SIZES, Blocks().read)
+    assert list(store.to_write(["block 1"])) == ["block 1"]
+    assert asked == ["cuda:1"]
+    store.close()
 
 
 @shares

@@ -217,7 +217,7 @@ def test_without_host_memory_the_file_is_read_in_micro_steps_and_between_them(fl
     def refused() -> int:
         raise OSError("no files in memory")
 
-    monkeypatch.setattr(host_store, "host_memory", lambda: (0, 1 << 40))
+    monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
     if not shared:
         monkeypatch.setattr(sharing, "new_file", refused)
     model, expected = Alone(flux, 1), whole.output()
@@ -300,8 +300,8 @@ def test_what_is_added_to_streamed_weights_stays(flux, whole, instead):
 
 def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_them(flux, whole, monkeypatch):
     """All that others need go, and a later request takes them along, once there is room."""
-    free = [0]
-    monkeypatch.setattr(host_store, "host_memory", lambda: (free[0], 1 << 40))
+    room = [-1]
+    monkeypatch.setattr(host_store, "room_for_weights", lambda device: room[0])
     model = Alone(flux)
     adapt(model, instead=True)
     groups, expected = model.store._groups, model.output()
@@ -312,14 +312,14 @@ def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_the
     streaming = model.engine.set_resident(1).device_bytes
     assert kept < streaming == model.copies.used < whole.store.device_bytes
     assert torch.equal(model.output(calls=2), expected)
-    free[0] = 1 << 40
+    room[0] = 1 << 40
     assert model.engine.set_resident(0).device_bytes == model.copies.used == 0
     model.engine.set_resident(whole.store.device_bytes)
     assert torch.equal(model.output(), expected)
 
 
 def test_a_merge_into_streamed_weights_without_host_memory_is_an_error_that_says_so(flux, monkeypatch):
-    monkeypatch.setattr(host_store, "host_memory", lambda: (0, 1 << 40))
+    monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
     with pytest.raises(MemoryError, match=f"GB of host memory for the merged weights of {LAST} are not free"):
         adapt(Alone(flux, 1), instead=True)
 

@@ -8,7 +8,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.host_memory import LEFT_FREE, host_memory
+from parallel_backend.core.host_memory import room_for_weights
 from parallel_backend.rank.comm.peers import Peers
 
 from .arena import EMPTY, WRITTEN, Arena
@@ -38,7 +38,7 @@ class HostStore:
         """Collective over all ranks of the pool."""
         self._rank, self._ranks, self._checkpoint, self._peers = rank, degrees.same_weights(rank), checkpoint, peers
         self._meeting = Meeting(self._ranks, rank, peers)
-        self._page_locks = PageLocks(device)
+        self._device, self._page_locks = device, PageLocks(device)
         self._sizes: Mapping[str, int] = {}
         self._arena = Arena(Layout.of({}))
         self._buffer: torch.Tensor | None = None
@@ -153,10 +153,10 @@ class HostStore:
         self._checkpoint.check_unchanged()
 
     def _room(self, name: str) -> bool:
-        free, needed = host_memory()[0], self._sizes[name]
-        if needed + LEFT_FREE <= free:
+        room = room_for_weights(self._device)
+        if self._sizes[name] <= room:
             return True
-        self._short(f"{free / 1e9:.1f} GB are free, {LEFT_FREE / 1e9:.1f} of them for the rest of the machine")
+        self._short(f"{max(0, room) / 1e9:.1f} GB may still be taken by weights")
         return False
 
     def _claim(self, name: str) -> bool:

@@ -205,17 +205,17 @@ def _take_host_memory(agent: Agent, fault: Fault, value: Any) -> Any:
     """The host has none for this rank's blocks, as long as this fault is the one."""
     from parallel_backend.rank.host_memory import host_store
 
-    free, allocate = host_store.host_memory, os.posix_fallocate
+    room, allocate = host_store.room_for_weights, os.posix_fallocate
 
-    def host_memory() -> tuple[int, int]:
-        return (0, free()[1]) if agent.fault() == fault and fault.variant != "refused" else free()
+    def room_for_weights(device: Any) -> int:
+        return -1 if agent.fault() == fault and fault.variant != "refused" else room(device)
 
     def posix_fallocate(*given: int) -> None:
         if agent.fault() == fault:
             raise OSError(12, INJECTED)
         allocate(*given)
 
-    host_store.host_memory, os.posix_fallocate = host_memory, posix_fallocate
+    host_store.room_for_weights, os.posix_fallocate = room_for_weights, posix_fallocate
     return value
 
 
