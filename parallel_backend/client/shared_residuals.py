@@ -2,15 +2,18 @@
 
 A segment has the residuals of one micro-step for all ranks of a replica. Each rank copies its part before the first block,
 and an output needs all ranks' blocks. So the segment is free when the micro-step's outputs have come, without a message.
+Ranks page-lock a segment for their own copies, and this process does if its ControlNet is on a GPU.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.device_copies import page_locked
 from parallel_backend.core.host_memory import host_memory
+from parallel_backend.core.pinned import pinning
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import RankError
 from parallel_backend.wire.shared_memory import Segment, bytes_of_copies, make_segment, sharing_possible
@@ -33,6 +36,7 @@ class SharedResiduals:
         self._possible = sharing_possible()
         self._free: list[list[Segment]] = [[] for _ in range(degrees.batch)]  # by replica
         self._used: dict[int, tuple[int, Segment]] = {}  # by micro-step: its replica and segment
+        self._unpins: dict[int, Callable[[], None]] = {}  # by number of a segment that this process has page-locked
         self._nbytes = 0
 
     def place(self, replica: int, seq: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -42,6 +46,9 @@ class SharedResiduals:
         if segment is None:
             return list(tensors)
         self._used[seq] = replica, segment
+        for device in {tensor.device for tensor in tensors}:
+            if page_locked(device) and segment.number not in self._unpins:
+                self._unpins[segment.number] = pinning(device)(segment.memory)
         return segment.copies(tensors)
 
     def done(self, seq: int) -> None:
@@ -57,7 +64,7 @@ class SharedResiduals:
         for replica, segment in (*free, *self._used.values()):
             for rank in self._ranks(replica):
                 self._pool.forget(rank, segment)
-            segment.close()
+            self._close(segment)
         self._free, self._used = [[] for _ in self._free], {}
 
     def _ranks(self, replica: int) -> range:
@@ -100,4 +107,9 @@ class SharedResiduals:
         self._nbytes -= segment.nbytes
         for rank in self._ranks(replica):
             self._pool.drop(rank, segment)
+        self._close(segment)
+
+    def _close(self, segment: Segment) -> None:
+        if (unpin := self._unpins.pop(segment.number, None)) is not None:
+            unpin()
         segment.close()

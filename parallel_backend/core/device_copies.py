@@ -3,7 +3,7 @@
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -48,17 +48,28 @@ def _tell_of_refusal(error: str) -> None:
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors on the CPU; a CPU tensor is not copied. The host waits once for all copies of a CUDA device."""
-    copies, devices = [], set()
-    for tensor in tensors:
-        if page_locked(tensor.device):
-            copy = host_buffer(tensor.shape, tensor.dtype, tensor.device)
-            copies.append(copy.copy_(tensor, non_blocking=True))
+    on_gpu = [page_locked(tensor.device) for tensor in tensors]
+    copies = [
+        host_buffer(tensor.shape, tensor.dtype, tensor.device) if locked else tensor.cpu()
+        for tensor, locked in zip(tensors, on_gpu, strict=True)
+    ]
+    copy_to_host([(copy, tensor) for copy, tensor, locked in zip(copies, tensors, on_gpu, strict=True) if locked])
+    return copies
+
+
+def copy_to_host(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy tensors of any device into tensors of equal shapes on the CPU: (into, from).
+
+    The host waits once for all copies of a CUDA device, if what they are copied into is page-locked and contiguous.
+    """
+    devices = set()
+    for into, tensor in pairs:
+        locked = page_locked(tensor.device)
+        into.copy_(tensor, non_blocking=locked)
+        if locked:
             devices.add(tensor.device)
-        else:
-            copies.append(tensor.cpu())
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-    return copies
 
 
 def in_graph(device: torch.device) -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel_backend.core.device_copies import copy_to_host
+
 ALIGNMENT = 64
 """A tensor in a segment starts at a multiple of this many bytes."""
 MAX_SEGMENTS = 256
@@ -59,10 +61,11 @@ class Segment:
 
     def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors, one behind the other from the segment's start; see `bytes_of_copies`."""
-        copies, offset = [], 0
+        copies, offset, tensors = [], 0, list(tensors)
         for tensor in tensors:
-            copies.append(self.tensor(tensor.dtype, list(tensor.shape), offset).copy_(tensor))
+            copies.append(self.tensor(tensor.dtype, list(tensor.shape), offset))
             offset += bytes_of_copies((tensor,))
+        copy_to_host(zip(copies, tensors, strict=True))
         return copies
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:

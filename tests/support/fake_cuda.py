@@ -70,6 +70,16 @@ class FakeEvent:
         return 1000 * (stop._at - self._at)
 
 
+class FakeStream:
+    """torch.cuda.Stream: the one stream of its device."""
+
+    def __init__(self, cuda: "FakeCuda", device: int):
+        self._cuda, self._device = cuda, device
+
+    def synchronize(self) -> None:
+        self._cuda.run_to(self._device, self._cuda.issued[self._device])
+
+
 class FakeRuntime:
     """torch.cuda.cudart(), for memory that is page-locked where it is. `locked`: bytes by address. `refused`: how often.
 
@@ -238,6 +248,9 @@ class FakeCuda:
 
     def ipc_collect(self) -> None:
         pass
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        return FakeStream(self, self._index(device))
 
     def synchronize(self, device: Any = None) -> None:
         index = self._index(device)
