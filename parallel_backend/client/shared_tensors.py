@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 @contextlib.contextmanager
 def shared_output(pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, bool]]:
     """An empty tensor that outlives the context, and whether all ranks of the pool share its memory within the context."""
-    with _lent(pool, math.prod(shape) * dtype.itemsize) as segment:
+    with _lent(pool, math.prod(shape) * dtype.itemsize, read=False) as segment:
         if segment is None:
             yield torch.empty(tuple(shape), dtype=dtype), False
         else:
@@ -31,13 +31,16 @@ def shared_weights(pool: Pool, tensors: Mapping[str, torch.Tensor]) -> Iterator[
 
     CPU ranks compute with that memory, so that all of them together have one copy.
     """
-    with _lent(pool, bytes_of_copies(tensors.values())) as segment:
+    with _lent(pool, bytes_of_copies(tensors.values()), read=True) as segment:
         yield dict(tensors if segment is None else zip(tensors, segment.copies(tensors.values()), strict=True))
 
 
 @contextlib.contextmanager
-def _lent(pool: Pool, nbytes: int) -> Iterator[Segment | None]:
-    """A segment that all ranks have open until they have handled the messages of the context. None: not possible."""
+def _lent(pool: Pool, nbytes: int, read: bool) -> Iterator[Segment | None]:
+    """A segment that all ranks have open until they have handled the messages of the context. None: not possible.
+
+    `read`: see OpenSegment.
+    """
     ranks, free = range(len(pool.devices)), host_memory()[0]
     fits = 0 < nbytes <= MAX_SEGMENT_BYTES and nbytes < free  # the system kills a process that writes beyond free memory
     segment = None
@@ -52,7 +55,7 @@ def _lent(pool: Pool, nbytes: int) -> Iterator[Segment | None]:
     lent = []
     try:
         for rank in ranks:
-            pool.lend(rank, segment)
+            pool.lend(rank, segment, read=read)
             lent.append(rank)
         yield segment
     finally:

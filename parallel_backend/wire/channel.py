@@ -29,14 +29,15 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 Borrowed = Callable[[torch.Tensor], Callable[[], None]]
-"""Called on the receiving thread with the memory of a new segment. `return_segment` calls the function that it returns."""
+"""Called on the receiving thread with the memory of a new segment that this end reads. `return_segment` calls the function
+that it returns."""
 
 
 class Channel:
     """Sends and receives messages. `send` may be called from any thread, `receive` from one only.
 
     `lends`: the other end is a process of this machine, to which tensors can be lent in shared memory. `borrowed`: called
-    for segments that this end borrows. None: this end borrows no segments.
+    for segments that this end borrows and reads. None: this end borrows no segments.
     """
 
     def __init__(self, connection: Connection, lends: bool = False, borrowed: Borrowed | None = None):
@@ -59,15 +60,15 @@ class Channel:
         with self._sending:
             self._send(message, request_id, model)
 
-    def lend(self, segment: Segment, model: int | None = None) -> None:
+    def lend(self, segment: Segment, model: int | None = None, read: bool = True) -> None:
         """From now on messages refer to tensors in the segment, which must not change while the other end uses them.
 
-        `model`: the segment is returned with this model, see `return_segments`. Raises as `send`.
+        `model`: the segment is returned with this model, see `return_segments`. `read`: see OpenSegment. Raises as `send`.
         """
         assert self.lends, "the other end is not on this machine"
         with self._sending:
             with self._whole():  # no other message may come between OpenSegment and the handle
-                self._send(OpenSegment(segment.number, segment.nbytes, segment.name), model=model)
+                self._send(OpenSegment(segment.number, segment.nbytes, segment.name, read), model=model)
                 if segment.handle is not None:
                     with socket_of(self.connection) as ours:
                         socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
@@ -129,14 +130,16 @@ class Channel:
             segment = open_segment(message, None if message.name else self._handle())
         except (ValueError, OSError) as error:
             raise BadMessage(f"a segment of shared memory that cannot be opened: {error}") from error
-        self._let_go[message.number] = on_borrowed(segment.memory)
+        if message.read:
+            self._let_go[message.number] = on_borrowed(segment.memory)
         self._borrowed[message.number], self._models[message.number] = segment, model
 
     def return_segment(self, number: int) -> None:
         """Return a borrowed segment. To be called on the thread that computes with it."""
         if self._borrowed.pop(number, None) is not None:
             self._models.pop(number, None)
-            self._let_go.pop(number)()
+            if (let_go := self._let_go.pop(number, None)) is not None:
+                let_go()
 
     def _handle(self) -> int:
         with socket_of(self.connection) as ours:

@@ -24,6 +24,7 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
 from testing import tiny
 from tests.support import fake_cuda
+from tests.support.on_card import OnCard
 
 pytestmark = [
     pytest.mark.threads,
@@ -289,25 +290,6 @@ def test_pinned_segments_are_unpinned_before_they_go():
     assert pinned.pinning(torch.device("cpu"))(LARGE)() is None
 
 
-class OnCard(torch.Tensor):
-    """A tensor on cuda:1 that can be copied to the host, a second's work. `copies`: whether each was asynchronous, and into
-    page-locked memory."""
-
-    @staticmethod
-    def of(values: torch.Tensor, cuda: fake_cuda.FakeCuda, copies: list[tuple[bool, bool]]) -> "OnCard":
-        made = torch.Tensor._make_wrapper_subclass(OnCard, values.shape, dtype=values.dtype, device=torch.device("cuda", 1))
-        made.values, made.cuda, made.copies = values, cuda, copies
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert func is torch.ops.aten.copy_.default, func
-        into, tensor, non_blocking = args
-        tensor.cuda.issue(1.0, device=1)
-        tensor.copies.append((non_blocking, tensor.cuda.runtime.holds(into)))
-        return into.copy_(tensor.values)
-
-
 def test_residuals_leave_a_gpu_into_page_locked_memory_and_the_host_waits_once():
     values, copies = [torch.randn(1 << 14) for _ in range(4)], []
     with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
@@ -317,7 +299,7 @@ def test_residuals_leave_a_gpu_into_page_locked_memory_and_the_host_waits_once()
             assert all(map(torch.equal, placed, values))
             assert cuda.done[1] == cuda.issued[1] == 4.0 * (seq + 1)
             shared.done(seq)
-        assert copies == [(True, True)] * 8
+        assert copies == [(True, True, True)] * 8
         assert cuda.waits == 2
         assert len(cuda.runtime.devices) == 1
         larger = shared.place(0, 2, [OnCard.of(torch.randn(1 << 20), cuda, copies)])

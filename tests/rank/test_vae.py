@@ -18,6 +18,7 @@ from torch import nn
 from parallel_backend.client import shared_tensors
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.vae import TooLittleMemory
+from parallel_backend.core import device_copies
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm.mesh import Axis
@@ -29,6 +30,8 @@ from parallel_backend.vaes.base import Edges, Weights
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.vaes import OnRanks, decoder_of, original_decoder
+from tests.support import fake_cuda, pretend_device
+from tests.support.on_card import CopyToHost, OnCard
 
 LIMIT = 1e-5
 """Of the largest difference in fp32, as a part of the largest pixel."""
@@ -323,6 +326,38 @@ def test_each_exchange_is_needed(threads, without, equal, measured):
     found = torch.cat(threads(2, without).run(part), dim=2)
     measured(f"VAE in bands, largest difference without {without}", largest(found, whole(vae, x)))
     assert largest(found, whole(vae, x)) <= LIMIT if equal else largest(found, whole(vae, x)) > WRONG
+
+
+def test_a_band_leaves_a_gpu_whole_for_its_rows_of_a_picture(monkeypatch):
+    """A copy into rows of a larger tensor would go through pageable memory, made anew for each."""
+    copies: list[CopyToHost] = []
+    monkeypatch.setattr(device_copies, "host_buffer", lambda shape, dtype, _device: torch.empty(shape, dtype=dtype))
+    picture, band = torch.zeros(1, 3, 2, 10, 5), torch.randn(1, 3, 1, 4, 5).bfloat16()
+    message = m.RunVAE("decoder", band, (3, 2), False, False, picture, 1)
+    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
+        given = decoder_of(autoencoder())
+        put = m.PutVAE("vae", "AutoencoderKL", "decoder", json.dumps(given.config), given.tensors)
+        part = VAEPart(put, 1, 2, torch.device("cpu"))
+        monkeypatch.setattr(part.model, "forward", lambda *_: OnCard.of(band, cuda, copies))
+        part.run(message)
+        assert cuda.waits == 1
+    assert copies == [CopyToHost(asynchronous=True, page_locked=False, contiguous=True)]
+    assert torch.equal(picture[:, :, 1:2, 6:], band.float())
+    assert not picture[:, :, 0].any()
+    assert not picture[:, :, :, :6].any()
+
+
+def test_weights_and_bands_come_to_the_device_without_a_stop_of_the_host():
+    """And an output leaves it with one."""
+    given = decoder_of(autoencoder())
+    put = m.PutVAE("vae", "AutoencoderKL", "decoder", json.dumps(given.config), given.tensors)
+    with pretend_device.stops() as stops:
+        part = VAEPart(put, 0, 1, pretend_device.device())
+        assert not stops
+        found = part.run(m.RunVAE("decoder", latent(1, 4, 8, 6), (8,), False, True, None, 0))
+    assert found.band.device.type == "cpu"
+    assert not [stop for stop in stops if "part.py" in stop]
+    assert len([stop for stop in stops if "device_copies.py" in stop]) == 1
 
 
 @pytest.mark.parametrize("offset", [0, 300])

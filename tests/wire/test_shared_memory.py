@@ -113,6 +113,17 @@ def test_a_segment_that_is_dropped_is_pointed_into_no_more_and_stays_until_the_r
     assert message.tensors["0"].eq(2.0).all()
 
 
+def test_what_a_rank_only_writes_to_is_not_made_ready_to_be_read(ends, segment):
+    """Page-locking a picture's memory, in every rank, would take time and gain nothing."""
+    ends.client.lend(segment, read=False)
+    values = segment.tensor(torch.float32, [64], 0)
+    message, _ = ends.crossed(conditioning(values))
+    message.tensors["0"].fill_(3.0)
+    assert values.eq(3.0).all()
+    ends.rank.return_segment(segment.number)
+    assert ends.opened == ends.returned == []
+
+
 def test_an_unloading_lets_segments_of_models_go_and_no_others(ends, segment):
     """A VAE's output may be lent while a model is unloaded to make room for it."""
     of_model = make_segment(4, NBYTES)

@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from parallel_backend.core.device_copies import to_device, to_host
 from parallel_backend.core.spans import in_proportion
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
@@ -26,7 +27,7 @@ class VAEPart:
         self.bands = Bands(Axis("rows", world, rank, tuple(range(world)), None), self.traffic)
         with torch.device("meta"):
             self.model = kind.build(put.part, json.loads(put.config))
-        weights = {name: tensor.to(device) for name, tensor in put.tensors.items()}
+        weights = {name: to_device(tensor, device) for name, tensor in put.tensors.items()}
         self.dtype = next(iter(weights.values())).dtype
         self.nbytes = sum(weight.nbytes for weight in weights.values())
         self.model.load_state_dict(weights, assign=True)
@@ -51,9 +52,11 @@ class VAEPart:
         entries = (message.band,) if message.sizes else message.band.split(1) if len(message.band) else ()
         outputs = []
         for entry in entries:
-            band = self.model(entry.to(self.device, self.dtype), message.first)
+            band = self.model(to_device(entry, self.device, self.dtype), message.first)
+            # Whole, since a copy from a GPU into rows of another tensor would go through pageable memory.
+            [band] = to_host([band])
             if message.output is None:
-                outputs.append(band.cpu())
+                outputs.append(band)
             else:
                 self._place(band, message.output, message)
         output = None if message.output is not None else torch.cat(outputs) if outputs else torch.empty(0, dtype=self.dtype)
@@ -76,7 +79,7 @@ class VAEPart:
         """Whether the picture fits on all ranks. A rank that ran out of memory half-way would end the pool."""
         vote = torch.tensor([fits], dtype=torch.float32, device=self.device)
         votes = start_gather(vote, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
-        return all(bool(vote) for vote in votes)
+        return bool(torch.cat(votes).all())
 
 
 def free_bytes(device: torch.device) -> int:
