@@ -24,6 +24,25 @@ ALL = 1e32
 """Bytes without a limit, as ComfyUI writes it."""
 
 
+class SizeWithRanks(int):
+    """Bytes of a model, of which all but `local` are on ranks. An int that counts as `local` where it is added to another.
+
+    `load_models_gpu` adds up the sizes of what it loads: so much page-locked memory it takes ComfyUI's process to need, and
+    drops the text encoder's for that if memory is short. Ranks need none there. What ComfyUI asks a GPU for is another
+    figure, a size less what is loaded of it, and all of the ranks' bytes count in that.
+    """
+
+    local: int
+
+    def __new__(cls, local: int, on_ranks: int):
+        made = super().__new__(cls, local + on_ranks)
+        made.local = local
+        return made
+
+    def __radd__(self, other):
+        return other + self.local
+
+
 class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
     """ModelPatcher of a model whose weights are on ranks: ComfyUI counts and takes the weights on `load_device`.
 
@@ -40,7 +59,11 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
 
     def model_size(self):
         """Bytes of the model in this process, and the bytes that the ranks take on this GPU while nobody else needs them."""
-        return self._local_bytes() + self._wanted_bytes()
+        return SizeWithRanks(self._local_bytes(), self._wanted_bytes())
+
+    def current_loaded_device(self):
+        """As if the model were loaded: ComfyUI then asks the GPU for `model_size` less `loaded_size`."""
+        return self.load_device
 
     def loaded_size(self):
         return (self._local_bytes() if self.model.model_loaded_weight_memory else 0) + self.rank_bytes()
