@@ -35,7 +35,8 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None
 
     def unpin() -> None:
         torch.cuda.synchronize(device)
-        cudart.cudaHostUnregister(memory.data_ptr())
+        with torch.cuda.device(device):
+            cudart.cudaHostUnregister(memory.data_ptr())
 
     return unpin
 

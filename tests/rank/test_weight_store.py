@@ -14,13 +14,14 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core import pinned
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.rank import loaded_stage
 from parallel_backend.rank.engine import Engine
-from parallel_backend.rank.host_memory import host_store, sharing
+from parallel_backend.rank.host_memory import host_store, page_locks, sharing
 from parallel_backend.rank.host_memory.page_locks import PageLocks
 from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.store import slots, weight_store
@@ -155,6 +156,25 @@ def test_weights_leave_into_memory_that_is_page_locked_already(flux, whole, monk
         model.engine.set_resident(part(whole, 0.5))
         assert copies
         assert all(copies)
+        model.engine.close()
+        assert not cuda.runtime.locked
+
+
+def test_blocks_are_streamed_though_the_driver_page_locks_few_of_them(flux, whole, monkeypatch):
+    """As under WSL 2. All of them are copied, from memory of either kind, and smaller copies have their share of it."""
+    monkeypatch.setattr(host_store, "PageLocks", lambda device: PageLocks(torch.device("cuda", 1)))
+    monkeypatch.setattr(pinned, "_forget_error", lambda device: None)  # it launches a kernel
+    blocks = [group.nbytes for name, group in whole.store._groups.items() if name != ENDS]
+    monkeypatch.setattr(page_locks, "RESERVE", max(blocks))
+    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
+        cuda.runtime.budget = sum(blocks) // 2
+        model, copies = Alone(flux, 1), set()
+        copy = model.copies.copy
+        model.copies.copy = lambda into, source: copies.add(cuda.runtime.holds(source)) or copy(into, source)
+        assert torch.equal(model.output(calls=2), whole.output())
+        assert copies == {True, False}
+        assert cuda.runtime.refused == 1
+        assert sum(cuda.runtime.locked.values()) <= cuda.runtime.budget - max(blocks)
         model.engine.close()
         assert not cuda.runtime.locked
 

@@ -1,4 +1,4 @@
-"""A tensor of a card of fake_cuda.py that can be copied to the host, and nothing else."""
+"""A tensor of a card of fake_cuda.py that can be cut and copied to the host, and nothing else."""
 
 from typing import NamedTuple
 
@@ -27,6 +27,9 @@ class OnCard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.split.Tensor:
+            tensor, *cut = args
+            return [OnCard.of(part, tensor.cuda, tensor.copies, tensor.device.index) for part in tensor.values.split(*cut)]
         assert func is torch.ops.aten.copy_.default, func
         into, tensor, non_blocking = (*args, False)[:3]
         tensor.cuda.issue(1.0, tensor.device.index)

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from parallel_backend.core.device_copies import to_device, to_host
+from parallel_backend.core.device_copies import to_host
 from parallel_backend.core.spans import in_proportion
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
@@ -15,6 +15,9 @@ from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.messages import BeginVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
 from .banded_layers import COLUMNS, ROWS, Bands
+
+PART_BYTES = 1 << 26
+"""Bytes of a band that come to the host at a time."""
 
 
 class VAEPart:
@@ -27,7 +30,8 @@ class VAEPart:
         self.bands = Bands(Axis("rows", world, rank, tuple(range(world)), None), self.traffic)
         with torch.device("meta"):
             self.model = kind.build(put.part, json.loads(put.config))
-        weights = {name: to_device(tensor, device) for name, tensor in put.tensors.items()}
+        # Shared memory, which is page-locked, stays as it is until the rank handles DropSegment; other memory has been read.
+        weights = {name: tensor.to(device, non_blocking=True) for name, tensor in put.tensors.items()}
         self.dtype = next(iter(weights.values())).dtype
         self.nbytes = sum(weight.nbytes for weight in weights.values())
         self.model.load_state_dict(weights, assign=True)
@@ -52,11 +56,9 @@ class VAEPart:
         entries = (message.band,) if message.sizes else message.band.split(1) if len(message.band) else ()
         outputs = []
         for entry in entries:
-            band = self.model(to_device(entry, self.device, self.dtype), message.first)
-            # Whole, since a copy from a GPU into rows of another tensor would go through pageable memory.
-            [band] = to_host([band])
+            band = self.model(entry.to(self.device, self.dtype, non_blocking=True), message.first)
             if message.output is None:
-                outputs.append(band)
+                outputs.append(band.cpu())
             else:
                 self._place(band, message.output, message)
         output = None if message.output is not None else torch.cat(outputs) if outputs else torch.empty(0, dtype=self.dtype)
@@ -73,7 +75,12 @@ class VAEPart:
         if band.ndim == 5:
             target = target.narrow(2, message.frame, band.shape[2])
         rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.rank]
-        target.narrow(self.bands.dim, rows.start, len(rows)).copy_(band)
+        target = target.narrow(self.bands.dim, rows.start, len(rows))
+        # A copy from a GPU into rows of a larger tensor would go through pageable memory. Parts of it come through
+        # page-locked memory, which torch keeps: so much of it as one part takes.
+        length = max(1, PART_BYTES * band.shape[2] // band.nbytes)
+        for place, part in zip(target.split(length, 2), band.split(length, 2), strict=True):
+            place.copy_(to_host([part])[0])
 
     def _all(self, fits: bool) -> bool:
         """Whether the picture fits on all ranks. A rank that ran out of memory half-way would end the pool."""
