@@ -256,6 +256,16 @@ def test_where_the_host_has_no_room_the_model_that_was_parked_first_is_unloaded(
     assert [name for name, model in models.items() if not model.unloaded] == left
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_the_host_is_asked_for_room_for_weights_of_that_kind_of_device(registry, loaded, monkeypatch, device):
+    """Those of GPUs are page-locked, and have less."""
+    asked: list[str] = []
+    monkeypatch.setattr(registry_module, "room_for_weights", lambda of: asked.append(of.type) or SIZE)
+    loaded("a", device, device)
+    assert loaded("b", device, device)[1].make_room(device, SIZE) == SIZE
+    assert asked == [device.partition(":")[0]]
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_model_that_comes_back_is_not_unloaded_to_make_room_for_itself(registry, loaded, monkeypatch, copied):
     """The other one is, where its weights have no place in host memory; where they are there already nothing is unloaded."""
