@@ -49,7 +49,11 @@ def load(pool: Pool, path) -> RemoteTransformer:
 
 
 @pytest.mark.parametrize(
-    ("when", "what"), [("start", "a sum over all ranks"), ("loading", "the link (to rank 1|from rank 0) (cpu)")]
+    ("when", "what"),
+    [
+        ("start", "a transfer between rank 0 (cpu) and rank 1 (cpu), on all ranks,"),
+        ("loading", "the link (to rank 1|from rank 0) (cpu)"),
+    ],
 )
 def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
     monkeypatch, flux_file, flux_model, given, when, what, measured

@@ -1,5 +1,6 @@
 """The stand-in with NCCL's rules catches what it is there for: one planted fault each, and no fault in a sound program."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,12 +123,78 @@ def test_an_order_that_differs_names_both_places():
     assert re.search(f"order of issue differs between ranks: rank .* at {HERE}, but rank .* at {HERE}", said(work))
 
 
-def test_groups_that_are_made_in_another_order():
-    def work(dist, rank):
-        for ranks in ([0, 1], [0]) if rank == 0 else ([0], [0, 1]):
-            dist.new_group(ranks)
+@pytest.mark.parametrize("meets", [0, 1], ids=["as torch does", "TORCH_DIST_INIT_BARRIER=1"])
+def test_groups_that_are_made_in_another_order(monkeypatch, meets):
+    """torch's own new_group notices nothing, unless the user wants it to wait: then ranks wait for each other at its use."""
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_is_barrier_after_init", lambda: meets)
 
-    assert re.search(r"ranks meet for different things: .* for a group of \[0(, 1)?\] at", said(work))
+    def work(dist, rank):
+        groups = [dist.new_group(ranks) for ranks in ([[0, 1], [0]] if rank == 0 else [[0], [0, 1]])]
+        dist.all_reduce(torch.ones(2), group=groups[rank])
+
+    if meets:
+        assert re.search(r"ranks meet for different things: .* for a group of \[0(, 1)?\] at", said(work))
+    else:
+        words = said(work, kind=DistStoreError, rules=replace(MANY, store_seconds=0.3))
+        assert re.search(r"rank (0|1) came to communicator 0-1 of group \d at .*, rank (0|1) did not", words)
+
+
+def exchange(dist, rank, size=4):
+    into = torch.empty(size)
+    operations = [dist.P2POp(dist.irecv, into, 1 - rank), dist.P2POp(dist.isend, torch.ones(size), 1 - rank)]
+    dist.batch_isend_irecv(operations)[0].wait()
+
+
+def turn(dist, rank, own=False):
+    splits = [4 if not own or other == rank else 0 for other in range(2)]
+    dist.all_to_all_single(torch.empty(sum(splits)), torch.ones(sum(splits)), splits, splits)
+
+
+def pass_on(dist, rank, sender=0):
+    (dist.isend(torch.ones(4), 1 - rank) if rank == sender else dist.irecv(torch.empty(4), 1 - rank)).wait()
+
+
+@pytest.mark.parametrize(
+    ("tried", "used", "first"),
+    [
+        (turn, exchange, "batch to"),
+        (exchange, turn, "all-to-all to"),
+        (lambda dist, rank: turn(dist, rank, own=True), turn, "all-to-all to"),
+        (pass_on, lambda dist, rank: pass_on(dist, rank, sender=1), "transfer (to|from)"),
+        (exchange, lambda dist, rank: dist.all_reduce(torch.ones(4)), "a short sum"),
+        (
+            lambda dist, rank: dist.all_reduce(torch.ones(4)),
+            lambda dist, rank: dist.all_reduce(torch.ones(4096)),
+            "a long sum",
+        ),
+        (exchange, lambda dist, rank: dist.barrier(), "a short sum"),
+    ],
+    ids=["batch", "all-to-all", "own values", "the other way", "sum", "long sum", "barrier"],
+)
+def test_a_connection_that_no_trial_has_opened(tried, used, first):
+    """NCCL connects a pair, and for an algorithm, at the first use: hours later that would hang without a word. The control
+    is a trial of the same kind."""
+    rules = replace(MANY, trials=True)
+
+    def after(trial):
+        def work(dist, rank):
+            with trials_of(dist):
+                trial(dist, rank)
+            dist.meet()
+            used(dist, rank)
+
+        return work
+
+    @contextlib.contextmanager
+    def trials_of(dist):
+        dist.meet()
+        dist.follow(replace(rules, trials=False))  # as in a trial: nothing is held against what comes
+        yield
+        dist.meet()
+        dist.follow(rules)
+
+    assert re.search(f"the first {first}.* comes outside of a trial: rank . *", said(after(tried)))
+    assert on_ranks(2, after(used), rules) == [None, None]
 
 
 @pytest.mark.parametrize(

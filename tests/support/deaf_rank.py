@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
-HANGS_AT = {"start": "try_axis", "loading": "try_link"}
+HANGS_AT = {"start": "try_pair", "loading": "try_link"}
 """By when it shows: the part of the self-test that hangs."""
 
 
@@ -25,7 +25,7 @@ def deaf_with_p2p(settings: RankSettings, connection: Connection) -> None:
 
     peers.backend_for = lambda _devices: "nccl"
     if settings.self_test.p2p:
-        peers.try_axis = lambda *_: time.sleep(3600)
+        peers.try_pair = lambda *_: time.sleep(3600)
     main(settings, connection)
 
 

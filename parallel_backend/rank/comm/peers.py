@@ -15,7 +15,17 @@ from .guard import Guard
 from .mesh import Axis, Mesh, close_mesh, make_mesh
 from .process_group import backend_for, is_far, join
 from .rendezvous import Rendezvous
-from .self_test import LinkError, try_axis, try_link
+from .self_test import (
+    SHORT_SUMS,
+    SUMS,
+    LinkError,
+    open_communicator,
+    rounds,
+    try_all_to_all,
+    try_link,
+    try_pair,
+    try_sum,
+)
 from .transfers import is_out_of_memory, peer_errors
 
 
@@ -45,8 +55,8 @@ class Peers:
         with self._guard.waiting():
             join(settings.rank, settings.devices, self._rendezvous, settings.timeout, settings.self_test.p2p)
             self._far = self._rendezvous.is_any("far", is_far())  # the same on all ranks, see Axis.far
-        with self._trial("a sum over all ranks"):
-            try_axis(Axis("world", world, settings.rank, tuple(range(world)), None), self._device)
+        everyone = Axis("world", world, settings.rank, tuple(range(world)), None)
+        self._try_axis(everyone, "all ranks", SHORT_SUMS[self._device.type])
 
     def enter_mesh(self, degrees: Degrees) -> Mesh:
         """The mesh of a model. Models of equal degrees share one, since each group of NCCL takes memory on the device."""
@@ -71,12 +81,41 @@ class Peers:
             self._rendezvous.meet()
         for axis in mesh.axes.values():
             if axis.group is not None:
-                with self._trial(f"a sum over the {axis.name} axis of {self._named(*axis.ranks)}"):
-                    try_axis(axis, self._device)
-        for link in mesh.links:
-            with self._trial(f"the link {'to' if link.sends else 'from'} {self._named(link.peer)}"):
-                try_link(link, self._device)
+                sums = SUMS[self._device.type] if axis.name == "tensor" else ()  # no other axis adds up
+                self._try_axis(axis, f"the {axis.name} axis of {self._named(*axis.ranks)}", sums)
+        stage = mesh.axes["pipe"].index
+        for half in range(2 if degrees.pipe > 1 else 0):  # the links from even stages, then those from odd ones
+            for link in mesh.links:
+                if (stage if link.sends else stage - 1) % 2 == half:
+                    with self._trial(f"the link {'to' if link.sends else 'from'} {self._named(link.peer)}"):
+                        try_link(link, self._device)
+            self._meet()
         return mesh
+
+    def _try_axis(self, axis: Axis, name: str, sums: Sequence[int]) -> None:
+        """Open all that the axis uses. Collective over all ranks, each on its own line of the axis. `sums`: see try_sum."""
+        with self._trial(f"the communicator of {name}"):
+            open_communicator(axis, self._device)
+        for pairs in rounds(axis.size):
+            for pair in pairs:
+                if axis.index in pair:
+                    other = pair[axis.index == pair[0]]
+                    two = f"{self._named(axis.ranks[pair[0]])} and {self._named(axis.ranks[pair[1]])}"
+                    with self._trial(f"a transfer between {two}, on {name},"):
+                        try_pair(axis, other, self._device)
+            self._meet()
+        with self._trial(f"an all-to-all over {name}"):
+            try_all_to_all(axis, self._device)
+        for values in sums:
+            with self._trial(f"a sum over {name}"):
+                try_sum(axis, values, self._device)
+
+    def _meet(self) -> None:
+        """Wait for all ranks by the store, without a limit: a rank that went on to its next trial would take a rank that is
+        blocked in this one for a broken link of its own."""
+        with self._guard.waiting():
+            self._rendezvous.check()
+            self._rendezvous.meet()
 
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, in rank order. All ranks pass the same count, each number of at most 63 bits.

@@ -1,13 +1,19 @@
-"""The self-test of the links between ranks, on the real transport: each group's first transfer, before weights are read.
+"""The self-test of the links between ranks, on the real transport: all that a run will use, opened before weights are read.
 
 Direct access between consumer cards may be reported as working and still hang, or transfer wrong values, where an IOMMU or
 PCIe ACS is switched on (nccl-tests #117). So received values are checked, and the first transfer has a shorter time limit.
-NCCL makes a group's communicator at its first transfer: here, before weights take the device's memory. torch also forbids a
-batch among only some ranks of a group (batch_isend_irecv) as the group's first transfer.
+
+NCCL makes a group's communicator at the group's first transfer, connects two ranks at their first send to each other (nccl
+src/enqueue.cc), and connects for a sum once it takes an algorithm, which is by size. Each connection takes memory of the
+device, and /dev/shm where there is no direct access: here, before weights take it. So each kind of transfer of each group
+comes first in here, with every pair that a run uses. torch also forbids a batch among only some ranks of a group
+(batch_isend_irecv) as the group's first transfer.
 """
 
+import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +24,11 @@ from parallel_backend.wire.rank_settings import P2P_DISABLE
 from .mesh import Axis, LinkEnd
 
 VALUES = {"cuda": 1 << 18, "cpu": 1 << 10}
-"""float32 values of each transfer, by device. 1 MB is too much for NCCL's protocol for short messages."""
+"""int32 values from each rank to each, by device. 1 MB is too much for NCCL's protocol for short messages."""
+SHORT_SUMS = {"cuda": (1 << 4, 1 << 10), "cpu": (1 << 4,)}
+"""float32 values of sums, by device, as the world's are: of counters, and of barriers."""
+SUMS = {"cuda": (1 << 4, 1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24), "cpu": (1 << 4, 1 << 11)}
+"""As those of tensor parallelism are, from 64 bytes to 64 MB: NCCL changes algorithm and protocol in between."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -41,24 +51,57 @@ def advice(backend: str, p2p: bool) -> str:
     tried = direct if p2p and P2P_DISABLE not in os.environ else "direct access between GPUs (P2P) was off already"
     return (
         f"Try: {tried}; give {SHARED_MEMORY} at least 1 GB{_shared_memory()}, in a container by --ipc=host or "
-        "--shm-size=1g; a newer driver. What NCCL says is in the ranks' logs (NCCL_DEBUG=WARN)."
+        "--shm-size=1g; a newer driver; other cards in `devices`. What NCCL says is in the ranks' logs (NCCL_DEBUG=WARN)."
     )
 
 
-def try_axis(axis: Axis, device: torch.device) -> None:
-    """A sum over the axis, or over the world if it has no group. Collective over it. ValueError if the sum is wrong.
+def rounds(size: int) -> list[list[tuple[int, int]]]:
+    """Every pair of the indices 0 to size - 1 once, in rounds: an index is in one pair of a round at most."""
+    pairs = list(itertools.combinations(range(size), 2))
+    by_sum = ([pair for pair in pairs if sum(pair) % size == number] for number in range(size))
+    return [together for together in by_sum if together]
 
-    `device`: a device that the backend transfers from directly.
+
+def open_communicator(axis: Axis, device: torch.device) -> None:
+    """Every rank sends to itself alone, which needs the group's communicator and no connection: a link that does not work
+    is then met in `try_pair`, where it has a name.
+
+    Collective over the axis, or over the world if it has no group. ValueError for wrong values. `device`, here and below: a
+    device that the backend transfers from directly.
     """
-    values_N = torch.full((VALUES[device.type],), axis.index + 1.0, device=device)
+    _turn(axis, [axis.index], device)
+
+
+def try_pair(axis: Axis, other: int, device: torch.device) -> None:
+    """Send to the rank with the index `other` on the axis, and receive from it, in the calls of gathers, shifts and halos.
+
+    Collective over the two. ValueError for wrong values.
+    """
+    here, there, values = axis.ranks[axis.index], axis.ranks[other], VALUES[device.type]
+    sent_N = _pattern(here, there, values).to(device)
+    received_N = torch.zeros_like(sent_N)
+    operations = [dist.P2POp(dist.irecv, received_N, there, axis.group), dist.P2POp(dist.isend, sent_N, there, axis.group)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    _check(received_N, _pattern(there, here, values), there)
+
+
+def try_all_to_all(axis: Axis, device: torch.device) -> None:
+    """Every rank sends to every one at once. Collective over the axis. ValueError for wrong values, with the sender."""
+    _turn(axis, range(axis.size), device)
+
+
+def try_sum(axis: Axis, values: int, device: torch.device) -> None:
+    """A sum over the axis, of so many float32 values. Collective over it. ValueError if the sum is wrong."""
+    values_N = torch.full((values,), axis.index + 1.0, device=device)
     dist.all_reduce(values_N, group=axis.group)
-    _check(values_N, torch.full((len(values_N),), axis.size * (axis.size + 1) / 2))
+    _check(values_N, torch.full((values,), axis.size * (axis.size + 1) / 2))
 
 
 def try_link(link: LinkEnd, device: torch.device) -> None:
     """A transfer over the link, in the calls of StageLink. Collective over both ends. ValueError for wrong values."""
-    pattern_N = torch.arange(VALUES[device.type], dtype=torch.float32)
-    sent_or_received_N = pattern_N.to(device) if link.sends else torch.zeros(len(pattern_N), device=device)
+    pattern_N = torch.arange(VALUES[device.type], dtype=torch.int32)
+    sent_or_received_N = pattern_N.to(device) if link.sends else torch.zeros_like(pattern_N, device=device)
     work = (dist.isend if link.sends else dist.irecv)(sent_or_received_N, link.peer, group=link.group)
     assert work is not None
     work.wait()
@@ -68,11 +111,28 @@ def try_link(link: LinkEnd, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # NCCL's wait is one of the stream: the host would not see a send that hangs
 
 
-def _check(received_N: torch.Tensor, expected_N: torch.Tensor) -> None:
-    """On the host, which waits for the device."""
+def _turn(axis: Axis, others: Sequence[int], device: torch.device) -> None:
+    """An all-to-all in which each rank sends to, and receives from, these indices of the axis alone."""
+    values, here = VALUES[device.type], axis.ranks[axis.index]
+    splits = [values if index in others else 0 for index in range(axis.size)]
+    sent_N = torch.cat([_pattern(here, axis.ranks[index], values) for index in others]).to(device)
+    received_N = torch.zeros_like(sent_N)
+    dist.all_to_all_single(received_N, sent_N, splits, splits, group=axis.group)
+    for index, part_N in zip(others, received_N.split(values), strict=True):
+        _check(part_N, _pattern(axis.ranks[index], here, values), axis.ranks[index])
+
+
+def _pattern(sender: int, receiver: int, values: int) -> torch.Tensor:
+    """[values] int32 for one direction of a pair: no two agree at any place, and none has a zero."""
+    return torch.arange(1, values + 1, dtype=torch.int32) + (sender << 12) + receiver
+
+
+def _check(received_N: torch.Tensor, expected_N: torch.Tensor, sender: int | None = None) -> None:
+    """On the host, which waits for the device. `sender`: the rank that the values are of, if they are one rank's."""
     wrong = int((received_N.cpu() != expected_N).sum())
     if wrong:
-        raise ValueError(f"gave {wrong} wrong values of {len(expected_N)}")
+        of = "" if sender is None else f" from rank {sender}"
+        raise ValueError(f"gave {wrong} wrong values of {len(expected_N)}{of}")
 
 
 def _shared_memory() -> str:

@@ -26,7 +26,7 @@ from tests.support.strict.rules import ANY, ISSUE, Rules
 
 from .cases import CONFIG, Case, Files, nothing
 
-RULES = {1: Rules(places=1, launch=ISSUE), 8: Rules(places=8, launch=ANY)}
+RULES = {1: Rules(places=1, launch=ISSUE, trials=True), 8: Rules(places=8, launch=ANY, trials=True)}
 """By K."""
 
 Start = Callable[[StartSettings], Ranks]

@@ -136,9 +136,11 @@ class StrictDistributed(Distributed):
         member.fabric.meet(member.rank, "a meeting", place())
 
     def new_group(self, ranks: list[int], timeout: timedelta | None = None, group_desc: str | None = None) -> Group | object:
-        """As torch's: it waits for all ranks by the store, and makes no communicator."""
+        """As torch's: it makes no communicator, and waits for all ranks by the store only if the user wants that of torch
+        (TORCH_DIST_INIT_BARRIER)."""
         made, member = super().new_group(ranks, timeout, group_desc), self._here.member
-        member.fabric.meet(member.rank, f"a group of {ranks}", place())
+        if torch.distributed.distributed_c10d._is_barrier_after_init():
+            member.fabric.meet(member.rank, f"a group of {ranks}", place())
         return made
 
     def destroy_process_group(self, group: Group | None = None) -> None:

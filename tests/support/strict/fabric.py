@@ -10,7 +10,7 @@ import torch
 from torch.distributed import DistStoreError
 
 from .operation import Communicator, Operation
-from .rules import ANY, Deadlock, RuleBroken, Rules, as_bytes, is_poisoned, poison
+from .rules import ANY, TRIAL, Deadlock, RuleBroken, Rules, as_bytes, is_poisoned, poison
 
 
 class Fabric:
@@ -32,6 +32,8 @@ class Fabric:
         self._not_waited: list[set[Operation]] = [set() for _ in self.ranks]
         # By communicator and (rank, peer): its operations with the peer that the peer has not answered yet, and how many.
         self._unanswered: dict[tuple[Communicator, int, int], deque[Operation]] = defaultdict(deque)
+        # By communicator and rank: what it has connected for. Only this communicator's connections: each has its own.
+        self._connected: dict[tuple[Communicator, int], set[str]] = defaultdict(set)
         self._came: dict[Communicator, dict[int, str]] = defaultdict(dict)
         self._met = [0 for _ in self.ranks]
         self._meetings: dict[int, tuple[str, str]] = {}
@@ -52,6 +54,7 @@ class Fabric:
             self.before_issue(rank, number)
             self._numbers[rank] += 1
             op = operation(number, time.monotonic() + rules.pause(rank, str(communicator), number))
+            self._connect(op)
             for tensors in op.receives.values():
                 for tensor in tensors:
                     poison(tensor)
@@ -131,6 +134,14 @@ class Fabric:
     def _time_over(self, came: str, late: list[int]) -> NoReturn:
         who = ", ".join(f"rank {other}" for other in late)
         raise DistStoreError(f"the store's time is over: {came}, {who} did not. {self._state()}")
+
+    def _connect(self, op: Operation) -> None:
+        """RuleBroken where the operation needs a connection that no trial has opened."""
+        connected = self._connected[op.communicator, op.rank]
+        new = [connection for connection in op.connections if connection not in connected]
+        if new and self.rules.trials and TRIAL not in op.place:
+            self._fail(RuleBroken(f"the first {new[0]} comes outside of a trial: {op}"))
+        connected.update(new)
 
     def _pair(self, op: Operation, peer: int) -> None:
         """Find what it answers at that peer, or leave it to be answered."""

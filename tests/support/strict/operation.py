@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .rules import RuleBroken, as_bytes
+from .rules import SHORT, RuleBroken, as_bytes
 
 Tensors = Mapping[int, Sequence[torch.Tensor]]
 """By global rank of the peer."""
@@ -68,6 +68,22 @@ class Operation:
             parts = [f"{verb} {', '.join(map(str, ranks))}" for verb, ranks in (("to", sent), ("from", received)) if ranks]
             return f"{self.kind} {' and '.join(parts)}"
         return self.kind
+
+    @property
+    def connections(self) -> list[str]:
+        """What NCCL connects for at the operation, if it is the first such one of the rank on the communicator."""
+        if self.kind == "barrier":  # which is a sum of one number
+            return ["a short sum"]
+        if self.kind == "all-reduce":
+            assert self.in_place is not None
+            return ["a short sum" if self.in_place.nbytes <= SHORT else "a long sum"]
+        both = (("to", self.sends), ("from", self.receives))
+        return [
+            f"{self.kind} {verb} {peer}"
+            for verb, tensors in both
+            for peer, parts in tensors.items()
+            if peer != self.rank and any(part.numel() for part in parts)
+        ]
 
     def sizes(self, peer: int) -> tuple[list[Size], list[Size]]:
         """What goes to a peer and what comes from it: (bytes, dtype) of each tensor."""

@@ -9,6 +9,10 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = str(Path(__file__).parent)
+TRIAL = "parallel_backend/rank/comm/self_test.py"
+"""In the place of a call of the self-test, which has a time limit and comes before weights."""
+SHORT = 4096
+"""Bytes of the longest sum that counts as a short one: NCCL takes its algorithm by the size, here one of two."""
 COUNTING = "parallel_backend/rank/comm/transfers.py"
 """Every transfer goes through it, so that it says nothing of a place."""
 CALLERS = 3
@@ -45,6 +49,7 @@ class Rules:
 
     `delay`: the longest, in seconds, between a call and its start; most are far shorter, by `seed`, communicator and rank.
     `patience`: of a deadlock. `store_seconds`: how long the first operation of a communicator waits for the others.
+    `trials`: what NCCL connects for, an operation's kind with each pair and direction, has to come first in a trial.
     """
 
     places: int = 8
@@ -53,6 +58,7 @@ class Rules:
     delay: float = 0.002
     patience: float = 30.0
     store_seconds: float = 30.0
+    trials: bool = False
 
     def pause(self, rank: int, communicator: str, number: int) -> float:
         """Seconds of delay of the rank's operation of this number. The same for the same seed, whatever the timing.
