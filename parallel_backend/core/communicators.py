@@ -52,3 +52,13 @@ def communicators(degrees: Degrees, rank: int) -> int:
     if degrees.world == 1:
         return 0
     return 1 + len(grouped_axes(degrees)) + sum(rank in link for link in pipe_links(degrees))
+
+
+def connections(degrees: Degrees, rank: int) -> int:
+    """Number of connections of `rank` to another rank of a communicator, over all communicators of `communicators`.
+
+    All pairs of the world and of each axis are connected, and both ends of each link (rank/comm/self_test.py). An NCCL
+    connection takes device memory beside the communicator's.
+    """
+    on_axes = sum(getattr(degrees, name) - 1 for name in grouped_axes(degrees))
+    return degrees.world - 1 + on_axes + sum(rank in link for link in pipe_links(degrees))

@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from parallel_backend.core.communicators import communicators
+from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes
 from parallel_backend.core.spans import Span, split, split_carrying
 from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
-from .gpu_overheads import COMMUNICATOR, STAGED, WORKSPACES
+from .gpu_overheads import COMMUNICATOR, CONNECTION, STAGED, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights
 
 USABLE_MEMORY = 0.95
@@ -57,7 +57,7 @@ class MemoryNeed:
     staging: int = 0
     """Hidden states on their way to and from the neighbouring stages."""
     communicators: int = 0
-    """NCCL's buffers, made when the model is loaded."""
+    """NCCL's buffers, for its communicators and their connections, made when the model is loaded."""
     workspaces: int = 0
     """For a GPU's matrix products, from the first one on."""
 
@@ -142,6 +142,7 @@ def memory_of(
     span = spans[at.pipe]
     computing = [_computing(sizes, degrees, span, at, request) for request in requests]
     tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
+    transport = COMMUNICATOR * communicators(degrees, rank) + CONNECTION * connections(degrees, rank)
     staged = STAGED * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
         rank_weights(sizes, degrees.tensor, span).total,
@@ -150,7 +151,7 @@ def memory_of(
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
         max((least for least, _ in computing), default=0),
         math.ceil(staged) if sizes.on_gpus and degrees.pipe > 1 else 0,
-        COMMUNICATOR * communicators(degrees, rank) if sizes.on_gpus else 0,
+        transport if sizes.on_gpus else 0,
         WORKSPACES if sizes.on_gpus and requests else 0,
     )
 

@@ -12,13 +12,13 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import Conditioning, TokenLayout
 from parallel_backend.client.memory_guard import MemoryGuard
-from parallel_backend.core.communicators import communicators
+from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.placement.balance import divide, even_stages, timed_rows
 from parallel_backend.placement.expected_request import expected_request
-from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONTEXT, WORKSPACES
+from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONNECTION, CONTEXT, WORKSPACES
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
@@ -31,6 +31,8 @@ DEVICES = ("cuda:0", "cuda:1")
 TEXT_ENCODER = 9_800_000_000
 """Bytes of T5-XXL in fp16."""
 LATENT, PROMPT = (1, 16, 128, 128), 512
+WORLD = COMMUNICATOR + CONNECTION
+"""Bytes that two ranks' transport takes before they have a model."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ class Host:
         self.asked: list[tuple[str, int]] = []
         cuda.hold(CONTEXT + resident, 0)
         for device in range(2):
-            cuda.hold_elsewhere(CONTEXT + COMMUNICATOR, device)  # the rank's, and the world's
+            cuda.hold_elsewhere(CONTEXT + WORLD, device)  # the rank's, and the world's
         spans = even_stages(57, 2)
         self.check = MemoryCheck(flux, Setup(flux.path, "bf16", DEVICES, TWO, "auto"), spans, 2)
         pool = SimpleNamespace(devices=DEVICES, ask=self._ask)
@@ -61,7 +63,7 @@ class Host:
         self.guard.make_room_for((), nobody)
         self.guard.check_weights((), nobody)
         for rank, need in enumerate(self.check.memory(())):
-            self._take(rank, need.weights + need.communicators - COMMUNICATOR)
+            self._take(rank, need.weights + need.communicators - WORLD)
 
     def run(self, number: int = 1) -> None:
         """A PipeFusion run, until its first call."""
@@ -122,7 +124,7 @@ def test_the_same_run_is_refused_where_room_is_made_for_the_weights_alone(flux):
         with pytest.raises(ValueError, match=r"latent_image: this run needs about .* GB more on cuda:0") as refused:
             host.run()
         assert "67.1 MB for the GPU's libraries" in str(refused.value)
-        assert "200 MB for NCCL" in host.check.advice()
+        assert "250 MB for NCCL" in host.check.advice()
         assert "stage_split 15,42" in str(refused.value)  # the second card has room for more of the blocks
 
 
@@ -140,7 +142,7 @@ def test_room_is_asked_for_the_whole_run_where_it_is_known_at_loading(flux):
         host = Host(cuda, flux, TEXT_ENCODER)
         host.guard.make_room_for((expected,), nobody)
         ((device, missing),) = host.asked
-        free = ADA.memory - 2 * CONTEXT - COMMUNICATOR - TEXT_ENCODER
+        free = ADA.memory - 2 * CONTEXT - WORLD - TEXT_ENCODER
         assert device == "cuda:0"
         assert missing == pytest.approx(host.check.memory((expected,))[0].total / USABLE_MEMORY - free, abs=1)
         host.load()
@@ -167,7 +169,8 @@ def test_a_gpus_libraries_count_and_a_cpus_do_not(flux, degrees):
         gpu, cpu = (
             memory_of(model_sizes(flux, "bf16", device), degrees, spans, rank, (request,)) for device in ("cuda:0", "cpu")
         )
-        assert gpu.communicators == COMMUNICATOR * communicators(degrees, rank)
+        peers = CONNECTION * connections(degrees, rank)
+        assert gpu.communicators == COMMUNICATOR * communicators(degrees, rank) + peers
         assert gpu.workspaces == WORKSPACES
         assert (gpu.staging > 0) == (degrees.pipe > 1)
         assert gpu.total == cpu.total + gpu.communicators + gpu.workspaces + gpu.staging

@@ -62,7 +62,7 @@ positions are a tenth or two of what blocks have; in real ones nothing."""
 def small_libraries():
     """What a GPU's libraries take would be nearly all that these models need: it is test_room.py's."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("COMMUNICATOR", "WORKSPACES"):
+        for name in ("COMMUNICATOR", "CONNECTION", "WORKSPACES"):
             patch.setattr(f"parallel_backend.placement.memory_model.{name}", 0)
         yield
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from parallel_backend.client.call import ModelCall
+from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.rank.comm import collectives
@@ -105,6 +106,24 @@ def test_everything_under_more_delays(at_work, case, places):
 @pytest.mark.parametrize("degrees", KILLED, ids=str)
 def test_a_rank_that_dies_is_named_and_the_next_ranks_work(at_work, degrees, places):
     assert at_work.kill(degrees, rules_of(places, 1, DELAY)) is None
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [Degrees(ulysses=4), Degrees(pipe=4), Degrees(pipe=2, tensor=2), Degrees(patch=2, ring=2, patch_mode="displaced")],
+    ids=cases.name,
+)
+def test_loading_opens_what_the_memory_model_counts_and_a_run_opens_no_more(at_work, degrees):
+    def load_and_call(files, load, _pool):
+        model, fabric = load(files.flux(), degrees), at_work.distributed.fabrics[-1:]
+        opened = [fabric[0].opened(rank) for rank in range(4)] if fabric else None
+        found = model.predict(ModelCall(*tiny.inputs(cases.CONFIG)), cases.nothing)
+        if opened is not None:
+            assert opened == [(communicators(degrees, rank), connections(degrees, rank)) for rank in range(4)]
+            assert opened == [fabric[0].opened(rank) for rank in range(4)]
+        return [found]
+
+    assert at_work.trial(cases.Case(f"opened {degrees}", load_and_call, rare=True), rules_of(8, 1, DELAY)) is None
 
 
 def test_ranks_that_end_politely_have_waited_for_their_last_send(at_work):

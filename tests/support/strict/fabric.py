@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import DistStoreError
 
-from .operation import Communicator, Operation
+from .operation import Communicator, Connection, Operation
 from .rules import ANY, TRIAL, Deadlock, RuleBroken, Rules, as_bytes, is_poisoned, poison
 
 
@@ -33,13 +33,22 @@ class Fabric:
         # By communicator and (rank, peer): its operations with the peer that the peer has not answered yet, and how many.
         self._unanswered: dict[tuple[Communicator, int, int], deque[Operation]] = defaultdict(deque)
         # By communicator and rank: what it has connected for. Only this communicator's connections: each has its own.
-        self._connected: dict[tuple[Communicator, int], set[str]] = defaultdict(set)
+        self._connected: dict[tuple[Communicator, int], set[Connection]] = defaultdict(set)
         self._came: dict[Communicator, dict[int, str]] = defaultdict(dict)
         self._met = [0 for _ in self.ranks]
         self._meetings: dict[int, tuple[str, str]] = {}
         self._hosts: dict[int, str] = {}
         self._moved_at = time.monotonic()
         self._ended = False
+
+    def opened(self, rank: int) -> tuple[int, int]:
+        """(communicators, other ranks in each of them, added up) that the rank has connected so far."""
+        peers = {
+            communicator: {connection.peer for connection in connected} - {None}
+            for (communicator, of), connected in self._connected.items()
+            if of == rank and connected
+        }
+        return len(peers), sum(map(len, peers.values()))
 
     # What ranks call.
 

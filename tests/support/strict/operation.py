@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,16 @@ class Communicator:
 
     def __str__(self) -> str:
         return f"{'link' if self.linked else 'communicator'} {'-'.join(map(str, self.ranks))} of group {self.group}"
+
+
+class Connection(NamedTuple):
+    """`peer`: rank at the other end of a transfer, None for what all of the communicator's ranks do together."""
+
+    what: str
+    peer: int | None
+
+    def __str__(self) -> str:
+        return self.what if self.peer is None else f"{self.what} {self.peer}"
 
 
 @dataclass(eq=False)
@@ -70,16 +81,16 @@ class Operation:
         return self.kind
 
     @property
-    def connections(self) -> list[str]:
+    def connections(self) -> list[Connection]:
         """What NCCL connects for at the operation, if it is the first such one of the rank on the communicator."""
         if self.kind == "barrier":  # which is a sum of one number
-            return ["a short sum"]
+            return [Connection("a short sum", None)]
         if self.kind == "all-reduce":
             assert self.in_place is not None
-            return ["a short sum" if self.in_place.nbytes <= SHORT else "a long sum"]
+            return [Connection("a short sum" if self.in_place.nbytes <= SHORT else "a long sum", None)]
         both = (("to", self.sends), ("from", self.receives))
         return [
-            f"{self.kind} {verb} {peer}"
+            Connection(f"{self.kind} {verb}", peer)
             for verb, tensors in both
             for peer, parts in tensors.items()
             if peer != self.rank and any(part.numel() for part in parts)
