@@ -10,7 +10,7 @@ from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .run_on_several_gpus import add_route
-from .sampling.auto_degrees import log_folder
+from .sampling.auto_degrees import folder, log_folder
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
@@ -18,7 +18,7 @@ from .unload import UnloadParallelDiT
 from .vae.decode import ParallelVAEDecode
 from .vae.encode import ParallelVAEEncode
 
-registry().logs = log_folder
+registry().logs, registry().folder = log_folder, folder
 add_route()
 
 NODE_CLASS_MAPPINGS = {

@@ -38,7 +38,8 @@ KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
 def folder() -> Path:
-    """Folder for calibrations and logs, in ComfyUI's user directory: the temporary one is emptied at each start."""
+    """Folder for what later starts read, such as calibrations, and for logs. In ComfyUI's user directory: the temporary one
+    is emptied at each start."""
     return Path(folder_paths.get_user_directory()) / "parallel_dit"
 
 

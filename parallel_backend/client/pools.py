@@ -10,19 +10,23 @@ from parallel_backend.core.devices import on_ray
 from parallel_backend.processes.pool import LinksDown, Pool
 from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
 
+from .p2p_verdicts import P2PVerdicts
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-SECOND_TRY_SECONDS = 15.0
-"""Time limit of the self-test's parts without P2P, short since the test with P2P has taken a minute already."""
+WITHOUT_P2P_SECONDS = 30.0
+"""Time limit of the self-test's parts without P2P, shorter since the test with P2P has taken a minute already."""
 
 
 class Pools:
-    """Keeps pools on different devices at the same time. `start` makes a pool. Not thread-safe: the registry locks."""
+    """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
-    def __init__(self, start: Callable[[tuple[str, ...], SelfTest], Pool]):
-        self._start = start
+    `start` makes a pool. `verdicts`: where P2P is known not to work.
+    """
+
+    def __init__(self, start: Callable[[tuple[str, ...], SelfTest], Pool], verdicts: P2PVerdicts):
+        self._start, self._verdicts = start, verdicts
         self._pools: tuple[Pool, ...] = ()  # in the order of their last use
-        self._without_p2p: set[tuple[str, ...]] = set()
 
     @property
     def working(self) -> tuple[Pool, ...]:
@@ -33,23 +37,26 @@ class Pools:
         """The result of `action` with the ranks on these devices, started if necessary.
 
         If the self-test of NCCL's links fails, `action` is tried once more with new ranks without P2P, since direct access
-        between consumer cards is the most frequent cause. P2P then stays off for these devices in this process.
+        between consumer cards is the most frequent cause. P2P then stays off for these devices, see P2PVerdicts.
         """
         pool = self._on(devices)
         try:
             return action(pool)
         except LinksDown as error:
             if error.backend != "nccl" or not pool.self_test.p2p or P2P_DISABLE in os.environ:
+                self._verdicts.forget(devices)  # where P2P was off by an earlier start's verdict, that does not help now
                 raise
             log.warning("%s\nParallel DiT: starting new ranks without P2P", str(error))
         self.end(devices, politely=False)
-        self._without_p2p.add(devices)
+        self._verdicts.turn_off(devices)
         pool = self._on(devices)
         try:
-            return action(pool)
+            result = action(pool)
         except BaseException:  # P2P was not the cause, or that is unknown, such as after Cancel
-            self._without_p2p.remove(devices)
+            self._verdicts.forget(devices)
             raise
+        self._verdicts.keep(devices)
+        return result
 
     def end_failed(self) -> None:
         """Drop pools that have failed."""
@@ -78,8 +85,8 @@ class Pools:
         pool = next((pool for pool in self._pools if pool.devices == devices), None)
         if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            without = devices in self._without_p2p
-            self_test = replace(SELF_TEST, p2p=False, seconds=SECOND_TRY_SECONDS) if without else SELF_TEST
+            off = self._verdicts.is_off(devices)
+            self_test = replace(SELF_TEST, p2p=False, seconds=WITHOUT_P2P_SECONDS) if off else SELF_TEST
             pool = self._start(devices, self_test)
         self._pools = (*(other for other in self._pools if other is not pool), pool)
         return pool

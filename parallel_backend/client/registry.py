@@ -30,6 +30,7 @@ from parallel_backend.wire.rank_settings import SelfTest
 from .loading import load_model
 from .memory_guard import MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
+from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .remote_transformer import RemoteTransformer
 
@@ -47,12 +48,14 @@ class Registry:
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
         """Gives the folder for the logs of new ranks, see pool.Pool."""
+        self.folder: Callable[[], Path | None] = lambda: None
+        """Gives the folder for what later processes are to know, see P2PVerdicts. None: nothing is kept."""
         self.threads: int | None = None
         """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of
         """Gives the class of new ranks by their devices."""
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
-        self._pools = Pools(self._start)
+        self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()))
         self._models = ModelsOnRanks()
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallel_backend.client import p2p_verdicts
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
@@ -16,6 +17,7 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST
+from tests.support.fake_cuda import ADA, fake_cuda
 
 DEVICES = ("cpu", "cpu")
 SIZE = 50
@@ -310,11 +312,97 @@ def test_ranks_whose_links_fail_under_nccl_are_tried_once_more_without_p2p(regis
     monkeypatch.setattr(FakePool, "down", {True: "nccl"})
     second = registry.pool_for(DEVICES, nobody).self_test
     assert not second.p2p
-    assert SELF_TEST.seconds + second.seconds <= 75
+    assert SELF_TEST.seconds + second.seconds <= 90
     registry.close()
     assert not registry.pool_for(DEVICES, nobody).self_test.p2p  # as is known now
     monkeypatch.setattr(FakePool, "down", {})
     assert registry.pool_for(("cuda:0", "cuda:1"), nobody).self_test.p2p  # of these nothing is known
+
+
+@pytest.fixture
+def starts(monkeypatch, tmp_path):
+    """`starts()`: whether the next ComfyUI's ranks on two fake cards are at last without P2P, and after how many starts of
+    ranks. It keeps what it has found out in `tmp_path`."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
+    made = []
+
+    def pool(*arguments, **named):
+        made.append(FakePool(*arguments, **named))
+        return made[-1]
+
+    def start(devices=("cuda:0", "cuda:1")) -> tuple[bool, int]:
+        made.clear()
+        one = Registry()
+        one.folder = lambda: tmp_path / "parallel_dit"
+        try:
+            return not one.pool_for(devices, nobody).self_test.p2p, len(made)
+        finally:
+            one.close()
+
+    monkeypatch.setattr(registry_module, "Pool", pool)
+    with fake_cuda(ADA, ADA, ADA):
+        yield start
+
+
+def test_that_p2p_fails_is_known_at_the_next_start_of_comfyui(starts, tmp_path):
+    assert starts() == (True, 2)
+    assert starts() == (True, 1)
+    assert starts(("cuda:1", "cuda:0")) == (True, 1)  # the same cards
+    assert starts(("cuda:0", "cuda:2")) == (True, 2)  # others
+    assert starts() == starts(("cuda:2", "cuda:0")) == (True, 1)
+    assert starts(("cpu", "cpu")) == (True, 2)  # nothing is kept of what has no cards
+    assert [path.name for path in (tmp_path / "parallel_dit").iterdir()] == ["without_p2p.json"]
+
+
+@pytest.mark.parametrize("changed", ["driver", "torch", "IOMMU", "card"])
+def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, changed):
+    driver, units = tmp_path / "version", tmp_path / "iommu"
+    driver.write_text("NVRM version: 580.95.05")
+    (units / "dmar0").mkdir(parents=True)
+    monkeypatch.setattr(p2p_verdicts, "MACHINE", (driver, tmp_path / "no such driver"))
+    monkeypatch.setattr(p2p_verdicts, "IOMMU", units)
+    assert starts() == (True, 2)
+    if changed == "driver":
+        driver.write_text("NVRM version: 590.48.01")
+    elif changed == "torch":
+        monkeypatch.setattr(p2p_verdicts.torch, "__version__", "99")
+    elif changed == "IOMMU":
+        (units / "dmar0").rmdir()
+    else:
+        properties = p2p_verdicts.torch.cuda.get_device_properties
+        other = lambda name: SimpleNamespace(uuid=f"{properties(name).uuid}-other", name="")  # noqa: E731
+        monkeypatch.setattr(p2p_verdicts.torch.cuda, "get_device_properties", other)
+    assert starts() == (True, 2)
+    assert starts() == (True, 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b"\xff\x00{"),
+        lambda path: path.write_text('{"verdicts": [{"cards": []}]}'),
+        lambda path: path.write_text("[" * 10**5),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["no text", "something else", "too long", "a folder"],
+)
+def test_a_damaged_file_of_verdicts_is_ignored_with_a_word_and_written_anew(starts, tmp_path, caplog, damage):
+    path = tmp_path / "parallel_dit/without_p2p.json"
+    starts()
+    damage(path)
+    assert starts() == (True, 2)
+    assert path.name in caplog.text and ("is ignored" in caplog.text or "could not be kept" in caplog.text)
+    assert starts() == ((True, 2) if path.is_dir() else (True, 1))
+
+
+def test_links_that_fail_without_p2p_too_are_tried_with_it_at_the_next_start(starts, monkeypatch):
+    """Whatever it was has changed: the verdict may be wrong by now."""
+    starts()
+    monkeypatch.setattr(FakePool, "down", {False: "nccl"})
+    with pytest.raises(LinksDown):
+        starts()
+    assert starts() == (False, 1)
 
 
 def test_p2p_stays_on_where_a_second_try_was_given_up(registry, monkeypatch):

@@ -1,0 +1,122 @@
+"""Cards between which NCCL works only without direct access (P2P), kept in a file.
+
+Such a link hangs, which takes the self-test of the links a minute to notice: once, and not at each start of ComfyUI.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_backend.core.devices import device_kind, on_ray
+
+log = logging.getLogger(__name__)
+
+FILE = "without_p2p.json"
+MAX_BYTES = 1 << 16
+MOST = 32
+"""Most verdicts of the file, the newest ones."""
+MACHINE = tuple(map(Path, ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cmdline")))
+"""The drivers' versions, and the kernel's options, such as for the IOMMU."""
+IOMMU = Path("/sys/class/iommu")
+"""Has an entry for each unit that is switched on."""
+
+Verdict = dict[str, Any]
+"""`cards`: their UUIDs, sorted. `machine`: a digest of what else decides whether P2P works."""
+
+
+class P2PVerdicts:
+    """Not thread-safe. `folder`: of the file; where it gives None, verdicts live as long as the process."""
+
+    def __init__(self, folder: Callable[[], Path | None]):
+        self._folder = folder
+        self._here: set[tuple[str, ...]] = set()
+
+    def is_off(self, devices: tuple[str, ...]) -> bool:
+        """Whether ranks on these devices are to start without P2P: by this process, or with the same cards and driver."""
+        if devices in self._here:
+            return True
+        path = self._path(devices)
+        if path is None or not path.is_file() or _verdict(devices) not in _read(path):
+            return False
+        log.info(
+            "Parallel DiT: no direct access between %s (P2P), as an earlier start had to do without. To have it tried "
+            "again, delete %s",
+            *(", ".join(devices), path),
+        )
+        return True
+
+    def turn_off(self, devices: tuple[str, ...]) -> None:
+        """For now: whether it helps is not known yet."""
+        self._here.add(devices)
+
+    def keep(self, devices: tuple[str, ...]) -> None:
+        """Without P2P these devices work: also at later starts, until driver, cards, torch or the IOMMU are others."""
+        self._here.add(devices)
+        if (path := self._path(devices)) is not None:
+            verdict = _verdict(devices)
+            others = [one for one in _read(path) if one["cards"] != verdict["cards"]]
+            _write(path, [*others, verdict][-MOST:])
+
+    def forget(self, devices: tuple[str, ...]) -> None:
+        """Ranks on these devices try P2P again."""
+        self._here.discard(devices)
+        path = self._path(devices)
+        if path is not None and path.is_file():
+            known, verdict = _read(path), _verdict(devices)
+            if verdict in known:
+                _write(path, [one for one in known if one != verdict])
+
+    def _path(self, devices: tuple[str, ...]) -> Path | None:
+        """None where nothing is kept: for CPUs, and cards of a Ray cluster, which may be others next time."""
+        folder = self._folder()
+        kept = folder is not None and all(device_kind(name) == "cuda" and not on_ray(name) for name in devices)
+        return folder / FILE if kept and folder is not None else None
+
+
+def _verdict(devices: tuple[str, ...]) -> Verdict:
+    """Of these cards as they are now. Asks for their properties alone, which makes no context on a card."""
+    properties = [torch.cuda.get_device_properties(name) for name in devices]
+    cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
+    facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]
+    facts.append(str(len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0))
+    return {"cards": cards, "machine": hashlib.sha256("\n".join(facts).encode()).hexdigest()}
+
+
+def _read(path: Path) -> list[Verdict]:
+    """The file's verdicts. None of a file that is not there, or that `_write` has not written so: it is written anew."""
+    try:
+        if not path.exists():
+            return []
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError("it is too long")
+        verdicts = json.loads(path.read_text())["verdicts"]
+        if not all(isinstance(one, dict) and {*one} == {"cards", "machine"} for one in verdicts):
+            raise ValueError("it has something else in it")
+        return list(verdicts)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        log.warning("Parallel DiT: %s is no list of cards without P2P (%s), and is ignored", path, error)
+        return []
+
+
+def _write(path: Path, verdicts: list[Verdict]) -> None:
+    """Atomically. A folder that cannot be written to is logged: the next start then tries P2P again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"verdicts": verdicts}, file, indent=1)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        log.warning("Parallel DiT: that P2P does not work could not be kept in %s (%s)", path, error)
