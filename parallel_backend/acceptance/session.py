@@ -1,7 +1,6 @@
 """The state that the checks of a self-test share: settings, the ranks that run now, tiny model files, and cancelling."""
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Predict
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
@@ -112,7 +112,7 @@ class SelfTestSession:
     _loaded: Setup | None = None
 
     def __post_init__(self):
-        self._registry.threads = max(1, (os.cpu_count() or 1) // self.world)
+        self._registry.threads = max(1, usable_cores() // self.world)
 
     @property
     def world(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.rank.comm.process_group import backend_for
 
@@ -58,7 +59,7 @@ def look_at_system(session: SelfTestSession, findings: Findings) -> None:
         "host_options": list(session.host.options),
         "environment": {name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)},
         "container": Path("/.dockerenv").exists() or "container" in os.environ,
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "memory_bytes": host_memory()[1],
         "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
         "iommu": iommu(),

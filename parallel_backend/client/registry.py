@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.host_memory import room_for_weights
 from parallel_backend.core.setup import Setup
@@ -303,7 +303,7 @@ class Registry:
         threads = self.threads
         if threads is None and device_kind(devices[0]) == "cpu":  # the CPU ranks of all pools share the cores
             cpu_devices = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
-            threads = max(1, (os.cpu_count() or 1) // len((*devices, *cpu_devices)))
+            threads = max(1, usable_cores() // len((*devices, *cpu_devices)))
         return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)
 
 

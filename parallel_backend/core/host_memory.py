@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from .control_groups import CONTROL_GROUPS, MEMBERSHIP, groups
 from .device_copies import page_locked
 
 MEMINFO = Path("/proc/meminfo")
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 """Version 1 of control groups writes a number above this for no limit."""
 LEFT_FREE = 1 << 29
@@ -47,28 +47,19 @@ def _memories(swap: bool) -> list[tuple[int, int]]:
     lines = (line.split() for line in MEMINFO.read_text().splitlines())
     known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
     machine = known["MemAvailable"] + (known.get("SwapFree", 0) if swap else 0), known["MemTotal"]
-    return [machine, *group_limits(Path("/proc/self/cgroup").read_text(), CONTROL_GROUPS)]
+    return [machine, *group_limits(MEMBERSHIP.read_text(), CONTROL_GROUPS)]
 
 
 def group_limits(membership: str, root: Path) -> Iterable[tuple[int, int]]:
-    """(free, limit) in bytes of every control group that limits a process's memory.
-
-    `membership`: text of the process's /proc/self/cgroup. `root`: where the groups are mounted. In a container `root` is
-    often the container's group, whatever path the text names.
-    """
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    """(free, limit) in bytes of every control group that limits a process's memory. Arguments: see control_groups.groups."""
+    for group, second in groups(membership, root, "memory"):
+        if second:
+            names = "memory.max", "memory.current", "inactive_file"
         else:
-            continue
-        parts = Path(path.lstrip("/")).parts
-        for count in range(len(parts), -1, -1):
-            memory = _limit(base.joinpath(*parts[:count]), *names)
-            if memory is not None:
-                yield memory
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        memory = _limit(group, *names)
+        if memory is not None:
+            yield memory
 
 
 def _limit(group: Path, limit: str, used: str, cached: str) -> tuple[int, int] | None:

@@ -1,6 +1,5 @@
 """The calibration of this machine: its ranks time a block and their links, which takes about ten seconds."""
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +8,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.measurements import measured_blocks, measured_links
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind
 from parallel_backend.placement.balance import without_noise
 from parallel_backend.placement.gpu_overheads import context_bytes
@@ -51,7 +51,7 @@ def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, 
 def _device(name: str) -> list[object]:
     """[its name for torch, what it is, bytes of memory or number of cores]."""
     if not name.startswith("cuda"):
-        return [name, platform.machine(), os.cpu_count()]
+        return [name, platform.machine(), usable_cores()]
     properties = torch.cuda.get_device_properties(name)
     return [name, properties.name, properties.total_memory]
 

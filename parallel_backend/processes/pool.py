@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 from parallel_backend.wire.shared_memory import Segment
@@ -80,7 +80,7 @@ class Pool:
         self_test: SelfTest = SELF_TEST,
     ):
         self.devices, self.logs, self.self_test = devices, logs, self_test
-        self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
+        self.threads = threads or max(1, usable_cores() // len(devices))
         self.error: Exception | None = None
         self.segments = itertools.count(1)
         """Numbers for segments of shared memory."""

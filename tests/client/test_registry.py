@@ -191,7 +191,7 @@ def test_ranks_beside_end_where_their_devices_are_wanted_or_they_have_failed(loa
 
 
 def test_cpu_ranks_beside_each_other_share_the_cores(loaded, monkeypatch):
-    monkeypatch.setattr(registry_module.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(registry_module, "usable_cores", lambda: 16)
     threads = [loaded("a", *devices)[1].pool.threads for devices in (("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"), ("cuda:0",))]
     assert threads == [8, 4, None]
 

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client import registry as registry_module
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.processes import ray_ranks
@@ -37,7 +39,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-THREADS = max(1, (os.cpu_count() or 1) // 2)
+THREADS = max(1, usable_cores() // 2)
 """As many as a rank of two has in `pools`, for the same sums in the same order, and as many as a node has: one rank each."""
 DEVICES = ("ray:cpu", "ray:cpu")
 NODE = {"num_cpus": THREADS, "object_store_memory": 80 * 2**20}
@@ -245,7 +247,7 @@ def test_the_registry_starts_ranks_where_the_devices_say(flux_file, given, expec
     registry = Registry()
     key = Setup(flux_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(registry):
-        patch.setattr(os, "cpu_count", lambda: 2 * THREADS)
+        patch.setattr(registry_module, "usable_cores", lambda: 2 * THREADS)
         model = registry.model(key, lambda: None)
         assert isinstance(model.pool.ranks, RayRanks)
         assert tiny.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5

@@ -12,7 +12,6 @@ independent operations, and ranks with different shapes would then wait in diffe
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaRedirect
 
@@ -158,7 +158,7 @@ class Compiler:
         torch._dynamo.config.suppress_errors = True
         torch._dynamo.config.recompile_limit = VARIANTS
         torch._dynamo.config.accumulated_recompile_limit = 16 * VARIANTS
-        torch._inductor.config.compile_threads = max(1, min(WORKERS, (os.cpu_count() or 1) // ranks))
+        torch._inductor.config.compile_threads = max(1, min(WORKERS, usable_cores() // ranks))
         for name, block in blocks.items():
             self._prepare(name, block)
 
