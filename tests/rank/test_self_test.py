@@ -155,17 +155,20 @@ def test_what_to_try(monkeypatch):
 
 @pytest.mark.parametrize("p2p", [True, False])
 @pytest.mark.parametrize("debug", [None, "INFO"])
-def test_what_nccl_is_told(tmp_path, p2p, debug):
-    """It warns into the rank's log. No device is bound: all transfers of two ranks would share a communicator."""
+@pytest.mark.parametrize("priority", [None, "0"])
+def test_what_nccl_is_told(tmp_path, p2p, debug, priority):
+    """It warns into the rank's log, and its streams go before those that compute. No device is bound: all transfers of two ranks would share a communicator."""
     (tmp_path / "store").touch()
     second = timedelta(seconds=1)
-    chosen = {} if debug is None else {"NCCL_DEBUG": debug}
-    others = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
+    settings = {"NCCL_DEBUG": debug, "TORCH_NCCL_HIGH_PRIORITY": priority}
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    others = {name: value for name, value in os.environ.items() if "NCCL_" not in name}
     with (
         mock.patch.dict(os.environ, others | chosen, clear=True),
         mock.patch.object(torch.distributed, "init_process_group") as init,
     ):
         join(0, ("cpu", "cpu"), Rendezvous(tmp_path / "store", 2, second), second, p2p)
         assert os.environ["NCCL_DEBUG"] == (debug or "WARN")
+        assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == (priority or "1")
         assert os.environ.get("NCCL_P2P_DISABLE") == (None if p2p else "1")
     assert init.call_args.kwargs["timeout"] == second and "device_id" not in init.call_args.kwargs

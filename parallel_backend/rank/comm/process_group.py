@@ -16,6 +16,10 @@ from .rendezvous import Rendezvous
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables: the interface that each library listens on. A user's setting stays."""
 
+HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+"""torch's environment variable (ProcessGroupNCCL.hpp), as is_high_priority_stream in the options of every group. A user's
+setting stays."""
+
 NO_GLOO_DEVICE = "unsupported gloo device"
 """In torch's error where its Gloo was built without a transport for this system."""
 
@@ -41,6 +45,9 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
         os.environ.setdefault(GLOO_INTERFACE, interface)
         os.environ.setdefault(NCCL_INTERFACE, f"={interface}")  # without "=" it is the name's beginning
     os.environ.setdefault("NCCL_DEBUG", "WARN")  # goes to standard output, and with it into the rank's log
+    # NCCL's streams before those that compute: a transfer's kernel then gets the next free multiprocessors, instead of those
+    # that are left by all kernels queued before it. torch reads this where it makes a communicator, and ROCm's does too.
+    os.environ.setdefault(HIGH_PRIORITY, "1")
     if not p2p:
         os.environ[P2P_DISABLE] = "1"
     # No device_id: bound to a device, all transfers between two ranks would share one communicator and wait for each other
