@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from parallel_backend.rank.comm.transfers import Elapsed
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
 from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
@@ -36,7 +35,7 @@ class Engine:
             self._graphs = MicroStepGraphs(device, stage.blocks_done)
         self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()
-        self._micro_steps, self._working = 0, Elapsed(stage.traffic.clock)  # since the last report
+        self._micro_steps = 0  # since the last report
 
     @property
     def residency(self) -> Residency:
@@ -106,7 +105,7 @@ class Engine:
             rank=self.rank,
             run=run,
             micro_steps=micro_steps,
-            compute_seconds=self._working.drain() - waited - waited_for_weights,
+            compute_seconds=self._traffic.recorder.drain(WORK) - waited - waited_for_weights,
             transfer_seconds=under_way,
             wait_seconds=waited,
             bytes_sent=bytes_sent,
@@ -152,7 +151,6 @@ class Engine:
         self._micro_steps += 1
         ended = clock.now()
         self._traffic.mark(ended, idle=True)
-        self._working.add(began, ended)
         recorder.add(WORK, label, began, ended)
         recorder.step = OUTSIDE
         if Op.SEND in self._ops or self.stage.tensor.index > 0:  # tensor ranks have equal outputs

@@ -194,6 +194,7 @@ def test_the_ring_keeps_the_newest_and_counts_the_others():
     assert (times.dtype, labels.dtype, lost) == (torch.float64, torch.int64, 12)
     recorder.restart()
     assert (len(recorder.read()[0]), recorder.read()[2], recorder.step) == (0, 0, OUTSIDE)
+    assert (recorder.drain(WORK), recorder.drain(WORK), recorder.drain(WAIT)) == (20 * 0.5, 0.0, 0.0)  # of the lost too
 
 
 class Event:
@@ -231,6 +232,7 @@ def test_stream_times_become_the_hosts(monkeypatch):
         assert Event.over <= max(first, Event.clock - 4 * 1000.125)  # and the host waits for old ones only
     assert recorder.read()[0].tolist() == [pytest.approx(pair, abs=1e-6) for pair in expected[-Short.CAPACITY :]]
     recorder.restart()
+    assert recorder.drain(WAIT) == pytest.approx(4000 * 1.000125, rel=1e-6)
     start = Event()
     Event.clock += 2.0
     recorder.add(WORK, OUTSIDE, start, Event())

@@ -1,5 +1,6 @@
 """What transfers count and note: bytes that left the rank, the micro-step in which a transfer began, whose error it is."""
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from parallel_backend.rank.comm.mesh import Axis, make_mesh
 from parallel_backend.rank.comm.transfers import PeerError, Traffic
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 from testing import tiny
+from tests.support.fake_cuda import ADA, FakeEvent, fake_cuda
 
 AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
 DONE = SimpleNamespace(wait=lambda: True)
@@ -69,6 +71,31 @@ def test_a_transfer_is_of_the_micro_step_in_which_it_began_and_a_wait_of_its_own
     _, labels, lost = traffic.recorder.read()
     assert labels.tolist() == [[TRANSFER, *first], [WAIT, *second]]
     assert lost == 0
+
+
+@pytest.mark.parametrize(("at_once", "events"), [(False, 3), (True, 2)])
+def test_what_a_transfer_costs_the_host_on_a_gpu(monkeypatch, at_once, events):
+    """Points in time on the stream, each of them an event, and what is asked of them when they are read."""
+    counts = Counter()
+
+    def counted(name):
+        method = getattr(FakeEvent, name)
+        return lambda *arguments: counts.update([name]) or method(*arguments)
+
+    for name in ("record", "elapsed_time"):
+        monkeypatch.setattr(FakeEvent, name, counted(name))
+    with fake_cuda(ADA):
+        traffic = Traffic(torch.device("cuda:0"))
+        counts.clear()
+        for _ in range(10):
+            if at_once:
+                traffic.run(lambda: DONE)
+            else:
+                traffic.start(lambda: DONE).wait()
+        assert counts == {"record": 10 * events}
+        traffic.report()
+        assert counts == {"record": 10 * events, "elapsed_time": 10 * 3}  # where it ended, and both spans' lengths
+        assert traffic.heartbeat.beat(0).progress == 10 + 10 * 2  # the watchdog sees both of each one's ends
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,8 @@ def test_what_to_try(monkeypatch):
 @pytest.mark.parametrize("debug", [None, "INFO"])
 @pytest.mark.parametrize("priority", [None, "0"])
 def test_what_nccl_is_told(tmp_path, p2p, debug, priority):
-    """It warns into the rank's log, and its streams go before those that compute. No device is bound: all transfers of two ranks would share a communicator."""
+    """It warns into the rank's log, and its streams go before those that compute. No device is bound: all transfers of two
+    ranks would share a communicator."""
     (tmp_path / "store").touch()
     second = timedelta(seconds=1)
     settings = {"NCCL_DEBUG": debug, "TORCH_NCCL_HIGH_PRIORITY": priority}

@@ -75,7 +75,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
     target = sendable(x, axis.group)
-    traffic.start(lambda: dist.all_reduce(target, group=axis.group, async_op=True)).wait()
+    traffic.run(lambda: dist.all_reduce(target, group=axis.group, async_op=True))
     return target if target is x else x.copy_(target)
 
 

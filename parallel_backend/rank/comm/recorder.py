@@ -1,7 +1,10 @@
-"""A rank's timeline: spans of its micro-steps, transfers and waits since the last run began, the newest ones."""
+"""A rank's timeline: spans of its micro-steps, transfers and waits since the last run began, and their sums.
+
+A run's report needs the sums, and Parallel Trace the spans of a run that is over, so they are recorded in every run.
+"""
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,7 @@ from parallel_backend.wire.timeline_kinds import OUTSIDE, StepLabel
 
 
 class Recorder:
-    """Spans in the order of their ends, the newest CAPACITY of them.
+    """Spans in the order of their ends, the newest CAPACITY of them. Sums are of all spans, by kind.
 
     Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA `event` records an
     event in the stream, and points in time are such events. They are read a BATCH at a time, when UNREAD newer spans have
@@ -26,12 +29,14 @@ class Recorder:
         self._event = event
         self._spans: deque[tuple] = deque(maxlen=self.CAPACITY)
         self._unread: deque[tuple] = deque()
+        self._seconds: dict[int, float] = defaultdict(float)
         self.restart()
 
     def restart(self) -> None:
-        """A run begins: forget earlier spans. On CUDA this waits for the stream, to relate its time to the host's clock."""
+        """A run begins: forget earlier spans, but not their sums. On CUDA this waits for the stream, to relate its time to
+        the host's clock."""
+        self._read_events(len(self._unread))
         self._spans.clear()
-        self._unread.clear()
         self._recorded = 0
         self.step = OUTSIDE
         if self._event is not None:
@@ -44,10 +49,16 @@ class Recorder:
         self._recorded += 1
         if self._event is None:
             self._spans.append((kind, step, start, stop))
+            self._seconds[kind] += stop - start
             return
         self._unread.append((kind, step, start, stop))
         if len(self._unread) == self.UNREAD + self.BATCH:
             self._read_events(self.BATCH)
+
+    def drain(self, kind: int) -> float:
+        """Seconds of all spans of this kind since the last `drain`. On CUDA the host waits for the end of the last span."""
+        self._read_events(len(self._unread))
+        return self._seconds.pop(kind, 0.0)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were not kept."""
@@ -64,7 +75,11 @@ class Recorder:
         last = oldest[-1][3]
         last.synchronize()
         # Relative to the newest event that was read before: CUDA returns differences in float32, exact enough if small.
+        read, end = None, self._anchored
         for kind, step, start, stop in oldest:
-            end = self._anchored + self._anchor.elapsed_time(stop) / 1000
-            self._spans.append((kind, step, end - start.elapsed_time(stop) / 1000, end))
+            if stop is not read:  # a transfer and the wait for it end together
+                read, end = stop, self._anchored + self._anchor.elapsed_time(stop) / 1000
+            seconds = start.elapsed_time(stop) / 1000
+            self._spans.append((kind, step, end - seconds, end))
+            self._seconds[kind] += seconds
         self._anchor, self._anchored = last, self._spans[-1][3]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from parallel_backend.core.block_residency import SLOTS
-from parallel_backend.rank.comm.transfers import Elapsed, Traffic
+from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.wire.timeline_kinds import FETCH
 
 from .device_copies import DeviceCopies, Ticket
@@ -44,7 +44,6 @@ class Slots:
         self._next = 0  # index in the order of the block that is expected next
         self._seen: list[str] = []  # streamed blocks that ran in the micro-step under way
         self.bytes_copied = 0
-        self.waited = Elapsed(traffic.clock)
 
     def __contains__(self, name: str) -> bool:
         return name in self._slot_of
@@ -94,7 +93,6 @@ class Slots:
         began = clock.now()
         slot.ticket.wait()
         ended = clock.now()
-        self.waited.add(began, ended)
         recorder.add(FETCH, recorder.step, began, ended)
         if name in self._order:
             self._next = next(index for index, expected in self._turns() if expected == name) + 1
@@ -127,7 +125,7 @@ class Slots:
     def report(self) -> tuple[int, float]:
         """(bytes copied, seconds waited for copies) since the last report."""
         copied, self.bytes_copied = self.bytes_copied, 0
-        return copied, self.waited.drain()
+        return copied, self._traffic.recorder.drain(FETCH)
 
     def _turns(self) -> Iterator[tuple[int, str]]:
         """Index and name of all blocks of the order, from the expected block on, in a circle. A block may occur twice."""
