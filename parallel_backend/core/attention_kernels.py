@@ -36,6 +36,8 @@ class AttentionKernel:
     """The kernel takes key masks. False: calls with a mask go to SDPA."""
     exact: bool = True
     """False: queries and keys are quantised."""
+    graphs: bool = True
+    """The kernel is launched on torch's present stream, so that a CUDA graph captures it."""
 
     def possible(self, device: str, dtype: str) -> bool:
         """Whether the kernel meets its requirements on `device` with weights of `dtype`. The rank then tries it."""
@@ -64,7 +66,9 @@ KERNELS = {
         AttentionKernel(SDPA, "torch SDPA", dtypes=("fp32", *HALVES), masks=True),
         AttentionKernel("flash", "flash-attn", "flash_attn", FLASH_CAPABILITY),
         AttentionKernel("flash3", "FlashAttention 3", "flash_attn_interface", FLASH_CAPABILITY),
-        AttentionKernel("sage", "SageAttention", "sageattention", (7, 5), exact=False),
+        # Release 2 launches its CUDA kernels on the default stream (its pull requests 371 and 380): they run during the
+        # capture and are not in the graph, whose replays then read what they left.
+        AttentionKernel("sage", "SageAttention", "sageattention", (7, 5), exact=False, graphs=False),
         AttentionKernel(
             "comfy_kitchen",
             "comfy-kitchen's int8 attention",

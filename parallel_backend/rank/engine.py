@@ -32,7 +32,7 @@ class Engine:
         self._block_watch = BlockWatch(stage.model, load.only, stage.traffic)
         self._graphs = None
         if load.setup.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
-            self._graphs = MicroStepGraphs(device, stage.blocks_done)
+            self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
         self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()
         self._micro_steps = 0  # since the last report
@@ -50,8 +50,8 @@ class Engine:
         self.stage.store.set_resident(resident, working)
         return self.residency
 
-    def drop_graphs(self, which: Callable[[Kind], bool] = lambda kind: True) -> None:
-        """Drop graphs of these kinds. Call before freeing or moving memory that they read or write."""
+    def drop_graphs(self, which: Callable[[Kind], bool] | None = None) -> None:
+        """Drop graphs of these kinds, see MicroStepGraphs.drop. Call before freeing or moving memory that they use."""
         if self._graphs is not None:
             self._graphs.drop(which)
 
@@ -119,6 +119,7 @@ class Engine:
             streaming_wait_seconds=waited_for_weights,
             captured=captured,
             replayed=replayed,
+            without_graphs="" if self._graphs is None else self._graphs.refused,
         )
 
     @torch.inference_mode()

@@ -108,7 +108,7 @@ class LoadedStage:
         store.watch(blocks)
         for block in blocks.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
-        self._blocks, self._heartbeat = len(blocks), heartbeat
+        self._blocks, self.heartbeat = len(blocks), heartbeat
 
     @property
     def computes_alone(self) -> bool:
@@ -116,10 +116,20 @@ class LoadedStage:
         degrees = self._degrees
         return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
 
+    @property
+    def without_graphs(self) -> str:
+        """Why micro-steps cannot be captured in CUDA graphs, as a clause for the user. Empty: they can."""
+        if not (kernel := self.attention.kernel.kernel).graphs:
+            return f"{kernel.title} cannot be captured"
+        if torch.version.hip and self._degrees.world > 1:
+            # torch's watchdog of NCCL asks its events on a thread of its own, in older versions during captures too.
+            return "on ROCm a capture cannot be kept apart from the transfers of several ranks"
+        return ""
+
     def blocks_done(self) -> None:
         """Count every block as done in the heartbeat. A CUDA graph of all blocks runs none of the hooks that count them."""
         for _ in range(self._blocks):
-            self._heartbeat.done()
+            self.heartbeat.done()
 
     @property
     def arithmetic(self) -> str:

@@ -14,14 +14,17 @@ A graph repeats its kernels with the same memory and the same numbers from the h
   share (ModuleCache, `steady`), keys and values have other memory. So all graphs of a rank share one pool of memory, and may
   be replayed in any order.
 
-A micro-step is captured once another of its kind has run and has left no new state. If a capture fails, this and all later
-micro-steps of the model run without graphs.
+A micro-step is captured once another of its kind has run and has left no new state. The first of a size is captured and
+replayed at once, behind its own run, to compare the outputs: a kernel that is not launched on torch's stream is in no
+graph, and no error says so. If a capture fails or a replay gives another output, this and all later micro-steps of the model
+run without graphs.
 """
 
 import contextlib
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +41,9 @@ log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 256
 """Most graphs of a model on a rank, as many as 32 bands of four prompts have with two each. More are not captured."""
+ROUNDING = 16
+"""Most distance of a replay's output from the micro-step's own, over the output's norm: so many times the dtype's epsilon.
+Most kernels give the same bits again, a product that adds up in no fixed order does not."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,11 @@ class Kind:
     def of(step: Step) -> "Kind":
         return Kind(step.run, step.conditioning, step.tokens, step.entries, step.with_text, step.stale)
 
+    @property
+    def size(self) -> tuple[Hashable, ...]:
+        """Equal for kinds whose kernels differ by addresses and values alone."""
+        return len(self.tokens), len(self.entries), self.with_text, self.stale, self.run > 0
+
 
 @dataclass
 class MicroStepState:
@@ -118,6 +129,14 @@ class MicroStepState:
         self.cache.follow(outputs)
         if self.buffer is not None:
             self.buffer.follow(layers)
+
+    def again(self, outputs: Mapping[ModuleCall, Any]) -> None:
+        """The micro-step is computed once more. `outputs`: see ModuleCache.again.
+
+        Keys and values are not extrapolated a second time, since their call has begun: the same rows are written over
+        themselves, and the output is the same.
+        """
+        self.cache.again(outputs)
 
     def undo(self, slots: Mapping[int, BufferSlot]) -> None:
         """Undo a failed capture's effects on the host since `slots` was read: the device has computed nothing."""
@@ -210,18 +229,31 @@ class _Graph:
 class MicroStepGraphs:
     """The graphs of one model's micro-steps on a rank."""
 
-    def __init__(self, device: torch.device, block_done: Callable[[], None]):
-        """`block_done`: called at a replay, in place of the hooks of the rank's blocks."""
-        self._device, self._block_done = device, block_done
+    def __init__(
+        self,
+        device: torch.device,
+        block_done: Callable[[], None],
+        alone: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        refused: str = "",
+    ):
+        """`block_done`: called at a replay, in place of the hooks of the rank's blocks. `alone()`: a context in which no
+        other thread asks the device anything. `refused`: see the attribute."""
+        self._device, self._block_done, self._alone = device, block_done, alone
+        self.refused = ""
+        """Why no micro-step is captured, as a clause for the user. Empty: they are."""
         self._captures: CudaCaptures | None = None
-        self._failed = False
         # Keys: kind, form of the inputs and pattern; graphs also by addresses. Steady: may be captured.
         self._steady: set[tuple[Kind, Hashable, Hashable]] = set()
         self._graphs: dict[tuple[Kind, Hashable, Hashable, tuple[int, ...]], _Graph] = {}
+        self._compared: set[tuple[Hashable, ...]] = set()  # sizes and forms
         self.captured, self.replayed = 0, 0
+        if refused:
+            self._refuse(refused)
 
     def run(self, state: MicroStepState, inputs: MicroStepInputs, work: Work) -> torch.Tensor:
         """`work(inputs)`, by a graph if there is one or one can be captured."""
+        if self.refused:
+            return work(inputs)
         kind = Kind.of(state.step), inputs.form, state.pattern()
         graph = self._graphs.get((*kind, state.addresses()))
         if graph is not None:
@@ -230,20 +262,28 @@ class MicroStepGraphs:
             self._block_done()
             self.replayed += 1
             return output
-        if kind in self._steady and not self._failed and len(self._graphs) < MOST_GRAPHS:
+        if kind in self._steady and len(self._graphs) < MOST_GRAPHS:
             graph = self._capture(kind, state, inputs, work)
             if graph is not None:
                 return graph.start(inputs)
-        made = state.made()
+            return work(inputs)
+        size, made, found = (*kind[0].size, inputs.form), state.made(), state.cache.of_call()
+        kept = None if size in self._compared else inputs.clone()  # the forward may write to its inputs
         output = work(inputs)
-        if state.made() == made:
-            self._steady.add(kind)
+        if state.made() != made:
+            return output
+        self._steady.add(kind)
+        if kept is not None:
+            self._compared.add(size)
+            output = self._compare(state, kept, work, output, found)
         return output
 
-    def drop(self, which: Callable[[Kind], bool] = lambda kind: True) -> None:
-        """Drop the graphs of these kinds, whose memory is about to be freed or moved."""
-        self._steady = {known for known in self._steady if not which(known[0])}
-        self._graphs = {known: graph for known, graph in self._graphs.items() if not which(known[0])}
+    def drop(self, which: Callable[[Kind], bool] | None = None) -> None:
+        """Drop the graphs of these kinds, whose memory is about to be freed or moved. None: all, also what was compared."""
+        if which is None:
+            self._compared.clear()
+        self._steady = {known for known in self._steady if which is not None and not which(known[0])}
+        self._graphs = {known: graph for known, graph in self._graphs.items() if which is not None and not which(known[0])}
         if not self._graphs:
             self._captures = None  # frees the pool of memory
 
@@ -253,27 +293,75 @@ class MicroStepGraphs:
         self.captured = self.replayed = 0
         return counts
 
+    def _compare(
+        self,
+        state: MicroStepState,
+        inputs: MicroStepInputs,
+        work: Work,
+        output: torch.Tensor,
+        found: Mapping[ModuleCall, Any],
+    ) -> torch.Tensor:
+        """The micro-step's output. Another run of it is captured and replayed, and graphs end if that gives another output.
+
+        `output`, of `work(inputs)`, has just been computed. `found`: the call's cached outputs before.
+        """
+        now, again = state.cache.of_call(), inputs.clone()
+        state.again(found)
+        recorded = self._record(state, lambda: work(again))
+        if recorded is None:
+            return output
+        replayed, replay = recorded
+        replay()
+        if _is_same(output, replayed):
+            state.cache.follow(now)
+            return output
+        self._refuse("a replay gave another output than the micro-step that it repeats")
+        state.again(found)  # keys, and outputs that bands share, are what the replay has made of them
+        return work(inputs)
+
     def _capture(
         self, kind: tuple[Kind, Hashable, Hashable], state: MicroStepState, inputs: MicroStepInputs, work: Work
     ) -> _Graph | None:
         """None if the capture fails: the state is then as before. Else the host's part of the micro-step is done."""
-        made, slots, outputs, addresses = state.made(), state.slots(), state.cache.of_call(), state.addresses()
-        try:
-            graph_inputs = inputs.clone()
-            if self._captures is None:
-                self._captures = CAPTURES[self._device.type](self._device)
-            output, replay = self._captures.capture(lambda: work(graph_inputs))
-            if state.made() != made:
-                raise RuntimeError("it makes something that later micro-steps find")
-        except Exception as error:  # whatever the model's code, a kernel's package or the driver may raise
-            self._failed = True
-            self.drop()
-            state.undo(slots)
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            log.warning("Parallel DiT: cuda_graphs: the model runs without, since a micro-step was not captured: %s", reason)
+        slots, outputs, addresses, graph_inputs = state.slots(), state.cache.of_call(), state.addresses(), inputs.clone()
+        recorded = self._record(state, lambda: work(graph_inputs))
+        if recorded is None:
             return None
         begun = tuple(layer for layer, slot in state.slots().items() if slot.call != slots[layer].call)
         fresh = {call: out for call, out in state.cache.of_call().items() if call not in outputs}
-        self._graphs[(*kind, addresses)] = graph = _Graph(graph_inputs, output, replay, begun, fresh)
+        self._graphs[(*kind, addresses)] = graph = _Graph(graph_inputs, *recorded, begun, fresh)
         self.captured += 1
         return graph
+
+    def _record(
+        self, state: MicroStepState, work: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Callable[[], None]] | None:
+        """See CudaCaptures.capture. None, and no graphs from now on, if it fails: the state is then as before."""
+        made, slots = state.made(), state.slots()
+        try:
+            if self._captures is None:
+                self._captures = CAPTURES[self._device.type](self._device)
+            with self._alone():
+                recorded = self._captures.capture(work)
+            if state.made() != made:
+                raise RuntimeError("it makes something that later micro-steps find")
+        except Exception as error:  # whatever the model's code, a kernel's package or the driver may raise
+            state.undo(slots)
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            self._refuse(f"a micro-step was not captured: {reason}")
+            return None
+        return recorded
+
+    def _refuse(self, why: str) -> None:
+        """No graphs from now on."""
+        self.refused = why
+        self.drop()
+        log.warning("Parallel DiT: cuda_graphs: the model runs without, since %s", why)
+
+
+def _is_same(output: torch.Tensor, replayed: torch.Tensor) -> bool:
+    """Whether both are one output but for ROUNDING. An output with NaN or infinity is compared with nothing."""
+    size = torch.linalg.vector_norm(output, dtype=torch.float32)
+    distance = torch.linalg.vector_norm(replayed - output, dtype=torch.float32)
+    limit = ROUNDING * torch.finfo(output.dtype).eps * size
+    return bool((distance <= limit) | ~size.isfinite())

@@ -5,10 +5,13 @@ main thread puts marks (CUDA events) between the device's operations, and the he
 """
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from .channel import Channel
 from .lifecycle import START_UP, HeartbeatMessage
@@ -45,6 +48,8 @@ class Heartbeat:
     """The last mark that the device has passed."""
     _passed: int = 0
     """Number of marks that the device has passed."""
+    _asking: threading.Lock = field(default_factory=threading.Lock)
+    """Held while marks are asked, and while they may not be."""
 
     def mark(self, passed: Callable[[], bool], waiting: bool = False, idle: bool = False) -> None:
         """Put a mark behind the device's work so far: from there on it does the rank's present work; if `idle`, nothing."""
@@ -52,9 +57,13 @@ class Heartbeat:
 
     def beat(self, rank: int) -> HeartbeatMessage:
         """The device's work while it has some, else the host's. To be called on one thread only."""
-        while self._marks and _has_passed(self._marks[0]):
-            self._at = self._marks.popleft()
-            self._passed += 1
+        if self._asking.acquire(blocking=False):  # a beat that waited for a capture would be missed
+            try:
+                while self._marks and _has_passed(self._marks[0]):
+                    self._at = self._marks.popleft()
+                    self._passed += 1
+            finally:
+                self._asking.release()
         progress = self.progress + self._passed
         if not self._marks:
             return HeartbeatMessage(rank, self.doing, progress, self.waiting)
@@ -62,6 +71,13 @@ class Heartbeat:
         if at is None or at.doing is None:  # the device is about to begin the work behind the next mark
             return HeartbeatMessage(rank, following.doing or self.doing, progress, False)
         return HeartbeatMessage(rank, at.doing, progress, at.waiting)
+
+    def unasked(self) -> AbstractContextManager[Any]:
+        """Context in which no mark is asked whether the device has passed it; beats go on. Waits for a question under way.
+
+        On ROCm a question of another thread makes a capture invalid, whatever its mode is (pytorch's issue 177309).
+        """
+        return self._asking
 
     def done(self) -> None:
         """Add 1 to `progress`."""

@@ -139,3 +139,5 @@ class RunStats:
     """Number of micro-steps that were captured in a CUDA graph."""
     replayed: int = 0
     """Number of micro-steps that replayed a CUDA graph."""
+    without_graphs: str = ""
+    """For the report: why no micro-step is captured although the user wants it. Empty: they are, or are not to be."""

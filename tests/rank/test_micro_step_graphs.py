@@ -6,7 +6,9 @@ CUDA graph go wrong, baked numbers and addresses, and memory that other graphs w
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,13 +26,14 @@ from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, sample_in_bands
 from parallel_backend.core import device_copies
+from parallel_backend.core.attention_kernels import KERNELS
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.family import Family
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank import micro_step_graphs
 from parallel_backend.rank.attention.kv_buffer import LayerBuffer
-from parallel_backend.rank.micro_step_graphs import MicroStepInputs
+from parallel_backend.rank.micro_step_graphs import Kind, MicroStepGraphs, MicroStepInputs
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.wire.sampling import RunStats
 from testing.cases import all_cases
@@ -337,6 +340,119 @@ def test_a_capture_that_fails_costs_a_warning(captures, pools, files, expected, 
     assert counts(stats) == {(0, 0)}
     (record,) = caplog.records  # once, for the model
     assert record.getMessage().endswith("since a micro-step was not captured: the driver says no")
+
+
+class Elsewhere(RecordedCaptures):
+    """Attention is launched on the default stream."""
+
+    elsewhere = "scaled_dot_product"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("warm_up", [0, 1])
+def test_a_kernel_that_no_capture_sees_ends_the_graphs(ranks, warm_up, pools, files, monkeypatch, caplog):
+    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", Elsewhere)
+    case = named("flux-dev")
+    stats = both(pools(ranks), files(case), case, Degrees(pipe=ranks), warm_up=warm_up)
+    assert counts(stats) == {(0, 0)}
+    assert len(caplog.records) == ranks
+    why = "a replay gave another output than the micro-step that it repeats"
+    assert all(record.getMessage().endswith(f"the model runs without, since {why}") for record in caplog.records)
+    assert {each.without_graphs for each in stats} == {why}
+
+
+def test_a_kernel_that_cannot_be_captured_is_not_tried(pools, files, monkeypatch, caplog):
+    row = replace(KERNELS["sdpa"], graphs=False)
+    monkeypatch.setitem(KERNELS, "sdpa", row)
+    case = named("flux-dev")
+    stats = both(pools(1), files(case), case, Degrees())
+    assert counts(stats) == {(0, 0)}
+    assert [record.getMessage() for record in caplog.records] == [
+        "Parallel DiT: cuda_graphs: the model runs without, since torch SDPA cannot be captured"
+    ]
+    assert {each.without_graphs for each in stats} == {"torch SDPA cannot be captured"}
+
+
+def test_which_kernels_can_be_captured():
+    assert [name for name, row in KERNELS.items() if not row.graphs] == ["sage"]
+
+
+def test_several_ranks_on_rocm_capture_nothing(pools, files, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    case = named("flux-dev")
+    assert counts(both(pools(2), files(case), case, Degrees(pipe=2))) == {(0, 0)}
+    assert counts(both(pools(1), files(case), case, Degrees())) == {(CAPTURED, REPLAYED)}
+
+
+def test_a_size_is_compared_once_for_the_model_and_again_with_a_lora(pools, files, monkeypatch):
+    compared, compare = [], MicroStepGraphs._compare
+
+    def noted(self, state, *arguments):
+        compared.append(Kind.of(state.step).size)
+        return compare(self, state, *arguments)
+
+    monkeypatch.setattr(MicroStepGraphs, "_compare", noted)
+    case = named("flux-dev")
+    model = load(pools(1), files(case), Degrees(), True)
+    for _ in range(2):
+        sampled(model, case, seeds=(1, 2))
+        assert len(compared) == len({*compared}) == BANDS
+    model.adapt(object(), lora(load_file(files(case))), nobody)
+    sampled(model, case)
+    assert len(compared) == 2 * BANDS
+    model.adapt(None, (), nobody)
+
+
+class Asking(RecordedCaptures):
+    """In the middle of each capture another thread has the rank's heart beat, as it does every second."""
+
+    beats: list[Callable[[], None]]
+
+    def capture(self, work):
+        def asked() -> torch.Tensor:
+            output = work()
+            for beat in self.beats:
+                thread = threading.Thread(target=beat)
+                thread.start()
+                thread.join()
+            return output
+
+        return super().capture(asked)
+
+
+def test_no_other_thread_asks_the_device_anything_during_a_capture(pools, files, monkeypatch):
+    """On ROCm a query of an event would make the capture invalid. The beats go on, and the marks are asked afterwards."""
+    hearts, queries, beats = [], [], []
+    init = MicroStepGraphs.__init__
+
+    def noted(self, device, block_done, alone, *arguments):
+        hearts.append(alone.__self__)
+        init(self, device, block_done, alone, *arguments)
+
+    def query() -> bool:
+        queries.append(capturing[0])
+        if capturing[0]:
+            raise RuntimeError("HIP error: operation not permitted when stream is capturing")
+        return True
+
+    def beat() -> None:
+        hearts[-1].mark(query)
+        capturing[0] = True
+        beats.append(hearts[-1].beat(0))
+        capturing[0] = False
+
+    capturing = [False]
+    monkeypatch.setattr(MicroStepGraphs, "__init__", noted)
+    monkeypatch.setattr(Asking, "beats", [beat], raising=False)
+    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", Asking)
+    case = named("flux-dev")
+    stats = both(pools(1), files(case), case, Degrees())
+    assert counts(stats) == {(CAPTURED, REPLAYED)}
+    assert len(beats) > CAPTURED
+    assert {each.doing[:10] for each in beats} == {"micro-step"}
+    assert not any(queries)
+    hearts[-1].beat(0)
+    assert len(queries) == len(beats)
 
 
 # Controls: what a graph must not have in it shows.

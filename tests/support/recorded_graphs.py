@@ -41,11 +41,14 @@ class RecordedGraph:
     """What a capture has recorded."""
 
     operations: list[Operation] = field(default_factory=list)
+    missing: list[torch.Tensor] = field(default_factory=list)
+    """Outputs of operations that ran during the capture, and that no replay does."""
 
     @property
     def memory(self) -> dict[int, torch.Tensor]:
         """By address, a tensor for each piece of memory that its operations have made."""
-        return {out.untyped_storage().data_ptr(): out for operation in self.operations for out in operation.outputs}
+        made = [*self.missing, *(out for operation in self.operations for out in operation.outputs)]
+        return {out.untyped_storage().data_ptr(): out for out in made}
 
     def spoil(self) -> None:
         """Have other values in all of it."""
@@ -57,9 +60,10 @@ class RecordedGraph:
 class Recording(TorchDispatchMode):
     """Records on the thread that enters it."""
 
-    def __init__(self, graph: RecordedGraph):
+    def __init__(self, graph: RecordedGraph, elsewhere: str = ""):
+        """`elsewhere`: see RecordedCaptures."""
         super().__init__()
-        self._graph = graph
+        self._graph, self._elsewhere = graph, elsewhere
         self._made: set[int] = set()  # addresses of the graph's own memory
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # memory that is written to, a copy
 
@@ -76,7 +80,10 @@ class Recording(TorchDispatchMode):
         found = function(*args, **named)
         outputs = new_in(_tensors(found), args, named)
         self._made |= {out.untyped_storage().data_ptr() for out in outputs}
-        self._graph.operations.append(Operation(function, args, named, outputs))
+        if self._elsewhere and self._elsewhere in name:
+            self._graph.missing += outputs
+        else:
+            self._graph.operations.append(Operation(function, args, named, outputs))
         return found
 
     def undo(self) -> None:
@@ -102,12 +109,15 @@ def in_graph(_device: torch.device) -> bool:
 class RecordedCaptures:
     """In the place of CudaCaptures."""
 
+    elsewhere = ""
+    """Operations with this in their names are launched on another stream than the captured one: no graph has them."""
+
     def __init__(self, device: torch.device):
         self.graphs: list[RecordedGraph] = []
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         graph = RecordedGraph()
-        recording = Recording(graph)
+        recording = Recording(graph, self.elsewhere)
         _capturing.on = True
         try:
             with recording:

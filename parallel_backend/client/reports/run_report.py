@@ -83,6 +83,7 @@ class RunReport:
         if replayed := sum(rank.replayed for rank in self.ranks):
             steps = sum(rank.micro_steps for rank in self.ranks)
             lines.append(f"CUDA graphs: {replayed} of {steps} micro-steps on all ranks were replays")
+        lines += [f"CUDA graphs: none, since {why}" for why in sorted({rank.without_graphs for rank in self.ranks} - {""})]
         if attention := sorted({rank.attention for rank in self.ranks if rank.attention}):
             lines.append(f"attention: {'; '.join(attention)}")
         lines += [f"weights: {arithmetic}" for arithmetic in sorted({rank.arithmetic for rank in self.ranks} - {""})]

@@ -134,6 +134,13 @@ class ModuleCache:
         """Outputs of the call under way, so far. Empty for a `whole` call."""
         return dict(self.current.get(CacheScope.CALL, {}))
 
+    def again(self, outputs: Mapping[ModuleCall, Any]) -> None:
+        """The micro-step is computed once more. `outputs`: of the call, those that it is to find, as the first time."""
+        self.calls.clear()
+        if CacheScope.CALL in self.current:
+            self.current[CacheScope.CALL].clear()
+            self.current[CacheScope.CALL].update(outputs)
+
     def follow(self, outputs: Mapping[ModuleCall, Any]) -> None:
         """A CUDA graph has computed these outputs of the call, at their addresses of before."""
         if outputs:

@@ -1,7 +1,7 @@
 """SageAttention: sageattn of the package sageattention (thu-ml/SageAttention). Release 1 has no log-sum-exp, 2 has it.
 
-Keys are not centred before they are quantised (smooth_k), as in ComfyUI. Release 1 would centre them in place, which would
-change the K/V buffer.
+Release 1 centres keys in place unless smooth_k forbids it, which would change the K/V buffer. Release 2 takes no smooth_k:
+its `sageattn` drops options that it does not know, and centres a copy of the keys.
 """
 
 import inspect
