@@ -132,6 +132,7 @@ def as_on_a_gpu(monkeypatch):
         raise RuntimeError("no such kernel on a CPU")
 
     monkeypatch.setattr(quantised_products, "_obstacle", lambda *_: "")
+    monkeypatch.setattr(quantised_products, "trial", lambda *_: "")
     for name in ("scaled_mm_nvfp4", "scaled_mm_mxfp8"):
         monkeypatch.setattr(comfy_kitchen, name, refuse)
 
@@ -181,6 +182,41 @@ def test_what_is_beside_the_product(whole, tmp_path, as_on_a_gpu):
     rounded = QuantizedTensor.from_float(x * smoothing, "TensorCoreNVFP4Layout", scale=torch.tensor(0.002))
     assert torch.equal(layer(x), F.linear(rounded, as_comfyui(tmp_path / "nvfp4.safetensors", proj, "nvfp4"), layer.bias))
     assert torch.equal(layer.weight, values[f"{proj}.weight"] * smoothing)
+
+
+KERNEL = {"fp8": (comfy_kitchen.tensor.fp8, "_fp8_scaled_mm"), "nvfp4": (comfy_kitchen, "scaled_mm_nvfp4")}
+"""Kind -> where the function is that its product calls."""
+
+
+@pytest.mark.parametrize("kind", KERNEL)
+def test_a_product_that_comfy_kitchen_falls_back_from_is_called_no_product(files, monkeypatch, kind):
+    """A kernel that raises is a line in the log to comfy-kitchen, at every product, and a rounded input for nothing."""
+    calls = []
+
+    def kernel(rows, *others, **named):
+        calls.append(rows.shape)
+        if broken:
+            raise RuntimeError("cublasLt: not supported\nand more")
+        return torch.zeros(len(rows), 256)
+
+    monkeypatch.setattr(quantised_products, "_obstacle", lambda *_: "")
+    monkeypatch.setattr(*KERNEL[kind], kernel)
+    x, words = torch.randn(5, 256), []
+    for broken in (True, False):
+        quantised_products.trial.cache_clear()
+        layer = tiny.whole_model(files(kind)[0]).get_submodule("transformer_blocks.1.attn.to_out.0")
+        words.append(layer.arithmetic.word)
+        assert len(calls) == 1  # one trial for all layers
+        with torch.inference_mode():
+            assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias)) == broken
+        assert len(calls) == (1 if broken else 2)
+        calls.clear()
+    quantised_products.trial.cache_clear()
+    format = KINDS[kind][0]
+    assert words == [
+        f"{format} expanded to float32: comfy-kitchen's product fails here (the rank's log says why)",
+        f"{format} multiplied by comfy-kitchen",
+    ]
 
 
 def test_without_the_package_weights_are_expanded(files, monkeypatch):

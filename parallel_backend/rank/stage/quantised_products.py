@@ -2,19 +2,23 @@
 
 The rules are those of comfy/ops.py (`mixed_precision_ops`, `pick_operations`) and comfy/model_management.py
 (`supports_fp8_compute` and similar functions). int8 and the 4-bit integer formats multiply on every device; fp8, nvfp4 and
-mxfp8 on GPUs that support them. All other weights are expanded. comfy-kitchen chooses among its kernels. Without the package
-this project's code expands all weights.
+mxfp8 on GPUs that support them, and on which a trial works. All other weights are expanded. comfy-kitchen chooses among its
+kernels. Without the package this project's code expands all weights.
 """
 
 import functools
+import logging
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8, Packing
 from parallel_backend.checkpoints.quantised_formats import Quantised
+
+log = logging.getLogger(__name__)
 
 LAYOUTS = {
     "float8_e4m3fn": "TensorCoreFP8Layout",
@@ -29,6 +33,9 @@ LAYOUTS = {
 CAPABILITY = {"float8_e4m3fn": (8, 9), "nvfp4": (10, 0), "mxfp8": (10, 0)}
 """Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. For these formats the layer's input has to be
 rounded to the format before the product; for all others the product does so."""
+
+TRIAL_SIZE = 128
+"""Rows, inputs and outputs of a trial's product. A multiple of the size of all blocks and tiles."""
 
 ALIGNED = 16
 """Rows and columns of weights in CAPABILITY's formats must be multiples of it, or the kernel refuses the product."""
@@ -153,10 +160,40 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
     old_torch = format == "mxfp8" and not hasattr(torch, "float8_e8m0fnu")
     if tensors is None or not hasattr(tensors, LAYOUTS[format]) or old_torch:
         return Arithmetic(None, f"{expanded}: {word or 'this comfy-kitchen or torch is too old for the format'}")
+    if not reason and format in CAPABILITY and (failure := trial(tensors, format, dtype, packed.device)):
+        reason = f"comfy-kitchen's product fails here ({failure})"
+        if isinstance(packing, Fp8):
+            return Arithmetic(None, f"{expanded}: {reason}")
     weight = KitchenWeight(tensors, packed, packing, dtype, not reason)
     if reason:
         return Arithmetic(weight, f"{expanded}: {reason}")
     return Arithmetic(weight, f"{format} multiplied by comfy-kitchen" + (f" ({word})" if word else ""))
+
+
+@functools.cache
+def trial(tensors: ModuleType, format: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Why comfy-kitchen does not multiply in a format of CAPABILITY on the device, found by one product. Empty: it does.
+
+    Where a kernel raises, its `linear` expands both factors and goes on, and only the log says so. `tensors`: see Kitchen.
+    """
+    expanded = False
+    plain: Any = tensors.QuantizedTensor
+
+    class Watched(plain):
+        def dequantize(self) -> torch.Tensor:
+            nonlocal expanded
+            expanded = True
+            return super().dequantize()
+
+    with torch.inference_mode():  # as in a micro-step: outside of it torch takes `linear` apart
+        ones = torch.ones(TRIAL_SIZE, TRIAL_SIZE, dtype=dtype, device=device)
+        try:
+            rows, weight = (made.from_float(ones, LAYOUTS[format]) for made in (Watched, plain))
+            F.linear(rows, weight, ones[0]).cpu()  # waits: a kernel's failure shows when the host does
+        except (RuntimeError, TypeError) as error:
+            log.warning("comfy-kitchen's product in %s: %s", format, error)
+            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return "the rank's log says why" if expanded else ""
 
 
 def _obstacle(format: str, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> str:
