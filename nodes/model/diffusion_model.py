@@ -4,9 +4,8 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 import comfy.model_patcher
 import torch
@@ -22,24 +21,23 @@ from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
-from parallel_backend.processes.pool import Poll
+from parallel_backend.processes.pool import DeviceFull, Poll
 
 from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
-from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
 from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
 from .fun_control import FunControl, fun_controls
-from .lora import PREFIX, NativeWeights, Patch
+from .lora import PREFIX, NativeWeights
 from .make_room import make_room
 from .native_call import NativeClass, by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
 from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .run_shapes import PART, Shapes, is_for_all
-from .step_cache import SamplingCache
+from .sampling_run import SamplingRun, tell
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
@@ -82,29 +80,6 @@ class Band:
             raise NotLocal(PART)
         self.run.note_exact()
         return False
-
-
-@dataclass
-class SamplingRun:
-    """What a RemoteDiffusionModel is sampled with, from a patcher's pre_run on. Its patchers (clones) all share the model.
-
-    The patches are those of the patcher. `bypass_patches`: its LoRAs in bypass mode, as patches by key.
-    """
-
-    patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
-    """Weak reference to the patcher."""
-    patches: dict[str, list[Patch]] = field(default_factory=dict)
-    bypass_patches: dict[str, list[Patch]] = field(default_factory=dict)
-    hook_patches: dict[Any, dict[str, list[Patch]]] = field(default_factory=dict)
-    patches_uuid: UUID | None = None
-    """Stands for `patches` and `bypass_patches`."""
-    cache: SamplingCache | None = None
-    idle: str | None = None
-    """The message that the user got about replicas with nothing to do."""
-    loaded: Callable[[], RemoteTransformer | None] = lambda: None
-    """Weak reference to the model on the ranks that answered the last call."""
-    loads: int = 0
-    """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
 
 
 class RemoteDiffusionModel(torch.nn.Module):
@@ -198,6 +173,17 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """The model on its ranks, patched. At first use the ranks are started and loaded, for a run like `expected()`."""
+        while True:
+            model = self._loaded(expected)
+            try:
+                model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
+                return model
+            except DeviceFull as error:
+                if not self.run.tries_again(model, error):
+                    raise
+
+    def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
+        """As `transformer`, with the patches of any earlier run."""
         run = self.run
         model = registry().model(self.setup, check_cancelled, LoadingBar(), run.patcher(), make_room, expected)
         kinds = {(each.family.name, repr(each.config)) for each in (self.checkpoint, model.checkpoint)}
@@ -209,12 +195,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         if run.loaded() is not model:
             run.loaded, run.loads = weakref.ref(model), run.loads + 1
             if run.loads == 2:
-                log.warning("Parallel DiT: %s", TAKING_TURNS)
-                say(f"Parallel DiT: {TAKING_TURNS}")
-        is_patched = run.patches or run.bypass_patches or run.hook_patches
-        name = (run.patches_uuid, *run.hook_patches) if is_patched else None
-        model.adapt(name, self._deltas(), check_cancelled, self._strengths())
+                tell(TAKING_TURNS)
         return model
+
+    def _patches_name(self) -> tuple[Any, ...] | None:
+        """Stands for all patches of the run. None: it has none."""
+        run = self.run
+        is_patched = run.patches or run.bypass_patches or run.hook_patches
+        return (run.patches_uuid, *run.hook_patches) if is_patched else None
 
     def _deltas(self) -> Iterator[Delta]:
         """All changes of weights for the ranks. Group 0 always applies. Each further group is one hook, whose strength
@@ -336,16 +324,28 @@ class RemoteDiffusionModel(torch.nn.Module):
         if changes.together:
             tell_if_together(self)
         if band is None:
-            cache = None if run_cache is None else run_cache.for_calls
             text_tokens, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
-            model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], text_tokens))
-            outputs = model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
+            expected = functools.partial(expected_request, self.checkpoint, shape, shape[0], text_tokens)
+            outputs = self._predict(call, expected, evaluation)
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
             outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
         outputs = latents_of(outputs)
         outputs = finish(outputs) if is_carried else outputs
         return list(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _predict(
+        self, call: ModelCall, expected: Callable[[], Request | None], evaluation: Evaluation
+    ) -> torch.Tensor | Latents:
+        """The ranks' output for a call with the whole latent. `expected()`: see `transformer`."""
+        while True:
+            model = self.transformer(expected)
+            cache = None if self.run.cache is None else self.run.cache.for_calls
+            try:
+                return model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
+            except DeviceFull as error:
+                if not self.run.tries_again(model, error):
+                    raise
 
     def fun_control_layers(self) -> comfy.model_patcher.ModelPatcher:
         """The layers that Fun controls need in this process, with the run's patches for them."""

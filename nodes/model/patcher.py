@@ -20,12 +20,13 @@ from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
 from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
-from .diffusion_model import RemoteDiffusionModel, SamplingRun
+from .diffusion_model import RemoteDiffusionModel
 from .fun_control import fun_controls
 from .lora import NativeWeights
 from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
 from .reach import Unread, refuse_unread
 from .rope import riflex
+from .sampling_run import SamplingRun
 from .saving import for_saving, key_patches, patched_weight, stored_weights
 from .step_cache import begin_cache
 from .text_guidance import GUIDANCE_KEY, text_guidance

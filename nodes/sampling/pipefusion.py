@@ -1,5 +1,6 @@
 """PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once for each band of the latent."""
 
+import functools
 import logging
 import queue
 import threading
@@ -22,6 +23,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
+from parallel_backend.processes.pool import DeviceFull
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
@@ -110,8 +112,17 @@ class PipeFusion:
     def __call__(self, executor, *arguments) -> torch.Tensor:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
+        while True:
+            model = sampling.stub.transformer(functools.partial(self._expected, sampling))
+            try:
+                return self._sample(model, sampling, executor)
+            except DeviceFull as error:
+                if not sampling.stub.run.tries_again(model, error):
+                    raise
+
+    def _sample(self, model: RemoteTransformer, sampling: Sampling, executor) -> torch.Tensor:
+        """The samples of the whole latent. `model`: that of `sampling`, on its ranks."""
         stub = sampling.stub
-        model = stub.transformer(lambda: self._expected(sampling))
         started = time.perf_counter()
         result, run, reason, cache = None, None, None, stub.run.cache
         cut = self._cut(model, sampling)
@@ -146,7 +157,7 @@ class PipeFusion:
             reason,
             tuple(stats),
             None if cache is None else cache.report(),
-            model.pool.notes,
+            (*model.pool.notes, *filter(None, (stub.run.second_try.line,))),
             cut.patching.along if cut.patching.video else None,
         )
         say("; ".join(filter(None, (f"Parallel DiT: {self.last.summary}", *self.last.notes, stub.run.idle))))

@@ -14,7 +14,7 @@ from parallel_backend.placement.balance import Balance, even_stages
 from parallel_backend.placement.memory_check import MemoryCheck, devices_for
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.model_ranks import ModelRanks
-from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
+from parallel_backend.processes.pool import DeviceFull, LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
 
 from .conditioning_cache import ConditioningCache
@@ -25,6 +25,15 @@ from .not_finite import CauseSearch
 from .posting import Posting
 from .remote_transformer import RemoteTransformer
 from .scatter import Scatter
+from .shortfalls import Shortfalls
+
+
+class NoRoomToLoad(DeviceFull):
+    """A device ran out of memory while a model was loaded. `next_try`: see MemoryGuard.learn."""
+
+    def __init__(self, text: str, rank: int = 0, asked: int = 0, next_try: str = ""):
+        super().__init__(text, rank, asked)
+        self.next_try = next_try
 
 
 def load_model(
@@ -37,12 +46,14 @@ def load_model(
     expected: Request | None = None,
     keep_others: bool = False,
     only: Sequence[str] = (),
+    shortfalls: Shortfalls | None = None,
 ) -> RemoteTransformer:
     """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Returns when every rank has its part.
 
     `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which the
     model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `only`: see
-    wire.loading.Load. ValueError, naming the widget, if the model cannot be cut so; RankError if a rank fails.
+    wire.loading.Load. `shortfalls`: see MemoryGuard. ValueError, naming the widget, if the model cannot be cut so; RankError
+    if a rank fails, NoRoomToLoad if its device has too little memory.
     """
     degrees, family = setup.degrees, checkpoint.family
     check_devices(degrees, pool.devices)
@@ -53,7 +64,8 @@ def load_model(
     wait_for(pool.ready, poll)
     progress("loading", 0.0)
     even = even_stages(family.blocks.total(checkpoint.config), degrees.pipe)
-    memory = MemoryGuard(ranks, MemoryCheck(checkpoint, setup, even, devices_for(pool.devices)), family, make_room, lock)
+    check = MemoryCheck(checkpoint, setup, even, devices_for(pool.devices))
+    memory = MemoryGuard(ranks, check, family, make_room, lock, shortfalls)
     requests = () if expected is None else (expected,)
     if not only:
         memory.make_room_for(requests, poll)
@@ -103,5 +115,8 @@ def _load(ranks: ModelRanks, message: m.Load, memory: MemoryGuard, poll: Poll, p
 
     try:
         return wait_for(ranks.ask(message, m.Loaded), look)
+    except DeviceFull as error:
+        told = str(memory.explained(error))
+        raise NoRoomToLoad(told, error.rank, error.asked, memory.learn(error)) from None
     except RankError as error:
         raise memory.explained(error) from None

@@ -15,17 +15,23 @@ from parallel_backend.placement.device_memory import DeviceMemory, device_memori
 from parallel_backend.placement.gpu_overheads import COPY_RATE
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, Request
+from parallel_backend.processes.failure_report import again
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.model_ranks import ModelRanks
-from parallel_backend.processes.pool import Poll, RankError, wait_for
+from parallel_backend.processes.pool import DeviceFull, Poll, RankError, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from parallel_backend.wire.vae import DropVAE
 
 from .call import Conditioning
 from .conditioning_cache import CONDITIONINGS_KEPT
 from .resident_weights import ResidentWeights
+from .shortfalls import Shortfalls
 
 log = logging.getLogger(__name__)
+
+LEAST_SHORT = 1 << 28
+"""Fewest bytes that a device lacked when it ran out. More where the allocation that failed was larger, or half of the run's
+estimate is, by which the estimate may be off. Guessed: no GPU has run out so far."""
 
 MakeRoom = Callable[[str, int], int]
 """(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have come free. Provided by the program with
@@ -47,12 +53,15 @@ class MemoryGuard:
         family: Family,
         make_room: MakeRoom = no_room,
         lock: AbstractContextManager | None = None,
+        shortfalls: Shortfalls | None = None,
     ):
-        """`lock`: see ResidentWeights."""
+        """`lock`: see ResidentWeights. `shortfalls`: what is known of all models; None: nothing, and nobody is told."""
         self.ranks, self.memory_check, self.family, self.make_room, self._lock = ranks, memory_check, family, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
         """By rank, bytes a second from host memory to its device; 0.0 if no weights are streamed."""
+        self._shortfalls = shortfalls or Shortfalls()
+        self._learned: str | None = None  # see `learn`
         self.has_host = [False] * len(ranks.devices)
         """By rank, whether the machine has memory apart from the device's, to which weights can move."""
         self._runs: dict[int, _Run] = {}
@@ -69,7 +78,8 @@ class MemoryGuard:
         """Set the limits in `resident` for loading and a run of these requests. ValueError for too large weights."""
         memories = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(memories)
-        limits = self.memory_check.placed(requests, memories)
+        most = self._shortfalls.most(self.memory_check.setup, requests, loading=True)
+        limits = self.memory_check.placed(requests, memories, most=most)
         self.resident = ResidentWeights(self.ranks, self.memory_check.weights(), limits, self._lock)
 
     @property
@@ -140,7 +150,34 @@ class MemoryGuard:
         if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.memory_check.advice()):
             return error
         first, *rest = str(error).split("\n", 1)
-        return RankError("\n".join((first, advice, *rest)))
+        said = again(error)  # of its kind
+        said.args = ("\n".join((first, advice, *rest)),)
+        return said
+
+    def learn(self, error: DeviceFull) -> str:
+        """A device ran out of memory with this model: have the next one like it stream more of that rank's weights.
+
+        A line for the user about the next try. Empty: nothing more can be streamed. Asked again it gives the same.
+        """
+        if self._learned is None:
+            self._learned = self._learn(error)
+        return self._learned
+
+    def _learn(self, error: DeviceFull) -> str:
+        requests, memories = self.memory_check.last or ((), ())
+        memory = next((each for each in memories if error.rank in each.ranks), None)
+        weights, present = self.resident.weights[error.rank], self.resident.expected()[error.rank]
+        if memory is None or not self.memory_check.streams(memory) or present <= weights.least:
+            return ""
+        short = max(error.asked, self.memory_check.memory(requests)[error.rank].run // 2, LEAST_SHORT)
+        most = max(weights.least, present - short)
+        self._shortfalls.learn(self.memory_check.setup, requests, error.rank, most)
+        limit = self.resident.limits[error.rank]
+        more, device = (weights.streamed(most) - weights.streamed(limit)) / 1e9, self.ranks.devices[error.rank]
+        return (
+            f"{device} ran out of memory. This is tried once more with new ranks, on which {more:.1f} GB more of rank "
+            f"{error.rank}'s weights come from host memory as they are needed"
+        )
 
     def _fit(self, requests: tuple[Request, ...], free: "_FreeMemory") -> None:
         """Move weights so that these requests fit, and update `free`. ValueError if they cannot fit.
@@ -151,7 +188,9 @@ class MemoryGuard:
         free.move_to(self.resident.expected())
         free.memories = self._with_room(requests, free.memories, self.resident.expected())
         present = self.resident.expected()
-        placed = [self.memory_check.placed(each, free.memories, present) for each in (requests, *self._of_last_run)]
+        most = self._shortfalls.most(self.memory_check.setup, requests)
+        placed = [self.memory_check.placed(requests, free.memories, present, most)]
+        placed += [self.memory_check.placed(each, free.memories, present) for each in self._of_last_run]
         self._of_this_run.add(requests)
         limits = tuple(map(min, zip(*placed, strict=True)))
         expected = self.resident.expected(limits)

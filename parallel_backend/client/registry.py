@@ -27,12 +27,13 @@ from parallel_backend.processes.ray_ranks import start_of
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SelfTest
 
-from .loading import load_model
+from .loading import NoRoomToLoad, load_model
 from .memory_guard import MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .remote_transformer import RemoteTransformer
+from .shortfalls import Shortfalls
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Registry:
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()))
         self._models = ModelsOnRanks()
+        self._shortfalls = Shortfalls()
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
     def model(
@@ -72,7 +74,8 @@ class Registry:
 
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
-        ranks give way after `make_room`. A model that is loaded already stays as it is, whatever is expected.
+        ranks give way after `make_room`. A model that is loaded already stays as it is, whatever is expected. If a device
+        runs out of memory during loading, the model is loaded once more and streams more of its weights (shortfalls.py).
         """
         with self._lock:
             entry = self._models.find(setup)
@@ -81,7 +84,15 @@ class Registry:
                 self._unload(entry, poll)
                 entry = None
             if entry is None:
-                entry = self._models.add(setup, self._load(setup, poll, progress, make_room, expected))
+                try:
+                    model = self._load(setup, poll, progress, make_room, expected)
+                except NoRoomToLoad as error:
+                    if not error.next_try:
+                        raise
+                    log.warning("Parallel DiT: %s", error.next_try)
+                    progress(error.next_try, 0.0)
+                    model = self._load(setup, poll, progress, make_room, expected)
+                entry = self._models.add(setup, model)
             self._models.use(entry, owner)
             self._former_owners.clear()
             return entry.model
@@ -97,7 +108,17 @@ class Registry:
             def ask(device: str, missing: int) -> int:
                 return self._make_room(setup, pool, make_room, device, missing)
 
-            return load_model(pool, checkpoint, setup, poll, progress, make_room=ask, expected=expected(), keep_others=True)
+            return load_model(
+                pool,
+                checkpoint,
+                setup,
+                poll,
+                progress,
+                make_room=ask,
+                expected=expected(),
+                keep_others=True,
+                shortfalls=self._shortfalls,
+            )
 
         try:
             return self._pools.use(setup.devices, load)

@@ -20,7 +20,7 @@ from parallel_backend.placement.balance import Balance
 from parallel_backend.placement.memory_check import SHARED
 from parallel_backend.placement.pipeline_model import StageCost
 from parallel_backend.placement.residency import shared_bytes
-from parallel_backend.processes.pool import Poll, wait_for
+from parallel_backend.processes.pool import DeviceFull, Poll, wait_for
 from parallel_backend.wire import messages as m
 
 from .call import Conditioning, ModelCall, PostedCall, TokenLayout, has_token_times
@@ -256,6 +256,10 @@ class RemoteTransformer:
                 shapes = f"{list(each.times.shape)} and {list(each.labels.shape)}"
                 raise self.pool.refuse(each.rank, f"a timeline of {shapes}")
         return timelines
+
+    def learn(self, error: DeviceFull) -> str:
+        """A device ran out of memory with this model, see MemoryGuard.learn."""
+        return self._memory.learn(error)
 
     def _on_failure(self, error: Exception) -> None:
         """The model has left the ranks, or the pool has failed: every call, waiting or later, raises `error`."""

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -102,12 +103,17 @@ class MemoryCheck:
                 )
 
     def placed(
-        self, requests: tuple[Request, ...], memories: Sequence[DeviceMemory], resident: Sequence[int] | None = None
+        self,
+        requests: tuple[Request, ...],
+        memories: Sequence[DeviceMemory],
+        resident: Sequence[int] | None = None,
+        most: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[int, ...]:
         """By rank, bytes of its device that its weights may take beside these requests; ALL where they may all stay there.
 
         `resident`: see `missing`; resident weights move only if the whole estimate says that they must. Limits go down to
-        RankWeights.least. Ranks with the same weights get the same limit, since all wait for the slowest.
+        RankWeights.least. Ranks with the same weights get the same limit, since all wait for the slowest. `most`: by rank,
+        limits that hold whatever is free.
         """
         weights, needs = self.weights(), self.memory(requests)
         limits = [ALL] * self.degrees.world
@@ -125,6 +131,7 @@ class MemoryCheck:
                 if budget < now <= free + now - run / USABLE_MEMORY:
                     budget = now
             for rank, one, size in zip(memory.ranks, sharing, share_out(sharing, budget), strict=True):
+                size = min(size, max(one.least, most.get(rank, size)))
                 limits[rank] = ALL if size == one.total else size
         return tuple(min(limits[other] for other in self.degrees.same_weights(rank)) for rank in range(len(limits)))
 

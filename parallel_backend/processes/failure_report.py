@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from parallel_backend.wire import messages as m
 
-from .failure_text import died, explained, failed
+from .failure_text import DEVICE_FULL, asked, died, explained, failed
 from .local import Ranks
 from .watchdog import Verdict
 
@@ -28,6 +28,14 @@ class LinksDown(RankError):
     def __init__(self, text: str, backend: str = ""):  # copy.copy calls it with the text alone, then sets `backend`
         super().__init__(text)
         self.backend = backend
+
+
+class DeviceFull(RankError):
+    """A device had too little memory. `rank`: the one that ran out. `asked`: see failure_text.asked."""
+
+    def __init__(self, text: str, rank: int = 0, asked: int = 0):  # see LinksDown
+        super().__init__(text)
+        self.rank, self.asked = rank, asked
 
 
 def again(error: E) -> E:
@@ -77,7 +85,9 @@ class FailureReport:
         died_unheard = [rank for rank in ended if rank not in reported and (late or rank in self._cut_off)]
         if causes:
             failure = causes[0]
-            return self._error(failed(self._name(failure.rank), failure.doing, failure.summary), failure.traceback)
+            error = self._error(failed(self._name(failure.rank), failure.doing, failure.summary), failure.traceback)
+            full = DEVICE_FULL.search(failure.summary)
+            return DeviceFull(str(error), failure.rank, asked(failure.summary)) if full else error
         if died_unheard:
             return self._died(died_unheard[0], ended[died_unheard[0]])
         if late and any(failure.transport for failure in self._failures):

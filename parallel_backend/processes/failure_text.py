@@ -8,6 +8,11 @@ from pathlib import Path
 from parallel_backend.wire.lifecycle import IDLE
 
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|can't allocate memory|bad_alloc", re.IGNORECASE)
+DEVICE_FULL = re.compile(r"OutOfMemoryError|(CUDA|HIP|Cuda failure|Hip failure)[^\n]*out of memory")
+"""In the summary of a failure for want of a device's memory, not of the host's. NCCL names the driver's error."""
+ASKED = re.compile(r"Tried to allocate ([0-9.]+) ([KMG]i)?B")
+"""In torch's words: the bytes for which there was no room."""
+UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 KILLED = "was killed by signal 9"
 FILE_GONE = f"was killed by signal {int(getattr(signal, 'SIGBUS', 0))}"
 """Linux and macOS send SIGBUS to a process that reads beyond the end of a mapped file, which was cut after mapping."""
@@ -27,6 +32,12 @@ P2P_OFF = (
 def out_of_memory(text: str) -> bool:
     """Whether an error's text says, or may mean, that memory ran out."""
     return KILLED in text or bool(OUT_OF_MEMORY.search(text))
+
+
+def asked(summary: str) -> int:
+    """Bytes of the allocation that failed. 0: the failure's summary does not say."""
+    found = ASKED.search(summary)
+    return round(float(found[1]) * UNITS[found[2]]) if found else 0
 
 
 def last_seen(doing: str) -> str:

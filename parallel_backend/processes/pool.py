@@ -18,6 +18,7 @@ from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 from parallel_backend.wire.shared_memory import Segment
 
+from .failure_report import DeviceFull as DeviceFull
 from .failure_report import FailureReport, RankError, again
 from .failure_report import LinksDown as LinksDown
 from .failure_text import P2P_OFF

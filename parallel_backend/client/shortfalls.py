@@ -1,0 +1,83 @@
+"""What running out of GPU memory has taught: how many bytes of a model's weights each rank may keep, by the run's size.
+
+Estimates of a run's memory are not measured, so a run that fits by them may run out all the same. The next try streams so
+much more of the weights of the rank that ran out. A sampling run is tried once more by itself.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from parallel_backend.core.setup import Setup
+from parallel_backend.placement.memory_model import Request
+from parallel_backend.processes.pool import DeviceFull
+
+Size = tuple[tuple[int, ...], int]
+"""(tokens along the axes of the largest picture, its batch entries)."""
+
+
+class Shortfalls:
+    """For the models of this process, of which each size of a run is kept apart. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._most: dict[tuple[Setup, Size | None], dict[int, int]] = {}  # None: it ran out before any run
+        self._lock = threading.Lock()
+
+    def learn(self, setup: Setup, requests: Sequence[Request], rank: int, most: int) -> None:
+        """`rank` ran out in a run of `requests`; before any where there are none. It may keep `most` bytes of weights."""
+        with self._lock:
+            self._most.setdefault((setup, size_of(requests)), {})[rank] = most
+
+    def most(self, setup: Setup, requests: Sequence[Request], loading: bool = False) -> Mapping[int, int]:
+        """By rank, the most bytes of weights on its device for a run of `requests`. Ranks that have not run out are missing.
+
+        `loading`: `requests` are expected ones, whose batch may be another than the run's.
+        """
+        size = size_of(requests)
+        with self._lock:
+            known = [
+                most
+                for (model, other), most in self._most.items()
+                if model == setup and (other in (None, size) or (loading and (size is None or other[0] == size[0])))
+            ]
+        return {
+            rank: min(most[rank] for most in known if rank in most) for rank in {rank for most in known for rank in most}
+        }
+
+
+class LearnsOfFailure(Protocol):
+    """A model on ranks, see RemoteTransformer."""
+
+    def learn(self, error: DeviceFull) -> str: ...
+
+
+class SecondTry:
+    """The one by itself that a sampling run has after a device ran out of memory. `tell`: shows the user a line."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.line = ""
+        """What the user was told. Empty: no device ran out."""
+        self._tell, self._over = tell, False
+        self._failed: Callable[[], LearnsOfFailure | None] = lambda: None  # weak reference to the model that ran out
+
+    def allows(self, model: LearnsOfFailure, error: DeviceFull) -> bool:
+        """`model` ran out of memory. Whether to try again, with a model that is loaded anew, which streams more.
+
+        Calls under way fail together: each of them may be tried again.
+        """
+        line = model.learn(error)  # in any case: the next prompt goes by it
+        if self.line or not line:
+            self._over |= self._failed() is not model
+            return not self._over
+        self.line, self._failed = line, weakref.ref(model)
+        self._tell(line)
+        return True
+
+
+def size_of(requests: Sequence[Request]) -> Size | None:
+    """None: no run is known."""
+    if not requests:
+        return None
+    largest = max(requests, key=lambda request: request.image * request.entries)
+    return largest.grid, largest.entries
