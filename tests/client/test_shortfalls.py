@@ -110,8 +110,8 @@ def test_a_run_that_runs_out_streams_and_ends_by_itself(ranks, registry, flux_fi
     (line,) = run.told
     last = ranks - 1
     assert re.fullmatch(
-        rf"cpu ran out of memory\. This is tried once more with new ranks, on which \d\.\d GB more of rank {last}'s weights come "
-        "from host memory as they are needed",
+        rf"cpu ran out of memory\. This is tried once more with new ranks, on which \d\.\d GB more of rank {last}'s weights "
+        "come from host memory as they are needed",
         line,
     )
     limits = registry.present().resident.limits
@@ -136,7 +136,7 @@ def test_a_second_failure_is_an_error_and_the_next_prompt_streams_still_more(reg
 
     runs_out(0, too_many, "1.00 MiB")
     first = Sampling(registry, setup)
-    with pytest.raises(DeviceFull, match="It would fit with|use more devices|set offload to"):
+    with pytest.raises(DeviceFull, match=r"It would fit with|use more devices|set offload to"):
         first.run()
     assert (first.tries, len(first.told), len(kept)) == (2, 1, 2)
     following = Sampling(registry, setup)
@@ -157,7 +157,7 @@ def test_where_nothing_can_be_streamed_the_error_comes_at_once(registry, flux_fi
         run.run()
     assert run.tries == 2
     run = Sampling(registry, setup_of(flux_file))
-    with pytest.raises(DeviceFull, match="It would fit with |No single change"):
+    with pytest.raises(DeviceFull, match=r"It would fit with |No single change"):
         run.run()
     assert (run.tries, run.told) == (1, [])
 

@@ -1,0 +1,35 @@
+"""A GPU that runs out of memory in the middle of a run costs the user a line and a second try, not the picture."""
+
+import pytest
+
+from parallel_backend.placement.residency import ALL
+
+pytestmark = pytest.mark.comfyui
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    return inside.run("out_of_memory", name="tiny.safetensors")[0]
+
+
+@pytest.mark.parametrize("case", ["whole", "bands", "step cache"])
+def test_the_second_try_streams_and_gives_the_same_picture(found, case):
+    got = found[case]
+    assert "error" not in got, got["traceback"]
+    first, second = got["differences"]
+    assert second == 0
+    assert (
+        (first < 1) if case == "step cache" else (first == 0)
+    )  # the second try begins without what was to be forecast from
+    assert got["pools"] == [2, 2]  # the next prompt needs no third
+    assert min(got["limits"]) < ALL
+    assert len(got["told"]) == 1
+    assert "cpu ran out of memory. This is tried once more with new ranks" in got["told"][0]
+
+
+def test_a_second_failure_is_an_error_that_says_what_to_change(found):
+    first, advice, *_ = found["in vain"]["text"].splitlines()
+    assert "OutOfMemoryError: CUDA out of memory" in first
+    assert "The run was expected to take: cpu " in advice
+    assert "set offload to" in advice
+    assert found["in vain"]["pools"] <= 2
