@@ -38,7 +38,7 @@ class EmulatedOutOfMemoryError(MemoryError):
 
 
 class EmulatedCopies:
-    """See DeviceCopies. Weights alone count, not what the rank computes with them."""
+    """See DeviceCopies. Weights and additions to them count, not what the rank computes with them."""
 
     unified = False
 
@@ -54,10 +54,11 @@ class EmulatedCopies:
         return self.settings.nbytes - self.used
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
-        """Parts of VAEs are in host memory, where the rank really is."""
+        """Parts of VAEs are in host memory, where the rank really is. `held`, `others`: with additions to weights."""
         node, total, rate = platform.node(), self.settings.nbytes, self.settings.bytes_per_second
         place, host_free = f"{node} emulated {rank}", host_memory()[0]
-        return DeviceMemoryReport(rank, place, self.free, held, 0, total, node, host_free, rate)
+        free = total - max(self.used, held + others)
+        return DeviceMemoryReport(rank, place, free, held, 0, total, node, host_free, rate)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.free:

@@ -41,6 +41,10 @@ class Delta:
         return _is_same(self.up, other.up) and _is_same(self.down, other.down)
 
 
+TakeRoom = Callable[[int, Adapt], None]
+"""(rank, part of a delta)."""
+
+
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
@@ -57,8 +61,10 @@ class Deltas:
         self._known: list[Delta | None] = []  # sent last; None for a delta without `down`, too large to keep in memory
         self._order: list[list[int]] = []  # by rank, the index in `_known` of each Adapt that it was sent
 
-    def replace(self, deltas: Iterable[Delta], poll: Callable[[], None]) -> None:
+    def replace(self, deltas: Iterable[Delta], poll: Callable[[], None], room: TakeRoom = lambda rank, part: None) -> None:
         """Replace the ranks' deltas by these. `poll` is called between messages, and may raise.
+
+        `room(rank, part)` is called before a part is sent to a rank, once the rank was told to drop earlier deltas.
 
         Only the scales are sent if all factors are those of the last time, in the same order and memory. ValueError for a
         delta whose key or shape does not fit the checkpoint. After an error the next call sends everything.
@@ -86,6 +92,7 @@ class Deltas:
                 ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
                 assert ranks, f"no rank has {part.parameter}"
                 for rank in ranks:
+                    room(rank, part)
                     self._send(rank, part)
                     self._order[rank].append(number)
             sent.append(None if delta.down is None else delta)
@@ -150,8 +157,10 @@ class Adaptation:
         strengths: tuple[float, ...],
         check: Callable[[], None],
         poll: Poll,
+        room: TakeRoom,
     ) -> None:
-        """Replace the ranks' deltas, see RemoteTransformer.adapt. `check` raises if the model has left the ranks."""
+        """Replace the ranks' deltas, see RemoteTransformer.adapt and Deltas.replace. `check` raises if the model is not on
+        its ranks any more."""
         with self._lock:
             check()
             if self.has(name, strengths):
@@ -159,7 +168,7 @@ class Adaptation:
             known, self._name = self._name, object()  # a name that equals no other, until all is in place
             if name != known:
                 self._strengths = ()
-                self._deltas.replace(deltas, poll)
+                self._deltas.replace(deltas, poll, room)
             if strengths != self._strengths:
                 for rank in range(len(self.bytes)):
                     self._pool.send(rank, Weigh(strengths))

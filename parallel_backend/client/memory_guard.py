@@ -3,6 +3,7 @@
 If a run does not fit, weights are streamed from host memory; if it does not fit even so, it is refused.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from parallel_backend.core.devices import device_kind
+from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.families import Family
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.gpu_overheads import COPY_RATE
@@ -22,6 +25,7 @@ from parallel_backend.processes.pool import DeviceFull, Poll, RankError, wait_fo
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from parallel_backend.wire.vae import DropVAE
 
+from .adapter_room import AdapterRoom
 from .call import Conditioning
 from .conditioning_cache import CONDITIONINGS_KEPT
 from .resident_weights import ResidentWeights
@@ -92,6 +96,18 @@ class MemoryGuard:
         if self.resident.parked:
             self._with_room((), self._device_memories(poll), self.resident.expected())
             self.resident.wake()
+
+    def adapter_room(self, poll: Poll) -> AdapterRoom:
+        """Room for additions to the weights, for which free memory is asked once they are being sent."""
+        setup = self.memory_check.setup
+        value_bytes = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0]))).itemsize
+        read = functools.partial(self._device_memories, poll)
+        return AdapterRoom(read, self.make_room, self.resident, setup.degrees, self.memory_check.streams, value_bytes)
+
+    def adapted(self) -> None:
+        """Additions to the weights have come or gone. The next call asks for free memory, and brings back what fits."""
+        self._free = None
+        self._admitted.clear()
 
     def gave_way(self) -> None:
         """Weights have left a device for other use. The next call asks for free memory, and brings back what fits."""

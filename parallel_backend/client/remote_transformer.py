@@ -73,12 +73,17 @@ class RemoteTransformer:
         """Add `deltas` to the checkpoint's weights, in place of earlier deltas. No call may be under way.
 
         `name`: equal deltas have equal names. If the name is that of the last time, `deltas` is not read. None: no deltas.
-        `strengths`: of the deltas' groups 1, 2, ...; to change these alone is cheap. Returns when every rank has its part,
-        with its size in `adapter_bytes`. ValueError for a delta that does not fit the checkpoint.
+        `strengths`: of the deltas' groups 1, 2, ...; to change these alone is cheap. Where a device has no room, weights
+        give way to the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
+        ValueError for a delta that does not fit the checkpoint.
         """
-        if not self._adaptation.has(name, strengths):
-            self._memory.wake(poll)  # deltas need the weights on the devices
-        self._adaptation.replace(name, deltas, strengths, self._posting.check, poll)
+        if self._adaptation.has(name, strengths):
+            self._posting.check()
+            return
+        self._memory.wake(poll)  # deltas need the weights on the devices
+        room = self._memory.adapter_room(poll)
+        self._adaptation.replace(name, deltas, strengths, self._posting.check, poll, room.take)
+        self._memory.adapted()
 
     def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
         """Costs by stage for a picture with `grid` tokens along its axes. None: the blocks were not timed."""
