@@ -1,0 +1,566 @@
+"""Faults that the emulated devices have to notice, one each; and sound programs in which there is nothing to notice.
+
+Each fault is a few lines against torch.cuda that a real device would let pass, or punish with other timing.
+"""
+
+import gc
+import multiprocessing
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.emulated_gpu import Violation, emulated
+from tests.support.emulated_gpu.host import page_locked
+from tests.support.emulated_gpu.machine import Machine
+from tests.support.emulated_gpu.nccl import EmulatedNccl
+from tests.support.emulated_gpu.tensors import CudaTensor
+from tests.support.fake_cuda import GB, HOPPER, RDNA3, TURING_16
+
+D = "cuda:0"
+
+
+def side() -> torch.cuda.Stream:
+    return torch.cuda.Stream(D)
+
+
+def here() -> torch.cuda.Stream:
+    return torch.cuda.current_stream()
+
+
+def pinned(size: int = 100, value: float = 1.0) -> torch.Tensor:
+    return torch.full((size,), value).pin_memory()
+
+
+def captured(work, before=lambda: None, pool=None) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, which runs on the capture's stream."""
+    graph, stream = torch.cuda.CUDAGraph(), side()
+    stream.wait_stream(here())
+    before()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, "thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    here().wait_stream(stream)
+    return graph
+
+
+# ---- sound programs
+
+
+def streams_that_wait():
+    other, a = side(), torch.ones(1000, device=D)
+    other.wait_stream(here())
+    with torch.cuda.stream(other):
+        b = a * 2
+        done = torch.cuda.Event()
+        done.record()
+    here().wait_event(done)
+    c = b + 1
+    b.record_stream(here())
+    other.wait_stream(here())
+    on_host = torch.empty(1000, pin_memory=True)
+    on_host.copy_(c, non_blocking=True)
+    here().synchronize()
+    assert (on_host == 3).all()
+
+
+def memory_that_returns():
+    a = torch.empty(1000, device=D)
+    assert torch.cuda.memory_allocated(D) == 4096
+    b = a.view(10, 100)[3:]
+    del a
+    assert torch.cuda.memory_allocated(D) == 4096
+    del b
+    assert torch.cuda.memory_allocated(D) == 0
+    assert torch.cuda.memory_reserved(D) > 0
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(D) == 0
+
+
+def a_graph_that_follows_its_input():
+    a, found = torch.ones(10, device=D), []
+    graph = captured(lambda: found.append((a * 2).add_(1)))
+    assert found[0].isnan().all()
+    for value in (1.0, 5.0):
+        a.fill_(value)
+        graph.replay()
+        assert (found[0] == 2 * value + 1).all()
+
+
+def a_graph_over_two_streams():
+    a, other, found = torch.ones(10, device=D), side(), []
+
+    def work():
+        b = a + 1
+        other.wait_stream(here())
+        with torch.cuda.stream(other):
+            c = b * 3
+        here().wait_stream(other)
+        found.append(c + b)
+
+    graph = captured(work)
+    a.fill_(2.0)
+    graph.replay()
+    assert (found[0] == 12).all()
+
+
+def numbers_of_a_cpu():
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(7, 5, generator=g), torch.randn(5, 3, generator=g)
+    there = (torch.softmax(a.to(D) @ b.to(D), -1) + 1).half()[1:, ::2].contiguous()
+    assert there.device == torch.device(D)
+    assert torch.equal(there.cpu(), (torch.softmax(a @ b, -1) + 1).half()[1:, ::2])
+    module = torch.nn.Linear(5, 3)
+    expected = module(a)
+    assert torch.equal(module.to(D)(a.to(D)).cpu(), expected)
+    assert isinstance(module.weight, CudaTensor | torch.nn.Parameter) and module.weight.is_cuda
+
+
+SOUND = (
+    *(streams_that_wait, memory_that_returns, a_graph_that_follows_its_input, a_graph_over_two_streams, numbers_of_a_cpu),
+)
+
+
+@pytest.mark.parametrize("program", SOUND, ids=lambda program: program.__name__)
+def test_a_sound_program_is_let_pass(program):
+    with emulated(HOPPER, HOPPER), torch.inference_mode():
+        program()
+
+
+# ---- streams
+
+
+def read_without_a_wait():
+    with torch.cuda.stream(side()):
+        b = torch.ones(10, device=D)
+    b + 1
+
+
+def read_after_an_event_that_was_recorded_too_early():
+    other = side()
+    with torch.cuda.stream(other):
+        done = other.record_event()
+        b = torch.ones(10, device=D)
+    here().wait_event(done)
+    b + 1
+
+
+def write_over_what_is_read():
+    other, a = side(), torch.ones(10, device=D)
+    other.wait_stream(here())
+    with torch.cuda.stream(other):
+        a * 2
+    a.zero_()
+
+
+def write_over_what_is_written():
+    other, a = side(), torch.ones(10, device=D)
+    other.wait_stream(here())
+    with torch.cuda.stream(other):
+        a.add_(1)
+    a.zero_()
+
+
+def wait_for_the_wrong_stream():
+    one, two = side(), side()
+    with torch.cuda.stream(one):
+        b = torch.ones(10, device=D)
+    here().wait_stream(two)
+    b + 1
+
+
+def freed_while_another_stream_reads():
+    other, a = side(), torch.ones(10, device=D)
+    other.wait_stream(here())
+    with torch.cuda.stream(other):
+        b = a * 2
+    del a
+    here().wait_stream(other)
+    return b
+
+
+def freed_while_another_stream_writes():
+    other, a = side(), torch.empty(10, device=D)
+    other.wait_stream(here())
+    with torch.cuda.stream(other):
+        a.zero_()
+    del a
+
+
+def a_peer_that_does_not_wait():
+    """Copies between devices wait for both current streams, and for no other one."""
+    there = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(there):
+        a = torch.ones(10, device="cuda:1")
+    a.to(D)
+
+
+# ---- page-locked memory
+
+
+def source_changed_under_a_copy():
+    h = pinned()
+    there = h.to(D, non_blocking=True)
+    h.zero_()
+    torch.cuda.synchronize()
+    return there
+
+
+def target_written_under_a_copy():
+    h = torch.empty(10, pin_memory=True)
+    h.copy_(torch.ones(10, device=D), non_blocking=True)
+    h.zero_()
+    torch.cuda.synchronize()
+
+
+def sent_on_before_it_came():
+    h = torch.empty(10, pin_memory=True)
+    h.copy_(torch.ones(10, device=D), non_blocking=True)
+    return h.to(D, non_blocking=True)
+
+
+def unregistered_under_a_copy():
+    h = torch.ones(5000)
+    runtime = torch.cuda.cudart()
+    assert runtime.cudaHostRegister(h.data_ptr(), h.nbytes, 1) == 0
+    there = h.to(D, non_blocking=True)
+    runtime.cudaHostUnregister(h.data_ptr())
+    return there
+
+
+# ---- graphs
+
+
+def launched_beside_a_capture():
+    """As SageAttention's kernels, which know nothing of torch's current stream."""
+    a, default = torch.ones(10, device=D), here()
+
+    def work():
+        b = a * 2
+        with torch.cuda.stream(default):
+            b.add_(1)
+
+    captured(work)
+
+
+def replayed_after_its_input_was_freed():
+    a = torch.ones(10, device=D)
+    graph = captured(lambda: a * 2)
+    del a
+    gc.collect()
+    graph.replay()
+
+
+def replayed_without_waiting_for_its_input():
+    a = torch.ones(10, device=D)
+    graph, other = captured(lambda: a * 2), side()
+    other.wait_stream(here())
+    with torch.cuda.stream(other):
+        a.fill_(3)
+    graph.replay()
+
+
+# ---- NCCL
+
+
+def on_two_ranks(work) -> None:
+    """`work(rank, nccl)` on two threads, each a rank of one world."""
+    nccl, errors = EmulatedNccl(), []
+    world = nccl.world(2)
+
+    def run(rank: int) -> None:
+        nccl.enter(world, rank)
+        torch.cuda.set_device(rank)
+        try:
+            work(rank, nccl)
+        except Exception as error:  # noqa: BLE001, raised below
+            errors.append(error)
+            world.end()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def received_and_not_waited_for():
+    def work(rank: int, nccl: EmulatedNccl) -> None:
+        x = torch.ones(10, device=f"cuda:{rank}")
+        if rank:
+            nccl.irecv(x, 0).work.wait()  # the transfer is over, and the current stream does not wait for it
+            x + 1
+        else:
+            nccl.isend(x, 1).wait()
+
+    on_two_ranks(work)
+
+
+def sent_and_then_written_over():
+    def work(rank: int, nccl: EmulatedNccl) -> None:
+        x = torch.ones(10, device=f"cuda:{rank}")
+        if rank:
+            nccl.irecv(x, 0).wait()
+        else:
+            sent = nccl.isend(x, 1)
+            sent.work.wait()
+            x.zero_()
+
+    on_two_ranks(work)
+
+
+def sent_from_another_stream_without_a_wait():
+    def work(rank: int, nccl: EmulatedNccl) -> None:
+        if rank:
+            nccl.irecv(torch.ones(10, device="cuda:1"), 0).wait()
+        else:
+            with torch.cuda.stream(side()):
+                x = torch.ones(10, device=D)
+            nccl.isend(x, 1).wait()
+
+    on_two_ranks(work)
+
+
+def sent_under_another_device():
+    def work(rank: int, nccl: EmulatedNccl) -> None:
+        x = torch.ones(10, device=f"cuda:{rank}")
+        torch.cuda.set_device(0)
+        nccl.all_reduce(x)
+
+    on_two_ranks(work)
+
+
+NOTED = {
+    read_without_a_wait: "reads what",
+    read_after_an_event_that_was_recorded_too_early: "reads what",
+    write_over_what_is_read: "writes over what stream .* reads",
+    write_over_what_is_written: "writes over what stream .* writes",
+    wait_for_the_wrong_stream: "reads what",
+    freed_while_another_stream_reads: "are freed while",
+    freed_while_another_stream_writes: "are freed while",
+    a_peer_that_does_not_wait: "reads what",
+    source_changed_under_a_copy: "changed under a copy to the device",
+    target_written_under_a_copy: "changed under a copy to the host",
+    sent_on_before_it_came: "memory that has not come",
+    unregistered_under_a_copy: "no longer page-locked",
+    launched_beside_a_capture: "is not in the graph",
+    replayed_after_its_input_was_freed: "memory which has been freed",
+    replayed_without_waiting_for_its_input: "reads what",
+    received_and_not_waited_for: "reads what",
+    sent_and_then_written_over: "writes over what",
+    sent_from_another_stream_without_a_wait: "reads what",
+    sent_under_another_device: "while the thread's device is cuda:0",
+}
+
+
+@pytest.mark.parametrize("fault", NOTED, ids=lambda fault: fault.__name__)
+def test_what_goes_well_by_chance_is_a_violation(fault):
+    with pytest.raises(Violation, match=NOTED[fault]) as noted, emulated(HOPPER, HOPPER), torch.inference_mode():
+        fault()
+    assert "test_planted.py:" in str(noted.value)
+
+
+# ---- what a device refuses at once
+
+
+def tensors_of_device_and_host():
+    torch.ones(3, device=D) + torch.ones(3)
+
+
+def tensors_of_two_devices():
+    torch.ones(3, device=D) + torch.ones(3, device="cuda:1")
+
+
+def more_memory_than_there_is():
+    torch.empty(100 * GB, dtype=torch.uint8, device=D)
+
+
+def a_device_that_is_not_there():
+    torch.ones(3, device="cuda:2")
+
+
+def page_locking_twice():
+    h = torch.ones(5000)
+    runtime = torch.cuda.cudart()
+    runtime.cudaHostRegister(h.data_ptr(), h.nbytes, 1)
+    code = runtime.cudaHostRegister(h.data_ptr(), h.nbytes, 1)
+    runtime.cudaHostUnregister(h.data_ptr())
+    raise RuntimeError(f"cudaHostRegister returned {code}")
+
+
+def more_page_locked_memory_than_the_driver_gives():
+    page_locked.budget = 1000
+    torch.empty(2000, dtype=torch.uint8, pin_memory=True)
+
+
+def numpy_of_a_device():
+    torch.ones(3, device=D).numpy()
+
+
+def time_of_events_that_are_not_over():
+    one, two = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    one.record()
+    two.record()
+    one.elapsed_time(two)
+
+
+def a_capture_on_the_default_stream():
+    torch.cuda.CUDAGraph().capture_begin()
+
+
+def a_stop_in_a_capture():
+    a = torch.ones(10, device=D)
+    captured(lambda: a[0].item())
+
+
+def pageable_memory_in_a_capture():
+    a, h = torch.ones(10, device=D), torch.ones(10)
+    captured(lambda: a.copy_(h, non_blocking=True))
+
+
+def an_event_asked_in_a_capture():
+    done = here().record_event()
+    captured(done.query)
+
+
+def tensors_of_the_host_in_nccl():
+    on_two_ranks(lambda rank, nccl: nccl.all_reduce(torch.ones(3)))
+
+
+def flash_attention_in_fp32():
+    q = torch.ones(1, 1, 4, 8, device=D)
+    torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
+
+
+REFUSED = {
+    tensors_of_device_and_host: "same device",
+    tensors_of_two_devices: "same device",
+    more_memory_than_there_is: "CUDA out of memory",
+    a_device_that_is_not_there: "invalid device ordinal",
+    page_locking_twice: "returned 712",
+    more_page_locked_memory_than_the_driver_gives: "out of memory",
+    numpy_of_a_device: "can't convert cuda:0",
+    time_of_events_that_are_not_over: "device not ready",
+    a_capture_on_the_default_stream: "non-default stream",
+    a_stop_in_a_capture: "during capture",
+    pageable_memory_in_a_capture: "during capture",
+    an_event_asked_in_a_capture: "during capture",
+    tensors_of_the_host_in_nccl: "No backend type",
+    flash_attention_in_fp32: "bf16 or fp16",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED, ids=lambda fault: fault.__name__)
+def test_what_a_device_refuses_is_refused(fault):
+    with emulated(HOPPER, HOPPER, checks=False), torch.inference_mode():
+        with pytest.raises((RuntimeError, TypeError), match=REFUSED[fault]):
+            fault()
+
+
+# ---- what is counted or read from the card
+
+
+def test_values_that_come_to_the_host_stop_it():
+    with emulated(HOPPER) as gpus, torch.inference_mode():
+        a = torch.ones(3, device=D)
+        assert gpus.record.stops == []
+        stopping = {
+            "item": lambda: a[0].item(),
+            "nonzero": a.nonzero,
+            "a mask": lambda: a[a > 0],
+            "bool": lambda: bool(a[0]),
+            "cpu": a.cpu,
+            "tensor": lambda: torch.tensor([1.0], device=D),
+            "equal": lambda: torch.equal(a, a),
+            "a pageable copy": lambda: torch.ones(3).to(D, non_blocking=True),
+            "synchronize": torch.cuda.synchronize,
+        }
+        for number, (name, work) in enumerate(stopping.items(), 1):
+            work()
+            assert len(gpus.record.stops) == number, (name, gpus.record.stops)
+
+
+def test_a_question_of_another_thread_voids_a_capture_on_rocm():
+    """CUDA's thread_local captures do not mind it."""
+
+    def ask(event: torch.cuda.Event) -> None:
+        thread = threading.Thread(target=event.query)
+        thread.start()
+        thread.join()
+
+    for card, voided in ((RDNA3, True), (HOPPER, False)):
+        with emulated(card), torch.inference_mode():
+            a, done = torch.ones(10, device=D), here().record_event()
+
+            def work(a=a, done=done):
+                a + 1
+                ask(done)
+
+            if voided:
+                with pytest.raises(RuntimeError, match="an event was asked"):
+                    captured(work)
+            else:
+                captured(work)
+
+
+def test_graphs_of_one_pool_share_their_memory():
+    with emulated(HOPPER), torch.inference_mode():
+        a, found, pool = torch.ones(10, device=D), [], torch.cuda.graph_pool_handle()
+        one, two = (captured(lambda scale=scale: found.append(a * scale), pool=pool) for scale in (2, 3))
+        one.replay()
+        assert (found[0] == 2).all()
+        two.replay()
+        assert (found[1] == 3).all() and found[0].isnan().all()
+
+
+def test_a_copy_arrives_when_the_host_has_waited():
+    with emulated(HOPPER), torch.inference_mode():
+        h, a = torch.empty(10, pin_memory=True), torch.ones(10, device=D)
+        h.copy_(a, non_blocking=True)
+        done = here().record_event()
+        assert h.isnan().all()
+        assert not done.query()  # never when first asked
+        assert done.query()
+        assert (h == 1).all()
+
+
+def test_memory_is_of_the_card():
+    with emulated(TURING_16, HOPPER) as gpus:
+        free, total = torch.cuda.mem_get_info(0)
+        assert total == TURING_16.memory == free
+        gpus.gpus[0].elsewhere = GB
+        a = torch.empty(GB, dtype=torch.uint8, device="cuda:0")
+        assert torch.cuda.mem_get_info(0)[0] == TURING_16.memory - 2 * GB
+        assert torch.cuda.mem_get_info(1)[0] == HOPPER.memory
+        assert torch.cuda.get_device_capability(0) == (7, 5)
+        gpus.gpus[0].fail_at = gpus.gpus[0].allocations + 2
+        b = torch.empty(1, device="cuda:0")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1, device="cuda:0")
+        del a, b
+
+
+def test_a_forked_processes_violations_come_home():
+    def child() -> None:
+        read_without_a_wait()
+
+    with emulated(HOPPER, checks=False) as gpus:
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        assert any("reads what" in each for each in gpus.record.violations)
+
+
+def test_there_is_one_machine_at_a_time():
+    with emulated(HOPPER) as gpus:
+        assert isinstance(gpus, Machine)
+        with pytest.raises(AssertionError, match="already"), emulated(HOPPER):
+            pass
+    assert not torch.cuda.is_available() and not dist.is_nccl_available()

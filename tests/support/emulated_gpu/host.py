@@ -1,0 +1,169 @@
+"""Page-locked memory of the host, and copies between it and a device that take their time."""
+
+import bisect
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from .machine import machine
+from .streams import Stream
+
+PAGE = 4096
+ALREADY, NOT_REGISTERED, NO_MEMORY = 712, 713, 2
+"""cudaErrorHostMemoryAlreadyRegistered, cudaErrorHostMemoryNotRegistered, cudaErrorMemoryAllocation."""
+LARGE = 16 << 20
+"""Sources of copies above so many bytes are not compared with what they were."""
+POISON = 0xFF
+"""In memory that a copy has not yet come to: a NaN in every floating dtype."""
+
+
+class PageLocked:
+    """Ranges of host memory that are page-locked. `budget`: bytes that the driver page-locks at most."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ranges: dict[int, tuple[int, bool]] = {}  # start -> (bytes, registered by hand)
+        self._lock = threading.RLock()
+        self.budget: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for size, _ in self._ranges.values())
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor in page-locked memory, which stays so as long as anything lies in it."""
+        count = int(numpy.prod(shape, dtype=numpy.int64)) * torch.empty(0, dtype=dtype).element_size()
+        if not self._room(count):
+            raise RuntimeError("CUDA error: out of memory")
+        memory = numpy.empty(count, numpy.uint8)  # torch keeps it until the storage's end, and Python says when that is
+        if count:
+            address = memory.ctypes.data
+            self._add(address, count, False)
+            weakref.finalize(memory, self._remove, address)
+        return torch.from_numpy(memory).view(dtype).view(*shape)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        address = torch._C.TensorBase.data_ptr(tensor)
+        with self._lock:
+            at = bisect.bisect_right(self._starts, address) - 1
+            return at >= 0 and address < self._starts[at] + self._ranges[self._starts[at]][0]
+
+    def register(self, address: int, size: int, _flags: int) -> int:
+        """cudaHostRegister. Whole pages are locked, and none twice."""
+        first, last = address // PAGE, (address + size - 1) // PAGE
+        with self._lock:
+            for start, (length, by_hand) in self._ranges.items():
+                if by_hand and first <= (start + length - 1) // PAGE and start // PAGE <= last:
+                    return ALREADY
+            if not self._room(size):
+                return NO_MEMORY
+            self._add(address, size, True)
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """cudaHostUnregister."""
+        with self._lock:
+            size, by_hand = self._ranges.get(address, (0, False))
+            if not by_hand:
+                return NOT_REGISTERED
+            self._remove(address)
+        with machine.lock:
+            for of in machine.gpus:
+                for entry in of.pending:
+                    if entry.overlaps(address, size):
+                        machine.record.violation(f"memory is no longer page-locked while a copy uses it: {entry}")
+        return 0
+
+    def _room(self, size: int) -> bool:
+        return self.budget is None or self.nbytes + size <= self.budget
+
+    def _add(self, address: int, size: int, by_hand: bool) -> None:
+        with self._lock:
+            bisect.insort(self._starts, address)
+            self._ranges[address] = size, by_hand
+
+    def _remove(self, address: int) -> None:
+        with self._lock:
+            if self._ranges.pop(address, None) is not None:
+                self._starts.remove(address)
+
+
+page_locked = PageLocked()
+
+
+class PendingCopy:
+    """A copy of which the host does not know that it is over. `tensor`: the host's."""
+
+    def __init__(self, stream: Stream, tensor: torch.Tensor, what: str, where: str):
+        self.stream, self.tick, self.tensor = stream, stream.tick, tensor
+        self._what, self._where = what, where
+
+    def overlaps(self, address: int, size: int) -> bool:
+        storage = self.tensor.untyped_storage()
+        return address < storage.data_ptr() + storage.nbytes() and storage.data_ptr() < address + size
+
+    def over(self) -> None:
+        """The host has waited for it."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self._what}, begun at {self._where}"
+
+
+class Upload(PendingCopy):
+    """A copy to the device: its source may not change until it is over."""
+
+    def __init__(self, stream: Stream, source: torch.Tensor, where: str):
+        super().__init__(stream, source, "a copy to the device", where)
+        with torch.inference_mode():
+            self._before = bytes_of(source).clone() if source.nbytes < LARGE else None
+
+    def over(self) -> None:
+        if self._before is not None and not torch.equal(bytes_of(self.tensor), self._before):
+            machine.record.violation(f"page-locked memory was changed under {self}")
+
+
+class Download(PendingCopy):
+    """A copy to the host: its values are there when the host has waited for it, and poison until then."""
+
+    def __init__(self, stream: Stream, target: torch.Tensor, values: torch.Tensor, where: str):
+        super().__init__(stream, target, "a copy to the host", where)
+        self._values = values
+        with torch.inference_mode():
+            bytes_of(target).fill_(POISON)
+
+    def over(self) -> None:
+        with torch.inference_mode():
+            if not bool((bytes_of(self.tensor) == POISON).all()):
+                machine.record.violation(f"page-locked memory was changed under {self}")
+            self.tensor.copy_(self._values)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a contiguous tensor as bytes, in the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def patched_empty(real: Any) -> Any:
+    """torch.empty with `pin_memory`."""
+
+    def empty(*shape: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        if not pin_memory:
+            return real(*shape, **named)
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return page_locked.empty(tuple(sizes), named.get("dtype") or torch.get_default_dtype())
+
+    return empty
+
+
+def pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """torch.Tensor.pin_memory of a CPU tensor."""
+    if page_locked.has(tensor):
+        return tensor
+    made = page_locked.empty(tensor.shape, tensor.dtype)
+    with torch.inference_mode(made.is_inference()):
+        return made.copy_(tensor.detach())

@@ -1,0 +1,171 @@
+"""The emulated machine: its devices, their memory, and the record of what went wrong on them."""
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.fake_cuda import Card
+
+ROUND, SEGMENT = 512, 2 << 20
+"""Bytes to which torch's allocator rounds an allocation, and what it asks the driver for."""
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[2]
+_TESTS = (str(_ROOT / "tests") + os.sep, str(_ROOT / "testing") + os.sep)
+
+Clock = dict[Any, int]
+"""Stream -> the number of its operations that are known to be over, or that what follows waits for."""
+
+
+class Violation(AssertionError):
+    """On a device this is a race, a wrong value or a crash: if not now, then with other timing."""
+
+
+def where(count: int = 4) -> str:
+    """The innermost lines of the product that are being run; of its tests, where none of the product is."""
+    product, tests = [], []
+    frame = sys._getframe(1)
+    while frame is not None and len(product) < count:
+        name = frame.f_code.co_filename
+        if name.startswith(str(_ROOT) + os.sep) and "site-packages" not in name and not name.startswith(str(_HERE)):
+            line = f"{os.path.relpath(name, _ROOT)}:{frame.f_lineno}"
+            (tests if name.startswith(_TESTS) else product).append(line)
+        frame = frame.f_back
+    return " < ".join(product or tests[:count]) or "?"
+
+
+class Record:
+    """What was noted, by all threads and by processes that were forked from this one."""
+
+    def __init__(self) -> None:
+        self.stops: list[str] = []
+        """Each: thread, what stopped the host, the line that asked for it. Of this process."""
+        descriptor, name = tempfile.mkstemp(prefix="violations-")
+        os.close(descriptor)
+        self._file = Path(name)
+
+    @property
+    def violations(self) -> list[str]:
+        return self._file.read_text().splitlines()
+
+    def violation(self, text: str) -> None:
+        line = f"{text}, at {where()}\n".encode()
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND)  # one write each, so that processes do not mix
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+    def stop(self, what: str) -> None:
+        self.stops.append(f"{threading.current_thread().name}: {what} at {where()}")
+
+    def forget(self) -> None:
+        self._file.write_text("")
+        self.stops.clear()
+
+    def close(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+
+class Gpu:
+    """One device. `host`: what the host knows to be over. Memory in bytes."""
+
+    def __init__(self, index: int, card: Card):
+        self.index, self.card = index, card
+        self.host: Clock = {}
+        self.streams: list[Any] = []
+        self.default: Any = None
+        self.pending: list[Any] = []
+        """Copies between page-locked memory and the device of which the host does not know that they are over."""
+        self.allocated = self.reserved = self.peak = self.in_graphs = 0
+        self.elsewhere = 0
+        """What other processes have."""
+        self.allocations = 0
+        self.fail_at: int | None = None
+        """Number of the allocation from which on there is no memory."""
+
+    @property
+    def free(self) -> int:
+        return self.card.memory - self.reserved - self.elsewhere
+
+    def take(self, nbytes: int) -> int:
+        """Bytes taken for so many. OutOfMemoryError as CUDA's."""
+        self.allocations += 1
+        if self.fail_at is not None and self.allocations >= self.fail_at:
+            raise self._out_of_memory(nbytes)
+        self.reserved = self.check_room(nbytes)
+        size = _rounded(nbytes)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        return size
+
+    def check_room(self, nbytes: int) -> int:
+        """Bytes that would be reserved with so many more. OutOfMemoryError where there are not so many."""
+        grown = max(self.reserved, _segments(self.allocated + self.in_graphs + _rounded(nbytes)))
+        if grown - self.reserved > self.free:
+            raise self._out_of_memory(nbytes)
+        return grown
+
+    def _out_of_memory(self, nbytes: int) -> torch.OutOfMemoryError:
+        return torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {nbytes} bytes. GPU {self.index} has a total capacity of "
+            f"{self.card.memory} bytes of which {self.free} bytes is free."
+        )
+
+    def give_back(self) -> None:
+        """Return what no tensor and no graph has to the driver."""
+        self.reserved = _segments(self.allocated + self.in_graphs)
+
+    def learn(self, clock: Clock) -> None:
+        """The host knows that all this is over."""
+        with machine.lock:
+            merge(self.host, clock)
+            done = [entry for entry in self.pending if self.host.get(entry.stream, 0) >= entry.tick]
+            self.pending = [entry for entry in self.pending if entry not in done]
+            for entry in done:
+                entry.over()
+
+
+class Machine:
+    """The devices that torch has now. `lock`: held where clocks and memory are read and changed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.gpus: list[Gpu] = []
+        self.record: Any = None
+
+    @contextlib.contextmanager
+    def of(self, cards: tuple[Card, ...]) -> Iterator[None]:
+        assert not self.gpus, "there are emulated devices already"
+        self.record = Record()
+        self.gpus = [Gpu(index, card) for index, card in enumerate(cards)]
+        try:
+            yield
+        finally:
+            self.gpus = []
+            self.record.close()
+
+
+machine = Machine()
+"""torch.cuda is the process's, and so is this."""
+
+
+def merge(into: Clock, other: Clock) -> None:
+    for stream, tick in other.items():
+        if into.get(stream, 0) < tick:
+            into[stream] = tick
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ROUND) * ROUND
+
+
+def _segments(nbytes: int) -> int:
+    return -(-nbytes // SEGMENT) * SEGMENT
