@@ -24,7 +24,7 @@ CUDA, META = 1, 14
 
 @contextlib.contextmanager
 def emulated(*cards: Card, checks: bool = True) -> Iterator[Machine]:
-    """Within it torch has these devices. At the end Violation is raised for what was noted, unless the caller `checks` it."""
+    """Within it torch has these devices. Raises Violation at the end for what was noted; not if `checks` is False."""
     _let_torch_have_cuda_tensors()
     host.page_locked.budget = None
     with contextlib.ExitStack() as stack:
@@ -51,7 +51,7 @@ def emulated(*cards: Card, checks: bool = True) -> Iterator[Machine]:
 
 @functools.cache
 def _let_torch_have_cuda_tensors() -> torch.library.Library:
-    """What only a CUDA build registers: a guard of the device, without which torch cannot index, and how memory is made there.
+    """What only a CUDA build registers: a guard of the device, without which torch cannot index, and how memory is made.
 
     The guard is the meta device's, which does nothing. It is looked for by its name in torch's library: AssertionError where
     another torch has it elsewhere.

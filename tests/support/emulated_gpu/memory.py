@@ -9,7 +9,7 @@ from .streams import Stream, current_stream
 
 
 class Store:
-    """One allocation. It ends with the last tensor that lies in it, and may then be given to its stream's next allocation."""
+    """One allocation. It ends with the last tensor in it; then its stream's next allocation may have the memory."""
 
     __slots__ = ("__weakref__", "_size", "_storage", "capture", "gpu", "readers", "recorded", "stream", "writer")
 

@@ -24,7 +24,7 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.device = 0
-        self.streams: dict[int, "Stream"] = {}
+        self.streams: dict[int, Stream] = {}
         self.capture: Any = None
 
 

@@ -24,8 +24,10 @@ SIZED_BY_VALUES = frozenset(
 INDEXING = frozenset(("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"))
 WHOLE = frozenset(("scaled_dot_product_attention", "linear", "matmul"))
 LIKE = frozenset(
-    ("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
-    + ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+    (
+        *("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    )
 )
 """Operators that read shape and dtype of their first argument, and no value."""
 
@@ -158,7 +160,7 @@ def _dispatch(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def run(func: OpOverload, args: tuple, kwargs: dict[str, Any], work: Callable[..., Any] | None = None) -> Any:
-    """An operator on the current stream of the device that its tensors are on. `work`: what computes it, in the CPU's place."""
+    """An operator on the current stream of its tensors' device. `work`: computes it, in the place of the CPU's kernel."""
     about = _operator(func)
     tensors = [*leaves(args), *leaves(kwargs.values())]
     index = _device_of(about.name, tensors)
