@@ -59,6 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--figures", type=Path, help="a JSON file to write what tests measured to, such as scripts/family_table.py reads"
     )
+    parser.addoption(
+        "--emulated-gpus",
+        help="CUDA devices in software, on a CPU build of torch, such as 'HOPPER TURING' (tests/support/fake_cuda.py)",
+    )
     parser.addoption("--require", action="store_true", help="a test that would be skipped fails, unless it needs a GPU")
 
 
@@ -66,6 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A plugin of its own, since a hook written here would only see what lies below this folder.
     config.pluginmanager.register(RootIsNoTestPackage())
     config.stash[FIGURES] = {}
+    if cards := config.getoption("emulated_gpus"):
+        from tests.support.emulated_gpu.plugin import EmulatedGpus  # takes torch's innards, which not every torch has
+
+        config.pluginmanager.register(EmulatedGpus(cards.split()))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

@@ -4,6 +4,8 @@ import collections
 import contextlib
 import ctypes
 import functools
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +22,22 @@ from .tensors import CudaTensor, copy, fresh
 
 CUDA, META = 1, 14
 """c10::DeviceType."""
+LAST_BEAT = 5.0
+"""Seconds."""
 
 
 @contextlib.contextmanager
-def emulated(*cards: Card, checks: bool = True) -> Iterator[Machine]:
-    """Within it torch has these devices. Raises Violation at the end for what was noted; not if `checks` is False."""
+def emulated(*cards: Card, checks: bool = True, folder: Path | None = None) -> Iterator[Machine]:
+    """Within it torch has these devices. Raises Violation at the end for what was noted; not if `checks` is False.
+
+    `folder`: processes with the same one share the devices' memory and the record of violations. None: one of its own, which
+    processes that are forked from this one share.
+    """
     _let_torch_have_cuda_tensors()
     host.page_locked.budget = None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(machine.of(cards))
+        shared = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="emulated-gpu-")))
+        stack.enter_context(machine.of(cards, shared))
         for of in machine.gpus:
             of.default = streams.Stream(of.index)
         hip = any(card.arch for card in cards)
@@ -43,6 +52,7 @@ def emulated(*cards: Card, checks: bool = True) -> Iterator[Machine]:
         stack.enter_context(_overwriting_parameters())
         stack.enter_context(mock.patch.object(torch.nn.Parameter, "data", property(_data_of, _set_data), create=True))
         yield machine
+        _let_heartbeats_end()
         violations = machine.record.violations
         if checks and violations:
             counts = collections.Counter(violations)
@@ -92,6 +102,13 @@ def _overwriting_parameters() -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+def _let_heartbeats_end() -> None:
+    """Rank threads' heartbeats ask their device once more after their pool's end."""
+    for thread in threading.enumerate():
+        if thread.name == "heartbeat":
+            thread.join(LAST_BEAT)
 
 
 def _data_of(parameter: torch.nn.Parameter) -> torch.Tensor:

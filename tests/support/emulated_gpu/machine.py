@@ -1,14 +1,15 @@
 """The emulated machine: its devices, their memory, and the record of what went wrong on them."""
 
 import contextlib
+import mmap
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from tests.support.fake_cuda import Card
@@ -44,12 +45,11 @@ def where(count: int = 4) -> str:
 class Record:
     """What was noted, by all threads and by processes that were forked from this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path):
         self.stops: list[str] = []
         """Each: thread, what stopped the host, the line that asked for it. Of this process."""
-        descriptor, name = tempfile.mkstemp(prefix="violations-")
-        os.close(descriptor)
-        self._file = Path(name)
+        self._file = file
+        file.touch()
 
     @property
     def violations(self) -> list[str]:
@@ -70,15 +70,47 @@ class Record:
         self._file.write_text("")
         self.stops.clear()
 
-    def close(self) -> None:
-        self._file.unlink(missing_ok=True)
+
+class Reserved:
+    """Bytes of each device that each process has reserved, in a file that all of them map."""
+
+    LINES, DEVICES = 256, 16
+
+    def __init__(self, file: Path):
+        if not file.exists():
+            file.write_bytes(bytes(8 * self.LINES * (1 + self.DEVICES)))
+        with file.open("r+b") as opened:
+            self._table = numpy.frombuffer(mmap.mmap(opened.fileno(), 0), numpy.int64).reshape(self.LINES, -1)
+        self._pid, self._line = 0, 0
+
+    def set(self, device: int, nbytes: int) -> None:
+        """Of this process."""
+        if self._pid != os.getpid():  # a new one, which was forked from one that has a line already
+            self._pid = os.getpid()
+            self._line = self._pid % self.LINES
+            while self._table[self._line, 0] not in (0, self._pid) and _lives(int(self._table[self._line, 0])):
+                self._line = (self._line + 1) % self.LINES
+            self._table[self._line] = [self._pid, *[0] * self.DEVICES]
+        self._table[self._line, 1 + device] = nbytes
+
+    def by_others(self, device: int) -> int:
+        lines = [line for line in self._table if line[1 + device] and line[0] != os.getpid()]
+        return sum(int(line[1 + device]) for line in lines if _lives(int(line[0])))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]
 
 
 class Gpu:
     """One device. `host`: what the host knows to be over. Memory in bytes."""
 
-    def __init__(self, index: int, card: Card):
-        self.index, self.card = index, card
+    def __init__(self, index: int, card: Card, reserved_by: Reserved):
+        self.index, self.card, self._reserved_by = index, card, reserved_by
         self.host: Clock = {}
         self.streams: list[Any] = []
         self.default: Any = None
@@ -86,21 +118,21 @@ class Gpu:
         """Copies between page-locked memory and the device of which the host does not know that they are over."""
         self.allocated = self.reserved = self.peak = self.in_graphs = 0
         self.elsewhere = 0
-        """What other processes have."""
+        """What other programs have."""
         self.allocations = 0
         self.fail_at: int | None = None
         """Number of the allocation from which on there is no memory."""
 
     @property
     def free(self) -> int:
-        return self.card.memory - self.reserved - self.elsewhere
+        return self.card.memory - self.reserved - self.elsewhere - self._reserved_by.by_others(self.index)
 
     def take(self, nbytes: int) -> int:
         """Bytes taken for so many. OutOfMemoryError as CUDA's."""
         self.allocations += 1
         if self.fail_at is not None and self.allocations >= self.fail_at:
             raise self._out_of_memory(nbytes)
-        self.reserved = self.check_room(nbytes)
+        self._reserve(self.check_room(nbytes))
         size = _rounded(nbytes)
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
@@ -121,7 +153,12 @@ class Gpu:
 
     def give_back(self) -> None:
         """Return what no tensor and no graph has to the driver."""
-        self.reserved = _segments(self.allocated + self.in_graphs)
+        self._reserve(_segments(self.allocated + self.in_graphs))
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes != self.reserved:
+            self.reserved = nbytes
+            self._reserved_by.set(self.index, nbytes)
 
     def learn(self, clock: Clock) -> None:
         """The host knows that all this is over."""
@@ -142,15 +179,15 @@ class Machine:
         self.record: Any = None
 
     @contextlib.contextmanager
-    def of(self, cards: tuple[Card, ...]) -> Iterator[None]:
+    def of(self, cards: tuple[Card, ...], folder: Path) -> Iterator[None]:
+        """`folder`: of the files that its processes share."""
         assert not self.gpus, "there are emulated devices already"
-        self.record = Record()
-        self.gpus = [Gpu(index, card) for index, card in enumerate(cards)]
+        self.record, reserved_by = Record(folder / "violations"), Reserved(folder / "memory")
+        self.gpus = [Gpu(index, card, reserved_by) for index, card in enumerate(cards)]
         try:
             yield
         finally:
             self.gpus = []
-            self.record.close()
 
 
 machine = Machine()

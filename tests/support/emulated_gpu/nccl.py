@@ -5,7 +5,6 @@ Every communicator has a stream of its own on each device. An operation waits th
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +20,6 @@ from tests.support.strict.rules import Rules
 from .machine import Clock, machine, merge
 from .streams import Stream, current_stream, gpu, here, stop
 from .tensors import CudaTensor, begin
-
-LAST_BEAT = 5.0
-"""Seconds."""
 
 
 @dataclass
@@ -146,8 +142,5 @@ def _inner(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def gpu_ranks(rules: Rules | None = None) -> Iterator[Callable[..., Any]]:
     """As thread_ranks: rank threads that talk by this NCCL."""
-    before = set(threading.enumerate())
     with thread_ranks(EmulatedNccl(rules)) as start:
         yield start
-    for thread in set(threading.enumerate()) - before:  # a heartbeat asks its device once more after its pool's end
-        thread.join(LAST_BEAT)
