@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from parallel_backend.core.device_copies import StagedUpload
 from parallel_backend.core.spans import Shard, Span
 from parallel_backend.families.base.file_layout import Source
 
@@ -21,13 +22,14 @@ from .tensor_files import Entry, open_file
 class Reader:
     """Reads parts of parameters from a checkpoint's files. Opens a file when it is first needed.
 
-    Every part is copied straight from the mapped file to its final memory. An intermediate copy would leave holes in the
-    heap, which the process keeps after the weights are freed.
+    Every part is copied from the mapped file to its final memory, on a device through a little page-locked memory. An
+    intermediate copy of its own would leave holes in the heap, which the process keeps after the weights are freed.
     """
 
     def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
         self.checkpoint, self._stack = checkpoint, stack
         self._files: dict[Path, GgufFile | SafetensorsFile] = {}
+        self._upload = StagedUpload()
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
         """The part `shard` of a parameter in `dtype`, converted if the file has another format.
@@ -157,7 +159,7 @@ class Reader:
         stored = self.tensor(entry)
         for span, place in zip(spans, out.split([len(span) for span in spans], dim=dim), strict=True):
             part = stored[span.slice] if dim == 0 else stored[rows.slice, span.slice]
-            place.copy_(part.view(torch.uint8) if place.dtype == torch.uint8 else part)
+            self._upload.copy(place, part.view(torch.uint8) if place.dtype == torch.uint8 else part)
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """As stored: a view of the mapped file, all of which stays open with it."""

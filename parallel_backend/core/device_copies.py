@@ -9,6 +9,11 @@ import torch
 
 log = logging.getLogger(__name__)
 
+STAGING_BYTES, STAGING_PIECES = 16 << 20, 2
+"""Of the page-locked memory through which a device gets weights from a file."""
+ALIGNMENT = 16
+"""Bytes to which a tensor's start there is rounded."""
+
 
 def page_locked(device: torch.device) -> bool:
     """Whether copies to and from `device` use page-locked memory.
@@ -93,3 +98,51 @@ def to_device(
     source = tensor if tensor.is_pinned() else _or_pageable(tensor.pin_memory, lambda: tensor)
     # Converted on the device: a conversion on the host would give memory that is not page-locked.
     return source.to(device, non_blocking=True).to(dtype or tensor.dtype)
+
+
+class StagedUpload:
+    """Copies from pageable memory, such as a mapped file, to a CUDA device, while the host reads on.
+
+    A copy from pageable memory keeps the host waiting until it is over. Here the host fills one piece of page-locked memory
+    while the device reads the other one. To other devices a tensor is copied at once.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # the last one is being filled
+        self._filled = STAGING_BYTES
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.copy_(source)`: equal shapes, any dtypes and strides. `source`: on the CPU; it may change afterwards.
+
+        On one device, and from one of its streams.
+        """
+        if not page_locked(target.device):
+            target.copy_(source)
+            return
+        if not source.ndim:
+            target, source = target.view(1), source.view(1)
+        row = source[:1].nbytes
+        assert row <= STAGING_BYTES, f"one row of a weight has {row} bytes"
+        rows = STAGING_BYTES // max(1, row)
+        for into, part in zip(target.split(rows), source.split(rows), strict=True):
+            staged = self._room(part.nbytes, target.device).view(part.dtype).view(part.shape).copy_(part)
+            if into.dtype == staged.dtype and into.is_contiguous():
+                into.copy_(staged, non_blocking=True)
+            else:  # torch would convert on the host first, and the result would be pageable again
+                into.copy_(staged.to(target.device, non_blocking=True))
+
+    def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of so many bytes, page-locked if possible, which no copy reads any more."""
+        if self._filled + nbytes > STAGING_BYTES:
+            if self._pieces:
+                self._pieces[-1][1].record()  # behind the copies from it
+            if len(self._pieces) < STAGING_PIECES:
+                piece = host_buffer((STAGING_BYTES,), torch.uint8, device), torch.cuda.Event()
+            else:
+                piece = self._pieces.pop(0)
+                piece[1].synchronize()
+            self._pieces.append(piece)
+            self._filled = 0
+        start = self._filled
+        self._filled += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return self._pieces[-1][0][start : start + nbytes]

@@ -37,6 +37,7 @@ from .allocator import give_back, keep_freed
 from .block_probe import probe
 from .engine import Engine
 from .loaded_stage import LoadedStage
+from .outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Worker:
         """By name: decoder and encoder."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
         self._ahead: list[m.Envelope] = []
+        self._outbox = Outbox(channel, self.device, lambda error: self._inbox.put(m.Envelope(error)))
         self._request_id: int | None = None  # of the message that is being handled, as is `_model`
         self._model: int | None = None
         self._newest: Engine | None = None  # the engine of the newest micro-step
@@ -103,6 +105,7 @@ class Worker:
             self.heartbeat.doing = f"micro-step {message.seq}" if step else DOING.get(type(message), BETWEEN)
             self._handle(message)
             self.heartbeat.done()
+        self._outbox.close()
         for engine in self.engines.values():  # the process group must not end under the last micro-step's send
             engine.end_transfers()
 
@@ -117,7 +120,7 @@ class Worker:
                 self._turn_to(self.engine)
                 output = self.engine.step(message, self._upcoming())
                 if output is not None:
-                    self.channel.send(output, model=self._model)
+                    self._outbox.send(output, self._model)
             case m.DropAdapters():
                 self.engine.stage.adapters.drop()
             case m.Adapt():
@@ -185,6 +188,8 @@ class Worker:
             case m.Unload():
                 self._unload()
                 self._reply(m.Unloaded(self.settings.rank))
+            case BaseException():  # of the outbox's thread
+                raise message
             case _:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 

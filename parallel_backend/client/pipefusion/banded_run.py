@@ -15,6 +15,7 @@ import torch
 from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, Residuals, TokenLayout
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import Computed, Forecast, StepCache
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.pipefusion_order import MicroStep, call_steps
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.families.base.patching import Latents, Patching, latents_of, like
@@ -298,7 +299,7 @@ class BandedRun:
             request.future.set_exception(answer)
         else:
             device = latents_of(request.call.x)[0].device
-            request.future.set_result(like(request.call.x, tuple(part.to(device, non_blocking=True) for part in answer)))
+            request.future.set_result(like(request.call.x, tuple(to_device(part, device) for part in answer)))
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:

@@ -168,8 +168,9 @@ class BandedGroupNorm(nn.GroupNorm):
         parts = start_gather(local, [1] * bands.axis.size, 0, bands.axis, bands.traffic).wait()
         means, variances = torch.cat(parts).double().unbind(1)
         # Merged as in Chan, Golub and LeVeque (1979), since sums of squares would lose digits where the mean is large. A
-        # band's share is by its rows, which need not be equal on all ranks.
-        share = means.new_tensor(bands.sizes)[:, None] / sum(bands.sizes)
+        # band's share is by its rows, which need not be equal on all ranks. Each is filled in on the device: a tensor made
+        # from a list would be copied there from pageable memory, which makes the host wait in every layer.
+        share = torch.cat([means.new_full((1, 1), size / sum(bands.sizes)) for size in bands.sizes])
         mean = (share * means).sum(0)
         variance = (share * (variances + (means - mean).square())).sum(0)
         # torch's GroupNorm takes no statistics, but BatchNorm in inference does: each channel gets those of its group.
