@@ -14,6 +14,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.setup import Setup
 from parallel_backend.families.base.patching import Latents, latents_of, like
 from parallel_backend.placement.balance import Balance
@@ -169,7 +170,7 @@ class RemoteTransformer:
         conditioning = self.conditioning(call, layout)
 
         def answer(outputs: Latents) -> torch.Tensor | Latents:
-            return like(call.x, tuple(output.to(latents[0].device, non_blocking=True) for output in outputs))
+            return like(call.x, tuple(to_device(output, latents[0].device) for output in outputs))
 
         timestep = call.timestep.cpu().float()
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), call.may_forecast)

@@ -27,7 +27,8 @@ from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.cases import all_cases
-from tests.support import pretend_device
+from tests.support.emulated_gpu import emulated
+from tests.support.fake_cuda import HOPPER
 
 pytestmark = pytest.mark.threads
 
@@ -466,10 +467,11 @@ def test_on_a_device_it_is_given_all_there_and_its_answer_is_on_the_host():
     """Bands are sampled on the host, a ControlNet is where ComfyUI has it. One copy of each output, none of what repeats."""
     shape = SHAPES[1]
     expected = run_control(shared_control(shape, 0.85)[1], shape)
-    net, shared = shared_control(shape, 0.85, device=pretend_device.device())
-    with pretend_device.stops() as stops:
-        got = run_control(shared, shape)
-    assert {seen.device.type for seen in net.seen} == {"pretend"}
+    with emulated(HOPPER) as gpus:
+        net, shared = shared_control(shape, 0.85, device=torch.device("cuda:0"))
+        gpus.record.stops.clear()
+        got, stops = run_control(shared, shape), list(gpus.record.stops)
+    assert {seen.device.type for seen in net.seen} == {"cuda"}
     for mine, others in zip(expected, got, strict=True):
         for one, other in zip(mine, others, strict=True):
             assert (one is None) == (other is None)
@@ -477,7 +479,7 @@ def test_on_a_device_it_is_given_all_there_and_its_answer_is_on_the_host():
             assert all(a is b or torch.equal(a, b) for a, b in pairs)
     assert got[0][0]["input"][0] is got[0][0]["input"][2]
     answers = TURNS - 1  # the third call has none
-    assert len(stops) == answers * 3, stops  # the tokens, and twice what is made of them
+    assert len(stops) == answers, stops  # one wait for all copies of an answer
 
 
 TIMES = {"euler": (1.0, 0.8, 0.7, 0.5, 0.3), "heun": (1.0, 0.8, 0.8, 0.7, 0.7, 0.5, 0.5)}

@@ -9,9 +9,18 @@ from parallel_backend.client.call import ModelCall, same_values
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.core.degrees import Degrees
 from testing import tiny
-from tests.support import pretend_device
+from tests.support.emulated_gpu import emulated
+from tests.support.emulated_gpu.machine import Machine
+from tests.support.fake_cuda import HOPPER
 
 pytestmark = pytest.mark.threads
+DEVICE = torch.device("cuda:0")
+
+
+@pytest.fixture
+def gpus():
+    with emulated(HOPPER) as machine:
+        yield machine
 
 
 def nothing() -> None:
@@ -27,23 +36,22 @@ def band_call(run: BandedRun, band: int, *call) -> Future:
 
 
 def on_device(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(pretend_device.device()) for name, tensor in tensors.items()}
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
-def test_a_whole_call_stops_for_latent_timestep_and_a_comparison(remote):
+def test_a_whole_call_stops_for_latent_timestep_and_a_comparison(remote, gpus: Machine):
     model = remote(Degrees(ulysses=2))
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
     expected = model.predict(ModelCall(x, timestep, tensors), nothing)
-    device = pretend_device.device()
-    given = x.to(device), timestep.to(device)
+    given = x.to(DEVICE), timestep.to(DEVICE)
     model.predict(ModelCall(*given, on_device(tensors)), nothing)  # the first sends the conditioning
     again = on_device(tensors)
-    with pretend_device.stops() as stops:
-        output = model.predict(ModelCall(*given, again), nothing)
-    copies = [stop for stop in stops if "a copy to the host" in stop]
-    assert (len(copies), len(stops)) == (2, 3), stops
+    gpus.record.stops.clear()
+    output = model.predict(ModelCall(*given, again), nothing)
+    stops = list(gpus.record.stops)
+    assert len(stops) == 3, stops
     assert sum("call.py" in stop for stop in stops) == 1, stops
-    assert output.device == device
+    assert output.device == DEVICE
     assert torch.equal(output.cpu(), expected)
 
 
@@ -89,16 +97,15 @@ def test_what_was_written_over_is_compared_again(remote, flux_model):
         assert tiny.relative(output, tiny.reference(flux_model, x, timestep, given)) <= 1e-5
 
 
-@pytest.mark.parametrize("where", ["cpu", "pretend"])
-def test_values_are_compared_with_one_stop_for_all(where):
-    device = pretend_device.device() if where == "pretend" else torch.device("cpu")
-    ones = [torch.full((size,), 1.0).to(device) for size in (2, 3, 4)]
+@pytest.mark.parametrize("where", ["cpu", "cuda:0"])
+def test_values_are_compared_with_one_stop_for_all(where, gpus: Machine):
+    ones = [torch.full((size,), 1.0).to(where) for size in (2, 3, 4)]
     others = [tensor.clone() for tensor in ones]
-    with pretend_device.stops() as stops:
-        assert same_values(list(zip(ones, others, strict=True)))
-    assert len(stops) == (where == "pretend")
+    gpus.record.stops.clear()
+    assert same_values(list(zip(ones, others, strict=True)))
+    assert len(gpus.record.stops) == (where != "cpu")
     others[1][0] = 2.0
     assert not same_values(list(zip(ones, others, strict=True)))
     assert not same_values([(ones[0], ones[1])])
     assert not same_values([(ones[0], ones[0].double())])
-    assert not same_values([(torch.ones(2), torch.ones(2).to(pretend_device.device()))])
+    assert not same_values([(torch.ones(2), torch.ones(2).to(DEVICE))])

@@ -1,6 +1,7 @@
 """A rank's micro-step never stops its host: what the device is to do next is there before it has done what it does now.
 
-The ranks compute on the pretend device, which notes what would stop the host on CUDA (tests/support/pretend_device.py).
+The ranks compute on emulated devices (tests/support/emulated_gpu), which note what stops the host on CUDA. Its one stop for
+an output is on a thread of its own, while the next micro-step is launched.
 """
 
 from pathlib import Path
@@ -12,13 +13,13 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from parallel_backend.rank.attention import parallel_attention
-from parallel_backend.wire.rank_settings import RankSettings
 from testing.cases import all_cases
 from testing.cases.case import Case
 from testing.models import on_ranks
-from testing.thread_ranks import thread_ranks
-from tests.support import pretend_device
+from tests.support.emulated_gpu import emulated
+from tests.support.emulated_gpu.machine import Record, machine
+from tests.support.emulated_gpu.nccl import gpu_ranks
+from tests.support.fake_cuda import HOPPER
 
 pytestmark = pytest.mark.threads
 
@@ -33,26 +34,22 @@ OF_DIFFUSERS = {
 }
 """Case -> the file in diffusers whose modules stop the host themselves, in each micro-step: for a table's index, for texts'
 lengths, for the tokens of each expert."""
+AROUND = " close_run"
+"""The function by which a run's figures are read, after its micro-steps."""
 QUICK = ("flux-kontext", "ltx-video-0.9.5", "qwen-image-masked-text")
 CASES = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full) for case in all_cases()]
 
 
 @pytest.fixture
-def pretend_pool(monkeypatch):
-    device = str(pretend_device.device())
-    monkeypatch.setattr(RankSettings, "device", property(lambda settings: device))
-    monkeypatch.setitem(parallel_attention.HEAD_GROUPS, "pretend", 2)
-    with thread_ranks() as start:
-        pool = Pool(("cpu", "cpu"), start=start, silence=600.0)
+def gpu_pool():
+    with emulated(HOPPER, HOPPER), gpu_ranks() as start:
+        pool = Pool(("cuda:0", "cuda:1"), start=start, silence=600.0)
         yield pool
         pool.close()
 
 
 def stops_of_ranks(pool: Pool, path: Path, degrees: Degrees, case: Case) -> list[str]:
-    """Of the ranks' threads in calls and runs of which all but the values is known, each once.
-
-    Without the copy of an output, for which a rank of the last stage has to stop.
-    """
+    """Of the ranks' main threads in micro-steps of which all but the values is known, each once."""
     model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
     x, timestep, tensors = case.inputs()
 
@@ -63,16 +60,17 @@ def stops_of_ranks(pool: Pool, path: Path, degrees: Degrees, case: Case) -> list
             sample_in_bands(model, x, linear_sigmas(3) * case.timestep / 0.7, Prompt(tensors, tensors, 1.0), bands, 1)
 
     run()  # what belongs to a prompt, a size or a run is made once
-    with pretend_device.stops() as stops:
-        run()
-    assert any("encoding.py" in stop for stop in stops)  # the control: outputs are seen to stop the host
-    return sorted({stop for stop in stops.on("rank") if "encoding.py" not in stop})
+    record: Record = machine.record
+    record.stops.clear()
+    run()
+    assert any(stop.startswith("outputs: ") for stop in record.stops)  # the control: outputs are seen to stop the host
+    return sorted({stop for stop in record.stops if stop.startswith("rank") and AROUND not in stop})
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_micro_step_stops_no_rank(case, pretend_pool, tmp_path):
+def test_a_micro_step_stops_no_rank(case, gpu_pool, tmp_path):
     path = case.save(case.model(), tmp_path / "model.safetensors")
-    stops = stops_of_ranks(pretend_pool, path, MODES[0], case)
+    stops = stops_of_ranks(gpu_pool, path, MODES[0], case)
     ours = [stop for stop in stops if OF_DIFFUSERS.get(case.name, "none") not in stop]
     assert ours == []
     assert bool(stops) == (case.name in OF_DIFFUSERS)
@@ -83,6 +81,6 @@ def test_a_micro_step_stops_no_rank(case, pretend_pool, tmp_path):
     [pytest.param(each, marks=() if each.pipe > 1 or each.patch > 1 else pytest.mark.full) for each in MODES[1:]],
     ids=str,
 )
-def test_no_mode_stops_a_rank(degrees, pretend_pool, flux_file):
+def test_no_mode_stops_a_rank(degrees, gpu_pool, flux_file):
     case = next(case for case in all_cases() if case.name == "flux-dev")
-    assert stops_of_ranks(pretend_pool, case.save(case.model(), flux_file.with_name("own.safetensors")), degrees, case) == []
+    assert stops_of_ranks(gpu_pool, case.save(case.model(), flux_file.with_name("own.safetensors")), degrees, case) == []

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.pretend_device import READS, SIZED_BY_VALUES
+from tests.support.emulated_gpu.tensors import READS, SIZED_BY_VALUES
 
 
 @dataclass

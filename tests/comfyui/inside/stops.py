@@ -1,7 +1,8 @@
-"""KSampler under Apply PipeFusion on the pretend device, in ComfyUI's own code: what stops the host. Run by serve.py."""
+"""KSampler under Apply PipeFusion on an emulated GPU, in ComfyUI's own code: what stops the host. Run by serve.py."""
 
 import contextlib
-import importlib.util
+import sys
+import types
 from collections.abc import Iterator
 from functools import partial
 from unittest import mock
@@ -11,19 +12,24 @@ from boot import BUNDLED, PACK, Results, comfy, difference, ksampler, node, para
 STEPS = 4
 PLENTY = 1 << 40
 
-spec = importlib.util.spec_from_file_location("pretend_device", PACK / "tests" / "support" / "pretend_device.py")
-pretend_device = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(pretend_device)
+sys.path.insert(0, str(PACK))
+# Some package that ComfyUI needs has installed one of this name, which would be found first: ours has no __init__.py.
+sys.modules["tests"] = types.ModuleType("tests")
+sys.modules["tests"].__path__ = [str(PACK / "tests")]
+from tests.support.emulated_gpu import emulated  # noqa: E402
+from tests.support.emulated_gpu.machine import Machine  # noqa: E402
+from tests.support.fake_cuda import HOPPER  # noqa: E402
 
 
 @contextlib.contextmanager
-def on_pretend_device() -> Iterator[None]:
-    """Within it ComfyUI computes on the pretend device, as it would on a GPU."""
-    management, device = comfy.model_management, pretend_device.device()
+def on_gpu() -> Iterator[Machine]:
+    """Within it ComfyUI computes on an emulated GPU."""
+    management, device = comfy.model_management, torch.device("cuda:0")
     with contextlib.ExitStack() as stack:
+        gpus = stack.enter_context(emulated(HOPPER))
         stack.enter_context(mock.patch.object(management, "get_torch_device", lambda: device))
         stack.enter_context(mock.patch.object(management, "get_free_memory", lambda *_, **named: free(**named)))
-        yield
+        yield gpus
 
 
 def free(torch_free_too: bool = False, **_) -> int | tuple[int, int]:
@@ -39,9 +45,9 @@ def main(results: Results, samplers: list[str]) -> None:
 
     def compare(sampler: str) -> dict:
         expected = ksampler(banded(), prompts, empty, sampler, STEPS)
-        with on_pretend_device(), pretend_device.stops() as stops:
+        with on_gpu() as gpus:
             found = ksampler(banded(), prompts, empty, sampler, STEPS)
-        return {"difference": difference(expected, found.cpu()), "stops": list(stops)}
+            return {"difference": difference(expected, found.cpu()), "stops": list(gpus.record.stops)}
 
     for sampler in samplers:
         results.case(sampler, partial(compare, sampler))

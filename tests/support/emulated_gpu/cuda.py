@@ -204,8 +204,8 @@ _FUNCTIONS: dict[str, Any] = {
     "CUDAGraph": graphs.CudaGraph,
     "graph_pool_handle": graphs.graph_pool_handle,
     "is_current_stream_capturing": lambda: streams.current_stream().capture is not None,
-    "get_sync_debug_mode": lambda: 0,
-    "set_sync_debug_mode": _nothing,
+    "get_sync_debug_mode": lambda: machine.sync_debug_mode,
+    "set_sync_debug_mode": streams.set_sync_debug_mode,
     "cudart": lambda: SimpleNamespace(
         cudaHostRegister=host.page_locked.register, cudaHostUnregister=host.page_locked.unregister
     ),

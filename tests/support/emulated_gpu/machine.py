@@ -18,8 +18,8 @@ ROUND, SEGMENT = 512, 2 << 20
 """Bytes to which torch's allocator rounds an allocation, and what it asks the driver for."""
 
 _HERE = Path(__file__).parent
-_ROOT = _HERE.parents[2]
-_TESTS = (str(_ROOT / "tests") + os.sep, str(_ROOT / "testing") + os.sep)
+ROOT = _HERE.parents[2]
+_TESTS = (str(ROOT / "tests") + os.sep, str(ROOT / "testing") + os.sep)
 
 Clock = dict[Any, int]
 """Stream -> the number of its operations that are known to be over, or that what follows waits for."""
@@ -35,8 +35,8 @@ def where(count: int = 4) -> str:
     frame = sys._getframe(1)
     while frame is not None and len(product) < count:
         name = frame.f_code.co_filename
-        if name.startswith(str(_ROOT) + os.sep) and "site-packages" not in name and not name.startswith(str(_HERE)):
-            line = f"{os.path.relpath(name, _ROOT)}:{frame.f_lineno}"
+        if name.startswith(str(ROOT) + os.sep) and "site-packages" not in name and not name.startswith(str(_HERE)):
+            line = f"{os.path.relpath(name, ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
             (tests if name.startswith(_TESTS) else product).append(line)
         frame = frame.f_back
     return " < ".join(product or tests[:count]) or "?"
@@ -64,7 +64,7 @@ class Record:
             os.close(descriptor)
 
     def stop(self, what: str) -> None:
-        self.stops.append(f"{threading.current_thread().name}: {what} at {where()}")
+        self.stops.append(f"{threading.current_thread().name}: {what} at {where(8)}")
 
     def forget(self) -> None:
         self._file.write_text("")
@@ -177,6 +177,8 @@ class Machine:
         self.lock = threading.RLock()
         self.gpus: list[Gpu] = []
         self.record: Any = None
+        self.sync_debug_mode = 0
+        """Of torch.cuda.set_sync_debug_mode."""
 
     @contextlib.contextmanager
     def of(self, cards: tuple[Card, ...], folder: Path) -> Iterator[None]:

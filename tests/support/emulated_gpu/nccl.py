@@ -18,7 +18,7 @@ from tests.support.strict.operation import Communicator
 from tests.support.strict.rules import Rules
 
 from .machine import Clock, machine, merge
-from .streams import Stream, current_stream, gpu, here, stop
+from .streams import Stream, current_stream, gpu, here, wait_of_host
 from .tensors import CudaTensor, begin
 
 
@@ -94,7 +94,7 @@ class EmulatedNccl(StrictDistributed):
 
     def barrier(self, group: Group | None = None, device_ids: list[int] | None = None) -> None:
         super().barrier(group, device_ids)
-        stop("barrier")
+        wait_of_host("barrier")
 
     def _on_stream(
         self,

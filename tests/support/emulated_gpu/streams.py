@@ -8,15 +8,21 @@ import contextlib
 import itertools
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from .machine import Clock, Gpu, machine, merge
+from .machine import ROOT, Clock, Gpu, machine, merge, where
 
 CYCLES = 2e9
 """Clock rate of the emulated devices, in Hz, for torch.cuda._sleep."""
+
+
+MODES = ("default", "warn", "error")
+DEFAULT, WARN, ERROR = range(3)
+"""Of torch.cuda.set_sync_debug_mode."""
 
 
 class _Here(threading.local):
@@ -99,7 +105,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        stop("stream.synchronize")
+        wait_of_host("stream.synchronize")
         self.reach()
 
     def reach(self) -> None:
@@ -119,7 +125,9 @@ class Stream:
 
 
 class Event:
-    """As torch.cuda.Event. It is never over when it is first asked: code that only works on a fast device shows."""
+    """As torch.cuda.Event. It is not over when it is first asked, unless the host has waited: code that only works on a fast
+    device shows.
+    """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
         self._timed, self._asked = enable_timing, False
@@ -142,7 +150,7 @@ class Event:
 
     def query(self) -> bool:
         ask_while_capturing()
-        if self._gpu is None or self.clock is None:
+        if self._gpu is None or self.clock is None or self._is_known_over(self._gpu, self.clock):
             return True
         if not self._asked or time.monotonic() < self.done_at:
             self._asked = True
@@ -151,10 +159,14 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        stop("event.synchronize")
+        wait_of_host("event.synchronize")
         if self._gpu is not None and self.clock is not None:
             time.sleep(max(0.0, self.done_at - time.monotonic()))
             self._gpu.learn(self.clock)
+
+    @staticmethod
+    def _is_known_over(of: Gpu, clock: Clock) -> bool:
+        return all(of.host.get(stream, 0) >= tick for stream, tick in clock.items())
 
     def elapsed_time(self, end_event: "Event") -> float:
         for event in (self, end_event):
@@ -162,7 +174,7 @@ class Event:
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
             if event._gpu is None or event.clock is None:
                 raise ValueError("Both events must be recorded before calculating elapsed time.")
-            if any(event._gpu.host.get(stream, 0) < tick for stream, tick in event.clock.items()):
+            if not self._is_known_over(event._gpu, event.clock):
                 raise RuntimeError("CUDA error: device not ready")
         return 1000 * (end_event._at - self._at)
 
@@ -208,16 +220,31 @@ def set_device(device: Any) -> None:
 
 def synchronize(device: Any = None) -> None:
     of = gpu(device)
-    stop("synchronize")
+    wait_of_host("synchronize")
     for stream in list(of.streams):
         stream.reach()
 
 
 def stop(what: str) -> None:
+    """An operation that has the host wait for the device. RuntimeError where torch.cuda.set_sync_debug_mode says so."""
+    mode, said = machine.sync_debug_mode, "called a synchronizing CUDA operation"
+    if mode == ERROR:
+        raise RuntimeError(said)
+    wait_of_host(what)
+    if mode == WARN:
+        path, _, line = where(1).partition(" ")[0].rpartition(":")
+        warnings.warn_explicit(said, UserWarning, str(ROOT / path), int(line))
+
+
+def wait_of_host(what: str) -> None:
     """The host waits for the device here. RuntimeError in a capture, which it makes invalid."""
     if here.capture is not None:
         here.capture.forbid(what)
     machine.record.stop(what)
+
+
+def set_sync_debug_mode(mode: str | int) -> None:
+    machine.sync_debug_mode = MODES.index(mode) if isinstance(mode, str) else mode
 
 
 def ask_while_capturing() -> None:
