@@ -120,8 +120,14 @@ def numbers_of_a_cpu():
     assert isinstance(module.weight, CudaTensor | torch.nn.Parameter) and module.weight.is_cuda
 
 
+def an_empty_tensor_is_page_locked_too():
+    there = torch.empty(0, 3).pin_memory().to(D, non_blocking=True)
+    assert there.shape == torch.empty(0, 3, pin_memory=True).shape
+
+
 SOUND = (
     *(streams_that_wait, memory_that_returns, a_graph_that_follows_its_input, a_graph_over_two_streams, numbers_of_a_cpu),
+    an_empty_tensor_is_page_locked_too,
 )
 
 

@@ -37,13 +37,14 @@ class PageLocked:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor in page-locked memory, which stays so as long as anything lies in it."""
         count = int(numpy.prod(shape, dtype=numpy.int64)) * torch.empty(0, dtype=dtype).element_size()
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
         if not self._room(count):
             raise RuntimeError("CUDA error: out of memory")
         memory = numpy.empty(count, numpy.uint8)  # torch keeps it until the storage's end, and Python says when that is
-        if count:
-            address = memory.ctypes.data
-            self._add(address, count, False)
-            weakref.finalize(memory, self._remove, address)
+        address = memory.ctypes.data
+        self._add(address, count, False)
+        weakref.finalize(memory, self._remove, address)
         return torch.from_numpy(memory).view(dtype).view(*shape)
 
     def has(self, tensor: torch.Tensor) -> bool:
