@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,6 +18,7 @@ from parallel_backend.processes.local import Ranks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import StartSettings
 from testing import tiny
 from testing.models import on_ranks
@@ -34,28 +36,36 @@ Start = Callable[[StartSettings], Ranks]
 
 @dataclass
 class Pools:
-    """By number of ranks. `keep`: a model that these ranks hold is not loaded again."""
+    """By number of ranks, each on a device of its own. `keep`: a model that these ranks hold is not loaded again."""
 
     start: Start
     keep: bool = False
+    devices: Callable[[int], tuple[str, ...]] = lambda world: ("cpu",) * world
     _pools: dict[int, Pool] = field(default_factory=dict)
     _models: dict[int, tuple[tuple, RemoteTransformer]] = field(default_factory=dict)
 
     def __call__(self, world: int) -> Pool:
         if world not in self._pools:
-            self._pools[world] = Pool(("cpu",) * world, start=self.start, silence=10 * SILENCE_SECONDS)
+            self._pools[world] = Pool(self.devices(world), start=self.start, silence=10 * SILENCE_SECONDS)
             self._pools[world].ready.result(timeout=300)
         return self._pools[world]
 
-    def load(self, path: Path, degrees: Degrees, **options: str) -> RemoteTransformer:
-        key, pool = (path, degrees, *options.items()), self(degrees.world)
+    def load(self, path: Path, degrees: Degrees, dtype: str = "fp32", **options: Any) -> RemoteTransformer:
+        key, pool = (path, degrees, dtype, *options.items()), self(degrees.world)
         known, model = self._models.get(degrees.world, (None, None))
         if not self.keep or known != key:
-            model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, **options)
+            model = on_ranks(pool, open_checkpoint(path), degrees, dtype, "sdpa", nothing, **options)
             self._models[degrees.world] = key, model
         return model
 
+    def unload(self) -> None:
+        """What the ranks hold."""
+        self._models.clear()
+        for unloaded in [pool.ask(m.Unload(), m.Unloaded) for pool in self._pools.values()]:
+            unloaded.result(timeout=60)
+
     def close(self) -> None:
+        self._models.clear()
         while self._pools:
             self._pools.popitem()[1].close()
 

@@ -1,0 +1,53 @@
+"""Every mode and product, every family, transfers, ControlNet, Cancel, other models: emulated devices give what CPU ranks give.
+
+The cases are those of the strict transport (tests/campaigns/transport/cases.py), whose rules NCCL holds them to here too.
+"""
+
+import functools
+
+import pytest
+
+from testing.cases import all_cases
+from tests.campaigns.transport.cases import Case, all_of_them, family
+
+pytestmark = pytest.mark.threads
+
+QUICK = (
+    *("product pipe2", "product ulysses2", "product ring2", "product tensor2", "product patch2", "product batch2"),
+    *("product pipe2-ulysses2", "transfers in fp8", "ControlNet pipe2", "pipe2 beside pipe2"),
+)
+DEFAULT = (
+    *("product ring2-ulysses2", "product patch2-ulysses2", "product pipe2-tensor2", "product batch2-pipe2"),
+    *("product pipe4", "product ulysses4", "naive patches", "masked text ring2-ulysses2", "transfers in int8"),
+    *("transfers of changes", "without overlap pipe2", "ControlNet ulysses2", "cancel pipe2", "cancel patch2"),
+    *("two calls at once batch2-pipe2", "unload and load pipe2", "links of 2"),
+)
+"""Each kind of transfer and of group; what is left is the same transfers in other products."""
+QUICK_FAMILIES = ("flux-dev", "wan-2.1-t2v")
+DEFAULT_FAMILIES = (
+    *("sd3.5-medium", "qwen-image", "wan-vace", "ltx-2.3", "minimax-h3", "krea2", "hunyuan-dit-1.2", "lumina2"),
+)
+"""Two streams in one order and in the other, a third stream, sound, whole text and shared keys, long skips, refiners."""
+
+
+def tier(name: str, quick: tuple[str, ...], default: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    return [] if name in quick else [pytest.mark.slow] if name in default else [pytest.mark.slow, pytest.mark.full]
+
+
+def of_modes() -> list[pytest.param]:
+    made = [case for case in all_of_them() if not case.name.startswith("family ")]
+    assert {*QUICK, *DEFAULT} <= {case.name for case in made}
+    return [pytest.param(case, id=case.name, marks=tier(case.name, QUICK, DEFAULT)) for case in made]
+
+
+def of_families() -> list[pytest.param]:
+    made = all_cases()
+    assert {*QUICK_FAMILIES, *DEFAULT_FAMILIES} <= {case.name for case in made}
+    return [
+        pytest.param(family(case), id=case.name, marks=tier(case.name, QUICK_FAMILIES, DEFAULT_FAMILIES)) for case in made
+    ]
+
+
+@pytest.mark.parametrize("case", [*of_modes(), *of_families()])
+def test_devices_give_what_cpu_ranks_give(both, files, case: Case):
+    both.check(functools.partial(case.run, files))

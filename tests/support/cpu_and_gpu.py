@@ -1,0 +1,101 @@
+"""The same on CPU ranks and on emulated CUDA devices, in threads: equal bit for bit, with no violation and nothing left over."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.rank import copy_rate
+from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.rank.attention.kernels import sdpa
+from testing import tiny
+from testing.thread_ranks import thread_ranks
+from tests.campaigns.transport.runner import Pools, same
+from tests.support.emulated_gpu import emulated
+from tests.support.emulated_gpu.machine import Machine
+from tests.support.emulated_gpu.nccl import gpu_ranks
+from tests.support.fake_cuda import ADA, Card
+
+WORLDS = (1, 2, 3, 4)
+"""Ranks of the pools that have cards of their own: what is allocated on a card is counted for all that have it."""
+
+Run = Callable[[Callable[..., Any], Callable[[int], Any]], list[torch.Tensor]]
+"""`run(load, pool)`: see campaigns.transport.cases.Case. What it gives is on the CPU."""
+
+
+@dataclass
+class Both:
+    """Pools of either kind, kept from test to test."""
+
+    cpu: Pools
+    gpu: Pools
+    machine: Machine
+
+    def check(self, run: Run, expected: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """What it gives on the devices. AssertionError unless it is `expected`, or, without that, what CPU ranks give."""
+        try:
+            self.machine.record.forget()
+            if expected is None:
+                expected = run(self.cpu.load, self.cpu)
+            found = run(self.gpu.load, self.gpu)
+            self.gpu.unload()
+            assert self.machine.record.violations == []
+            self.check_memory()
+            assert same(found, expected), f"relative differences: {list(map(tiny.relative, found, expected))}"
+        except BaseException:
+            self.close()  # the next test has others
+            raise
+        return found
+
+    def check_memory(self) -> None:
+        """Nothing is allocated on any device."""
+        if any(gpu.allocated for gpu in self.machine.gpus):
+            gc.unfreeze()  # which rank threads freeze at their start
+            gc.collect()
+        assert [gpu.allocated for gpu in self.machine.gpus] == [0] * len(self.machine.gpus)
+
+    def close(self) -> None:
+        self.cpu.close()
+        self.gpu.close()
+
+
+def devices_of(world: int) -> tuple[str, ...]:
+    first = sum(WORLDS[: WORLDS.index(world)])
+    return tuple(f"cuda:{first + rank}" for rank in range(world))
+
+
+@contextlib.contextmanager
+def both_kinds(card: Card = ADA) -> Iterator[Both]:
+    with contextlib.ExitStack() as stack:
+        # Heads go in groups under Ulysses on either kind, however little there is to compute.
+        stack.enter_context(mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=parallel_attention.HEAD_GROUPS["cuda"]))
+        stack.enter_context(mock.patch.object(parallel_attention, "LEAST_WORK", 0))
+        stack.enter_context(mock.patch.object(sdpa, "attend_lse", _padded(sdpa.attend_lse)))
+        stack.enter_context(mock.patch.object(copy_rate, "SIZE", 1 << 20))  # a rate is of no concern here
+        cpu = Pools(stack.enter_context(thread_ranks()))
+        machine = stack.enter_context(emulated(*[card] * sum(WORLDS), checks=False))
+        gpu = Pools(stack.enter_context(gpu_ranks()), devices=devices_of)
+        made = Both(cpu, gpu, machine)
+        stack.callback(made.close)
+        yield made
+
+
+def _padded(
+    attend_lse: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """CUDA's kernel for fp32 and masks pads the log-sum-exp to its tile. What is computed of a part of a row may differ in
+    the last bit from what is computed of whole rows, so the CPU's is made a part too."""
+
+    def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
+        out_BQHD, lse_BQH = attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale)
+        if not q_BQHD.is_cuda and (mask_BK is not None or q_BQHD.dtype == torch.float32):
+            queries = lse_BQH.shape[1]
+            lse_BQH = F.pad(lse_BQH.transpose(1, 2), (0, -queries % 32))[..., :queries].transpose(1, 2)
+        return out_BQHD, lse_BQH
+
+    return attend
