@@ -51,6 +51,11 @@ class ConditioningStore:
     def __getitem__(self, conditioning: int) -> RankConditioning:
         return self._held[conditioning]
 
+    @property
+    def nbytes(self) -> int:
+        """Of all conditionings' tensors."""
+        return sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors.values())
+
     def put(self, message: PutConditioning) -> None:
         exact = (*KEPT_EXACT, *self._family.inputs.exact)
         tensors = {

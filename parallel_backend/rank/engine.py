@@ -42,6 +42,11 @@ class Engine:
         """Bytes of weights on the device and on the host."""
         return Residency(self.rank, self.stage.store.device_bytes, self.stage.store.host_bytes)
 
+    @property
+    def run_bytes(self) -> int:
+        """Bytes on the device beside weights and adapters, as long as no micro-step is computed: prompts and K/V buffers."""
+        return self.conditionings.nbytes + self.runs.nbytes
+
     def set_resident(self, resident: int, working: bool = True) -> Residency:
         """Move weights between device and host (loading.SetResident). Returns where they are then."""
         self.drop_graphs()

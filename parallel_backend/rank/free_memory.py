@@ -14,7 +14,7 @@ def read_memory(
     """The report for one of the rank's models.
 
     `held`: the model's bytes, used on a CPU. On CUDA they are the bytes that this process has allocated, less `others`, of
-    other models, and `vae`, of parts of VAEs. `copy_rate`: see DeviceMemoryReport.
+    other models and their runs, and `vae`, of parts of VAEs. `copy_rate`: see DeviceMemoryReport.
     """
     node = platform.node()
     if device.type != "cuda":

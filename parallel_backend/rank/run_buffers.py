@@ -17,6 +17,11 @@ class RunBuffers:
         self._runs: dict[int, OpenRun] = {}
         self._largest = 0  # bytes of all buffers together, since the last `close_run`
 
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return sum(each.nbytes for each in self.buffers.values())
+
     def open_run(self, run: OpenRun) -> None:
         self._runs[run.run] = run
 
@@ -57,7 +62,7 @@ class RunBuffers:
         if step.run:
             buffer = self.buffers[step.run, step.conditioning]
             buffer.filled = max(buffer.filled, step.tokens.stop)
-            self._largest = max(self._largest, sum(each.nbytes for each in self.buffers.values()))
+            self._largest = max(self._largest, self.nbytes)
 
     def _drop(self, which: Callable[[tuple[int, int]], bool]) -> None:
         for key in [key for key in self.buffers if which(key)]:

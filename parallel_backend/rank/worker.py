@@ -233,8 +233,10 @@ class Worker:
         engines = self.engines.items()
         sizes = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
         of_model = sizes.pop(self._model, 0)
+        # A run of another model that is open keeps its K/V buffers, which this model cannot have.
+        others = sum(sizes.values()) + sum(self.engines[number].run_bytes for number in sizes)
         vae = sum(part.nbytes for part in self.vae.values())
-        return self.copies.memory(self.settings.rank, of_model, sum(sizes.values()), vae)
+        return self.copies.memory(self.settings.rank, of_model, others, vae)
 
     def _set_resident(self, resident: int, working: bool) -> m.Residency:
         engine = self.engines.get(self._model)

@@ -1,4 +1,4 @@
-"""Every mode and product, every family, transfers, ControlNet, Cancel, other models: emulated devices give what CPU ranks give.
+"""Every mode, product and family, transfers, ControlNet, Cancel, other models: emulated devices give what CPU ranks give.
 
 The cases are those of the strict transport (tests/campaigns/transport/cases.py), whose rules NCCL holds them to here too.
 """

@@ -1,4 +1,4 @@
-"""The same on CPU ranks and on emulated CUDA devices, in threads: equal bit for bit, with no violation and nothing left over."""
+"""The same on CPU ranks and on emulated CUDA devices, in threads: equal bit for bit, no violation, and nothing left over."""
 
 import contextlib
 import gc
@@ -59,6 +59,10 @@ class Both:
             gc.collect()
         assert [gpu.allocated for gpu in self.machine.gpus] == [0] * len(self.machine.gpus)
 
+    def check_less_than(self, nbytes: int) -> None:
+        """So much at most is allocated on every device."""
+        assert all(gpu.allocated <= nbytes for gpu in self.machine.gpus)
+
     def close(self) -> None:
         self.cpu.close()
         self.gpu.close()
@@ -70,7 +74,8 @@ def devices_of(world: int) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def both_kinds(card: Card = ADA) -> Iterator[Both]:
+def both_kinds(*cards: Card, devices: Callable[[int], tuple[str, ...]] = devices_of, nccl: bool = True) -> Iterator[Both]:
+    """`cards`: those of `devices_of`, all alike, if none are given. Without `nccl` ranks talk by the mailbox, as by Gloo."""
     with contextlib.ExitStack() as stack:
         # Heads go in groups under Ulysses on either kind, however little there is to compute.
         stack.enter_context(mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=parallel_attention.HEAD_GROUPS["cuda"]))
@@ -78,8 +83,8 @@ def both_kinds(card: Card = ADA) -> Iterator[Both]:
         stack.enter_context(mock.patch.object(sdpa, "attend_lse", _padded(sdpa.attend_lse)))
         stack.enter_context(mock.patch.object(copy_rate, "SIZE", 1 << 20))  # a rate is of no concern here
         cpu = Pools(stack.enter_context(thread_ranks()))
-        machine = stack.enter_context(emulated(*[card] * sum(WORLDS), checks=False))
-        gpu = Pools(stack.enter_context(gpu_ranks()), devices=devices_of)
+        machine = stack.enter_context(emulated(*cards or [ADA] * sum(WORLDS), checks=False))
+        gpu = Pools(stack.enter_context(gpu_ranks() if nccl else thread_ranks()), devices=devices)
         made = Both(cpu, gpu, machine)
         stack.callback(made.close)
         yield made

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,8 +38,9 @@ class Files:
     folder: Path
     _made: dict[str, Path] = field(default_factory=dict)
 
-    def flux(self) -> Path:
-        return self._get("flux", lambda path: tiny.save_original(tiny.random_flux(CONFIG), CONFIG, path))
+    def flux(self, config: dict[str, Any] = CONFIG) -> Path:
+        name = f"flux of {config['num_layers']} and {config['num_single_layers']} blocks"
+        return self._get(name, lambda path: tiny.save_original(tiny.random_flux(config), config, path))
 
     def family(self, case: Family) -> Path:
         return self._get(case.name, lambda path: case.save(case.model(), path))
