@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -35,20 +35,32 @@ class Both:
     cpu: Pools
     gpu: Pools
     machine: Machine
+    caches: Sequence[dict] = ()
+    """Libraries keep tensors here, by device, as long as the process lives."""
 
-    def check(self, run: Run, expected: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """What it gives on the devices. AssertionError unless it is `expected`, or, without that, what CPU ranks give."""
+    def check(self, run: Run) -> list[torch.Tensor]:
+        """What it gives on the devices. AssertionError unless CPU ranks give the same."""
         try:
-            self.machine.record.forget()
-            if expected is None:
-                expected = run(self.cpu.load, self.cpu)
-            found = run(self.gpu.load, self.gpu)
-            self.gpu.unload()
-            assert self.machine.record.violations == []
-            self.check_memory()
-            assert same(found, expected), f"relative differences: {list(map(tiny.relative, found, expected))}"
+            expected = run(self.cpu.load, self.cpu)
         except BaseException:
             self.close()  # the next test has others
+            raise
+        found = self.on_gpu(run)
+        assert same(found, expected), f"relative differences: {list(map(tiny.relative, found, expected))}"
+        return found
+
+    def on_gpu(self, run: Run) -> list[torch.Tensor]:
+        """What it gives on the devices. AssertionError for a violation, and for memory that is left."""
+        try:
+            self.machine.record.forget()
+            found = run(self.gpu.load, self.gpu)
+            self.gpu.unload()
+            for cache in self.caches:
+                cache.clear()
+            assert self.machine.record.violations == []
+            self.check_memory()
+        except BaseException:
+            self.close()
             raise
         return found
 

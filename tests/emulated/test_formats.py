@@ -1,0 +1,45 @@
+"""Files of every format on emulated devices: one rank, and two in each mode that cuts them, give what CPU ranks give."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from testing import tiny
+from tests.campaigns.transport.cases import nothing
+from tests.checkpoints.test_formats import CONFIG, dtype_of, files, whole  # noqa: F401 (fixtures)
+from tests.support.cpu_and_gpu import Both
+
+pytestmark = pytest.mark.threads
+
+GIVEN = tiny.inputs(CONFIG)
+MODES = (Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
+QUICK = ("GGUF Q4_K", "bf16")
+DEFAULT = ("fp8 e4m3", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF mixed", "fp16")
+FULL = ("fp8 e5m2", "scaled, in the header, prefixed", "fp8 folder, sharded", "GGUF Q4_0", "GGUF Q6_K", "scaled, new, e5m2")
+
+
+def of_formats() -> list[pytest.param]:
+    return [
+        pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK) + [pytest.mark.full] * (what in FULL))
+        for what in (*QUICK, *DEFAULT, *FULL)
+    ]
+
+
+@pytest.mark.parametrize("what", of_formats())
+def test_every_format(both: Both, files, what):  # noqa: F811
+    path, dtype = files(what)[0], dtype_of(what)
+    dtype = dtype if "/" in dtype or dtype == "fp32" else f"{dtype}/fp32"  # alone it would be bf16 on a card
+
+    def on(degrees: Degrees):
+        def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
+            return [load(path, degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
+
+        return run
+
+    for degrees in MODES:
+        both.check(on(degrees))

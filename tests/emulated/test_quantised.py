@@ -1,0 +1,69 @@
+"""Files in ComfyUI's quantised formats on emulated devices: in fp32 what CPU ranks give.
+
+In bf16 a card multiplies in the format itself: every mode is as far from the plain model as one rank on such a card.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from comfy_kitchen.backends.eager import convrot_w4a4, quantization
+from comfy_kitchen.tensor import int8_utils
+
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from testing import tiny
+from tests.campaigns.transport.cases import name, nothing
+from tests.rank.test_quantised_ranks import CASES, KINDS, RATIO, files, made  # noqa: F401 (fixtures)
+from tests.support.cpu_and_gpu import Both, both_kinds
+
+pytestmark = pytest.mark.threads
+
+GIVEN = CASES["flux"].inputs()
+MODES = (Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
+QUICK = ("int8, rotated", MODES[0])
+DEFAULT = (("fp8", MODES[0]), ("nvfp4", MODES[1]), ("w4a4", MODES[2]), ("int8, rotated", MODES[1]))
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Both]:
+    caches = [convrot_w4a4._HADAMARD_CACHE, int8_utils._HADAMARD_CACHE, quantization.E2M1_LUT_CACHE]
+    with contextlib.ExitStack() as stack:
+        for cache in caches:
+            stack.enter_context(mock.patch.dict(cache))
+        made = stack.enter_context(both_kinds())
+        made.caches = caches
+        yield made
+
+
+def of_kinds() -> list[pytest.param]:
+    return [
+        pytest.param(
+            kind,
+            degrees,
+            id=f"{kind}, {name(degrees)}",
+            marks=[pytest.mark.slow] * ((kind, degrees) != QUICK)
+            + [pytest.mark.full] * ((kind, degrees) not in (QUICK, *DEFAULT)),
+        )
+        for kind in KINDS
+        for degrees in MODES
+    ]
+
+
+def on(path, degrees: Degrees, dtype: str):
+    def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
+        return [load(path, degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "degrees"), of_kinds())
+def test_every_format(both: Both, made, files, kind, degrees):  # noqa: F811
+    path, (_, _, plain) = files("flux", kind)[0], made("flux")
+    both.check(on(path, degrees, "fp32"))
+    (alone,), (found,) = (both.on_gpu(on(path, each, "bf16")) for each in (Degrees(), degrees))
+    assert tiny.relative(found.float(), plain) == pytest.approx(tiny.relative(alone.float(), plain), rel=RATIO)
