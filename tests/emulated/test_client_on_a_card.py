@@ -1,6 +1,6 @@
 """The client's own tensors are on a card, as ComfyUI's are, and ranks have their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
-from parallel_backend.core.degrees import Degrees
 from testing import tiny
 from testing.vaes import OnRanks, decoder_of
 from tests.campaigns.transport.cases import CONFIG, PRODUCTS, Files, name, nothing
@@ -18,19 +17,17 @@ from tests.support.cpu_and_gpu import Both
 
 pytestmark = pytest.mark.threads
 
-PIPE = Degrees(pipe=2)
+QUICK = "pipe2-rank 0's card"
 
 
-def of_two() -> list[pytest.param]:
-    """Every mode at two ranks, on either one's card."""
-    modes = [degrees for degrees in PRODUCTS if degrees.world == 2]
-    return [
-        pytest.param(
-            degrees, own, id=f"{name(degrees)}-rank {own}'s card", marks=[] if degrees == PIPE and own == 0 else marks
-        )
-        for degrees in modes
-        for own, marks in ((0, pytest.mark.slow), (1, [pytest.mark.slow, pytest.mark.full]))
-    ]
+def of_two() -> Iterator[pytest.param]:
+    """Every mode at two ranks, with either one's card."""
+    for degrees in PRODUCTS:
+        for own in range(2):
+            id = f"{name(degrees)}-rank {own}'s card"
+            marks = [pytest.mark.slow] * (id != QUICK) + [pytest.mark.full] * (own > 0)
+            if degrees.world == 2:
+                yield pytest.param(degrees, own, id=id, marks=marks)
 
 
 @pytest.mark.parametrize(("degrees", "own"), of_two())

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.threads
 
 GIVEN = tiny.inputs(CONFIG)
 MODES = (Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
-QUICK = ("GGUF Q4_K", "bf16")
-DEFAULT = ("fp8 e4m3", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF mixed", "fp16")
+QUICK = ("GGUF Q8_0",)
+DEFAULT = ("GGUF Q4_K", "bf16", "fp8 e4m3", "scaled, old", "scaled, new, by row", "GGUF mixed", "fp16")
 FULL = ("fp8 e5m2", "scaled, in the header, prefixed", "fp8 folder, sharded", "GGUF Q4_0", "GGUF Q6_K", "scaled, new, e5m2")
 
 

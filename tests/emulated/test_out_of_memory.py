@@ -41,7 +41,7 @@ def places(step: int, *marks: pytest.MarkDecorator) -> pytest.param:
     return pytest.param(step, id=f"every {step}th", marks=marks)
 
 
-@pytest.mark.parametrize("step", [places(97), places(20, pytest.mark.slow), places(1, pytest.mark.slow, pytest.mark.full)])
+@pytest.mark.parametrize("step", [places(197), places(20, pytest.mark.slow), places(1, pytest.mark.slow, pytest.mark.full)])
 def test_no_memory_at_any_allocation(both: Both, files: Files, step):
     """From the n-th on, of either rank in turn. Violations are of no concern: ranks end in the middle of their transfers."""
     pool = start(both)

@@ -9,7 +9,6 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
-from parallel_backend.core.degrees import Degrees
 from testing import tiny
 from tests.campaigns.transport.cases import CONFIG, PRODUCTS, Files, name, nothing
 from tests.support.cpu_and_gpu import Both, both_kinds
@@ -30,7 +29,7 @@ def both() -> Iterator[Both]:
 def of_two() -> list[pytest.param]:
     """Every mode at two ranks."""
     return [
-        pytest.param(degrees, id=name(degrees), marks=[] if degrees == Degrees(ring=2) else pytest.mark.slow)
+        pytest.param(degrees, id=name(degrees), marks=[] if degrees.ring == 2 else pytest.mark.slow)
         for degrees in PRODUCTS
         if degrees.world == 2
     ]
