@@ -1,14 +1,18 @@
 """The stand-in with NCCL's rules catches what it is there for: one planted fault each, and no fault in a sound program."""
 
 import contextlib
+import itertools
 import re
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import DistStoreError
 
+from tests.support.strict import fabric
 from tests.support.strict.distributed import StrictDistributed
 from tests.support.strict.planted import on_ranks
 from tests.support.strict.rules import ANY, ISSUE, Deadlock, RuleBroken, Rules
@@ -277,3 +281,17 @@ def test_the_first_use_of_a_communicator_needs_all_its_ranks():
         work(dist, rank)
 
     assert on_ranks(3, after_a_first_use) == [None] * 3
+
+
+def test_what_may_start_meanwhile_is_not_slept_over(monkeypatch):
+    """Time goes on between the look at what may start and the reckoning of how long to wait for it."""
+    clock, waits = itertools.count(10.0, 0.001), []
+    monkeypatch.setattr(fabric, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    one_rank = fabric.Fabric(1, MANY)
+    operation = SimpleNamespace(launched=False, ready=0.0, rank=0, unmoved=())
+    one_rank._queues[0]["a communicator"] = deque([operation])
+    monkeypatch.setattr(one_rank._changed, "wait", waits.append)
+    with one_rank._changed:
+        operation.ready = next(clock) + 0.0025  # after the next look, and before the reckoning
+        one_rank._until(lambda: operation.launched, 0, "a test")
+    assert waits and max(waits) < 0.01

@@ -171,14 +171,14 @@ class Fabric:
         try:
             while True:
                 self._raise_if_over()
+                now = time.monotonic()  # before the look at what may start: what is ready a little later is not slept over
                 self._advance()
-                now = time.monotonic()
                 if condition() or (deadline is not None and now >= deadline):
                     return
                 until = self._moved_at + self.rules.patience if deadline is None else deadline
                 if now >= until:
                     self._fail(Deadlock(f"nothing has moved for {self.rules.patience:g} s. {self._state()}"))
-                self._changed.wait(max(0.0, min([until, *self._starts()]) - now))
+                self._changed.wait(max(0.0, min([until, *self._starts(now)]) - now))
         finally:
             del self._hosts[rank]
 
@@ -202,8 +202,8 @@ class Fabric:
     def _heads(self, rank: int) -> Iterator[Operation]:
         return (queue[0] for queue in self._queues[rank].values() if queue)
 
-    def _starts(self) -> list[float]:
-        now = time.monotonic()
+    def _starts(self, now: float) -> list[float]:
+        """When operations may start that might not at `now`."""
         return [op.ready for rank in self.ranks for op in self._heads(rank) if not op.launched and op.ready > now]
 
     def _launch(self, op: Operation) -> None:
