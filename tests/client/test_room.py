@@ -24,7 +24,7 @@ from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, by
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.wire import messages as m
 from tests.support.fake_cuda import ADA, fake_cuda
-from tests.support.real_sizes import save_header
+from testing.real_sizes import save_header
 
 TWO = Degrees(pipe=2)
 DEVICES = ("cuda:0", "cuda:1")

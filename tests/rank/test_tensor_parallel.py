@@ -26,7 +26,7 @@ from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from testing import tiny
-from tests.support.real_sizes import save_header
+from testing.real_sizes import save_header
 
 pytestmark = pytest.mark.threads
 

@@ -1,0 +1,44 @@
+"""What one device did: bytes that were allocated, kernels, bytes that they moved, and waits of the host."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+ROUND = 512
+"""Bytes to whose multiple torch's CUDA allocator rounds an allocation (CUDACachingAllocator, kMinBlockSize)."""
+
+
+@dataclass
+class Account:
+    """One device's. `begin` starts it anew; what is allocated by then stays allocated."""
+
+    allocated: int = 0
+    """Bytes in tensors now."""
+    peak: int = 0
+    """The most bytes since `begin`."""
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Operations that are no views, by name. Each counts once, however many kernels a real device would launch for it."""
+    products: int = 0
+    """Of `kernels`, matrix products and attention."""
+    moved: int = 0
+    """Bytes that all other operations read and wrote. A tensor that repeats values counts with what it repeats."""
+    copied: Counter[str] = field(default_factory=Counter)
+    """Bytes of copies "to the host" and "to the device"."""
+    stops: Counter[str] = field(default_factory=Counter)
+    """Waits of the host for this device, by what it waited in."""
+    sent: Counter[int] = field(default_factory=Counter)
+    """Payload bytes sent to each other rank."""
+
+    def begin(self) -> None:
+        self.peak, self.products, self.moved = self.allocated, 0, 0
+        for counter in (self.kernels, self.copied, self.stops, self.sent):
+            counter.clear()
+
+    def take(self, nbytes: int) -> int:
+        """Allocates `nbytes`, and returns the bytes that are to be given back."""
+        size = -(-nbytes // ROUND) * ROUND
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        return size
+
+    def give(self, size: int) -> None:
+        self.allocated -= size

@@ -1,0 +1,235 @@
+"""Models with the shapes of published ones: their files, of which only the header is written, and the inputs of a call."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import to_original
+from parallel_backend.families import FAMILIES, Family
+from parallel_backend.families.base.patching import Latents
+from parallel_backend.rank.stage.meta_model import meta_model
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """A model and what is made with it, in bf16.
+
+    `latents`: of one entry, [C, (T,) H, W], and the companion's. `text`: [tokens, width] of a prompt. `entries`: of a call,
+    two with guidance. `call`: further inputs of ComfyUI's model call. `metadata`: of the file's header. `depths`: arguments
+    of the class that count blocks.
+    """
+
+    family_name: str
+    config: dict[str, Any]
+    made: str
+    latents: tuple[tuple[int, ...], ...]
+    text: tuple[int, int]
+    entries: int = 1
+    call: dict[str, Any] = field(default_factory=dict)
+    timestep: float = 1.0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    depths: tuple[str, ...] = ("num_layers",)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.family_name]
+
+    def with_depths(self, *depths: int) -> "RealModel":
+        """The same with so many blocks of each list."""
+        return replace(self, config=self.config | dict(zip(self.depths, depths, strict=True)))
+
+    def save(self, path: Path) -> Path:
+        return save_header(path, self.config, self.family_name, self.metadata)
+
+    def noise(self) -> torch.Tensor | Latents:
+        """The latents of a call."""
+        parts = tuple(torch.zeros(self.entries, *shape) for shape in self.latents)
+        return parts if len(parts) > 1 else parts[0]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Conditioning tensors of a call."""
+        call = {"context": torch.zeros(self.entries, *self.text), **self.call}
+        if pooled := self.config.get("pooled_projection_dim"):
+            call |= {"y": torch.zeros(self.entries, pooled), "guidance": torch.full((self.entries,), 3.5)}
+        call["grid"] = self.family.patching.grid((self.entries, *self.latents[0]))
+        return self.family.inputs.conditioning(self.config, call)
+
+
+FLUX_DEV = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": True,
+    "axes_dims_rope": (16, 56, 56),
+}
+QWEN_IMAGE = {
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3584,
+    "axes_dims_rope": (16, 56, 56),
+    **dict.fromkeys(("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"), False),
+}
+KREA_2 = {
+    "in_channels": 64,
+    "num_layers": 28,
+    "attention_head_dim": 128,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 12,
+    "intermediate_size": 16384,
+    "timestep_embed_dim": 256,
+    "text_hidden_dim": 2560,
+    "num_text_layers": 12,
+    "text_num_attention_heads": 20,
+    "text_num_key_value_heads": 20,
+    "text_intermediate_size": 6912,
+    "num_layerwise_text_blocks": 2,
+    "num_refiner_text_blocks": 2,
+    "axes_dims_rope": (32, 48, 48),
+}
+WAN_14B = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 40,
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "ffn_dim": 13824,
+    "num_layers": 40,
+    "cross_attn_norm": True,
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "rope_max_seq_len": 1024,
+    "pos_embed_seq_len": None,
+    "reference_channels": None,
+}
+MINIMAX_H3 = {
+    "num_attention_heads": 56,
+    "attention_head_dim": 128,
+    "hidden_size": 5376,
+    "num_layers": 50,
+    "num_refiner_layers": 2,
+    "ffn_dim": 14336,
+    "in_channels": 24,
+    "audio_in_channels": 32,
+    "patch_size": (1, 2, 2),
+    "text_dim": 5120,
+    "freq_dim": 256,
+    "time_embed_hidden_dim": 5376,
+    "time_embed_dim": 2688,
+    "rope_freq_dim": 16,
+    "adaln_curve_grid": None,
+}
+LTX_23 = {
+    "in_channels": 128,
+    "out_channels": 128,
+    "num_attention_heads": 32,
+    "attention_head_dim": 128,
+    "cross_attention_dim": 4096,
+    "audio_in_channels": 128,
+    "audio_out_channels": 128,
+    "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 64,
+    "audio_cross_attention_dim": 2048,
+    "num_layers": 48,
+    "caption_channels": 3840,
+    "use_prompt_embeddings": False,
+    "use_prompt_adaln_single": True,
+    "use_keyframes_abs_pos_embedding": False,
+    "ff_bias": True,
+    "audio_ff_bias": True,
+    "rope_type": "split",
+    "rope_double_precision": True,
+    "cross_attn_timestep_scale_multiplier": 1000.0,
+    "connector_num_attention_heads": 32,
+    "audio_connector_num_attention_heads": None,
+    **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
+}
+LTX_23_HEADER = {
+    "rope_type": "split",
+    "frequencies_precision": "float64",
+    "causal_temporal_positioning": True,
+    "use_middle_indices_grid": True,
+    "audio_cross_attention_dim": 2048,
+    "audio_attention_head_dim": 64,
+    "caption_channels": 3840,
+    "av_ca_timestep_scale_multiplier": 1000.0,
+    "apply_gated_attention": True,
+    "cross_attention_adaln": True,
+    "caption_proj_before_connector": True,
+}
+REAL_MODELS = {
+    "flux-dev": RealModel(
+        "flux",
+        FLUX_DEV,
+        "picture, 1024 x 1024",
+        ((16, 128, 128),),
+        (512, 4096),
+        depths=("num_layers", "num_single_layers"),
+    ),
+    "qwen-image": RealModel(
+        "qwen-image", QWEN_IMAGE, "picture, 1024 x 1024, two prompts", ((16, 1, 128, 128),), (256, 3584), entries=2
+    ),
+    "krea-2": RealModel("krea2", KREA_2, "picture, 1024 x 1024", ((16, 1, 128, 128),), (256, 12 * 2560)),
+    "wan-2.2-14b": RealModel(
+        "wan",
+        WAN_14B,
+        "81 frames, 1280 x 720, two prompts; one expert",
+        ((16, 21, 90, 160),),
+        (512, 4096),
+        entries=2,
+        timestep=1000.0,
+    ),
+    "minimax-h3": RealModel(
+        "minimax-h3",
+        MINIMAX_H3,
+        "145 frames, 864 x 480, with sound",
+        ((24, 37, 30, 54), (32, 2, 151)),
+        (512, 5120),
+        timestep=1000.0,
+    ),
+    "ltx-2.3": RealModel(
+        "ltx-2",
+        LTX_23,
+        "121 frames, 1280 x 704, with sound",
+        ((128, 16, 22, 40), (8, 126, 16)),
+        (1024, 4096 + 2048),
+        call={"frame_rate": 24.0},
+        metadata={"config": json.dumps({"transformer": LTX_23_HEADER})},
+    ),
+}
+"""By name."""
+
+
+def save_header(
+    path: Path, config: dict[str, Any] = FLUX_DEV, family: str = "flux", metadata: dict[str, Any] | None = None
+) -> Path:
+    """A bf16 file of this model, in its original layout. The values are a hole that takes no disk: all read as 0."""
+    with torch.device("meta"):
+        state = meta_model(FAMILIES[family], config).state_dict()
+        shapes = {name: tuple(value.shape) for name, value in to_original(FAMILIES[family], config, state).items()}
+    shapes |= FAMILIES[family].file.computed(config)
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for name, shape in shapes.items():
+        stop = start + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + start)
+    return path
