@@ -53,11 +53,15 @@ class RealModel:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Conditioning tensors of a call."""
-        call = {"context": torch.zeros(self.entries, *self.text), **self.call}
+        grid = self.family.patching.grid((self.entries, *self.latents[0]))
+        return self.family.inputs.conditioning(self.config, {**self.call_tensors(), **self.call, "grid": grid})
+
+    def call_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of ComfyUI's model call."""
+        tensors = {"context": torch.zeros(self.entries, *self.text)}
         if pooled := self.config.get("pooled_projection_dim"):
-            call |= {"y": torch.zeros(self.entries, pooled), "guidance": torch.full((self.entries,), 3.5)}
-        call["grid"] = self.family.patching.grid((self.entries, *self.latents[0]))
-        return self.family.inputs.conditioning(self.config, call)
+            tensors |= {"y": torch.zeros(self.entries, pooled), "guidance": torch.full((self.entries,), 3.5)}
+        return tensors
 
 
 FLUX_DEV = {

@@ -10,6 +10,7 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention import kernel_choice
 from parallel_backend.rank.comm import peers
 from parallel_backend.rank.stage.store import device_copies
+from parallel_backend.wire.heartbeat import Heartbeat
 from testing.thread_ranks import ThreadRanks, thread_ranks
 
 from .account import Account
@@ -40,6 +41,8 @@ def hollow_pool(world: int) -> Iterator[tuple[Pool, tuple[Account, ...]]]:
         stack.enter_context(thread_ranks(distributed))
         # What ranks tell each other in numbers has to arrive: it goes through the host.
         stack.enter_context(mock.patch.object(peers, "backend_for", lambda devices: "gloo"))
+        # A heartbeat's thread may outlive its rank, and would ask torch.cuda itself.
+        stack.enter_context(mock.patch.object(Heartbeat, "mark", lambda *_, **__: None))
         # A kernel's trial compares values, and there are none.
         stack.enter_context(mock.patch.object(kernel_choice, "trial", lambda *_: None))
         stack.enter_context(mock.patch.object(device_copies, "measured_copy_rate", lambda device: COPY_RATE))

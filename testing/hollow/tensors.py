@@ -23,6 +23,8 @@ PRODUCTS = frozenset(
 )
 READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"))
 """Operations whose result the host looks at."""
+WHOLE = frozenset(("_fused_rms_norm",))
+"""Composite operations that have a kernel of their own on CUDA."""
 NOT_LAUNCHED = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream", "detach_")
 )
@@ -222,10 +224,11 @@ class _About(NamedTuple):
 @functools.cache
 def _about(func: OpOverload) -> _About:
     schema, key = func._schema, torch._C.DispatchKey.CompositeImplicitAutograd
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    name = schema.name.removeprefix("aten::")
+    composite = name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
     aliases = [(argument.name, argument.alias_info) for argument in schema.arguments if argument.alias_info is not None]
     written = tuple(name for name, alias in aliases if alias.is_write)
-    return _About(schema.name.removeprefix("aten::"), composite, written)
+    return _About(name, composite, written)
 
 
 def _attention(q_BHQD, k_BHKD, v_BHKD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
