@@ -50,9 +50,7 @@ def figures(case: dict[str, Any]) -> dict[str, int]:
     accounts = (Account(),)
     with hollow_cuda(accounts), Devices(accounts), torch.inference_mode():
         model = built(case)
-        made = {
-            name: torch.zeros(*shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in case["tensors"].items()
-        }
+        made = {name: torch.zeros(*shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in case["tensors"].items()}
         latents = [torch.zeros(case["entries"], *shape, dtype=torch.bfloat16, device=DEVICE) for shape in case["latents"]]
         x = latents if len(latents) > 1 else latents[0]
         timestep = torch.full((case["entries"],), case["timestep"], device=DEVICE)
@@ -63,9 +61,9 @@ def figures(case: dict[str, Any]) -> dict[str, int]:
         return {
             "kernels": account.kernels.total(),
             "products": account.products,
-            "moved": account.moved,
+            "moved": account.moved.total(),
             "stops": account.stops.total(),
-            "by name": dict(account.kernels.most_common()),
+            "by name": {name: (count, account.moved[name]) for name, count in account.kernels.most_common()},
         }
 
 

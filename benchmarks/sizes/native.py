@@ -13,8 +13,10 @@ SCRIPT = Path(__file__).with_name("inside_native.py")
 
 
 def native_figures(checkout: Path, models: list[RealModel]) -> list[dict[str, Any]]:
-    """"kernels", "products", "moved", "stops" of a model call, and "by name": kernels by operation. RuntimeError with
-    ComfyUI's log if it fails."""
+    """By model, of a call: "kernels", "products", "moved", "stops", and "by name", (kernels, bytes moved) by operation.
+
+    RuntimeError with ComfyUI's log if it fails.
+    """
     cases = [_case(real) for real in models]
     command = [find_python(checkout), str(SCRIPT)]
     done = subprocess.run(command, cwd=checkout, input=json.dumps(cases), capture_output=True, text=True)
@@ -38,7 +40,6 @@ def _case(real: RealModel) -> dict[str, Any]:
 
 def _shapes(real: RealModel) -> dict[str, tuple[int, ...]]:
     """Of the file's tensors."""
-    with tempfile.TemporaryDirectory() as folder:
-        with real.save(Path(folder) / "model.safetensors").open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    with tempfile.TemporaryDirectory() as folder, real.save(Path(folder) / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

@@ -1,23 +1,28 @@
 """Models of real sizes in every mode: memory, kernels, bytes moved and sent, by tracing (trace.py). No device is needed.
 
-    python -m benchmarks.sizes.table --out benchmarks/results/real_sizes_DATE.json
-    python -m benchmarks.sizes.table --models flux-dev --ranks 1,2
+python -m benchmarks.sizes.table --out benchmarks/results/real_sizes_DATE.json
+python -m benchmarks.sizes.table --models flux-dev --ranks 1,2
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import measuring
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.memory_model import Request
 from testing.real_sizes import REAL_MODELS
 
+from .native import native_figures
 from .trace import figures, mode_name, predicted
 
 RANKS = (1, 2, 4, 8)
+SHOWN = 6
+"""Operations of a row's "by name"."""
 
 
 def modes(ranks: Sequence[int]) -> Iterator[Degrees]:
@@ -32,39 +37,73 @@ def modes(ranks: Sequence[int]) -> Iterator[Degrees]:
 
 
 def row(name: str, degrees: Degrees) -> dict[str, Any]:
-    """The traced figures by rank, and the memory model's bytes beside them. Ranks with equal figures are one row of "ranks"."""
-    real = REAL_MODELS[name]
-    traced = figures(real, degrees)
-    needs = predicted(real, degrees, traced.request)
-    ranks = [
-        found | {"predicted": need.run - need.workspaces, "kept": need.buffers + need.arriving}
-        for found, need in zip(traced.figures, needs, strict=True)
-    ]
-    return {"ranks": ranks}
+    """A row of the result.
+
+    "ranks": the traced figures by rank. "request": the memory model's record of the run. "by name": kernels and bytes moved
+    in a step of rank 0 by operation, those that move most.
+    """
+    traced = figures(REAL_MODELS[name], degrees)
+    first = traced.figures[0]
+    moved = sorted(
+        (text.removeprefix("moved ") for text in first if text.startswith("moved ")),
+        key=lambda each: -first[f"moved {each}"],
+    )
+    return {
+        "ranks": [
+            {text: value for text, value in each.items() if not text.startswith(("moved ", "count "))}
+            for each in traced.figures
+        ],
+        "request": asdict(traced.request),
+        "by name": {each: (first[f"count {each}"], first[f"moved {each}"]) for each in moved[:SHOWN]},
+    }
 
 
-def run(names: Sequence[str], ranks: Sequence[int], say: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows by "model, mode"."""
+def with_predictions(name: str, degrees: Degrees, found: dict[str, Any]) -> dict[str, Any]:
+    """The row with the memory model's bytes of each rank: "predicted" beside "peak", "kept" of that in keys and values, and
+    "state", a hidden state of the rank's tokens."""
+    request = Request(**found["request"] | {"grid": tuple(found["request"]["grid"])})
+    needs, states = predicted(REAL_MODELS[name], degrees, request)
+    for each, need, state in zip(found["ranks"], needs, states, strict=True):
+        each |= {"predicted": need.run - need.workspaces, "kept": need.buffers + need.arriving, "state": state}
+    return found
+
+
+def cases(names: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, str, Degrees]]:
+    """(key in the result, model, degrees)."""
     for name in names:
         for degrees in modes(ranks):
-            found = row(name, degrees)
-            worst = max(found["ranks"], key=lambda each: abs(each["predicted"] / each["peak"] - 1))
-            say(f"{name}, {mode_name(degrees)}: predicted over traced {worst['predicted'] / worst['peak']:.3f}")
-            yield f"{name}, {mode_name(degrees)}", found
+            yield f"{name}, {mode_name(degrees)}", name, degrees
+
+
+def worst(found: dict[str, Any]) -> float:
+    """Predicted over traced bytes, of the rank where they are furthest apart."""
+    return max((each["predicted"] / each["peak"] for each in found["ranks"]), key=lambda ratio: abs(ratio - 1))
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--models", type=lambda text: text.split(","), default=list(REAL_MODELS))
     options.add_argument("--ranks", type=lambda text: [int(count) for count in text.split(",")], default=list(RANKS))
-    options.add_argument("--out", type=Path)
+    options.add_argument("--comfyui", type=Path, help="a checkout: its own classes are traced too")
+    options.add_argument("--predict", type=Path, help="a result whose predictions are made anew")
+    options.add_argument("--out", type=Path, required=True)
     given = options.parse_args()
-    cases: dict[str, Any] = {}
-    for name, found in run(given.models, given.ranks, measuring.TimedLog()):
-        cases[name] = found
-        if given.out is not None:
-            result = {"what": "real_sizes", "date": date.today().isoformat(), "cases": cases}
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+    say, before = (
+        measuring.TimedLog(),
+        json.loads(given.predict.read_text()) if given.predict else {"cases": {}, "native": {}},
+    )
+    result = {"what": "real_sizes", "date": date.today().isoformat(), "cases": {}, "native": dict(before["native"])}
+    for key, name, degrees in cases(given.models, given.ranks):
+        if given.predict and key not in before["cases"]:
+            continue
+        found = before["cases"][key] if given.predict else row(name, degrees)
+        result["cases"][key] = with_predictions(name, degrees, found)
+        say(f"{key}: predicted over traced {worst(found):.3f}")
+        given.out.write_text(json.dumps(result) + "\n")
+    if given.comfyui is not None:
+        models = [REAL_MODELS[name] for name in given.models]
+        result["native"] |= dict(zip(given.models, native_figures(given.comfyui.resolve(), models), strict=True))
+        given.out.write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

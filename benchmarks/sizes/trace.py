@@ -28,9 +28,9 @@ from testing.models import conditioning_of, on_ranks
 from testing.real_sizes import RealModel
 
 Figures = dict[str, int]
-"""Of one rank. "weights", "peak": bytes of the device for the weights, and at most for all else in a run. Of a step: "kernels",
-"products" among them, "moved" bytes of kernels that are no product, "stops" of the host, bytes "to the host" and "to the
-device", and "to 1": bytes sent to rank 1."""
+"""Of one rank. "weights", "peak": bytes of the device for the weights, and at most for all else in a run. Of a step:
+"kernels", "products" among them, "moved" bytes of kernels that are no product, "stops" of the host, bytes "to the host" and "to the
+device", "to 1": bytes sent to rank 1, "count mul", "moved mul": kernels and bytes of an operation."""
 WARM_UP, STEPS = 2, 4
 """Of a run with K/V buffers. Most memory is taken by a second exact step, where both sets of old keys are there."""
 LEAST = 2
@@ -92,17 +92,23 @@ def figures(real: RealModel, degrees: Degrees) -> Trace:
         more = trace(real.with_depths(*(depth + degrees.pipe * (at == number) for at, depth in enumerate(depths))), degrees)
         for rank, (less, plus) in enumerate(zip(few.figures, more.figures, strict=True)):
             blocks = stages[degrees.coordinate(rank).pipe] if len(counts) == 1 else count
-            for name in less:
-                whole[rank][name] += (blocks - LEAST) * (plus[name] - less[name])
+            for name in plus:
+                whole[rank][name] = whole[rank].get(name, 0) + (blocks - LEAST) * (plus[name] - less.get(name, 0))
     return Trace(whole, few.request)
 
 
-def predicted(real: RealModel, degrees: Degrees, request: Request) -> list[MemoryNeed]:
-    """The memory model's bytes of such a run, by rank."""
+def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list[MemoryNeed], list[float]]:
+    """By rank, the memory model's bytes of such a run, and the bytes of a hidden state of the rank's tokens."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(real.save(Path(folder) / "model.safetensors"))
         sizes = model_sizes(checkpoint, "bf16", "cuda")
-    return memory_by_rank(sizes, degrees, even_stages(len(sizes.block_bytes), degrees.pipe), (request,))
+    spans = even_stages(len(sizes.block_bytes), degrees.pipe)
+    tokens = request.image + (request.text if sizes.joint else request.padding)
+    states = [
+        (1 if degrees.pipe > 1 else request.entries_on(degrees, degrees.coordinate(rank))) * tokens / degrees.sequence
+        for rank in range(degrees.world)
+    ]
+    return memory_by_rank(sizes, degrees, spans, (request,)), [state * sizes.token_bytes for state in states]
 
 
 def _whole(model: RemoteTransformer, real: RealModel, accounts: Sequence[Account]) -> list[Figures]:
@@ -128,7 +134,7 @@ def _in_bands(model: RemoteTransformer, real: RealModel, accounts: Sequence[Acco
         runs.append([_read(account) for account in accounts])
     first, fewer, more = runs
     return [
-        {name: plus[name] - less[name] for name in plus} | {"peak": max(run["peak"] for run in (once, less, plus))}
+        {name: plus[name] - less.get(name, 0) for name in plus} | {"peak": max(run["peak"] for run in (once, less, plus))}
         for once, less, plus in zip(first, fewer, more, strict=True)
     ]
 
@@ -138,8 +144,10 @@ def _read(account: Account) -> Figures:
         "peak": account.peak,
         "kernels": account.kernels.total(),
         "products": account.products,
-        "moved": account.moved,
+        "moved": account.moved.total(),
         "stops": account.stops.total(),
         **{name: account.copied[name] for name in ("to the host", "to the device")},
         **{f"to {rank}": nbytes for rank, nbytes in account.sent.items()},
+        **{f"count {name}": count for name, count in account.kernels.items()},
+        **{f"moved {name}": nbytes for name, nbytes in account.moved.items()},
     }

@@ -19,8 +19,8 @@ class Account:
     """Operations that are no views, by name. Each counts once, however many kernels a real device would launch for it."""
     products: int = 0
     """Of `kernels`, matrix products and attention."""
-    moved: int = 0
-    """Bytes that all other operations read and wrote. A tensor that repeats values counts with what it repeats."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """Bytes that all other operations read and wrote, by name. A tensor that repeats values counts with what it repeats."""
     copied: Counter[str] = field(default_factory=Counter)
     """Bytes of copies "to the host" and "to the device"."""
     stops: Counter[str] = field(default_factory=Counter)
@@ -29,8 +29,8 @@ class Account:
     """Payload bytes sent to each other rank."""
 
     def begin(self) -> None:
-        self.peak, self.products, self.moved = self.allocated, 0, 0
-        for counter in (self.kernels, self.copied, self.stops, self.sent):
+        self.peak, self.products = self.allocated, 0
+        for counter in (self.kernels, self.moved, self.copied, self.stops, self.sent):
             counter.clear()
 
     def take(self, nbytes: int) -> int:

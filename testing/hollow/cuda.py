@@ -1,4 +1,4 @@
-"""torch.cuda for hollow devices: streams and events that order nothing, since only sizes are counted, and memory by accounts."""
+"""torch.cuda for hollow devices: streams and events that order nothing, since sizes alone are counted, and memory."""
 
 import contextlib
 import ctypes
@@ -78,7 +78,9 @@ class HollowCuda:
             "is_current_stream_capturing": lambda: False,
             "synchronize": lambda device=None: self.stop(device, "synchronize"),
             "Event": type("Event", (Event,), {"__init__": lambda event, **_: Event.__init__(event, self)}),
-            "Stream": type("Stream", (Stream,), {"__init__": lambda new, device=None, **_: Stream.__init__(new, self, device)}),
+            "Stream": type(
+                "Stream", (Stream,), {"__init__": lambda new, device=None, **_: Stream.__init__(new, self, device)}
+            ),
             "current_stream": lambda device=None: Stream(self, device),
             "stream": lambda stream: contextlib.nullcontext(),
             "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
@@ -122,7 +124,7 @@ class Stream:
 
 
 def _set_device_guard() -> None:
-    """A build without CUDA has no guard for its devices, and indexing asks for one: the meta device's, which does nothing."""
+    """A build without CUDA has no guard for its devices, and indexing asks for one: the meta device's does nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / LIBRARY))
     guards = (ctypes.c_void_p * (META + 1)).in_dll(library, GUARDS)
     assert guards[META], "this torch has its device guards elsewhere"

@@ -1,4 +1,4 @@
-"""torch.distributed for ranks on hollow devices: who sends how many bytes to whom. Tensors of the host travel as they are."""
+"""torch.distributed for ranks on hollow devices: who sends how many bytes to whom. Tensors of the host travel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class Parcel:
 class HollowWorld(World):
     def post(self, route: Route, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, Hollow):
-            return super().post(route, tensor)
+            super().post(route, tensor)
+            return
         with self._changed:
             self._letters[Letter(route, self._sent[route])] = Parcel(tensor.shape, tensor.dtype)
             self._sent[route] += 1

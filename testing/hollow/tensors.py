@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .account import Account
 
 PRODUCTS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "convolution", "_scaled_mm", "_int_mm")
-    + ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
+    (
+        *("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "convolution", "_scaled_mm", "_int_mm"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    )
 )
 READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"))
 """Operations whose result the host looks at."""
@@ -101,7 +103,7 @@ class Devices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        target = kwargs.get("device")
+        target = kwargs.get("device", next((value for value in args if isinstance(value, torch.device)), None))
         target = None if target is None else torch.device(target)
         given = _tensors((args, kwargs))
         hollow = [tensor for tensor in given if isinstance(tensor, Hollow)]
@@ -118,7 +120,7 @@ class Devices(TorchDispatchMode):
         if about.composite:
             with self:  # it is made of other operations
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        index = hollow[0].memory.device if target is None or target.index is None and hollow else target.index
+        index = hollow[0].memory.device if target is None or (target.index is None and hollow) else target.index
         return self._run(func, about, args, kwargs, given, hollow, index or 0)
 
     def _run(self, func: OpOverload, about: "_About", args, kwargs, given, hollow: list[Hollow], index: int) -> Any:
@@ -134,11 +136,12 @@ class Devices(TorchDispatchMode):
             if about.name in PRODUCTS:
                 account.products += 1
             else:
-                account.moved += _moved(func, about, hollow, args, kwargs, made)
+                account.moved[about.name] += _moved(func, about, hollow, args, kwargs, made)
         return made
 
     def _infer(self, func: OpOverload, args, kwargs) -> Any:
-        """The results as meta tensors. Those in new memory are laid out as for equal arguments before: meta kernels are slow."""
+        """The results as meta tensors. Those in new memory are laid out as for equal arguments before, since meta kernels are
+        slow."""
         key = func, _layout(args), _layout(kwargs)
         if (layouts := self._inferred.get(key)) is not None:
             made = tuple(torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in layouts[1])
@@ -185,7 +188,7 @@ class Devices(TorchDispatchMode):
         if isinstance(target, Hollow) and isinstance(source, Hollow):
             account = self.accounts[target.memory.device]
             account.kernels["copy_"] += 1
-            account.moved += _bytes(source) + _bytes(target)
+            account.moved["copy_"] += _bytes(source) + _bytes(target)
         elif isinstance(target, Hollow):
             self._crossed(target, "to the device", non_blocking)
         else:
@@ -232,8 +235,11 @@ def _about(func: OpOverload) -> _About:
 
 
 def _attention(q_BHQD, k_BHKD, v_BHKD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """As scaled_dot_product_attention on CUDA without gradients (attention.cpp): the flash kernel takes half precision without
-    a mask, the memory-efficient one all else."""
+    """As scaled_dot_product_attention on CUDA without gradients (attention.cpp): the flash kernel takes half precision
+    without a mask, the memory-efficient one all else.
+
+    q [B, H, Q, D], k, v [B, h, K, D], mask [B or 1, H or 1, Q or 1, K] -> [B, H, Q, D].
+    """
     kernels, options = torch.ops.aten, {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if enable_gqa:
         k_BHKD, v_BHKD = (x.repeat_interleave(q_BHQD.shape[1] // x.shape[1], 1) for x in (k_BHKD, v_BHKD))
@@ -306,4 +312,3 @@ def _without_pinning(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:
     return torch.zeros((), dtype=dtype).item()
-
