@@ -29,8 +29,8 @@ from testing.real_sizes import RealModel
 
 Figures = dict[str, int]
 """Of one rank. "weights", "peak": bytes of the device for the weights, and at most for all else in a run. Of a step:
-"kernels", "products" among them, "moved" bytes of kernels that are no product, "stops" of the host, bytes "to the host" and "to the
-device", "to 1": bytes sent to rank 1, "count mul", "moved mul": kernels and bytes of an operation."""
+"kernels", "products" among them, "moved" bytes of kernels that are no product, "stops" of the host, bytes "to the host" and
+"to the device", "to 1": bytes sent to rank 1, "count mul", "moved mul": kernels and bytes of an operation."""
 WARM_UP, STEPS = 2, 4
 """Of a run with K/V buffers. Most memory is taken by a second exact step, where both sets of old keys are there."""
 LEAST = 2

@@ -24,9 +24,6 @@ WORKSPACES = 2 * (32 << 20)
 """What torch keeps for cuBLAS and for cuBLASLt after the first product, at most: 32 MiB each from Hopper on, 8.5 and 4 MiB
 before (ATen/cuda/CublasHandlePool.cpp, CUDABlas.cpp)."""
 
-STAGED = 2
-"""Hidden states of a micro-step that a pipeline's rank has beside its computing: those that it sends and receives."""
-
 COPY_RATE = 12e9
 """Bytes a second from the host's page-locked memory to a GPU whose rate is not known, as it was too full to be measured.
 PCIe 3.0 with 16 lanes or 4.0 with 8 carries this: 15.75e9 by the standard, less its overhead."""

@@ -14,7 +14,7 @@ from parallel_backend.core.packed_values import change_bits, change_bytes
 from parallel_backend.core.spans import Span, split, split_carrying
 from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
-from .gpu_overheads import COMMUNICATOR, CONNECTION, STAGED, WORKSPACES
+from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights
 
 USABLE_MEMORY = 0.95
@@ -25,11 +25,12 @@ WEIGHTS_SHARE = 0.85
 KV_COPIES = 2
 """Sets of K/V buffers where keys of the last two steps are kept, to extrapolate this step's along the line through them."""
 ACTIVATIONS = {True: 20, False: 16}
-"""Hidden states of a micro-step's tokens that are in memory at once, at the peak of a block; True: text runs through the
-blocks with the image. They are the input, normed and as queries, keys and values, attention's result, 4 hidden sizes of the
-feed-forward twice, rotary tables and norms in float32. Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a
-band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14, Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its
-rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15, LTX-Video 12 to 17."""
+"""Hidden states of a micro-step's tokens that are in memory at once, at the peak of a block, of models that were not traced
+with real sizes (traced_states.py); True: text runs through the blocks with the image. They are the input, normed and as
+queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables and norms in float32.
+Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14,
+Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15,
+LTX-Video 12 to 17."""
 TIMED = {True: 3, False: 18}
 """Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
 Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
@@ -55,7 +56,7 @@ class MemoryNeed:
     least: int = 0
     """The certain part of the activations."""
     staging: int = 0
-    """Hidden states on their way to and from the neighbouring stages."""
+    """A hidden state of a micro-step for each neighbouring stage, on its way to or from there."""
     communicators: int = 0
     """NCCL's buffers, for its communicators and their connections, made when the model is loaded."""
     workspaces: int = 0
@@ -143,14 +144,15 @@ def memory_of(
     computing = [_computing(sizes, degrees, span, at, request) for request in requests]
     tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
     transport = COMMUNICATOR * communicators(degrees, rank) + CONNECTION * connections(degrees, rank)
-    staged = STAGED * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
+    neighbours = (at.pipe > 0) + (at.pipe < degrees.pipe - 1)
+    staged = neighbours * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
         rank_weights(sizes, degrees.tensor, span).total,
         sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0),
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
         max((least for least, _ in computing), default=0),
-        math.ceil(staged) if sizes.on_gpus and degrees.pipe > 1 else 0,
+        math.ceil(staged) if sizes.on_gpus else 0,
         transport if sizes.on_gpus else 0,
         WORKSPACES if sizes.on_gpus and requests else 0,
     )
@@ -220,6 +222,13 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
     return step_tokens(request.image, request.grid[request.band_dim], text, entries, stages, bands)
 
 
+def _states(sizes: ModelSizes, degrees: Degrees, span: Span) -> float:
+    """Hidden states of a micro-step's tokens at the peak of the blocks `span`."""
+    if sizes.traced is None:
+        return ACTIVATIONS[sizes.joint]
+    return sizes.traced.at(degrees, sizes.lists[span.stop - 1] if sizes.lists else len(sizes.traced.lists) - 1)
+
+
 def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:
     """Bytes of activations: the certain part, and the estimate."""
     entries = request.entries_on(degrees, at)
@@ -228,7 +237,7 @@ def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, 
     whole, band = _step_tokens(sizes, degrees, at, request)
     token_bytes = sizes.token_bytes
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
-    states = ACTIVATIONS[sizes.joint] + (TIMED[sizes.joint] if request.timed else 0)
+    states = _states(sizes, degrees, span) + (TIMED[sizes.joint] if request.timed else 0)
     estimate = round(states * (max(whole, band) / degrees.sequence) * token_bytes) + sizes.expanded // degrees.tensor
     if request.kept and request.bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
         estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)

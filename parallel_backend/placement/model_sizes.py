@@ -16,6 +16,8 @@ from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import JOINT, PAIRED
 from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
 
+from .traced_states import TRACED, TracedStates
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -51,6 +53,10 @@ class ModelSizes:
     """See core.setup.Setup."""
     text_head_size: int | None = None
     """Channels of a head in attention over, or to, a text stream of another width. None: `head_size`."""
+    traced: TracedStates | None = None
+    """What a run takes, for models that were traced with real sizes."""
+    lists: tuple[int, ...] = ()
+    """For each block, the number of its block list. Empty: all are of one."""
 
     @property
     def weight_bytes(self) -> int:
@@ -153,6 +159,8 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         checkpoint.tensor_degrees,
         ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
         text_head_size=text_hidden and text_hidden // family.sizes.heads(config),
+        traced=TRACED.get((family.name, family.sizes.hidden(config))),
+        lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
     )
 
 

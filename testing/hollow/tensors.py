@@ -140,7 +140,7 @@ class Devices(TorchDispatchMode):
         return made
 
     def _infer(self, func: OpOverload, args, kwargs) -> Any:
-        """The results as meta tensors. Those in new memory are laid out as for equal arguments before, since meta kernels are
+        """The results as meta tensors. Those in new memory are laid out as before for equal arguments: meta kernels are
         slow."""
         key = func, _layout(args), _layout(kwargs)
         if (layouts := self._inferred.get(key)) is not None:
