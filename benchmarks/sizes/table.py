@@ -62,9 +62,8 @@ def with_predictions(name: str, degrees: Degrees, found: dict[str, Any]) -> dict
     """The row with the memory model's bytes of each rank: "predicted" beside "peak", "kept" of that in keys and values, and
     "state", a hidden state of the rank's tokens."""
     request = Request(**found["request"] | {"grid": tuple(found["request"]["grid"])})
-    needs, states = predicted(REAL_MODELS[name], degrees, request)
-    for each, need, state in zip(found["ranks"], needs, states, strict=True):
-        each |= {"predicted": need.run - need.workspaces, "kept": need.buffers + need.arriving, "state": state}
+    for each, need, kept, state in zip(found["ranks"], *predicted(REAL_MODELS[name], degrees, request), strict=True):
+        each |= {"predicted": need.run - need.workspaces, "kept": kept, "state": state}
     return found
 
 
@@ -73,6 +72,11 @@ def cases(names: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, str
     for name in names:
         for degrees in modes(ranks):
             yield f"{name}, {mode_name(degrees)}", name, degrees
+
+
+def axes_of(degrees: Degrees) -> list[str]:
+    """Axes with several ranks."""
+    return [axis for axis in ("ulysses", "ring", "tensor", "pipe", "patch") if getattr(degrees, axis) > 1]
 
 
 def worst(found: dict[str, Any]) -> float:
@@ -84,6 +88,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--models", type=lambda text: text.split(","), default=list(REAL_MODELS))
     options.add_argument("--ranks", type=lambda text: [int(count) for count in text.split(",")], default=list(RANKS))
+    options.add_argument("--axis", choices=("ulysses", "ring", "tensor", "pipe", "patch"), help="this mode alone")
     options.add_argument("--comfyui", type=Path, help="a checkout: its own classes are traced too")
     options.add_argument("--predict", type=Path, help="a result whose predictions are made anew")
     options.add_argument("--out", type=Path, required=True)
@@ -94,7 +99,7 @@ def main() -> None:
     )
     result = {"what": "real_sizes", "date": date.today().isoformat(), "cases": {}, "native": dict(before["native"])}
     for key, name, degrees in cases(given.models, given.ranks):
-        if given.predict and key not in before["cases"]:
+        if (given.predict and key not in before["cases"]) or given.axis not in (None, *axes_of(degrees)):
             continue
         found = before["cases"][key] if given.predict else row(name, degrees)
         result["cases"][key] = with_predictions(name, degrees, found)

@@ -1,7 +1,7 @@
 """What ranks do with a model of real size in one mode: their own code, on hollow devices (testing/hollow).
 
 A run is traced with a few blocks of each kind, and with one more of a kind: as all blocks of a kind are alike, each adds the
-same to every figure. A pipeline of a model with two kinds of blocks is traced whole.
+same to every figure. Stages that differ in their blocks are traced whole.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from parallel_backend.families.base.patching import latents_of
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_model import KV_COPIES, MemoryNeed, Request, memory_by_rank
 from parallel_backend.placement.model_sizes import model_sizes
+from parallel_backend.processes.pool import Pool, wait_for
+from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from testing.hollow.account import Account
 from testing.hollow.ranks import hollow_pool
 from testing.models import conditioning_of, on_ranks
@@ -31,8 +33,9 @@ Figures = dict[str, int]
 """Of one rank. "weights", "peak": bytes of the device for the weights, and at most for all else in a run. Of a step:
 "kernels", "products" among them, "moved" bytes of kernels that are no product, "stops" of the host, bytes "to the host" and
 "to the device", "to 1": bytes sent to rank 1, "count mul", "moved mul": kernels and bytes of an operation."""
-WARM_UP, STEPS = 2, 4
-"""Of a run with K/V buffers. Most memory is taken by a second exact step, where both sets of old keys are there."""
+WARM_UP, STEPS = 3, 5
+"""Of a run with K/V buffers. Most memory is taken by a third exact step: both sets of old keys are there, and what was sent
+to the next stage in the two steps before."""
 LEAST = 2
 """Blocks of each kind on each stage of a traced model: fewer would hide a block's peak behind that of what is around it."""
 
@@ -66,7 +69,7 @@ def trace(real: RealModel, degrees: Degrees) -> Trace:
         pool, accounts = stack.enter_context(hollow_pool(degrees.world))
         model = on_ranks(pool, checkpoint, degrees, "bf16", "sdpa", lambda: None, stage_split="even")
         weights = [account.allocated for account in accounts]
-        found = _in_bands(model, real, accounts) if keeps(degrees) else _whole(model, real, accounts)
+        found = _in_bands(model, real, accounts) if keeps(degrees) else _whole(pool, model, real, accounts)
         for figures, nbytes in zip(found, weights, strict=True):
             figures["peak"] -= nbytes
             figures["weights"] = nbytes
@@ -81,24 +84,38 @@ def trace(real: RealModel, degrees: Degrees) -> Trace:
 
 def figures(real: RealModel, degrees: Degrees) -> Trace:
     """As `trace`, of few blocks of each kind."""
-    if degrees.pipe > 1 and len(real.depths) > 1:
+    counts = [real.config[name] for name in real.depths]
+    if degrees.pipe > 1 and (len(counts) > 1 or counts[0] % degrees.pipe):
         return trace(real, degrees)
-    depths, counts = [LEAST * degrees.pipe] * len(real.depths), [real.config[name] for name in real.depths]
-    # With blocks of one kind every stage has the same number here; later the first ones may have one more.
-    stages = [len(span) for span in even_stages(counts[0], degrees.pipe)] if len(counts) == 1 else [sum(counts)]
+    depths = [LEAST * degrees.pipe] * len(counts)
     few = trace(real.with_depths(*depths), degrees)
     whole = [dict(each) for each in few.figures]
+    # Keys and values are known to the byte. All else is there at most as often as transfers overlap, which differs by a
+    # hidden state from trace to trace, so that a difference of two peaks is not multiplied.
+    besides = _beside_kept(few, real.with_depths(*depths), degrees)
     for number, count in enumerate(counts):
-        more = trace(real.with_depths(*(depth + degrees.pipe * (at == number) for at, depth in enumerate(depths))), degrees)
-        for rank, (less, plus) in enumerate(zip(few.figures, more.figures, strict=True)):
-            blocks = stages[degrees.coordinate(rank).pipe] if len(counts) == 1 else count
+        deeper = real.with_depths(*(depth + degrees.pipe * (at == number) for at, depth in enumerate(depths)))
+        more = trace(deeper, degrees)
+        besides = list(map(max, besides, _beside_kept(more, deeper, degrees)))
+        for found, less, plus in zip(whole, few.figures, more.figures, strict=True):
             for name in plus:
-                whole[rank][name] = whole[rank].get(name, 0) + (blocks - LEAST) * (plus[name] - less.get(name, 0))
+                added = (count // degrees.pipe - LEAST) * (plus[name] - less.get(name, 0))
+                found[name] = found.get(name, 0) + added
+    _, kept, _ = predicted(real, degrees, few.request)
+    for found, beside, nbytes in zip(whole, besides, kept, strict=True):
+        found["peak"] = beside + nbytes
     return Trace(whole, few.request)
 
 
-def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list[MemoryNeed], list[float]]:
-    """By rank, the memory model's bytes of such a run, and the bytes of a hidden state of the rank's tokens."""
+def _beside_kept(found: Trace, real: RealModel, degrees: Degrees) -> list[int]:
+    """By rank, bytes at the peak beside weights, keys and values."""
+    _, kept, _ = predicted(real, degrees, found.request)
+    return [rank["peak"] - nbytes for rank, nbytes in zip(found.figures, kept, strict=True)]
+
+
+def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list[MemoryNeed], list[int], list[float]]:
+    """By rank, the memory model's bytes of such a run, of these the keys and values that it keeps, and the bytes of a hidden
+    state of the rank's tokens."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(real.save(Path(folder) / "model.safetensors"))
         sizes = model_sizes(checkpoint, "bf16", "cuda")
@@ -108,10 +125,11 @@ def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list
         (1 if degrees.pipe > 1 else request.entries_on(degrees, degrees.coordinate(rank))) * tokens / degrees.sequence
         for rank in range(degrees.world)
     ]
-    return memory_by_rank(sizes, degrees, spans, (request,)), [state * sizes.token_bytes for state in states]
+    needs = memory_by_rank(sizes, degrees, spans, (request,))
+    return needs, [need.buffers + need.arriving for need in needs], [state * sizes.token_bytes for state in states]
 
 
-def _whole(model: RemoteTransformer, real: RealModel, accounts: Sequence[Account]) -> list[Figures]:
+def _whole(pool: Pool, model: RemoteTransformer, real: RealModel, accounts: Sequence[Account]) -> list[Figures]:
     """Two exact calls: what is made once comes with the first."""
     tensors, peaks = real.tensors(), [0] * len(accounts)
     for number in range(2):
@@ -119,6 +137,8 @@ def _whole(model: RemoteTransformer, real: RealModel, accounts: Sequence[Account
             account.begin()
         timestep = torch.full((real.entries,), real.timestep * (1 - number / 10))
         model.predict(ModelCall(real.noise(), timestep, tensors), lambda: None)
+        # Ranks without an output may still be at work when it comes; they answer behind their work.
+        wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), lambda: None)
         peaks = [max(peak, account.peak) for peak, account in zip(peaks, accounts, strict=True)]
     return [_read(account) | {"peak": peak} for account, peak in zip(accounts, peaks, strict=True)]
 
