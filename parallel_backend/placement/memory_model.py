@@ -56,7 +56,7 @@ class MemoryNeed:
     least: int = 0
     """The certain part of the activations."""
     staging: int = 0
-    """A hidden state of a micro-step for each neighbouring stage, on its way to or from there."""
+    """Hidden states of a micro-step: two that are sent to the next stage, one that comes from the stage before."""
     communicators: int = 0
     """NCCL's buffers, for its communicators and their connections, made when the model is loaded."""
     workspaces: int = 0
@@ -144,8 +144,9 @@ def memory_of(
     computing = [_computing(sizes, degrees, span, at, request) for request in requests]
     tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
     transport = COMMUNICATOR * communicators(degrees, rank) + CONNECTION * connections(degrees, rank)
-    neighbours = (at.pipe > 0) + (at.pipe < degrees.pipe - 1)
-    staged = neighbours * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
+    # At most two sends are under way (StageLink.send).
+    ends = 2 * (at.pipe < degrees.pipe - 1) + (at.pipe > 0)
+    staged = ends * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
         rank_weights(sizes, degrees.tensor, span).total,
         sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),

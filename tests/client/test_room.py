@@ -23,8 +23,8 @@ from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.wire import messages as m
-from tests.support.fake_cuda import ADA, fake_cuda
 from testing.real_sizes import save_header
+from tests.support.fake_cuda import ADA, fake_cuda
 
 TWO = Degrees(pipe=2)
 DEVICES = ("cuda:0", "cuda:1")
