@@ -7,6 +7,7 @@ from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
+from parallel_backend.placement.traced_states import TRACED
 from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost, pairs_of
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.workload import Workload
@@ -105,6 +106,7 @@ class Model:
             hidden=self.hidden,
             itemsize=BF16,
             joint=self.joint,
+            traced=TRACED.get(TRACED_AS.get(name, ("", 0))),
         )
         return Workload(
             name=name,
@@ -142,6 +144,16 @@ MODELS = {
 """By the name that the command line takes. Their blocks count as alike, although Flux's and HunyuanVideo's are of two kinds:
 both have 12 hidden^2 weights for a token. MiniMax H3 is the pruned model. The frames are those of five seconds.
 """
+TRACED_AS = {
+    "flux-dev": ("flux", 3072),
+    "flux-schnell": ("flux", 3072),
+    "qwen-image": ("qwen-image", 3072),
+    "krea-2": ("krea2", 6144),
+    "wan-2.2-14b": ("wan", 5120),
+    "ltx-2.3": ("ltx-2", 4096),
+    "minimax-h3": ("minimax-h3", 5376),
+}
+"""Presets of which a run's memory was traced -> key in placement/traced_states.TRACED."""
 HARDWARE = {
     "L40": Hardware("L40 (PCIe)", 120e12, 48 * GB, Link(30e-6, 3.0e9), socket=4, bridge=2.0e9),
     "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, Link(30e-6, 200e9)),

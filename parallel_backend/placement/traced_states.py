@@ -85,7 +85,7 @@ TRACED: dict[tuple[str, int], TracedStates] = {
         tensor=(14.06, 9.19, 7.85, 7.48),
         ulysses=(14.06, 15.15, 15.37, 15.81),
         ring=(14.06, 18.17, 20.37, 20.81),
-        patch=(14.06, 14.17, 16.36, 32.72),
+        patch=(14.06, 14.17, 16.36, 24.73),
         lists=(1.0,),
     ),
     # end of traced
