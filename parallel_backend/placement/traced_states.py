@@ -57,7 +57,7 @@ TRACED: dict[tuple[str, int], TracedStates] = {
         tensor=(14.59, 10.82, 9.88, 9.88),
         ulysses=(14.59, 16.18, 16.18, 18.2),
         ring=(14.59, 19.23, 21.23, 21.24),
-        patch=(14.59, 14.59, 17.18, 25.2),
+        patch=(14.59, 14.59, 17.19, 25.2),
         lists=(1.0,),
     ),
     ("krea2", 6144): TracedStates(

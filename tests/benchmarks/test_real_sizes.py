@@ -127,4 +127,7 @@ def test_states_between_and_beyond_the_traced_ranks():
 def test_the_committed_result_is_what_ranks_do(name, degrees):
     (key,) = (key for key, of, at in cases([name], (degrees.world,)) if (of, at) == (name, degrees))
     expected, found = committed()[key]["ranks"], row(name, degrees)["ranks"]
+    if degrees.pipe > 1:  # how many transfers are under way at the peak is a matter of the ranks' timing
+        peaks = [rank.pop("peak") for rank in found]
+        assert peaks == pytest.approx([rank["peak"] for rank in expected], rel=LIMIT)
     assert [{text: rank[text] for text in now} for rank, now in zip(expected, found, strict=True)] == found
