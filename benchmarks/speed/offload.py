@@ -123,7 +123,7 @@ def weights_of(path: Path, mode: str) -> list[RankWeights]:
 @contextmanager
 def weights_alone(budget: int) -> Iterator[None]:
     """Within it clients give their ranks this budget for weights, and reckon with no memory for what a run takes."""
-    free = {"check": lambda *_: None, "check_weights": lambda *_: None, "placed": lambda *_: (budget, budget)}
+    free = {"check": lambda *_: None, "check_weights": lambda *_: None, "placed": lambda *_, **__: (budget, budget)}
     with mock.patch.multiple(MemoryCheck, **free):
         yield
 
