@@ -19,6 +19,7 @@ from parallel_backend.wire.diagnosis import Probe, Probed
 from parallel_backend.wire.loading import Load
 from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 from parallel_backend.wire.sampling import Output, RunStats, Step
+from parallel_backend.wire.timeline_kinds import WAIT
 
 
 class SlowEngine(Engine):
@@ -29,7 +30,7 @@ class SlowEngine(Engine):
         super().__init__(*arguments)
 
     def step(self, step: Step, upcoming: Step | None) -> Output | None:
-        self._began, self._waited_before = self._traffic.clock.now(), self._traffic.waited.seconds()
+        self._began, self._waited_before = self._traffic.clock.now(), self._traffic.recorder.seconds(WAIT)
         return super().step(step, upcoming)
 
     def close_run(self, run: int) -> RunStats:
@@ -43,7 +44,7 @@ class SlowEngine(Engine):
         output = super()._compute(step, received)
         whole = Elapsed(self._traffic.clock)
         whole.add(self._began, self._traffic.clock.now())
-        waited = self._traffic.waited.seconds() - self._waited_before
+        waited = self._traffic.recorder.seconds(WAIT) - self._waited_before
         time.sleep((self.slowdown - 1) * max(0.0, whole.seconds() - waited))
         return output
 

@@ -56,9 +56,15 @@ class Recorder:
             self._read_events(self.BATCH)
 
     def drain(self, kind: int) -> float:
+        """`seconds`, which start again at zero."""
+        seconds = self.seconds(kind)
+        self._seconds.pop(kind, None)
+        return seconds
+
+    def seconds(self, kind: int) -> float:
         """Seconds of all spans of this kind since the last `drain`. On CUDA the host waits for the end of the last span."""
         self._read_events(len(self._unread))
-        return self._seconds.pop(kind, 0.0)
+        return self._seconds.get(kind, 0.0)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were not kept."""

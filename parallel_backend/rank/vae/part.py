@@ -76,6 +76,8 @@ class VAEPart:
             target = target.narrow(2, message.frame, band.shape[2])
         rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.rank]
         target = target.narrow(self.bands.dim, rows.start, len(rows))
+        if not band.numel():  # such as an encoder's for a piece of few frames
+            return
         # A copy from a GPU into rows of a larger tensor would go through pageable memory. Parts of it come through
         # page-locked memory, which torch keeps: so much of it as one part takes.
         length = max(1, PART_BYTES * band.shape[2] // band.nbytes)

@@ -1,0 +1,241 @@
+"""Waits and records taken out of the product, one at a time: what clocks see, and what results would have shown.
+
+On a real card most of these give the right picture nearly always. Here each is a violation; the last column of LEFT_OUT says
+whether the results differ too.
+"""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from parallel_backend.core import device_copies as core_copies
+from parallel_backend.core import pinned
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.rank import outbox
+from parallel_backend.rank.micro_step_graphs import CudaCaptures
+from parallel_backend.rank.stage.store.device_copies import CudaCopies, CudaTicket
+from parallel_backend.wire.shared_memory import make_segment
+from testing.models import whole_call
+from tests.campaigns.transport.cases import Files, nothing
+from tests.campaigns.transport.runner import same
+from tests.emulated.test_weights import DEEP, EVERYTHING, GIVEN, PIPE, results
+from tests.support.cpu_and_gpu import Both
+from tests.support.emulated_gpu.nccl import NcclWork
+from tests.support.emulated_gpu.streams import Event
+
+pytestmark = pytest.mark.threads
+
+Run = Callable[[Both, Files], list[torch.Tensor]]
+
+
+# ---- what is run
+
+
+def streamed(both: Both, files: Files) -> list[torch.Tensor]:
+    """Streams, gives way, comes back, and streams again."""
+    model = both.gpu.load(files.flux(DEEP), PIPE, offload=EVERYTHING)
+    found = results(model)
+    model.give_way(both.gpu(2).devices[0], 1 << 50, nothing)
+    return found + results(model)
+
+
+def loaded(both: Both, files: Files) -> list[torch.Tensor]:
+    """Weights come from a file through pieces of page-locked memory that are filled several times."""
+    with mock.patch.object(core_copies, "STAGING_BYTES", 1 << 18):
+        return results(both.gpu.load(files.flux(DEEP), Degrees()))
+
+
+def pipelined(both: Both, files: Files) -> list[torch.Tensor]:
+    return results(both.gpu.load(files.flux(), PIPE))
+
+
+def with_ulysses(both: Both, files: Files) -> list[torch.Tensor]:
+    return results(both.gpu.load(files.flux(), Degrees(ulysses=2)))
+
+
+def with_ring(both: Both, files: Files) -> list[torch.Tensor]:
+    return results(both.gpu.load(files.flux(), Degrees(ring=2)))
+
+
+def borrowed(both: Both, files: Files) -> list[torch.Tensor]:
+    """A segment of shared memory that a rank copies from, and then returns."""
+    segment = make_segment(1, 1 << 16)
+    let_go = pinned.pinning(torch.device("cuda:0"))(segment.memory)
+    there = to_device(segment.tensor(torch.float32, [64], 0).fill_(3.0), torch.device("cuda:0"))
+    let_go()
+    segment.close()
+    return [there.cpu()]
+
+
+def with_graphs(both: Both, files: Files) -> list[torch.Tensor]:
+    """Whole calls: the first makes what stays, a later one is captured, and then it is replayed."""
+    model = both.gpu.load(files.flux(), Degrees(), cuda_graphs=True)
+    found = [whole_call_of(model) for _ in range(5)]
+    captured = model.close_run(0, nothing)[0]
+    assert captured.captured and captured.replayed
+    return found
+
+
+def whole_call_of(model: Any) -> torch.Tensor:
+    call = whole_call(model, *GIVEN)
+    model.post(call)
+    return model.family.patching.unpack(call.future.result(60), tuple(GIVEN[0].shape))
+
+
+# ---- what is left out
+
+
+def nothing_done(*_: Any, **__: Any) -> None:
+    pass
+
+
+def replaced(target: Any, name: str, value: Any) -> Callable[[], contextlib.AbstractContextManager]:
+    return lambda: mock.patch.object(target, name, value)
+
+
+def copies_do_not_wait(copies: CudaCopies, destination: torch.Tensor, source: torch.Tensor) -> CudaTicket:
+    with torch.cuda.stream(copies._stream):
+        destination.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(copies._stream)
+    return CudaTicket(done, copies.device)
+
+
+def recorded_before(copies: CudaCopies, destination: torch.Tensor, source: torch.Tensor) -> CudaTicket:
+    copies._stream.wait_stream(torch.cuda.current_stream(copies.device))
+    with torch.cuda.stream(copies._stream):
+        done = torch.cuda.Event()
+        done.record(copies._stream)
+        destination.copy_(source, non_blocking=True)
+    return CudaTicket(done, copies.device)
+
+
+def recorded_on_the_computing_stream(copies: CudaCopies, destination: torch.Tensor, source: torch.Tensor) -> CudaTicket:
+    copies._stream.wait_stream(torch.cuda.current_stream(copies.device))
+    with torch.cuda.stream(copies._stream):
+        destination.copy_(source, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(copies.device))
+    return CudaTicket(done, copies.device)
+
+
+class NotWaitedFor(Event):
+    synchronize = nothing_done
+
+
+class NotRecorded(Event):
+    record = nothing_done
+
+
+def events_of(module: Any, kind: type[Event]) -> Callable[[], contextlib.AbstractContextManager]:
+    """Events that the module's code makes, and no others, are of this kind."""
+
+    def event(*arguments: Any, **named: Any) -> Event:
+        ours = sys._getframe(1).f_code.co_filename == module.__file__
+        return (kind if ours else Event)(*arguments, **named)
+
+    return replaced(torch.cuda, "Event", event)
+
+
+def replayed_elsewhere(captures: CudaCaptures, work: Callable[[], torch.Tensor]) -> Any:
+    """Replays are launched on the capture's stream, which waits for nothing."""
+    output, replay = CAPTURE(captures, work)
+
+    def replay_there() -> None:
+        with torch.cuda.stream(captures._stream):
+            replay()
+
+    return output, replay_there
+
+
+CAPTURE = CudaCaptures.capture
+
+
+def works_that_stop_the_host_alone(work: NcclWork, timeout: Any = None) -> bool:
+    """What has come has come, but nothing on the present stream waits for it: as Work.wait of another stream."""
+    return work.work.wait()
+
+
+def unpinned_at_once(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    cudart = torch.cuda.cudart()
+    assert cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1) == 0
+    return lambda: cudart.cudaHostUnregister(memory.data_ptr())
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """`differs`: results show it too."""
+
+    name: str
+    run: Run
+    change: Callable[[], contextlib.AbstractContextManager]
+    differs: bool = False
+    quick: bool = False
+
+
+LEFT_OUT = (
+    LeftOut("blocks do not wait for their weights", streamed, replaced(CudaTicket, "wait", nothing_done), quick=True),
+    LeftOut("copies do not wait for blocks", streamed, replaced(CudaCopies, "copy", copies_do_not_wait)),
+    LeftOut("a copy's event is recorded before it", streamed, replaced(CudaCopies, "copy", recorded_before), True),
+    LeftOut(
+        *("a copy's event is recorded on the computing stream", streamed),
+        replaced(CudaCopies, "copy", recorded_on_the_computing_stream),
+        differs=True,
+    ),
+    LeftOut("weights that gave way are not waited for", streamed, replaced(CudaTicket, "finish", nothing_done), True),
+    LeftOut("a piece of a file is filled again too early", loaded, events_of(core_copies, NotWaitedFor)),
+    LeftOut("a piece's event is not recorded", loaded, events_of(core_copies, NotRecorded)),
+    LeftOut("an output is sent before it has come", pipelined, events_of(outbox, NotWaitedFor), True),
+    LeftOut("an output's event is not recorded", pipelined, events_of(outbox, NotRecorded), True),
+    LeftOut("a stage's receive is not waited for", pipelined, replaced(NcclWork, "wait", works_that_stop_the_host_alone)),
+    LeftOut(
+        "heads are not waited for", with_ulysses, replaced(NcclWork, "wait", works_that_stop_the_host_alone), quick=True
+    ),
+    LeftOut("the ring is not waited for", with_ring, replaced(NcclWork, "wait", works_that_stop_the_host_alone)),
+    LeftOut("memory is unpinned under copies from it", borrowed, replaced(pinned, "pin", unpinned_at_once)),
+    LeftOut("a replay waits for nothing", with_graphs, replaced(CudaCaptures, "capture", replayed_elsewhere)),
+)
+
+
+@pytest.fixture(scope="module")
+def sound(both: Both, files: Files) -> Callable[[Run], list[torch.Tensor]]:
+    """What a run gives with nothing left out, in which nothing is to be seen: the control."""
+    # All before the first is left out: what that leaves behind may be freed, and noted, in a later run.
+    found = {run: both.on_gpu(lambda *_, run=run: run(both, files)) for run in {case.run for case in LEFT_OUT}}
+    return found.__getitem__
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.slow) for case in LEFT_OUT]
+)
+def test_clocks_see_what_is_left_out(both: Both, files: Files, sound, case: LeftOut):
+    expected = sound(case.run)
+    both.close()
+    both.machine.record.forget()
+    try:
+        with case.change():
+            try:
+                differs = not same(case.run(both, files), expected)
+            except Exception:  # such as NotFiniteError, of what has not come yet
+                differs = True
+        violations = both.machine.record.violations
+        assert violations or case.differs
+        assert differs is case.differs
+    finally:
+        both.close()
+        gc.unfreeze()  # which rank threads freeze at their start
+        gc.collect()
+        both.machine.record.forget()
+
+
+def test_results_show_the_fewest():
+    assert sum(case.differs for case in LEFT_OUT) <= len(LEFT_OUT) / 2
+    assert len(LEFT_OUT) >= 12
