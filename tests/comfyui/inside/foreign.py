@@ -73,7 +73,7 @@ def main(results: Results) -> None:
     results.case("compile, an object patch", lambda: compiled(the_model))
 
     ways = {"tiles": in_tiles, "windows": in_windows}
-    displaced = parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1))
+    displaced = parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1), stage_split="even")
     modes = {
         "bands": node("ApplyPipeFusion", plain, 3, 1, True),
         "step cache": node("ParallelStepCache", plain, 3.0, 0.0, 1.0),
