@@ -9,12 +9,15 @@ from safetensors.torch import load_file
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from parallel_backend.rank.finite_check import CHECKSUMS
 from tests.rank.test_lora import lora
 from tests.rank.test_micro_step_graphs import both, counts, load, named, sampled, whole_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = "cuda:0"
+ALLOCATION = 512
+"""Bytes that torch's allocator takes for a number."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +53,15 @@ def test_a_run_with_graphs_gives_the_same_bits(name, ranks, dtype, pools, file):
 
 
 def test_graphs_end_with_their_run_and_leave_no_memory(pools, file):
-    """Runs in turn give the same, and the peak of the later ones is that of the first."""
+    """Runs in turn give the same, and the peak of the later ones is that of the first, but for checksums that are kept."""
     case = named("flux-dev")
     model = load(pools(1), file("flux-dev"), Degrees(), True)
     runs = [sampled(model, case, seeds=(1, 2)) for _ in range(5)]
     assert all(torch.equal(found, runs[0][0]) for found, _ in runs)
-    assert len({(each.captured, each.replayed, each.peak_bytes) for _, stats in runs[1:] for each in stats}) == 1
+    later = [each for _, stats in runs[1:] for each in stats]
+    assert len({(each.captured, each.replayed) for each in later}) == 1
+    peaks = [each.peak_bytes for each in later]
+    assert max(peaks) - min(peaks) <= CHECKSUMS * ALLOCATION
 
 
 def test_a_lora_ends_the_graphs(pools, file):
