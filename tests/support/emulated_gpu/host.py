@@ -45,7 +45,7 @@ class PageLocked:
         address = memory.ctypes.data
         self._add(address, count, False)
         weakref.finalize(memory, self._remove, address)
-        return torch.from_numpy(memory).view(dtype).view(*shape)
+        return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def has(self, tensor: torch.Tensor) -> bool:
         address = torch._C.TensorBase.data_ptr(tensor)

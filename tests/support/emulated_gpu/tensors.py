@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 
 from .host import Download, Upload, page_locked
-from .machine import machine, where
+from .machine import machine, merge, where
 from .memory import Store, stores
 from .streams import Stream, current_stream, here, index_of, stop
 
@@ -228,19 +228,19 @@ def _between_devices(target: CudaTensor, source: CudaTensor) -> None:
     if stream is not other:
         with machine.lock:
             other.op()
-            stream.clock |= {each: max(tick, stream.clock.get(each, 0)) for each, tick in other.clock.items()}
+            merge(stream.clock, other.clock)
     begin(stream, [source], [target])
     _captured_copy(stream, target.inner, source.inner)
     if stream is not other:
         with machine.lock:
-            other.clock |= {each: max(tick, other.clock.get(each, 0)) for each, tick in stream.clock.items()}
+            merge(other.clock, stream.clock)
 
 
 def _to_device(target: CudaTensor, source: torch.Tensor, non_blocking: bool) -> None:
     stream = current_stream(target.get_device())
     straight = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
     locked = page_locked.has(source)
-    if locked and straight and non_blocking:
+    if not source.numel() or (locked and straight and non_blocking):  # nothing to copy has no address
         pass
     elif locked and not straight:
         stop("a copy to the device by way of pageable memory, since dtype or strides differ")
