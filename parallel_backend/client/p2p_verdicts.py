@@ -6,9 +6,7 @@ Such a link hangs, which takes the self-test of the links a minute to notice: on
 import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.core.json_file import write_json
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +108,6 @@ def _read(path: Path) -> list[Verdict]:
 def _write(path: Path, verdicts: list[Verdict]) -> None:
     """Atomically. A folder that cannot be written to is logged: the next start then tries P2P again."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"verdicts": verdicts}, file, indent=1)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_json(path, {"verdicts": verdicts})
     except OSError as error:
         log.warning("Parallel DiT: that P2P does not work could not be kept in %s (%s)", path, error)

@@ -3,13 +3,12 @@
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from parallel_backend.core.json_file import write_json
 from parallel_backend.placement.links import Link, Links
 
 from .calibrated_costs import BlockCost, Calibration, DeviceCost
@@ -44,18 +43,9 @@ def cached(
 
 
 def store(path: Path, key: dict[str, object], calibration: Calibration) -> None:
-    """Atomically: a concurrent reader sees the old file or the new one. OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Atomically, see write_json. OSError if it cannot be written."""
     plain = _plain(calibration)
-    content = {"key": key, "calibration": plain, "digest": _digest(plain)}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_json(path, {"key": key, "calibration": plain, "digest": _digest(plain)})
 
 
 def load(path: Path, key: dict[str, object]) -> Calibration | None:
