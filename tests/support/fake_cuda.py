@@ -27,6 +27,23 @@ class Card:
     memory: int
     arch: str | None = None
 
+    def properties(self, index: int) -> SimpleNamespace:
+        """As torch.cuda.get_device_properties, of the device with this number."""
+        major, minor = self.capability
+        return SimpleNamespace(
+            name=self.name,
+            major=major,
+            minor=minor,
+            total_memory=self.memory,
+            multi_processor_count=100,
+            is_integrated=0,
+            uuid=f"GPU-00000000-0000-0000-0000-{index:012}",
+            **({} if self.arch is None else {"gcnArchName": self.arch}),
+        )
+
+    def supports_bf16(self, including_emulation: bool) -> bool:
+        return self.arch is not None or including_emulation or self.capability >= (8, 0)
+
 
 PASCAL = Card("NVIDIA GeForce GTX 1080 Ti", (6, 1), 11 * GB)
 PASCAL_SMALL = Card("NVIDIA GeForce GT 1030", (6, 1), 2 * GB)
@@ -196,24 +213,13 @@ class FakeCuda:
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         index = self._index(device)
-        card = self.cards[index]
-        major, minor = card.capability
-        return SimpleNamespace(
-            name=card.name,
-            major=major,
-            minor=minor,
-            total_memory=card.memory,
-            multi_processor_count=100,
-            uuid=f"GPU-00000000-0000-0000-0000-{index:012}",
-            **({} if card.arch is None else {"gcnArchName": card.arch}),
-        )
+        return self.cards[index].properties(index)
 
     def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
         return self._index(device) != self._index(peer_device)
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        card = self.cards[self.current_device()]
-        return card.arch is not None or including_emulation or card.capability >= (8, 0)
+        return self.cards[self.current_device()].supports_bf16(including_emulation)
 
     def get_allocator_backend(self) -> str:
         return "native"

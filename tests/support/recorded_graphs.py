@@ -6,7 +6,7 @@ until the replay. All graphs of a RecordedCaptures share memory: a replay leaves
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.emulated_gpu.tensors import READS, SIZED_BY_VALUES
+from tests.support.emulated_gpu.tensors import READS, SIZED_BY_VALUES, new_in
 
 
 @dataclass
@@ -134,17 +134,6 @@ class RecordedCaptures:
             each.spoil()
         for operation in graph.operations:
             operation.run()
-
-
-def new_in(outputs: Iterable[torch.Tensor], *given: Any) -> list[torch.Tensor]:
-    """The outputs of an operation that are in none of the memory that it was given, one for each piece."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(given)}
-    found = {}
-    for out in outputs:
-        at = out.untyped_storage().data_ptr()
-        if at not in known and out.untyped_storage().nbytes():
-            found.setdefault(at, out)
-    return list(found.values())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -132,20 +132,6 @@ def _of(read: Callable[[Gpu], Any]) -> Callable[..., Any]:
     return lambda device=None: read(streams.gpu(device))
 
 
-def _properties(of: Gpu) -> SimpleNamespace:
-    major, minor = of.card.capability
-    return SimpleNamespace(
-        name=of.card.name,
-        major=major,
-        minor=minor,
-        total_memory=of.card.memory,
-        multi_processor_count=100,
-        is_integrated=0,
-        uuid=f"GPU-00000000-0000-0000-0000-{of.index:012}",
-        **({} if of.card.arch is None else {"gcnArchName": of.card.arch}),
-    )
-
-
 def _statistics(of: Gpu) -> dict[str, int]:
     current = {"active_bytes": of.allocated, "allocated_bytes": of.allocated, "reserved_bytes": of.reserved}
     return collections.defaultdict(int, {f"{name}.all.current": value for name, value in current.items()})
@@ -159,11 +145,6 @@ def _empty_cache() -> None:
     with machine.lock:
         for of in machine.gpus:
             of.give_back()
-
-
-def _supports_bf16(including_emulation: bool = True) -> bool:
-    card = streams.gpu().card
-    return card.arch is not None or including_emulation or card.capability >= (8, 0)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -182,9 +163,9 @@ _FUNCTIONS: dict[str, Any] = {
     "device": streams.device_context,
     "get_device_name": _of(lambda of: of.card.name),
     "get_device_capability": _of(lambda of: of.card.capability),
-    "get_device_properties": _of(_properties),
+    "get_device_properties": _of(lambda of: of.card.properties(of.index)),
     "can_device_access_peer": lambda one, two: streams.index_of(one) != streams.index_of(two),
-    "is_bf16_supported": _supports_bf16,
+    "is_bf16_supported": lambda including_emulation=True: streams.gpu().card.supports_bf16(including_emulation),
     "get_allocator_backend": lambda: "native",
     "mem_get_info": _of(lambda of: (of.free, of.card.memory)),
     "memory_allocated": _of(lambda of: of.allocated),

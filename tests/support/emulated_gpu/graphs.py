@@ -16,6 +16,7 @@ from .host import POISON
 from .machine import Gpu, machine
 from .memory import Store
 from .streams import Stream, current_stream, here
+from .tensors import new_in
 
 Pool = tuple[int, int]
 
@@ -31,7 +32,7 @@ class Operation:
     """In memory of their own, all new in this operation."""
 
     def run(self) -> None:
-        fresh = _new_in(self.work(*self.arguments, **self.named), self.arguments, self.named)
+        fresh = new_in(self.work(*self.arguments, **self.named), self.arguments, self.named)
         for output, value in zip(self.outputs, fresh, strict=True):
             output.untyped_storage().copy_(value.untyped_storage())
 
@@ -75,7 +76,7 @@ class Capture:
                 self._before[storage.data_ptr()] = storage, storage.clone()
 
     def add(self, work: Callable[..., Any], arguments: list, named: dict[str, Any], found: Any) -> None:
-        self.operations.append(Operation(work, arguments, named, _new_in(found, arguments, named)))
+        self.operations.append(Operation(work, arguments, named, new_in(found, arguments, named)))
 
     def forbid(self, what: str) -> None:
         """Raises, as torch and CUDA do for what makes the host wait."""
@@ -163,22 +164,3 @@ def _spoil(capture: Capture) -> None:
     for operation in capture.operations:
         for output in operation.outputs:
             torch.empty(0, dtype=torch.uint8).set_(output.untyped_storage()).fill_(POISON)
-
-
-def _new_in(found: Any, *given: Any) -> list[torch.Tensor]:
-    """Of the outputs of an operation, one for each piece of memory that it was not given."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(given)}
-    new: dict[int, torch.Tensor] = {}
-    for output in _tensors([found]):
-        at = output.untyped_storage().data_ptr()
-        if at not in known and output.untyped_storage().nbytes():
-            new.setdefault(at, output)
-    return list(new.values())
-
-
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, dict)):
-            yield from _tensors(value)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from .host import Download, Upload, page_locked
 from .machine import machine, merge, where
@@ -358,6 +359,21 @@ def leaves(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from leaves(value)
+
+
+def new_in(found: Any, *given: Any) -> list[torch.Tensor]:
+    """Of an operation's outputs, one for each piece of memory that it was not given."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(given)}
+    new: dict[int, torch.Tensor] = {}
+    for output in _tensors(found):
+        at = output.untyped_storage().data_ptr()
+        if at not in known and output.untyped_storage().nbytes():
+            new.setdefault(at, output)
+    return list(new.values())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def bare(value: Any) -> Any:
