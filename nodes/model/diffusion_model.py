@@ -21,7 +21,7 @@ from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
-from parallel_backend.processes.pool import DeviceFull, Poll
+from parallel_backend.processes.pool import Poll
 
 from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
@@ -173,14 +173,12 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """The model on its ranks, patched. At first use the ranks are started and loaded, for a run like `expected()`."""
-        while True:
-            model = self._loaded(expected)
-            try:
-                model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
-                return model
-            except DeviceFull as error:
-                if not self.run.tries_again(model, error):
-                    raise
+
+        def adapted(model: RemoteTransformer) -> RemoteTransformer:
+            model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
+            return model
+
+        return self.run.tried(lambda: self._loaded(expected), adapted)
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """As `transformer`, with the patches of any earlier run."""
@@ -338,14 +336,12 @@ class RemoteDiffusionModel(torch.nn.Module):
         self, call: ModelCall, expected: Callable[[], Request | None], evaluation: Evaluation
     ) -> torch.Tensor | Latents:
         """The ranks' output for a call with the whole latent. `expected()`: see `transformer`."""
-        while True:
-            model = self.transformer(expected)
+
+        def predict(model: RemoteTransformer) -> torch.Tensor | Latents:
             cache = None if self.run.cache is None else self.run.cache.for_calls
-            try:
-                return model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
-            except DeviceFull as error:
-                if not self.run.tries_again(model, error):
-                    raise
+            return model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
+
+        return self.run.tried(lambda: self.transformer(expected), predict)
 
     def fun_control_layers(self) -> comfy.model_patcher.ModelPatcher:
         """The layers that Fun controls need in this process, with the run's patches for them."""

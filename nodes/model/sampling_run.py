@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import comfy.model_patcher
@@ -17,6 +17,7 @@ from .lora import Patch
 from .step_cache import SamplingCache
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def tell(text: str) -> None:
@@ -48,8 +49,18 @@ class SamplingRun:
     """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
     second_try: SecondTry = field(default_factory=lambda: SecondTry(tell))
 
-    def tries_again(self, model: RemoteTransformer, error: DeviceFull) -> bool:
-        """`model`, which answered the run's calls, ran out of memory. Whether to make the call again, with `transformer`."""
+    def tried(self, load: Callable[[], RemoteTransformer], work: Callable[[RemoteTransformer], T]) -> T:
+        """`work(load())`. If a device of that model runs out of memory in it, both are done again, once in the run."""
+        while True:
+            model = load()
+            try:
+                return work(model)
+            except DeviceFull as error:
+                if not self._tries_again(model, error):
+                    raise
+
+    def _tries_again(self, model: RemoteTransformer, error: DeviceFull) -> bool:
+        """`model`, which answered the run's calls, ran out of memory. Whether to try again."""
         if not self.second_try.allows(model, error):
             return False
         self.loads = 0  # the next one replaces no other MODEL's

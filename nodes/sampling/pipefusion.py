@@ -23,7 +23,6 @@ from parallel_backend.core.spans import Span
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
-from parallel_backend.processes.pool import DeviceFull
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
@@ -112,13 +111,8 @@ class PipeFusion:
     def __call__(self, executor, *arguments) -> torch.Tensor:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
-        while True:
-            model = sampling.stub.transformer(functools.partial(self._expected, sampling))
-            try:
-                return self._sample(model, sampling, executor)
-            except DeviceFull as error:
-                if not sampling.stub.run.tries_again(model, error):
-                    raise
+        load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
+        return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor))
 
     def _sample(self, model: RemoteTransformer, sampling: Sampling, executor) -> torch.Tensor:
         """The samples of the whole latent. `model`: that of `sampling`, on its ranks."""
