@@ -51,8 +51,9 @@ def emulated(*cards: Card, checks: bool = True, folder: Path | None = None) -> I
         # A module's parameters come to the device as new ones: a wrapper has no memory that the old ones could be given.
         stack.enter_context(_overwriting_parameters())
         stack.enter_context(mock.patch.object(torch.nn.Parameter, "data", property(_data_of, _set_data), create=True))
+        others = set(threading.enumerate())
         yield machine
-        _let_heartbeats_end()
+        _let_heartbeats_end(others)
         violations = machine.record.violations
         if checks and violations:
             counts = collections.Counter(violations)
@@ -104,9 +105,10 @@ def _overwriting_parameters() -> Iterator[None]:
         torch.__future__.set_overwrite_module_params_on_conversion(before)
 
 
-def _let_heartbeats_end() -> None:
-    """Rank threads' heartbeats ask their device once more after their pool's end."""
-    for thread in threading.enumerate():
+def _let_heartbeats_end(others: set[threading.Thread]) -> None:
+    """Rank threads' heartbeats ask their device once more after their pool's end. `others`: threads from before, such as
+    those of pools of CPU ranks that a test run keeps, which may go on."""
+    for thread in set(threading.enumerate()) - others:
         if thread.name == "heartbeat":
             thread.join(LAST_BEAT)
 
