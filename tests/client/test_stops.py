@@ -18,7 +18,9 @@ DEVICE = torch.device("cuda:0")
 
 
 @pytest.fixture
-def gpus():
+def gpus(pools):
+    """ComfyUI's device. The ranks are on the CPU: `emulated` waits at its end for those that start within it."""
+    pools(2)
     with emulated(HOPPER) as machine:
         yield machine
 
