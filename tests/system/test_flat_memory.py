@@ -141,8 +141,8 @@ def test_memory_is_flat(flux_file, measured, degrees):
 def test_a_leak_would_be_seen(flux_file, monkeypatch):
     """The control: a rank that keeps 1 MB of every run, and a client that keeps its calls."""
     monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.leaking)
-    kept, make = [], RemoteTransformer.call
-    monkeypatch.setattr(RemoteTransformer, "call", lambda self, *a, **named: kept.append(c := make(self, *a, **named)) or c)
+    kept, post = [], RemoteTransformer.post
+    monkeypatch.setattr(RemoteTransformer, "post", lambda self, call: (kept.append(call), post(self, call))[1])
     with closing(Pool(("cpu", "cpu"))) as pool:
         before, after = run_many(pool, flux_file, Degrees(pipe=2), 160, SETTLED)
     assert min(after.growth(before)) > LIMIT
