@@ -66,7 +66,7 @@ class ThreadRanks:
     channels: list[Channel] = field(default_factory=list)
 
     def __post_init__(self):
-        self.names = self.start.devices
+        self.names, self.logs = self.start.devices, None
         self._world = self.distributed.world(len(self.names))
         self._threads, self._theirs, self._cut = [], [], set()
         # What is there already, such as all that was imported, is no concern of Python's garbage collections from now on.

@@ -76,6 +76,11 @@ class Pools:
         for pool in self._pools:
             self.end(pool.devices)
 
+    def end_all(self, politely: bool) -> None:
+        """End all ranks, on a thread that need not have the registry's lock: the pools stay where they are."""
+        for pool in self._pools:
+            pool.close(politely)
+
     def _on(self, devices: tuple[str, ...]) -> Pool:
         """The pool on these devices, now the one used last. Ends pools that have failed or share some of the devices."""
         self.end_failed()

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -59,6 +60,8 @@ class Registry:
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()))
         self._models = ModelsOnRanks()
         self._shortfalls = Shortfalls()
+        self._process = os.getpid()
+        self._exiting = False
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
     def model(
@@ -320,11 +323,29 @@ class Registry:
             self._models.clear()
             self._pools.close()
 
+    def exit(self) -> None:
+        """End all ranks, for the process is about to end. From then on none are started.
+
+        Never waits for a load under way on another thread, whose ranks are killed. Does nothing in a forked process, whose
+        ranks are its parent's.
+        """
+        if os.getpid() != self._process:
+            return
+        self._exiting = True
+        idle = self._lock.acquire(blocking=False)
+        try:
+            self._pools.end_all(politely=idle)
+        finally:
+            if idle:
+                self._lock.release()
+
     def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
         threads = self.threads
         if threads is None and device_kind(devices[0]) == "cpu":  # the CPU ranks of all pools share the cores
             cpu_devices = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
             threads = max(1, usable_cores() // len((*devices, *cpu_devices)))
+        if self._exiting:
+            raise RankError("Parallel DiT: ComfyUI is ending, and no ranks are started any more")
         return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)
 
 
@@ -337,5 +358,5 @@ def _ready(pool: Pool, poll: Poll) -> Pool:
 def registry() -> Registry:
     """The process's registry, whose ranks end with the process."""
     one = Registry()
-    atexit.register(one.close)
+    atexit.register(one.exit)
     return one

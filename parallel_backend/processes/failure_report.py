@@ -3,7 +3,6 @@
 import copy
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from parallel_backend.wire import messages as m
@@ -46,11 +45,11 @@ def again(error: E) -> E:
 class FailureReport:
     """Failures of the ranks of one pool, noted by the pool's receiving thread.
 
-    `doing`: gives a rank's last known work. `logs`: the folder in which the ranks' logs are kept. None: they are not kept.
+    `doing`: gives a rank's last known work.
     """
 
-    def __init__(self, ranks: Ranks, doing: Callable[[int], str], logs: Path | None):
-        self._ranks, self._doing, self._logs = ranks, doing, logs
+    def __init__(self, ranks: Ranks, doing: Callable[[int], str]):
+        self._ranks, self._doing = ranks, doing
         self._failures: list[m.Failure] = []
         self._cut_off: list[int] = []  # ranks whose connection ended
         self._since: float | None = None
@@ -117,14 +116,14 @@ class FailureReport:
         text = f"{self._name(failures[0].rank)}: {failures[0].summary}"
         others = "\n".join(f"{self._name(failure.rank)}: {failure.summary}" for failure in failures[1:])
         logs = (self._ranks.log_tail(failure.rank) for failure in failures)
-        return LinksDown(explained(text, others, [log for log in logs if log], self._logs), failures[0].transport)
+        return LinksDown(explained(text, others, [log for log in logs if log], self._ranks.logs), failures[0].transport)
 
     def _died(self, rank: int, how: str) -> RankError:
         log = self._ranks.log_tail(rank)
         return self._error(died(self._name(rank), how, self._doing(rank), log), "", log)
 
     def _error(self, text: str, traceback: str, *logs: str) -> RankError:
-        return RankError(explained(text, traceback, logs, self._logs))
+        return RankError(explained(text, traceback, logs, self._ranks.logs))
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._ranks.names[rank]})"

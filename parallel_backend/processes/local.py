@@ -1,6 +1,7 @@
 """Starts and ends the processes of ranks on this machine, and the protocol by which a pool uses ranks anywhere."""
 
 import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -23,7 +24,9 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
-from .rank_log import new_logs, tail
+from .claim import Claim, remove_abandoned
+from .forked import let_go_when_forked, not_ended_at_exit
+from .rank_log import LogFolder, tail
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,14 @@ RankEntry = Callable[[RankSettings, Connection], None]
 
 RANK_ENTRY = "parallel_backend.rank.start.entry"
 """Module whose `main` runs a rank. It is imported by name, since this room may not import the ranks' room."""
+FOLDER_PREFIX = "parallel-dit-"
+"""How the names of ranks' temporary folders begin."""
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+MORE_FILES = (
+    "Parallel DiT: {} ranks cannot be started, since ComfyUI may not have more files open ({}). Start ComfyUI in a shell in "
+    "which `ulimit -n` gives a larger number"
+)
+"""Text where the limit of open files is reached, of this process or of the machine."""
 KILL_SECONDS = 5.0
 """Time for killed processes to end. A process that is stuck in a driver does not end."""
 
@@ -44,6 +55,10 @@ class Ranks(Protocol):
     """One to each rank, in rank order."""
     names: tuple[str, ...]
     """Name of each rank's device for errors."""
+
+    @property
+    def logs(self) -> Path | None:
+        """The folder in which these ranks' logs stay after their end. None: they are not kept."""
 
     @property
     def pids(self) -> tuple[int, ...]: ...
@@ -95,10 +110,11 @@ class LocalRanks:
     """Child processes of this one. `entry`: main function of each process instead of `rank_entry`.
 
     `directory` is a temporary folder that only this user can read. It has the logs, unless the settings name a folder.
+    Those of processes that were killed together with their ranks are removed.
     """
 
     def __init__(self, start: StartSettings, entry: RankEntry | None = None):
-        """RuntimeError if this torch has no torch.distributed."""
+        """RuntimeError if this torch has no torch.distributed, or no more files may be open; OSError of other limits."""
         if not torch.distributed.is_available():
             raise RuntimeError(
                 f"Parallel DiT: torch {torch.__version__} was built without torch.distributed, which ranks need. AMD's "
@@ -106,20 +122,29 @@ class LocalRanks:
             )
         if torch.version.hip and "cuda" in map(device_kind, start.devices):
             log.warning("Parallel DiT: ranks on AMD GPUs (ROCm) have never been tried. What happens is worth an issue")
-        self.directory = Path(tempfile.mkdtemp(prefix="parallel-dit-"))
+        remove_abandoned(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
+        self.directory = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        self._claim = Claim(self.directory)
         self.channels: list[Channel] = []
         self.names = start.devices
         self._entry = entry or rank_entry()
         self._processes: list[Any] = []
         self._killing = threading.Lock()
         self._store = self.directory / "store"
+        self._log_folder: LogFolder | None = None
         context = torch.multiprocessing.get_context("spawn")
+        let_go_when_forked(self)
         try:
             self._store.touch()
             self._logs = self._new_logs(start)
             for index in range(len(start.devices)):
                 self._start(index, start, context)
-        except BaseException:  # such as OSError: no more processes, memory or disk space
+        except OSError as error:
+            self.kill()
+            if error.errno in OUT_OF_FILES:
+                raise RuntimeError(MORE_FILES.format(len(start.devices), error.strerror)) from error
+            raise
+        except BaseException:  # such as MemoryError
             self.kill()
             raise
 
@@ -134,6 +159,10 @@ class LocalRanks:
             process.start()
         theirs.close()
         self._processes.append(process)
+
+    @property
+    def logs(self) -> Path | None:
+        return None if self._log_folder is None else self._log_folder.path
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -171,11 +200,25 @@ class LocalRanks:
                     process.kill()
             self.join(KILL_SECONDS)
             shutil.rmtree(self.directory, ignore_errors=True)
+            self._claim.release()
+            if self._log_folder is not None:
+                self._log_folder.release()
+
+    def let_go(self) -> None:
+        """As Inherited.let_go: without the copies of the connections, a rank is alone once this process's parent is."""
+        for channel in self.channels:
+            channel.connection.close()
+        not_ended_at_exit(self._processes)
+        self._claim.close()
+        if self._log_folder is not None:
+            self._log_folder.close()
 
     def _new_logs(self, start: StartSettings) -> list[Path]:
+        folder = self.directory
         if start.logs is not None:
             try:
-                return new_logs(start.logs, len(start.devices))
+                self._log_folder = LogFolder(start.logs)
+                folder = self._log_folder.path
             except OSError as error:
                 log.warning("Parallel DiT: the ranks' logs cannot be kept in %s (%s)", start.logs, error)
-        return new_logs(self.directory, len(start.devices))
+        return [folder / f"rank-{rank}.log" for rank in range(len(start.devices))]

@@ -49,6 +49,8 @@ class Listener(Protocol):
 
 POLL_SECONDS = 0.05
 STOP_SECONDS = 3.0
+END_SECONDS = 15.0
+"""Longest time in which ranks are asked to end, are killed, and their connections are closed."""
 
 
 def wait_for(future: Future, poll: Poll) -> Any:
@@ -67,7 +69,7 @@ class Pool:
 
     `threads`: CPU threads per rank; None divides the machine's cores evenly. `start`: starts the processes. `silence`:
     seconds without a heartbeat after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the folder in
-    which the ranks' logs are kept; None deletes them with the ranks. LinksDown if the ranks' `self_test` fails.
+    which these ranks' logs get one of their own; None deletes them with the ranks. LinksDown if their `self_test` fails.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Pool:
         logs: Path | None = None,
         self_test: SelfTest = SELF_TEST,
     ):
-        self.devices, self.logs, self.self_test = devices, logs, self_test
+        self.devices, self.self_test = devices, self_test
         self.threads = threads or max(1, usable_cores() // len(devices))
         self.error: Exception | None = None
         self.segments = itertools.count(1)
@@ -92,12 +94,14 @@ class Pool:
         self._depth = 0  # of nested `together` contexts
         self._cut_short: BaseException | None = None  # the first error after a message was begun in them
         self._closing = False
+        self._claiming = threading.Lock()  # of `_closing` by one of several threads that close
+        self._gone = threading.Event()  # set once the ranks have ended
         self._gathers = Gathers(len(devices))
         self._start_id, ready = self._gathers.open(m.Ready)
         self.watchdog = Watchdog(len(devices), silence)
         beat = min(1.0, silence / 5)
         self.ranks = start(StartSettings(devices, self.threads, timeout, logs, beat, self_test))
-        self._failures = FailureReport(self.ranks, self.watchdog.doing, logs)
+        self._failures = FailureReport(self.ranks, self.watchdog.doing)
         tick = max(0.2, min(0.5, silence / 5))
         self._watchdog_thread = WatchdogThread(self.watchdog, self.ranks, self._gathers, self._failures, tick)
         self._receiver = threading.Thread(target=self._receive_all, name="parallel-dit-pool", daemon=True)
@@ -226,13 +230,16 @@ class Pool:
         return self.error or self._fail(self._failures.refusal(rank, why))
 
     def close(self, politely: bool = True) -> None:
-        """End all ranks. Idempotent.
+        """End all ranks. Idempotent. Returns when they have ended, whoever ends them; at most END_SECONDS after the call.
 
         `politely`: ask first, then kill. False: kill at once, since a rank that starts or loads reads no messages.
         """
-        if self._closing:
+        with self._claiming:
+            first, self._closing = not self._closing, True
+        if not first:
+            if threading.current_thread() is not self._receiver:  # it is the one that ends them, or that would be joined
+                self._gone.wait(END_SECONDS)
             return
-        self._closing = True
         if politely:
             self._watchdog_thread.end(stop_ranks=True)
             self.ranks.join(STOP_SECONDS)
@@ -264,6 +271,8 @@ class Pool:
                 channel.close()
         finally:  # even if the system refuses to end a process, all waits end
             self.error = error
+            # Before the models' locks are taken: a holder of one may be waiting in `close`.
+            self._gone.set()
             self._gathers.fail(error)
             for model in list(self._models.values()):
                 model.on_failure(error)

@@ -1,8 +1,19 @@
 """Makes and reads the logs of ranks, which rank/start/log.py writes."""
 
 import contextlib
+import itertools
+import os
+import re
+import shutil
+import time
 from pathlib import Path
 
+from .claim import Claim, is_claimed
+
+KEPT = 8
+"""Folders of ended pools that are kept."""
+NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")
+"""Names of such folders."""
 TAIL_LINES, STACK_LINES, WIDTH = 20, 30, 300
 """How much of a log an error shows: lines, or lines of a stack (most recent call first); characters of a line."""
 TAIL_BYTES = 1 << 16
@@ -10,19 +21,45 @@ STACK, FATAL = "(most recent call first):", "Fatal Python error"
 """The first line of a thread's stack in faulthandler's output, and that of a crash. The main thread's stack comes last."""
 
 
-def new_logs(folder: Path, count: int) -> list[Path]:
-    """An empty log for each rank in `folder`. Logs of the last start are kept as rank-0.log.1 and so on.
+class LogFolder:
+    """A new folder in `logs` for the logs of one pool, named by time and process: pools of a machine, of this process or
+    others, have their own. Of folders whose pools have ended the newest KEPT stay.
 
-    OSError if the folder cannot be written to.
+    OSError if `logs` cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"rank-{rank}.log" for rank in range(count)]
-    for path in paths:
-        # The log does not exist yet; or, on Windows, a rank that is ending has it open, and the new rank appends to it.
-        with contextlib.suppress(OSError):
-            path.replace(path.with_name(f"{path.name}.1"))
-        path.touch()
-    return paths
+
+    def __init__(self, logs: Path):
+        logs.mkdir(parents=True, exist_ok=True)
+        self.path = _new_folder(logs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        self._claim = Claim(self.path)
+        ended = [path for path in logs.iterdir() if NAME.fullmatch(path.name) and not is_claimed(path)]
+        for path in sorted(ended, key=_changed)[:-KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def release(self) -> None:
+        """The pool has ended: later ones may remove the folder."""
+        self._claim.release()
+
+    def close(self) -> None:
+        """As Claim.close."""
+        self._claim.close()
+
+
+def _changed(path: Path) -> int:
+    """When the folder's list of files changed, such as by the pool's end; 0 if another process has just removed it."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("there are numbers without end")
 
 
 def tail(path: Path) -> str:

@@ -6,6 +6,7 @@ the pipe closes, the driver and the actors end.
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from parallel_backend.core.devices import device_kind
+from parallel_backend.core.parent_process import ParentProcess
 from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
 log = logging.getLogger(__name__)
@@ -66,9 +68,16 @@ def drive(connection: Connection, job: RayJob) -> None:
     try:
         group, nodes, bundles = place(ray, job)
         tell(connection, placed=[nodes[bundle].address for bundle in bundles], here=ray.util.get_node_ip_address())
+        process = multiprocessing.parent_process()
+        assert process is not None, "the client starts the driver"
+        client = ParentProcess(process)  # a forked child of it may keep the pipe open
+        while not connection.poll(LOOK_SECONDS):
+            if client.has_ended():
+                return
         ready = json.loads(connection.recv_bytes())
         runs = start(ray, job, group, bundles, ready, actors)
-        while not connection.poll(LOOK_SECONDS):  # the client sends nothing more: True means that the pipe has closed
+        # The client sends nothing more: something to read means that the pipe has closed.
+        while not connection.poll(LOOK_SECONDS) and not client.has_ended():
             ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
             for run in ended:
                 rank = runs.pop(run)

@@ -18,6 +18,7 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.rank_settings import StartSettings
 from parallel_backend.wire.tcp import Listener, is_closed, shutdown
 
+from .forked import let_go_when_forked, not_ended_at_exit
 from .local import LocalRanks, Ranks, clean_main_module, rank_entry
 from .pool import RankError
 from .ray_driver import RayJob, drive
@@ -54,7 +55,7 @@ class RayRanks:
     def __init__(self, start: StartSettings):
         assert all(map(on_ray, start.devices)), start.devices
         self.channels: list[Channel] = []
-        self.names = start.devices
+        self.names, self.logs = start.devices, None
         self._how: dict[int, str] = {}
         self._silent_since: dict[int, float] = {}
         self._pids: tuple[int, ...] = ()
@@ -65,6 +66,7 @@ class RayRanks:
         self._news, theirs = context.Pipe()
         job = RayJob(start, rank_entry(), ROOT, PLACE_SECONDS)
         self._driver = context.Process(target=drive, args=(theirs, job), name="parallel-dit ray driver", daemon=True)
+        let_go_when_forked(self)
         try:
             with clean_main_module():
                 self._driver.start()
@@ -118,6 +120,13 @@ class RayRanks:
                 if self._driver.is_alive():
                     self._driver.kill()
                     self._driver.join()
+
+    def let_go(self) -> None:
+        """As Inherited.let_go."""
+        self._news.close()
+        for channel in self.channels:
+            channel.connection.close()
+        not_ended_at_exit([self._driver])
 
     def _receive(self, start: StartSettings) -> None:
         placed = self._placed(CONNECT_SECONDS + PLACE_SECONDS)

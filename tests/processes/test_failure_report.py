@@ -1,7 +1,5 @@
 """Which rank an error names: the one at fault, whoever is heard of first."""
 
-from pathlib import Path
-
 import pytest
 
 from parallel_backend.processes import failure_report
@@ -13,6 +11,7 @@ class Ranks:
     """Three, some of which have ended."""
 
     names = ("cpu", "cuda:0", "cuda:1")
+    logs = None
 
     def __init__(self, **ended: str):
         self.ended = {int(name[1:]): how for name, how in ended.items()}
@@ -30,8 +29,8 @@ def at_once(monkeypatch):
     monkeypatch.setattr(failure_report, "ROOT_CAUSE_SECONDS", -1.0)
 
 
-def report(ranks: Ranks, logs: Path | None = None) -> FailureReport:
-    return FailureReport(ranks, lambda rank: f"micro-step {rank}", logs)
+def report(ranks: Ranks) -> FailureReport:
+    return FailureReport(ranks, lambda rank: f"micro-step {rank}")
 
 
 def failure(rank: int, peer: bool = False) -> m.Failure:

@@ -298,7 +298,7 @@ class PipeRanks:
         self.theirs = [Channel(theirs) for _, theirs in pairs]
         self.alive = [True] * len(pairs)
         self.dumped: list[int] = []
-        self.names, self.pids, self.ends = start.devices, (), {}
+        self.names, self.logs, self.pids, self.ends = start.devices, None, (), {}
         self._mute = threading.Event()
         for rank in range(len(pairs)):
             self.theirs[rank].send(m.HeartbeatMessage(rank, m.IDLE, 0, False))

@@ -40,6 +40,8 @@ def on_windows(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delattr(signal, "SIGUSR1")
     monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.delattr(os, "pidfd_open")
+    monkeypatch.delattr(os, "register_at_fork")
     monkeypatch.setattr(ctypes, "CDLL", None)  # CDLL(None) is an error there
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.setitem(sys.modules, "fcntl", None)
@@ -81,16 +83,18 @@ def test_how_a_rank_ended(code, said):
 
 
 def test_a_rank_ends_with_its_parent(monkeypatch, tmp_path):
-    gone, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(join=gone.wait))
+    ended, (sentinel, alive) = threading.Event(), os.pipe()
+    parent = SimpleNamespace(pid=os.getppid(), sentinel=sentinel)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(parent_watch.os, "_exit", lambda _code: ended.set())
     directory = tmp_path / "ranks"
     directory.mkdir()
     parent_watch.end_with_parent(directory)
     assert not ended.wait(0.05)
-    gone.set()
+    os.close(alive)
     assert ended.wait(10)
     assert not directory.exists()
+    os.close(sentinel)
 
 
 def test_ranks_are_joined_by_gloo():
@@ -138,7 +142,7 @@ def test_compiling_names_windows_own_triton(monkeypatch):
 ROOT = Path(__file__).resolve().parents[2]
 POSIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "pty"}
 POSIX_NAMES = re.compile(r"\b(os\.(fork|getuid|geteuid|setsid|killpg|mkfifo)|signal\.(SIGKILL|SIGUSR\d|SIGCONT|SIGSTOP))\b")
-BEHIND_A_BRANCH = {"local.py", "log.py", "parent_watch.py", "sharing.py"}
+BEHIND_A_BRANCH = {"claim.py", "compiled_code.py", "local.py", "log.py", "parent_watch.py", "sharing.py"}
 """Files whose use of such names the tests above run without them."""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from parallel_backend.wire.rank_settings import RankSettings
 
+from .compiled_code import keep_compiled_code_private
 from .environment import set_rank_environment
 from .import_blocker import blocked_imports
 from .log import write_log
@@ -22,11 +23,13 @@ def main(settings: RankSettings, connection: Connection, make_worker: "Callable[
 
     `make_worker`: see worker.run.
     """
-    if isinstance(settings.rendezvous, Path):
-        end_with_parent(settings.rendezvous.parent)
+    folder = settings.rendezvous.parent if isinstance(settings.rendezvous, Path) else None
+    if folder is not None:
+        end_with_parent(folder)
     if settings.log is not None:
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
     set_rank_environment(settings.devices[settings.rank])
+    keep_compiled_code_private(scratch=folder)
     # Only diffusers' schedulers and pipelines need these packages. They would take a third of a rank's start inside ComfyUI.
     with blocked_imports("scipy", "transformers"):
         import diffusers.utils  # noqa: F401  # finds out which packages are installed, once for all

@@ -9,8 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
+from parallel_backend.core.parent_process import ParentProcess
+
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl(2)."""
+LOOK_SECONDS = 1.0
+"""Where the system does not tell at once that the parent has ended, it is looked for so often."""
 
 
 def end_with_parent(directory: Path) -> None:
@@ -18,17 +22,19 @@ def end_with_parent(directory: Path) -> None:
 
     A rank that has been stopped (SIGSTOP) is continued on Linux to do so. Elsewhere it stays until it is continued.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None:  # started by another program (Ray), which ends it
+    process = multiprocessing.parent_process()
+    if process is None:  # started by another program (Ray), which ends it
         return
+    parent = ParentProcess(process)
 
-    def wait() -> None:
-        parent.join()
+    def look() -> None:
+        while not parent.has_ended(LOOK_SECONDS):
+            pass
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 
     # A thread, since nobody reads the control connection while the rank imports torch or waits for other ranks.
-    threading.Thread(target=wait, name="parent", daemon=True).start()
+    threading.Thread(target=look, name="parent", daemon=True).start()
     if sys.platform == "linux":
         # SIGCONT instead of SIGKILL: it comes when the *thread* that started the rank ends, perhaps long before the process,
         # and does nothing to a running rank. A killed rank could not remove its files.

@@ -70,7 +70,7 @@ class Played:
     """The rank's side of a channel without a rank. `start` is what a Pool takes; one rank only."""
 
     def __init__(self, data: bytes):
-        self.data, self.ends, self.pids, self.names = data, {}, (0,), ("cpu",)
+        self.data, self.ends, self.pids, self.names, self.logs = data, {}, (0,), ("cpu",), None
         ours, self._theirs = Pipe(duplex=True)
         self.channels, self._answers = [Channel(ours)], Channel(self._theirs)
 
