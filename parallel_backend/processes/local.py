@@ -140,12 +140,12 @@ class LocalRanks:
             for index in range(len(start.devices)):
                 self._start(index, start, context)
         except OSError as error:
-            self.kill()
+            self._give_up()
             if error.errno in OUT_OF_FILES:
                 raise RuntimeError(MORE_FILES.format(len(start.devices), error.strerror)) from error
             raise
         except BaseException:  # such as MemoryError
-            self.kill()
+            self._give_up()
             raise
 
     def _start(self, index: int, start: StartSettings, context: Any) -> None:
@@ -199,10 +199,16 @@ class LocalRanks:
                 if process.is_alive():
                     process.kill()
             self.join(KILL_SECONDS)
+            self._claim.close()  # not taken away: a later process removes what cannot be removed now
             shutil.rmtree(self.directory, ignore_errors=True)
-            self._claim.release()
             if self._log_folder is not None:
                 self._log_folder.release()
+
+    def _give_up(self) -> None:
+        """End what has been started so far. Nobody else has the channels yet, and to remove files takes open ones."""
+        for channel in self.channels:
+            channel.connection.close()
+        self.kill()
 
     def let_go(self) -> None:
         """As Inherited.let_go: without the copies of the connections, a rank is alone once this process's parent is."""

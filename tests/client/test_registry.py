@@ -38,7 +38,7 @@ class FakePool:
             self.ready.set_result([])
 
     def close(self, politely=True):
-        self.closed = True
+        self.closed, self.politely = True, politely
 
     def ask(self, question, _answer):
         self.asked.append(type(question).__name__)
@@ -460,3 +460,39 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
     load.start()
     load.join(30)
     assert [model.freed for model in found] == [7]
+
+
+def test_exit_does_not_wait_for_a_load(registry):
+    loading, over = threading.Event(), threading.Event()
+
+    def load(pool):
+        loading.set()
+        over.wait(30)
+
+    def model():
+        with registry._lock:
+            registry._pools.use(DEVICES, load)
+
+    thread = threading.Thread(target=model)
+    thread.start()
+    assert loading.wait(30)
+    (pool,) = registry._pools.working
+    registry.exit()
+    assert (pool.closed, pool.politely) == (True, False)
+    over.set()
+    thread.join()
+    with pytest.raises(RankError, match="no ranks are started any more"):
+        registry.pool_for(("cpu",), lambda: None)
+
+
+def test_exit_asks_ranks_that_do_not_load(registry):
+    pool = registry.pool_for(DEVICES, lambda: None)
+    registry.exit()
+    assert (pool.closed, pool.politely) == (True, True)
+
+
+def test_exit_of_a_forked_process_ends_no_ranks(registry, monkeypatch):
+    pool = registry.pool_for(DEVICES, lambda: None)
+    monkeypatch.setattr(registry_module.os, "getpid", lambda: 1)
+    registry.exit()
+    assert not pool.closed

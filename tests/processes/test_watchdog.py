@@ -5,6 +5,7 @@ The judge by itself, with a clock of the test's own; the pool over pipes without
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import re
@@ -33,7 +34,7 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.failure_text import LESS_MEMORY, died, failed
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Pool, RankError, wait_for
-from parallel_backend.processes.rank_log import STACK_LINES, TAIL_LINES, new_logs, tail
+from parallel_backend.processes.rank_log import STACK_LINES, TAIL_LINES, tail
 from parallel_backend.processes.watchdog import Verdict, Watchdog
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
@@ -43,6 +44,7 @@ from testing.fork_server import started_by
 from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import acting_rank
+from tests.support.idle_rank import idle
 from tests.system.test_memory import CONFIG, write_random
 
 SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto")
@@ -493,29 +495,6 @@ def test_polite_closing_asks(pipe_pool):
 # Logs.
 
 
-def test_logs_of_the_start_before_are_kept_once(tmp_path):
-    folder = tmp_path / "a folder" / "logs"
-    for start in range(3):
-        paths = new_logs(folder, 2)
-        assert [path.read_text() for path in paths] == ["", ""]
-        for path in paths:
-            path.write_text(f"start {start} of {path.name}")
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.log", "rank-0.log.1", "rank-1.log", "rank-1.log.1"]
-    assert (folder / "rank-1.log.1").read_text() == "start 1 of rank-1.log"
-
-
-def test_a_log_that_cannot_be_renamed_is_written_on(tmp_path, monkeypatch):
-    (path,) = new_logs(tmp_path, 1)
-    path.write_text("kept")
-
-    def fail(*_):
-        raise PermissionError("in use by another process")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    assert new_logs(tmp_path, 1) == [path]
-    assert path.read_text() == "kept"
-
-
 def test_the_end_of_a_log(tmp_path):
     log = tmp_path / "log"
     assert tail(log) == ""
@@ -839,7 +818,8 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given
     with contextlib.closing(first) as pool:
         orders("0 speak")
         load(pool, flux_file, Degrees()).predict(ModelCall(*given), nothing)
-        log = (logs / "rank-0.log").read_text(encoding="utf-8")
+        (own,) = logs.iterdir()
+        log = (own / "rank-0.log").read_text(encoding="utf-8")
         shown = capfd.readouterr().err
         for line in ("printed äöü", "INFO some.library: said quietly", "WARNING some.library: said loudly"):
             assert line in log
@@ -853,12 +833,9 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given
     text = str(error.value)
     assert text.startswith("Parallel DiT: rank 0 (cpu) ended with exit code 3")
     assert "\nlast words\n" in text
-    assert text.endswith(f"The ranks' logs: {logs}")
-    with contextlib.closing(Pool(("cpu",), logs=logs)) as pool:
-        pool.ready.result(timeout=300)
-        assert "last words" in (logs / "rank-0.log.1").read_text(encoding="utf-8")
-        assert "last words" not in (logs / "rank-0.log").read_text(encoding="utf-8")
-    assert sorted(path.name for path in logs.iterdir()) == ["rank-0.log", "rank-0.log.1"]
+    assert text.endswith(f"The ranks' logs: {own}")
+    assert sorted(path.name for path in own.iterdir()) == ["rank-0.log"]
+    assert "last words" in (own / "rank-0.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.processes
@@ -910,6 +887,68 @@ def test_a_rank_that_cannot_be_started_leaves_nothing(monkeypatch, tmp_path):
     assert len(started) == 1
     assert wait_until_gone(started)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_close_returns_when_the_ranks_have_ended(pipe_pool, monkeypatch):
+    """As of a prompt and of the end of ComfyUI: whoever is second would take memory that is not free yet."""
+    pool, ranks = pipe_pool
+    killing, go_on, kill = threading.Event(), threading.Event(), ranks.kill
+
+    def slow_kill():
+        killing.set()
+        assert go_on.wait(30)
+        kill()
+
+    monkeypatch.setattr(ranks, "kill", slow_kill)
+    first = threading.Thread(target=pool.close, args=(False,))
+    second = threading.Thread(target=pool.close)
+    first.start()
+    assert killing.wait(30)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    go_on.set()
+    second.join(30)
+    assert not second.is_alive()
+    assert pool.error is not None
+    first.join(30)
+
+
+def test_a_close_out_of_a_models_failure_does_not_wait_for_itself(pipe_pool):
+    pool, _ = pipe_pool
+    closed = []
+
+    class Closing:
+        def on_failure(self, error):
+            pool.close()
+            closed.append(error)
+
+    pool.enter(model := Closing())
+    pool._fail(RankError("it failed"))
+    assert [str(error) for error in closed] == ["it failed"]
+    del model
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("spawned")
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX's limit")
+def test_too_few_files_that_may_be_open_are_named(monkeypatch, tmp_path):
+    import resource
+
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+    with open(os.devnull) as file:
+        lowest = file.fileno()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = set(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 6, limit[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"^Parallel DiT: 2 ranks cannot be started.*open files.*`ulimit -n`"):
+            Pool(("cpu", "cpu"), start=lambda start: launch.LocalRanks(start, idle))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_wait_for_takes_the_pools_error(pipe_pool):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ WINDOWS = {
 def on_windows(monkeypatch):
     found = {name: [SimpleNamespace(family=f, address=a) for f, a in all_of] for name, all_of in WINDOWS.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, SimpleNamespace(isup=True)))
     monkeypatch.setattr(sys, "platform", "win32")
     return found
 
@@ -66,6 +68,39 @@ def test_without_a_loopback_interface_nothing_listens_elsewhere(on_windows, join
     for name in process_group.INTERFACE_VARIABLES:
         monkeypatch.setenv(name, "Ethernet 2")  # the user's own choice
     assert joining()
+
+
+def test_a_loopback_interface_that_is_off_is_named(on_windows, joining, monkeypatch):
+    """Ranks would wait for each other for minutes: it keeps its address."""
+    off = {name: SimpleNamespace(isup="Loopback" not in name) for name in on_windows}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: off)
+    with pytest.raises(RuntimeError, match=r"Loopback Pseudo-Interface 1, by which .* is switched off"):
+        joining()
+
+
+SWITCHED_OFF = """
+import fcntl, socket, struct
+from parallel_backend.rank.comm.interfaces import loopback_interface
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    for flags in (1, 0):  # SIOCSIFFLAGS with IFF_UP, and without
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", flags))
+try:
+    loopback_interface()
+except RuntimeError as error:
+    print(error)
+"""
+UNSHARE = ["unshare", "--net", "--map-root-user"]
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], check=False).returncode != 0,
+    reason="no network namespaces for this user",
+)
+def test_a_loopback_interface_that_is_really_off_is_named():
+    done = subprocess.run(
+        [*UNSHARE, sys.executable, "-c", SWITCHED_OFF], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"interface lo, .* is switched off.*ip link set lo up", done.stdout)
 
 
 def test_a_gloo_without_a_transport_says_which_torch_to_take():

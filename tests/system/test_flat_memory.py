@@ -169,6 +169,35 @@ def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
         assert {key[1] for key in runs.engine.runs.buffers} == {2}
 
 
+def test_thirty_cancels_leave_nothing(remote, flux_model):
+    """In calls and in runs in bands: no thread, no open file, no run on the ranks, and the same output as before."""
+    model, given = remote(Degrees(pipe=2), fresh=True), tiny.inputs(tiny.FLUX)
+    x, _, tensors = given
+    prompt = Prompt(tensors, tensors, 1.0)
+
+    def state() -> tuple[list[int], list[int], list[str]]:
+        model.predict(ModelCall(*given), nobody)  # what was cancelled is over
+        processes = [psutil.Process(), *map(psutil.Process, model.pool.pids)]
+        names = sorted(thread.name for thread in threading.enumerate())
+        return [each.num_fds() for each in processes], [each.num_threads() for each in processes[1:]], names
+
+    def cancelled(number: int) -> None:
+        with pytest.raises(Cancelled):
+            if number % 2:
+                sample_in_bands(model, x, linear_sigmas(50), prompt, 2, 1, cancelling(number % 5))
+            else:
+                model.predict(ModelCall(*given), cancelling(0))
+
+    for number in range(2):  # the first of each kind makes what stays
+        cancelled(number)
+    before = state()
+    for number in range(30):
+        cancelled(number)
+    assert state() == before
+    assert tiny.relative(model.predict(ModelCall(*given), nobody), tiny.reference(flux_model, *given)) <= 1e-5
+    assert model.pool.error is None
+
+
 def test_a_run_that_was_cancelled_while_ranks_are_asked_is_closed(remote, monkeypatch):
     model = remote(Degrees(pipe=2))
     told, tell = [], model.pool.tell

@@ -1,6 +1,7 @@
 """Control connections over TCP: who knows the key gets in, once; others are refused and keep nobody waiting."""
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -8,10 +9,12 @@ import pickle
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -259,3 +262,69 @@ def test_hanging_up_lets_go_who_is_blocked_in_a_send(reception, key):
     assert ended.wait(30)
     for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
         connection.close()
+
+
+class Full:
+    """A listening socket in whose process there is no room for a connection: `times` callers are not taken."""
+
+    def __init__(self, listening: socket.socket, times: int):
+        self._listening, self.times = listening, times
+
+    def accept(self):
+        if self.times:
+            self.times -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listening.accept()
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def test_callers_wait_while_no_more_files_may_be_open(reception, key, caplog):
+    full = reception._socket = Full(reception._socket, 3)
+    ranks = [Rank(reception.address, key, rank) for rank in (0, 1)]
+    callers = receive(reception)
+    assert not full.times
+    assert caplog.text.count("a rank's connection has to wait: Too many open files") == 1
+    for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
+        connection.close()
+
+
+def test_the_limit_of_open_files_is_named_if_it_lasts(reception):
+    reception._socket = Full(reception._socket, 1000)
+    with pytest.raises(TimeoutError, match=r"no word from rank 0, 1 within 0 s.*Too many open files.*ulimit -n"):
+        receive(reception, 0.3)
+
+
+def test_other_errors_of_the_listening_socket_are_raised(reception):
+    reception._socket.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        receive(reception, 5.0)
+    assert reception._strangers._value == dialling.MAX_UNAUTHENTICATED - 1
+
+
+def test_a_stranger_that_calls_without_end_does_not_fill_the_log(reception, caplog, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(dialling, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    for number in range(1000):
+        clock[0] = 100.0 + number / 400
+        reception._warn("refused")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["refused", *["refused (and 399 more like it or others)"] * 2]
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["silent", "half a proof"])
+def test_a_rank_that_nobody_answers_gives_up(key, monkeypatch, answers):
+    monkeypatch.setattr(dialling, "DIAL_SECONDS", 0.5)
+    with socket.create_server((HOST, 0)) as listening:
+        address = listening.getsockname()
+        rank = Rank(address, key, 0)
+        caller, _ = listening.accept()
+        with caller:
+            if answers:
+                caller.sendall(b"\0\0\0\x40")
+            rank.join()
+            assert isinstance(rank.error, TimeoutError)
+            assert str(rank.error) == f"ComfyUI at {HOST}:{address[1]} did not answer within 0 s"
+            caller.settimeout(30)
+            assert caller.recv(1) == b""  # it has hung up

@@ -25,14 +25,15 @@ def interface_towards(address: tuple[str, int]) -> str | None:
 def loopback_interface() -> str:
     """The interface that only this machine reaches, such as lo, or "Loopback Pseudo-Interface 1" on Windows.
 
-    RuntimeError where it is switched off, or there is none, since without a name the ranks could be reached from outside: Gloo would listen on the
-    address that the host name resolves to, NCCL on the first interface that is not loopback.
+    RuntimeError where there is none, since without a name the ranks could be reached from outside: Gloo would listen on the
+    address that the host name resolves to, NCCL on the first interface that is not loopback. RuntimeError where it is
+    switched off too: it keeps its address, and ranks would wait for each other for minutes.
     """
     name = interface_with(LOOPBACK)
     if name is not None and not psutil.net_if_stats()[name].isup:
         raise RuntimeError(
-            f"the network interface {name}, by which this machine's ranks find each other, is switched off, so they would wait "
-            f"for each other. Switch it on (on Linux: ip link set {name} up)"
+            f"the network interface {name}, by which this machine's ranks reach each other, is switched off. Switch it on (on "
+            f"Linux: ip link set {name} up)"
         )
     if name is None:
         raise RuntimeError(
