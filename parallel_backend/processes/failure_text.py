@@ -13,6 +13,9 @@ DEVICE_FULL = re.compile(r"OutOfMemoryError|(CUDA|HIP|Cuda failure|Hip failure)[
 ASKED = re.compile(r"Tried to allocate ([0-9.]+) ([KMG]i)?B")
 """In torch's words: the bytes for which there was no room."""
 UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+OUT_OF_FILES = re.compile(r"too many open files", re.IGNORECASE)
+"""The system's words, also in errors of libraries."""
+MORE_FILES = "Start ComfyUI in a shell in which `ulimit -n` gives a larger number."
 KILLED = "was killed by signal 9"
 FILE_GONE = f"was killed by signal {int(getattr(signal, 'SIGBUS', 0))}"
 """Linux and macOS send SIGBUS to a process that reads beyond the end of a mapped file, which was cut after mapping."""
@@ -47,7 +50,11 @@ def last_seen(doing: str) -> str:
 
 def failed(name: str, doing: str, summary: str) -> str:
     """Text about a rank that raised an exception. The first line of `summary` is enough: the traceback repeats it."""
-    advice = f"\nTo need less memory, {LESS_MEMORY}" if OUT_OF_MEMORY.search(summary) else ""
+    advice = ""
+    if OUT_OF_MEMORY.search(summary):
+        advice = f"\nTo need less memory, {LESS_MEMORY}"
+    elif OUT_OF_FILES.search(summary):
+        advice = f"\nA process may have too few files open. {MORE_FILES}"
     return f"{name} failed in {doing}: {(summary.splitlines() or [''])[0]}{advice}"
 
 

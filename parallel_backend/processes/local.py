@@ -26,6 +26,7 @@ from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
 from .claim import Claim, remove_abandoned
 from .forked import let_go_when_forked, not_ended_at_exit
+from .failure_text import MORE_FILES
 from .rank_log import LogFolder, tail
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,7 @@ RANK_ENTRY = "parallel_backend.rank.start.entry"
 FOLDER_PREFIX = "parallel-dit-"
 """How the names of ranks' temporary folders begin."""
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
-MORE_FILES = (
-    "Parallel DiT: {} ranks cannot be started, since ComfyUI may not have more files open ({}). Start ComfyUI in a shell in "
-    "which `ulimit -n` gives a larger number"
-)
-"""Text where the limit of open files is reached, of this process or of the machine."""
+"""Errors where the limit of open files is reached, of this process or of the machine."""
 KILL_SECONDS = 5.0
 """Time for killed processes to end. A process that is stuck in a driver does not end."""
 
@@ -142,7 +139,10 @@ class LocalRanks:
         except OSError as error:
             self._give_up()
             if error.errno in OUT_OF_FILES:
-                raise RuntimeError(MORE_FILES.format(len(start.devices), error.strerror)) from error
+                raise RuntimeError(
+                    f"Parallel DiT: {len(start.devices)} ranks cannot be started, since ComfyUI may not have more files open "
+                    f"({error.strerror}). {MORE_FILES}"
+                ) from error
             raise
         except BaseException:  # such as MemoryError
             self._give_up()

@@ -889,6 +889,12 @@ def test_a_rank_that_cannot_be_started_leaves_nothing(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_that_may_not_open_more_files_says_so():
+    text = failed("rank 0 (cpu)", "loading", "OSError: [Errno 24] Too many open files\nmore")
+    assert text.startswith("rank 0 (cpu) failed in loading: OSError: [Errno 24] Too many open files\n")
+    assert text.endswith("`ulimit -n` gives a larger number.")
+
+
 def test_a_second_close_returns_when_the_ranks_have_ended(pipe_pool, monkeypatch):
     """As of a prompt and of the end of ComfyUI: whoever is second would take memory that is not free yet."""
     pool, ranks = pipe_pool

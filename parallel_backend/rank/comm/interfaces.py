@@ -32,8 +32,8 @@ def loopback_interface() -> str:
     name = interface_with(LOOPBACK)
     if name is not None and not psutil.net_if_stats()[name].isup:
         raise RuntimeError(
-            f"the network interface {name}, by which this machine's ranks reach each other, is switched off. Switch it on (on "
-            f"Linux: ip link set {name} up)"
+            f"the network interface {name}, by which this machine's ranks reach each other, is switched off. Switch it on "
+            f"(on Linux: ip link set {name} up)"
         )
     if name is None:
         raise RuntimeError(
