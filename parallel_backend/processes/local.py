@@ -25,8 +25,8 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
 from .claim import Claim, remove_abandoned
-from .forked import let_go_when_forked, not_ended_at_exit
 from .failure_text import MORE_FILES
+from .forked import let_go_when_forked, not_ended_at_exit
 from .rank_log import LogFolder, tail
 
 log = logging.getLogger(__name__)
@@ -140,8 +140,8 @@ class LocalRanks:
             self._give_up()
             if error.errno in OUT_OF_FILES:
                 raise RuntimeError(
-                    f"Parallel DiT: {len(start.devices)} ranks cannot be started, since ComfyUI may not have more files open "
-                    f"({error.strerror}). {MORE_FILES}"
+                    f"Parallel DiT: {len(start.devices)} ranks cannot be started, since ComfyUI may not have more files "
+                    f"open ({error.strerror}). {MORE_FILES}"
                 ) from error
             raise
         except BaseException:  # such as MemoryError
