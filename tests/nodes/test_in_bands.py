@@ -1,0 +1,74 @@
+"""Whether a run is cut into bands, for all that a node can put around its sampler, its guidance and its model."""
+
+import types
+
+import pytest
+import torch
+
+from parallel_backend.core.degrees import Degrees
+from tests.nodes import rows
+from tests.nodes.rows import COMPUTED, every
+from tests.support.stand_in_comfyui import Executor
+
+
+def sample_function(*_arguments):
+    """What a node has put there."""
+
+
+def test_a_plain_sampling_runs_in_bands(why_not_banded):
+    assert why_not_banded() is None
+
+
+@every(rows.WRAPPERS_IN_BANDS)
+def test_wrappers_in_bands(module, why_not_banded, name, outcome):
+    options = {"transformer_options": {"wrappers": {name: {"key": [sample_function]}}}}
+    found = why_not_banded(options)
+    if name == "sampler_sample":
+        found = module("sampling.eligibility").why_wrapped(Executor(None, [print, sample_function], 0))
+    assert (found is not None) == (outcome == "no bands")
+
+
+def test_wrappers_of_the_pack_and_those_outside_leave_bands_alone(module):
+    why_wrapped, ours = module("sampling.eligibility").why_wrapped, module("model.step_cache").note_shapes
+    pipefusion = module("sampling.pipefusion").PipeFusion(2, 1, True, True)
+    assert why_wrapped(Executor(None, [sample_function, pipefusion, ours], 1)) is None
+    assert "around the sampler" in why_wrapped(Executor(None, [pipefusion, ours, sample_function], 0))
+
+
+def test_a_run_with_a_wrapper_inside_is_whole_and_says_why(module, sampling, monkeypatch):
+    pipefusion = module("sampling.pipefusion").PipeFusion(2, 1, True, True)
+    cut = types.SimpleNamespace(rows=(0, 1), patching=types.SimpleNamespace(video=False))
+    monkeypatch.setattr(type(pipefusion), "_cut", lambda *_arguments: cut)
+    monkeypatch.setattr(type(pipefusion), "_in_bands", lambda *_arguments: pytest.fail("the wrapper was left out"))
+    model = types.SimpleNamespace(degrees=Degrees(pipe=2), on_ranks=False, pool=types.SimpleNamespace(notes=()))
+    executor = Executor(None, [pipefusion, sample_function], 0)
+    assert pipefusion._sample(model, sampling(), executor) == "all that is inside"
+    assert "around the sampler" in pipefusion.last.reason
+
+
+def test_a_node_that_is_told_of_each_evaluation_gets_no_bands(patcher, why_not_banded):
+    patcher.add_callback_with_key("on_prepare_state", "key", sample_function)
+    assert "is told of each evaluation" in why_not_banded()
+
+
+@every(rows.MODEL_OPTIONS)
+def test_model_options_in_bands(why_not_banded, name, outcome):
+    """An unknown function. Those that are known to work on a part are in the tables of known_local.py."""
+    value = {} if name == "transformer_options" else sample_function
+    reason = why_not_banded({name: value}, mask=torch.ones(1, 1, 8, 8))
+    assert (reason is not None) == (name in rows.MODEL_OPTIONS_IN_BANDS)
+    assert reason is None or outcome == COMPUTED
+
+
+@every(rows.HOOK_SCOPES)
+def test_hooks_of_every_scope_are_left_to_comfyui_and_end_bands(why_not_banded, name, outcome):
+    assert outcome == COMPUTED
+    assert "hooks" in why_not_banded(entry={"hooks": types.SimpleNamespace(scope=name)})
+
+
+@every(rows.ENTRIES)
+def test_entries_of_a_conditioning_in_bands(why_not_banded, name, outcome):
+    reason = why_not_banded(entry={name: {}})
+    assert (reason is not None) == (name in rows.ENTRIES_IN_NO_BANDS)
+    assert reason is None or f"its own {name}" in reason
+    assert reason is None or outcome == COMPUTED
