@@ -1,6 +1,6 @@
 """The names that a ComfyUI defines for what nodes put on a MODEL or a conditioning, read from its source by `ast`.
 
-`python -m testing.comfyui.host_names [CHECKOUT]` writes them to tests/nodes/names/comfyui-<version>.json. Tests hold the
+`python -m testing.comfyui.host_names [CHECKOUT]` writes them to names/comfyui-<version>.json. Tests hold the
 nodes' tables to them (tests/nodes/rows.py).
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NAMES = Path(__file__).parents[2] / "tests" / "nodes" / "names"
+NAMES = Path(__file__).parent / "names"
 CLASSES = {"wrappers": ("patcher_extension", "WrappersMP"), "callbacks": ("patcher_extension", "CallbacksMP")}
 """Kind -> module of comfy and class whose string attributes are the names."""
 ENUMS = {

@@ -1,4 +1,4 @@
-"""Each name that this ComfyUI defines is noted in tests/nodes/names and has a row (tests/nodes/rows.py).
+"""Each name that this ComfyUI defines is noted in testing/comfyui/names and has a row (tests/nodes/rows.py).
 
 In a ComfyUI without a file of names all but new names are let pass: `python -m testing.comfyui.host_names` writes its file.
 """
