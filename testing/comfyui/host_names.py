@@ -14,6 +14,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .host_syntax import (
+    PATCH,
+    PUTS,
+    TABLES,
+    PutFunctions,
+    constants,
+    dotted,
+    is_attribute_of,
+    is_guider,
+    is_named,
+    keys_in,
+    patches_in,
+)
+
 NAMES = Path(__file__).parent / "names"
 CLASSES = {"wrappers": ("patcher_extension", "WrappersMP"), "callbacks": ("patcher_extension", "CallbacksMP")}
 """Kind -> module of comfy and class whose string attributes are the names."""
@@ -28,8 +42,6 @@ SETTERS = re.compile(r"(set|add)_\w+")
 """Methods of ModelPatcher that put something on a MODEL."""
 NOT_ON_A_MODEL = ("text_encoders", "audio_encoders", "clip_vision.py", "sd.py", "sd1_clip.py", "sdxl_clip.py", "ops.py")
 """Files and folders of comfy whose `model_options` are those of a text encoder or a loader."""
-PATCH = re.compile(r"[a-z0-9_]+_patch")
-"""A native model hands the name of a patch on as an argument: Cosmos' blocks."""
 
 
 def host_names(checkout: Path) -> dict[str, Any]:
@@ -51,6 +63,9 @@ def host_names(checkout: Path) -> dict[str, Any]:
         "transformer_options": source.keys("transformer_options", ("comfy", "comfy_extras")),
         "model_options": source.keys("model_options", ("comfy", "comfy_extras"), NOT_ON_A_MODEL),
         "entries": source.entries(),
+        "guidance": source.functions(),
+        "guiders": source.guiders(),
+        "samplers": source.samplers(),
         "conditioning": conditioning,
         "native": native,
     }
@@ -148,6 +163,29 @@ class Source:
         function = self.definitions("samplers")["get_area_and_mult"]
         return sorted({*keys_in(function, "conds"), "default", "control"})
 
+    def functions(self) -> list[str]:
+        """Functions that ComfyUI's nodes put around guidance and the model, as `name_of` (nodes/ui/other_nodes.py)."""
+        found: set[str] = set()
+        for path in self.files(("comfy_extras",)):
+            if PUTS.search(path.read_text(encoding="utf-8")):
+                put = PutFunctions(path.stem)
+                put.visit(self.tree(path))
+                found |= put.found
+        return sorted(found)
+
+    def guiders(self) -> list[str]:
+        """Classes of guiders."""
+        paths = [self.checkout / "comfy" / "samplers.py", *self.files(("comfy_extras",))]
+        kinds = ((path.stem, node) for path in paths for node in self.tree(path).body if isinstance(node, ast.ClassDef))
+        found = {f"{module}.{node.name}" for module, node in kinds if any(map(is_guider, node.bases))}
+        return sorted(found | {"samplers.CFGGuider"})
+
+    def samplers(self) -> list[str]:
+        """Functions of comfy that run a sampler's steps."""
+        paths = self.files(("comfy/k_diffusion", "comfy/extra_samplers"))
+        kinds = ((path.stem, node) for path in paths for node in self.tree(path).body if isinstance(node, ast.FunctionDef))
+        return sorted(f"{module}.{node.name}" for module, node in kinds if node.name.startswith("sample_"))
+
     def models(self) -> dict[str, str]:
         """Class of supported_models -> the last class of model_base that its get_model names."""
         kinds = self.definitions("supported_models")
@@ -240,89 +278,6 @@ class Source:
                 for alias in node.names:
                     found[alias.asname or alias.name] = [(target, alias.name)] if target.startswith("ldm.") else []
         return found
-
-
-TABLES = {
-    "transformer_options": re.compile(r"transformer_options"),
-    "model_options": re.compile(r"(extra_)?model_options"),
-    "patches": re.compile(r"(transformer_)?patches"),
-    "replacements": re.compile(r"(transformer_)?patches_replace"),
-    "out": re.compile(r"out"),
-    "conds": re.compile(r"conds"),
-}
-"""What a table is called where it is read or written: a variable, an attribute or another table's key."""
-LOOKUPS = ("get", "pop", "setdefault")
-
-
-def keys_in(node: ast.AST, table: str, context: type | None = None) -> set[str]:
-    """Strings with which the code reads or writes a table. `context`: ast.Load for those that are read alone.
-
-    `for name in ("one", "other")` and then `out[name]` counts for both.
-    """
-    loops = {
-        loop.target.id: constants(loop.iter)
-        for loop in ast.walk(node)
-        if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and isinstance(loop.iter, (ast.Tuple, ast.List))
-    }
-    found: set[str] = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Subscript) and is_table(each.value, table):
-            if context is None or isinstance(each.ctx, context):
-                found |= strings(each.slice, loops)
-        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and is_table(each.func.value, table):
-            if each.func.attr in LOOKUPS and each.args:
-                found |= strings(each.args[0], loops)
-        elif isinstance(each, ast.Compare) and isinstance(each.ops[0], ast.In) and is_table(each.comparators[0], table):
-            found |= strings(each.left, loops)
-    return found
-
-
-def patches_in(node: ast.AST) -> set[str]:
-    """Names of patches that code looks for."""
-    handed_on = {text for text in constants(node) if PATCH.fullmatch(text)}
-    return keys_in(node, "patches") | handed_on
-
-
-def is_table(node: ast.AST, table: str) -> bool:
-    name = ""
-    if isinstance(node, ast.Name):
-        name = node.id
-    elif isinstance(node, ast.Attribute):
-        name = node.attr
-    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        name = str(node.slice.value)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOKUPS and node.args:
-        name = str(node.args[0].value) if isinstance(node.args[0], ast.Constant) else ""
-    return TABLES[table].fullmatch(name) is not None
-
-
-def strings(node: ast.AST, loops: dict[str, list[str]]) -> set[str]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return {node.value}
-    return set(loops.get(node.id, ())) if isinstance(node, ast.Name) else set()
-
-
-def constants(node: ast.AST) -> list[str]:
-    """The strings in the code, in order, without docstrings."""
-    stated = {id(each.value) for each in ast.walk(node) if isinstance(each, ast.Expr)}
-    found = (each for each in ast.walk(node) if isinstance(each, ast.Constant) and id(each) not in stated)
-    return [each.value for each in found if isinstance(each.value, str)]
-
-
-def is_named(node: ast.AST, name: str) -> bool:
-    return isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name
-
-
-def is_attribute_of(node: ast.AST, module: str) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
-
-
-def dotted(node: ast.AST) -> str | None:
-    """comfy.ldm.flux.model.Flux of an attribute's attribute. None for other code."""
-    if isinstance(node, ast.Name):
-        return node.id
-    above = dotted(node.value) if isinstance(node, ast.Attribute) else None
-    return None if above is None else f"{above}.{node.attr}"
 
 
 def main() -> None:

@@ -18,7 +18,9 @@ def test_every_name_has_a_row(version):
     assert without_a_row(VERSIONS[version]) == []
 
 
-@pytest.mark.parametrize("kind", [*rows.TABLES, "conditioning of Flux", "read by Flux", "patches of Flux", "setters"])
+@pytest.mark.parametrize(
+    "kind", [*rows.TABLES, *rows.IN_BANDS, "conditioning of Flux", "read by Flux", "patches of Flux", "setters"]
+)
 def test_a_name_of_a_newer_comfyui_fails_by_its_name(kind):
     names = copy.deepcopy(VERSIONS["0.33.0"])
     places = {
@@ -35,8 +37,8 @@ def test_a_name_of_a_newer_comfyui_fails_by_its_name(kind):
 
 
 def test_no_row_is_of_a_name_that_no_comfyui_has():
-    names = {kind: {name for version in VERSIONS.values() for name in version[kind]} for kind in (*rows.TABLES, "setters")}
-    tables = rows.TABLES | {"setters": rows.SETTERS}
+    tables = rows.TABLES | rows.IN_BANDS | {"setters": rows.SETTERS}
+    names = {kind: {name for version in VERSIONS.values() for name in version[kind]} for kind in tables}
     assert {kind: set(table) - names[kind] for kind, table in tables.items() if set(table) - names[kind]} == {}
     for family, table in rows.CONDITIONING.items():
         kinds = FAMILIES[family].native_classes
@@ -52,3 +54,4 @@ def test_rows_by_outcome(measured):
     assert count.keys() == set(rows.OUTCOMES)
     for outcome, number in count.items():
         measured(f"rows of names that ComfyUI defines, {outcome}", number)
+    measured("rows of ComfyUI's samplers and guidance in bands", sum(map(len, rows.IN_BANDS.values())))

@@ -8,7 +8,7 @@ import torch
 from parallel_backend.core.degrees import Degrees
 from tests.nodes import rows
 from tests.nodes.rows import COMPUTED, every
-from tests.support.stand_in_comfyui import Executor
+from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, Executor
 
 
 def sample_function(*_arguments):
@@ -72,3 +72,54 @@ def test_entries_of_a_conditioning_in_bands(why_not_banded, name, outcome):
     assert (reason is not None) == (name in rows.ENTRIES_IN_NO_BANDS)
     assert reason is None or f"its own {name}" in reason
     assert reason is None or outcome == COMPUTED
+
+
+def named(name, operation=None, rescaling_scale=1.0):
+    """A function of this name, whose closure has the variables that the pack looks at."""
+
+    def function():
+        return operation, rescaling_scale
+
+    module, _, function.__qualname__ = name.partition(".")
+    function.__module__ = f"comfy.k_diffusion.{module}" if module in ("sampling", "uni_pc") else module
+    return function
+
+
+SHARPEN = "nodes_latent.LatentOperationSharpen.execute.<locals>.sharpen"
+MASKS = ("nodes_differential_diffusion.DifferentialDiffusion.execute.<locals>.<lambda>",)
+
+
+@every(rows.GUIDANCE_IN_BANDS)
+def test_guidance_of_comfyui_in_bands(module, name, outcome):
+    known, function = module("sampling.known_local"), named(name, operation=named(SHARPEN))
+    if name in MASKS:
+        assert (name in known.PIXEL_WISE_MASKS) == (outcome == rows.PIXEL_WISE)
+        return
+    assert known.is_known_guidance(function) == (outcome in (rows.PIXEL_WISE, rows.WHOLE))
+    assert known.looks_at_the_whole(function) == (outcome == rows.WHOLE)
+
+
+def test_guidance_that_calls_an_unknown_function_is_unknown(module):
+    function = named("nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function", named("a_pack.operation"))
+    assert not module("sampling.known_local").is_known_guidance(function)
+
+
+def test_skip_layer_guidance_without_rescaling_is_pixel_wise(module):
+    function = named("nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function", rescaling_scale=0.0)
+    assert not module("sampling.known_local").looks_at_the_whole(function)
+
+
+@every(rows.GUIDERS_IN_BANDS)
+def test_guiders_of_comfyui_in_bands(module, sampling, name, outcome):
+    file, _, kind = name.partition(".")
+    found = sampling()
+    found.guider.__class__ = type(kind, (CFGGuider,), {"__module__": file})
+    eligibility = module("sampling.eligibility")
+    assert (eligibility.why_not_banded(found) is not None) == (outcome == rows.NO_BANDS)
+    assert eligibility.needs_the_whole(found) == (outcome == rows.WHOLE)
+
+
+@every(rows.SAMPLERS_IN_BANDS)
+def test_samplers_of_comfyui_in_bands(module, name, outcome):
+    reason = module("sampling.known_samplers").why_global(KSAMPLER(named(name)))
+    assert (reason is None) == (outcome == rows.PIXEL_WISE)
