@@ -207,12 +207,12 @@ GUIDERS_IN_BANDS = in_bands(
     no_bands="nodes_custom_sampler.Guider_DualModel nodes_train.TrainGuider",
 )
 _PIXEL_WISE_STEPS = (
-    "ddpm deis dpm_2 dpm_2_ancestral dpm_2_ancestral_RF dpm_fast dpmpp_2m dpmpp_2m_cfg_pp dpmpp_2m_sde dpmpp_2m_sde_gpu "
-    "dpmpp_2m_sde_heun dpmpp_2m_sde_heun_gpu dpmpp_2s_ancestral dpmpp_2s_ancestral_RF dpmpp_2s_ancestral_cfg_pp "
-    "dpmpp_3m_sde dpmpp_3m_sde_gpu dpmpp_sde dpmpp_sde_gpu er_sde euler euler_ancestral euler_ancestral_RF euler_ancestral_cfg_pp "
-    "euler_cfg_pp exp_heun_2_x0 exp_heun_2_x0_sde gradient_estimation gradient_estimation_cfg_pp heun heunpp2 ipndm ipndm_v "
-    "lcm lms res_multistep res_multistep_ancestral res_multistep_ancestral_cfg_pp res_multistep_cfg_pp sa_solver "
-    "sa_solver_pece seeds_2 seeds_3"
+    "ddpm deis dpm_2 dpm_2_ancestral dpm_2_ancestral_RF dpm_fast dpmpp_2m dpmpp_2m_cfg_pp dpmpp_2m_sde "
+    "dpmpp_2m_sde_gpu dpmpp_2m_sde_heun dpmpp_2m_sde_heun_gpu dpmpp_2s_ancestral dpmpp_2s_ancestral_RF "
+    "dpmpp_2s_ancestral_cfg_pp dpmpp_3m_sde dpmpp_3m_sde_gpu dpmpp_sde dpmpp_sde_gpu er_sde euler euler_ancestral "
+    "euler_ancestral_RF euler_ancestral_cfg_pp euler_cfg_pp exp_heun_2_x0 exp_heun_2_x0_sde gradient_estimation "
+    "gradient_estimation_cfg_pp heun heunpp2 ipndm ipndm_v lcm lms res_multistep res_multistep_ancestral "
+    "res_multistep_ancestral_cfg_pp res_multistep_cfg_pp sa_solver sa_solver_pece seeds_2 seeds_3"
 )
 SAMPLERS_IN_BANDS = in_bands(
     pixel_wise=" ".join(f"sampling.sample_{name}" for name in _PIXEL_WISE_STEPS.split())

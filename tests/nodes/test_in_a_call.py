@@ -39,6 +39,14 @@ def test_entries_of_transformer_options(module, name, outcome):
 NAMED_OTHERWISE = ("patches", "patches_replace", "optimized_attention_override")
 
 
+def test_the_table_of_readers_has_the_native_models_that_read_an_entry(module):
+    found = module("model.reach").READ_BY
+    expected = {name: {kind for kind, outcome in table.items() if outcome != HARMLESS} for name, table in rows.READ.items()}
+    assert {name: set(kinds) for name, kinds in found.items() if kinds} == {
+        name: kinds for name, kinds in expected.items() if kinds
+    }
+
+
 @pytest.mark.parametrize("name", [name for name, table in rows.READ.items() if PASSED in table.values()])
 def test_an_entry_that_is_passed_decides_the_tensors_for_the_ranks(name):
     for kind, outcome in rows.READ[name].items():
