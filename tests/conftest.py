@@ -29,6 +29,7 @@ from testing.fork_server import fork_server, started_by
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
 from tests.support.requirements import NotHere
+from tests.support.time_limit import TimeLimit
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
 hypothesis.settings.register_profile("no timed tests", deadline=None)
@@ -69,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A plugin of its own, since a hook written here would only see what lies below this folder.
     config.pluginmanager.register(RootIsNoTestPackage())
+    config.pluginmanager.register(TimeLimit())
     config.stash[FIGURES] = {}
     if cards := config.getoption("emulated_gpus"):
         from tests.support.emulated_gpu.plugin import EmulatedGpus  # takes torch's innards, which not every torch has

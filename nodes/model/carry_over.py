@@ -24,6 +24,11 @@ def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatc
             check(key, patch)
         target.patches[key] = patches[:]
     target.patches_uuid = source.patches_uuid  # the name under which ranks keep these patches
+    for hook, hooked in source.hook_patches.items():
+        for key, patches in hooked.items():
+            for patch in patches:
+                check(key, patch, hooked=True)
+        target.hook_patches[hook] = {key: patches[:] for key, patches in hooked.items()}
     # model_options come before object patches, because add_object_patch writes into them.
     target.model_options = comfy.model_patcher.create_model_options_clone(source.model_options)
     for name, value in source.object_patches.items():

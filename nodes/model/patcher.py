@@ -7,6 +7,7 @@ import weakref
 
 import comfy.model_detection
 import comfy.model_management
+import comfy.patcher_extension
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
@@ -49,6 +50,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
     """ModelPatcher of a model whose weights are on ranks. Refuses patches that would not reach them."""
 
     patches_uuid: uuid.UUID
+    is_injected: bool
     _told_of_compile = False
 
     def __init__(self, model, load_device, *arguments, **named):
@@ -179,7 +181,24 @@ class RemoteModelPatcher(RankMemoryPatcher):
         self.patches_uuid = uuid.uuid4()
 
     def inject_model(self):
-        """Does nothing: the ranks add injected LoRAs."""
+        """Tells other nodes' callbacks, as ComfyUI's. The ranks add the injected LoRAs."""
+        if any(self.injections.values()) and not (self.is_injected or self.skip_injection):
+            self.is_injected = True
+            self._call_back(comfy.patcher_extension.CallbacksMP.ON_INJECT_MODEL)
+
+    def eject_model(self):
+        """Tells other nodes' callbacks, as ComfyUI's. Nothing is to be taken out of this process's model."""
+        if self.is_injected:
+            self.is_injected = False
+            self._call_back(comfy.patcher_extension.CallbacksMP.ON_EJECT_MODEL)
+
+    def _call_back(self, kind: str) -> None:
+        for callback in self.get_all_callbacks(kind):
+            callback(self)
+
+    def deepclone_multigpu(self, *_arguments, **_named):
+        """ValueError: ComfyUI would load the model's file once more for each GPU."""
+        refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees take its place.")
 
     def get_key_patches(self, filter_prefix=None):
         """As ComfyUI's, with the file's values. ValueError for a quantised file or a folder."""

@@ -18,7 +18,7 @@ from ..model.concurrent_conds import evaluate_concurrently
 from ..model.diffusion_model import RemoteDiffusionModel
 from ..model.fun_control import fun_controls
 from ..model.run_shapes import Shapes, shapes_of_run
-from ..ui.other_nodes import name_of, named, nodes_of
+from ..ui.other_nodes import OURS, definition, name_of, named, nodes_of
 from .known_local import PIXEL_WISE_GUIDERS, PIXEL_WISE_MASKS, WHOLE_GUIDERS, is_known_guidance, looks_at_the_whole
 from .known_samplers import why_global
 from .noise import WholeNoise
@@ -158,10 +158,22 @@ def why_not_banded(sampling: Sampling) -> str | None:
     for kind, function in functions_of(options):
         if not is_known_guidance(function):
             return f"{_owner(function)}'s {kind} may look at the whole latent"
+    if callbacks := guider.model_patcher.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE):
+        return f"{_owner(callbacks[0])} is told of each evaluation, one after the other"
     mask_function = options.get("denoise_mask_function")
     if sampling.denoise_mask is not None and mask_function is not None and name_of(mask_function) not in PIXEL_WISE_MASKS:
         return f"{_owner(mask_function)}'s denoise_mask_function may look at the whole latent"
     return None
+
+
+def why_wrapped(executor: comfy.patcher_extension.WrapperExecutor) -> str | None:
+    """Reason for the user why what comes inside of a SAMPLER_SAMPLE wrapper cannot be run for each band. None: it can.
+
+    Bands call the sampler itself. A wrapper that another node adds behind Apply PipeFusion would be left out.
+    """
+    inside = executor.wrappers[executor.idx + 1 :]
+    others = [each for each in inside if not definition(each).__module__.startswith(f"{OURS}.")]
+    return f"what {_owner(others[0])} has put around the sampler looks at the whole latent" if others else None
 
 
 def _owner(function: Callable) -> str:

@@ -34,6 +34,7 @@ PIXEL_WISE = frozenset(
 GLOBAL = {
     "samplers.ksampler.<locals>.dpm_adaptive_function": "dpm_adaptive sets its step size by the whole latent",
     "sampling.sample_dpm_adaptive": "dpm_adaptive sets its step size by the whole latent",
+    "sampling.sample_ar_video": "ar_video computes one block of frames after the other",
 }
 """ComfyUI's functions that are not pixel-wise -> the reason, for the user."""
 

@@ -30,7 +30,7 @@ from ..ui.host import check_cancelled
 from ..ui.node_text import say
 from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters
-from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced
+from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced, why_wrapped
 from .host_sampling import on_host
 from .known_samplers import takes_noise_sampler
 from .noise import whole_noise
@@ -127,7 +127,7 @@ class PipeFusion:
             if reason is None:
                 result, run = self._displaced(model, cut, sampling, executor)
         elif len(cut.rows) > 1:
-            reason = why_not_banded(sampling)
+            reason = why_not_banded(sampling) or why_wrapped(executor)
             try:
                 if reason is None:
                     result, run = self._in_bands(model, cut, sampling)

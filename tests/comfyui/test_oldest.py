@@ -18,6 +18,7 @@ from host_version import OLDEST
 from scripts.comfyui_server import PACK, ComfyUIServer
 from tests.comfyui.conftest import ranks, ready
 from tests.comfyui.graph import small
+from tests.comfyui.test_host_names import check_names
 from tests.comfyui.websocket import Events
 from tests.support.requirements import missing
 
@@ -27,14 +28,23 @@ VERSION = ".".join(map(str, OLDEST))
 
 
 @pytest.fixture(scope="module")
-def oldest(tmp_path_factory) -> Iterator[ComfyUIServer]:
+def oldest_checkout() -> Path:
     checkout = Path(os.environ.get("COMFYUI_OLDEST_PATH") or Path.home() / f"ComfyUI-{VERSION}")
     if not (checkout / "comfyui_version.py").is_file():
         why = f"no ComfyUI {VERSION} at {checkout}; set COMFYUI_OLDEST_PATH to a checkout"
         missing(why, expected=checkout.exists() or "COMFYUI_OLDEST_PATH" in os.environ)
     assert VERSION in (checkout / "comfyui_version.py").read_text()
-    with ComfyUIServer(checkout, tmp_path_factory.mktemp("oldest"), ready(checkout).python) as server:
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def oldest(oldest_checkout, tmp_path_factory) -> Iterator[ComfyUIServer]:
+    with ComfyUIServer(oldest_checkout, tmp_path_factory.mktemp("oldest"), ready(oldest_checkout).python) as server:
         yield server
+
+
+def test_every_name_of_it_is_noted_and_has_a_row(oldest_checkout):
+    check_names(oldest_checkout)
 
 
 def test_every_node_is_there(oldest):

@@ -155,6 +155,13 @@ def test_silent_callers_are_hung_up_on_and_ranks_get_in(reception, key, monkeypa
         connection.close()
 
 
+def is_hung_up_on(connection) -> bool:
+    """Whether the other end closes within half a minute. Nothing has been sent that could be read."""
+    with contextlib.suppress(ConnectionError):
+        return connection.poll(30) and is_closed(connection)
+    return True
+
+
 def test_ranks_that_are_not_expected_are_refused(reception, key):
     """One that is there already, and two that there are not."""
     first = Rank(reception.address, key, 0)
@@ -164,8 +171,7 @@ def test_ranks_that_are_not_expected_are_refused(reception, key):
     with pytest.raises(TimeoutError, match="no word from rank 1 within"):
         receive(reception, 1.0)
     for refused in (other.join().connection for other in others):
-        with pytest.raises((EOFError, OSError)):
-            refused.recv_bytes()
+        assert is_hung_up_on(refused)
         refused.close()
     assert not is_closed(first.join().connection)
     first.connection.close()
@@ -175,18 +181,19 @@ def test_a_hello_of_another_form_is_refused(reception, key):
     def greet(said: bytes) -> None:
         connection = Client(reception.address, authkey=key)
         connection.send_bytes(said)
-        with pytest.raises((EOFError, OSError)):
-            connection.recv_bytes()
+        hung_up.append(is_hung_up_on(connection))
         connection.close()
 
-    callers = [threading.Thread(target=greet, args=(said,)) for said in (b"", b"\0" * (HELLO.size - 1), b"\0" * 1000)]
+    hung_up = []
+    hellos = (b"", b"\0" * (HELLO.size - 1), b"\0" * 1000)
+    callers = [threading.Thread(target=greet, args=(said,), daemon=True) for said in hellos]
     for caller in callers:
         caller.start()
     with pytest.raises(TimeoutError, match="no word from rank 0, 1"):
         receive(reception, 1.0)
     for caller in callers:
-        caller.join(30)
-        assert not caller.is_alive()
+        caller.join(60)
+    assert hung_up == [True] * len(hellos)
 
 
 def test_pickles_are_no_messages(reception, key):
@@ -216,8 +223,7 @@ def test_giving_up_and_closing_leave_no_socket(key):
     reception.close()
     reception.close()
     assert listening() == before
-    with pytest.raises((EOFError, OSError)):  # who was in already is hung up on
-        rank.connection.recv_bytes()
+    assert is_hung_up_on(rank.connection)  # who was in already
     rank.connection.close()
     with pytest.raises(ConnectionError):
         dial((HOST, port), key, 1)

@@ -1,0 +1,66 @@
+"""The pack's modules on a stand-in for ComfyUI, and a MODEL on ranks."""
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
+from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, pack
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[Callable[[str], Any]]:
+    """`module(name)`: the pack's module nodes.<name>."""
+    with pack() as module:
+        yield module
+
+
+@pytest.fixture
+def patcher(module, flux_file) -> Any:
+    """A MODEL on ranks, which are not started."""
+    checkpoint = open_checkpoint(flux_file)
+    meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
+    config = types.SimpleNamespace(process_unet_state_dict=lambda tensors: tensors)
+    weights = module("model.lora").NativeWeights(checkpoint, meta, config, torch.float32)
+    setup = Setup(checkpoint.path, "fp32", ("cpu",), Degrees(), "auto")
+    model = torch.nn.Module()
+    model.model_loaded_weight_memory = 0
+    model.diffusion_model = module("model.diffusion_model").RemoteDiffusionModel(
+        checkpoint, setup, setup.devices, True, weights, "Flux", {}
+    )
+    return module("model.patcher").RemoteModelPatcher(model, torch.device("cpu"))
+
+
+@pytest.fixture
+def sampling(module, patcher) -> Callable[..., Any]:
+    """`sampling(options, entry, mask)`: one of the MODEL by ComfyUI's own guider and sampler, as bands look at it.
+
+    `options`: further model_options. `entry`: further entries of the conditioning.
+    """
+
+    def make(options: dict | None = None, entry: dict | None = None, mask: torch.Tensor | None = None) -> Any:
+        patcher.model_options |= options or {}
+        guider = CFGGuider(patcher)
+        guider.conds = {"positive": [{"model_conds": {}} | (entry or {})]}
+        sampler, sigmas, noise = KSAMPLER(euler), torch.linspace(1, 0, 3), torch.zeros(1, 16, 8, 8)
+        return module("sampling.eligibility").Sampling(sampler, guider, sigmas, {}, None, noise, None, mask, True)
+
+    return make
+
+
+@pytest.fixture
+def why_not_banded(module, sampling) -> Callable[..., str | None]:
+    """`why_not_banded(...)`: the reason why such a `sampling` is not cut into bands."""
+    return lambda *given, **named: module("sampling.eligibility").why_not_banded(sampling(*given, **named))
+
+
+def euler() -> None:
+    """A sampler of ComfyUI's."""
+
+
+euler.__module__ = "comfy.k_diffusion.sampling"

@@ -1,0 +1,340 @@
+"""What becomes on the ranks of each name that ComfyUI defines (testing/comfyui/host_names.py). Tests here prove each row.
+
+A row of a name that ComfyUI does not have, and a name without a row, fail a test.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from parallel_backend.families import FAMILIES
+from testing.comfyui.host_names import NAMES
+
+VERSIONS = {path.stem.removeprefix("comfyui-"): json.loads(path.read_text()) for path in sorted(NAMES.glob("*.json"))}
+"""Version of ComfyUI -> its names."""
+KINDS = {kind: family for family in FAMILIES.values() for kind in family.native_classes}
+"""Class of ComfyUI's supported_models -> the family that computes it."""
+
+PASSED = "passed"
+"""It reaches the ranks, as data."""
+COMPUTED = "computed"
+"""ComfyUI's process computes it around the ranks' calls, as it does natively."""
+HARMLESS = "harmless"
+"""The native result does not depend on it."""
+REFUSED = "refused"
+"""ValueError by its name, or by its node's; a few are refused by ComfyUI itself."""
+OUTCOMES = (PASSED, COMPUTED, HARMLESS, REFUSED)
+
+Rows = Mapping[str, str]
+"""Name -> outcome."""
+
+
+def rows(**by_outcome: str) -> Rows:
+    """`passed="one other"` and so on -> rows."""
+    found = [(name, outcome) for outcome, names in by_outcome.items() for name in names.split()]
+    assert len(found) == len(dict(found)), "a name has two rows"
+    assert by_outcome.keys() <= set(OUTCOMES)
+    return dict(found)
+
+
+def every(table: Rows) -> pytest.MarkDecorator:
+    """A test of each row, with its `name` and `outcome`."""
+    return pytest.mark.parametrize(("name", "outcome"), table.items())
+
+
+WRAPPERS = rows(
+    computed="outer_sample prepare_sampling sampler_sample predict_noise calc_cond_batch apply_model diffusion_model"
+)
+WRAPPERS_IN_BANDS = {
+    **dict.fromkeys(("outer_sample", "prepare_sampling"), "around all bands"),
+    **dict.fromkeys(("sampler_sample", "predict_noise", "calc_cond_batch", "apply_model", "diffusion_model"), "no bands"),
+}
+"""Where an unknown wrapper of a kind is run under PipeFusion: once around all bands, or the run is not cut for it."""
+
+CALLBACKS = rows(
+    computed="on_clone on_load_after on_detach_after on_cleanup on_pre_run on_prepare_state on_apply_hooks "
+    "on_register_all_hook_patches on_inject_model on_eject_model",
+    refused="on_deepclone_multigpu on_match_multigpu_clones",
+)
+
+HOOK_TYPES = rows(passed="weight", computed="add_models transformer_options", refused="object_patch add_injections")
+HOOK_SCOPES = rows(computed="all_conditioning hooked_only")
+HOOK_MODES = rows(harmless="minvram maxspeed")
+"""How ComfyUI caches patched weights, of which there are none here."""
+HOOK_TARGETS = rows(passed="model", harmless="clip")
+
+SETTERS = rows(
+    passed="add_patches add_hook_patches",
+    computed="add_callback add_callback_with_key add_wrapper add_wrapper_with_key set_additional_models add_object_patch",
+    harmless="set_attachments set_hook_mode",
+    refused="add_weight_wrapper set_injections",
+)
+"""Methods of ModelPatcher. Those whose names begin with `set_model_` put an entry into another table, whose rows hold it."""
+
+GENERAL = {
+    "set_model_patch_replace": ("dit",),
+    "set_model_sampler_post_cfg_function": ("sampler_post_cfg_function",),
+    "set_model_sampler_pre_cfg_function": ("sampler_pre_cfg_function",),
+    "set_model_compute_dtype": ("dtype",),
+}
+"""Setters whose code has no name of an entry -> entries that they set, or an equal one."""
+
+PATCHER_STATE = rows(
+    passed="patches patches_uuid hook_patches injections",
+    computed="object_patches model_options attachments additional_models callbacks wrappers forced_hooks hook_mode",
+    refused="weight_wrapper_patches",
+    # Of weights in this process, of a run, or of one copy: a MODEL on ranks has its own.
+    harmless="backup backup_buffers cached_hook_patches cached_patcher_init clone_base_uuid current_hooks hook_backup "
+    "force_cast_weights hook_patches_backup is_clip is_injected is_multigpu_base_clone object_patches_backup parent pinned "
+    "skip_injection",
+)
+"""Attributes that ModelPatcher.clone() gives its clone, and what Parallelize Model makes of them."""
+
+PATCHES = rows(
+    # Where the native model runs the patch (`native` in the names), it is refused, and has no effect elsewhere.
+    refused="attn1_output_patch attn1_patch attn2_patch double_block mlp_patch noise_refiner post_input",
+    # Of UNets.
+    harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
+    "middle_block_after_patch middle_patch output_block_patch",
+)
+"""Unknown functions in transformer_options["patches"]; known ones become data (block_patches.py)."""
+REPLACEMENTS = rows(refused="attn1 attn2 dit")
+
+OPTIONS = rows(
+    # Their own rows: WRAPPERS, CALLBACKS, PATCHES, REPLACEMENTS.
+    computed="wrappers callbacks",
+    refused="patches patches_replace optimized_attention_override transformer_options x_ref_attn_map",
+    harmless="activations_shape animate2_cache block block_index block_type cond_or_uncond context_window easycache "
+    "grid_sizes img_slice model_patch_data multigpu_thread_device original_shape prefetch_dynamic_vbars "
+    "reference_image_num_tokens sample_sigmas sigmas total_blocks transformer_index uuids "
+    # Read by few native models: READ has those. Others ignore them.
+    "a2v_cross_attn ar_config ar_state audio_embeds chroma_radiance_options minimax_h3_sigma_shift_audio "
+    "minimax_h3_sigma_shift_video rope_options run_ax run_vx stg_self_attn_blocks stg_skip_self_attn v2a_cross_attn",
+)
+"""Entries of transformer_options, for a native model that does not read them."""
+ROPE_REFUSED = "Lumina2 ZImage WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
+ROPE_PASSED = (
+    "Flux FluxInpaint FluxSchnell Flux2 LongCatImage ErnieImage Kandinsky5 Kandinsky5Image WAN21_T2V WAN21_I2V "
+    "WAN21_FunControl2V WAN22_T2V WAN21_Camera WAN22_Camera WAN21_Vace WAN22_Animate"
+)
+READ: Mapping[str, Rows] = {
+    "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
+    "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
+    "minimax_h3_sigma_shift_audio": rows(passed="MiniMaxH3"),
+    "stg_self_attn_blocks": rows(passed="LTXAV"),
+    "a2v_cross_attn": rows(passed="LTXAV"),
+    "v2a_cross_attn": rows(passed="LTXAV"),
+    "run_vx": rows(refused="LTXAV"),
+    "run_ax": rows(refused="LTXAV"),
+    "stg_skip_self_attn": rows(refused="LTXAV LTXV"),
+    # Caches, and where a block is: no result depends on them.
+    "animate2_cache": rows(harmless="WAN_Animate2"),
+    "context_window": rows(harmless="WAN_Animate2"),
+    "block_index": rows(harmless="Krea2"),
+    # Only models with a second time step read them, which the families refuse.
+    "sigmas": rows(harmless="HunyuanVideo HunyuanVideoI2V HunyuanVideoSkyreelsI2V HunyuanVideo15 HunyuanImage21"),
+    "sample_sigmas": rows(harmless="HunyuanVideo HunyuanVideoI2V HunyuanVideoSkyreelsI2V HunyuanVideo15 HunyuanImage21"),
+}
+"""Entry of transformer_options -> class of supported_models whose native model reads it -> outcome there."""
+
+MODEL_OPTIONS = rows(
+    computed="sampler_cfg_function sampler_pre_cfg_function sampler_post_cfg_function sampler_calc_cond_batch_function "
+    "model_function_wrapper denoise_mask_function disable_cfg1_optimization context_handler registered_hooks "
+    "to_load_options transformer_options",
+    passed="dtype",  # of a loader
+    harmless="global_average_pooling ignore_multigpu load_device offload_device multigpu_options multigpu_thread_pool",
+    refused="custom_operations multigpu_clones",
+)
+MODEL_OPTIONS_IN_BANDS = (
+    *("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function", "sampler_calc_cond_batch_function"),
+    *("model_function_wrapper", "denoise_mask_function", "context_handler"),
+)
+"""Those for which a run is not cut into bands, unless the function is known to work on a part."""
+OF_A_LOADER = ("dtype", "custom_operations", "load_device", "offload_device")
+
+ENTRIES = rows(
+    passed="model_conds control",
+    computed="area default gligen hooks mask mask_strength strength timestep_start timestep_end uuid",
+)
+"""Entries of a conditioning by which ComfyUI evaluates it."""
+ENTRIES_IN_NO_BANDS = ("area", "default", "gligen", "hooks")
+
+PIXEL_WISE, WHOLE, NO_BANDS, AROUND = "pixel by pixel", "for the whole latent", "no bands", "around all bands"
+
+
+def in_bands(**by_way: str) -> Rows:
+    """`pixel_wise="one other"` and so on -> rows of functions and classes, as `name_of` has them."""
+    ways = {"pixel_wise": PIXEL_WISE, "whole": WHOLE, "no_bands": NO_BANDS, "around": AROUND}
+    return {name: ways[way] for way, names in by_way.items() for name in names.split()}
+
+
+GUIDANCE_IN_BANDS = in_bands(
+    pixel_wise="nodes_cfg.CFGNorm.execute.<locals>.cfg_norm nodes_cfg.CFGNorm.execute.<locals>.cfg_norm_pre "
+    "nodes_custom_sampler.CFGOverride.execute.<locals>.predict_noise_wrapper "
+    "nodes_differential_diffusion.DifferentialDiffusion.execute.<locals>.<lambda> "
+    "nodes_eps.EpsilonScaling.execute.<locals>.epsilon_scaling_function "
+    "nodes_eps.TemporalScoreRescaling.execute.<locals>.temporal_score_rescaling "
+    "nodes_lt.LTXVModalityGuidance.execute.<locals>.post_cfg_function "
+    "nodes_lt.LTXVReferenceAudio.execute.<locals>.post_cfg_function "
+    "nodes_lt.LTXVSpatioTemporalGuidance.execute.<locals>.post_cfg_function "
+    "nodes_pag.PerturbedAttentionGuidance.execute.<locals>.post_cfg_function "
+    "nodes_slg.SkipLayerGuidanceDiTSimple.execute.<locals>.calc_cond_batch_function "
+    "nodes_video_model.VideoLinearCFGGuidance.patch.<locals>.linear_cfg "
+    "nodes_video_model.VideoTriangleCFGGuidance.patch.<locals>.linear_cfg",
+    whole="nodes_apg.APG.execute.<locals>.pre_cfg_function nodes_cfg.CFGZeroStar.execute.<locals>.cfg_zero_star "
+    "nodes_fresca.FreSca.execute.<locals>.custom_cfg_function "
+    "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function "
+    "nodes_lumina2.RenormCFG.execute.<locals>.renorm_cfg_func nodes_mahiro.Mahiro.execute.<locals>.mahiro_normd "
+    "nodes_model_advanced.RescaleCFG.patch.<locals>.rescale_cfg nodes_perpneg.PerpNeg.execute.<locals>.cfg_function "
+    "nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function "
+    "nodes_tcfg.TCFG.execute.<locals>.tangential_damping_cfg",
+    around="nodes_easycache.easycache_sample_wrapper "
+    "nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper",
+    no_bands="nodes_easycache.easycache_calc_cond_batch_wrapper nodes_easycache.easycache_forward_wrapper "
+    "nodes_easycache.lazycache_predict_noise_wrapper "
+    # Of models that no family computes, and of UNets.
+    "nodes_chroma_radiance.ChromaRadianceOptions.execute.<locals>.model_function_wrapper "
+    "nodes_hidream_o1.HiDreamO1PatchSeamSmoothing.execute.<locals>.smoothing_wrapper "
+    "nodes_model_patch.SUPIRApply.execute.<locals>.restore_cfg_function "
+    "nodes_sag.SelfAttentionGuidance.execute.<locals>.post_cfg_function",
+)
+GUIDERS_IN_BANDS = in_bands(
+    pixel_wise="samplers.CFGGuider nodes_custom_sampler.Guider_Basic nodes_custom_sampler.Guider_DualCFG "
+    "nodes_lt.Guider_LTXAVDualCFG",
+    whole="nodes_perpneg.Guider_PerpNeg",
+    no_bands="nodes_custom_sampler.Guider_DualModel nodes_train.TrainGuider",
+)
+_PIXEL_WISE_STEPS = (
+    "ddpm deis dpm_2 dpm_2_ancestral dpm_2_ancestral_RF dpm_fast dpmpp_2m dpmpp_2m_cfg_pp dpmpp_2m_sde "
+    "dpmpp_2m_sde_gpu dpmpp_2m_sde_heun dpmpp_2m_sde_heun_gpu dpmpp_2s_ancestral dpmpp_2s_ancestral_RF "
+    "dpmpp_2s_ancestral_cfg_pp dpmpp_3m_sde dpmpp_3m_sde_gpu dpmpp_sde dpmpp_sde_gpu er_sde euler euler_ancestral "
+    "euler_ancestral_RF euler_ancestral_cfg_pp euler_cfg_pp exp_heun_2_x0 exp_heun_2_x0_sde gradient_estimation "
+    "gradient_estimation_cfg_pp heun heunpp2 ipndm ipndm_v lcm lms res_multistep res_multistep_ancestral "
+    "res_multistep_ancestral_cfg_pp res_multistep_cfg_pp sa_solver sa_solver_pece seeds_2 seeds_3"
+)
+SAMPLERS_IN_BANDS = in_bands(
+    pixel_wise=" ".join(f"sampling.sample_{name}" for name in _PIXEL_WISE_STEPS.split())
+    + " uni_pc.sample_unipc uni_pc.sample_unipc_bh2",
+    no_bands="sampling.sample_dpm_adaptive sampling.sample_ar_video",
+)
+"""ComfyUI's own functions. Under PipeFusion they are run for each band, or for the whole latent, or the run is not cut."""
+
+ALWAYS = rows(
+    passed="c_crossattn",
+    computed="c_concat latent_shapes",  # BaseModel takes them out of the call
+    harmless="crossattn_controlnet",
+)
+"""Keys of extra_conds for every model."""
+CONDITIONING: Mapping[str, Rows] = {
+    "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
+    "longcat-image": rows(passed="ref_latents ref_latents_method", refused="attention_mask guidance y"),
+    "ovis-image": rows(passed="ref_latents ref_latents_method", harmless="guidance y", refused="attention_mask"),
+    "chroma": rows(harmless="y", refused="attention_mask guidance ref_latents ref_latents_method"),
+    "flux2": rows(passed="guidance ref_latents ref_latents_method", harmless="y", refused="attention_mask"),
+    "sd3": rows(passed="y"),
+    "pixart": rows(passed="c_ar c_size", refused="y"),
+    "hunyuan-dit": rows(
+        passed="encoder_hidden_states_t5 image_meta_size text_embedding_mask text_embedding_mask_t5", refused="y"
+    ),
+    "qwen-image": rows(passed="attention_mask ref_latents ref_latents_method", refused="y"),
+    "krea2": rows(passed="ref_latents ref_latents_method", refused="y"),
+    "ernie-image": rows(refused="y"),
+    "z-image": rows(
+        harmless="attention_mask clip_text_pooled num_tokens", refused="ref_contexts ref_latents siglip_feats y"
+    ),
+    "lumina2": rows(
+        harmless="attention_mask clip_text_pooled num_tokens", refused="ref_contexts ref_latents siglip_feats y"
+    ),
+    "wan": rows(passed="clip_fea context_latents reference_latent", computed="denoise_mask", refused="time_dim_concat y"),
+    "wan-animate": rows(
+        passed="clip_fea face_pixel_values pose_latents", refused="context_latents reference_latent time_dim_concat y"
+    ),
+    "wan-animate-2": rows(
+        passed="clip_fea clip_fea_pose context_pose pose_latents pose_strength reference_strength",
+        refused="context_latents reference_latent time_dim_concat y",
+    ),
+    "wan-vace": rows(
+        passed="vace_context vace_strength",
+        harmless="clip_fea",
+        refused="context_latents reference_latent time_dim_concat y",
+    ),
+    "wan-camera": rows(
+        passed="camera_conditions", harmless="clip_fea", refused="context_latents reference_latent time_dim_concat y"
+    ),
+    "wan-scail": rows(
+        passed="clip_fea pose_latents ref_mask_flag ref_mask_latents reference_latent sam_latents",
+        refused="context_latents time_dim_concat y",
+    ),
+    "minimax-h3": rows(passed="audio_denoise_mask denoise_mask minimax_payload", refused="y"),
+    "ltx-video": rows(
+        passed="attention_mask frame_rate keyframe_idxs",
+        computed="denoise_mask",
+        refused="generated_keyframes guide_attention_entries y",  # entries of the usual strength have no effect
+    ),
+    "ltx-2": rows(
+        passed="frame_rate guide_attention_entries keyframe_idxs ref_audio",
+        computed="audio_denoise_mask denoise_mask",
+        refused="attention_mask generated_keyframes y",
+    ),
+    "hunyuan-video": rows(passed="attention_mask guidance y", refused="guiding_frame_index ref_latent"),
+    "hunyuan-video-1.5": rows(
+        passed="clip_fea txt_byt5", harmless="guidance y", refused="attention_mask guiding_frame_index ref_latent"
+    ),
+    "hunyuan-image-2.1": rows(passed="txt_byt5", harmless="guidance", refused="attention_mask y"),
+    "kandinsky-5-video": rows(passed="time_dim_replace y", harmless="attention_mask"),
+    "kandinsky-5-image": rows(passed="y", harmless="attention_mask", refused="time_dim_replace"),
+    "ideogram-4": rows(passed="attention_mask", refused="y"),
+    "hidream-i1": rows(passed="encoder_hidden_states_llama3 image_cond y"),
+    "cosmos-predict2": rows(computed="denoise_mask", harmless="fps", refused="y"),
+    "cogvideox": rows(harmless="ofs", refused="y"),
+    "cogvideox-1.5": rows(passed="ofs", refused="y"),
+}
+"""Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""
+
+TABLES: Mapping[str, Rows] = {
+    "wrappers": WRAPPERS,
+    "callbacks": CALLBACKS,
+    "hook types": HOOK_TYPES,
+    "hook scopes": HOOK_SCOPES,
+    "hook modes": HOOK_MODES,
+    "hook targets": HOOK_TARGETS,
+    "patcher state": PATCHER_STATE,
+    "patches": PATCHES,
+    "replaced": REPLACEMENTS,
+    "transformer_options": OPTIONS,
+    "model_options": MODEL_OPTIONS,
+    "entries": ENTRIES,
+}
+"""Kind of names, as in the files of names -> rows. Setters, native options and conditioning have tests of their own."""
+IN_BANDS: Mapping[str, Rows] = {
+    "guidance": GUIDANCE_IN_BANDS,
+    "guiders": GUIDERS_IN_BANDS,
+    "samplers": SAMPLERS_IN_BANDS,
+}
+"""Kind of names -> rows of ComfyUI's own functions and classes, all of which are computed."""
+
+
+def without_a_row(names: Mapping[str, Any]) -> list[str]:
+    """The names of one ComfyUI for which there is no row, as "kind: name"."""
+    found = [(kind, name) for kind, table in (TABLES | IN_BANDS).items() for name in names[kind] if name not in table]
+    entries = PATCHES | REPLACEMENTS | OPTIONS | MODEL_OPTIONS
+    for method, strings in names["setters"].items():
+        known = any(each in entries for each in GENERAL.get(method, strings)) if method.startswith("set_model_") else False
+        found += [] if known or method in SETTERS else [("setters", method)]
+    for kind, family in KINDS.items():
+        table, native = ALWAYS | CONDITIONING[family.name], names["native"].get(kind, {"options": (), "patches": ()})
+        found += [(f"conditioning of {kind}", name) for name in names["conditioning"].get(kind, ()) if name not in table]
+        found += [(f"read by {kind}", name) for name in native["options"] if kind not in READ.get(name, ())]
+        found += [(f"patches of {kind}", name) for name in native["patches"] if name not in family.blocks.native_patches]
+    return [f"{kind}: {name}" for kind, name in found]
+
+
+def all_rows() -> Iterator[tuple[str, str, str]]:
+    """(kind, name, outcome) of every row."""
+    tables = TABLES | {"setters": SETTERS, "conditioning": ALWAYS}
+    tables |= {f"conditioning of {family}": table for family, table in CONDITIONING.items()}
+    tables |= {f"read {option}": table for option, table in READ.items()}
+    for kind, table in tables.items():
+        yield from ((kind, name, outcome) for name, outcome in table.items())
