@@ -180,13 +180,16 @@ class Machine:
         self.lock = threading.RLock()
         self.gpus: list[Gpu] = []
         self.record: Any = None
+        self.folder: Any = None
+        """Of the files that its processes share."""
         self.sync_debug_mode = 0
         """Of torch.cuda.set_sync_debug_mode."""
 
     @contextlib.contextmanager
     def of(self, cards: tuple[Card, ...], folder: Path) -> Iterator[None]:
-        """`folder`: of the files that its processes share."""
+        """`folder`: see Machine.folder."""
         assert not self.gpus, "there are emulated devices already"
+        self.folder = folder
         self.record, reserved_by = Record(folder / "violations"), Reserved(folder / "memory")
         self.gpus = [Gpu(index, card, reserved_by) for index, card in enumerate(cards)]
         try:
