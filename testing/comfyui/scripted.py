@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +33,17 @@ class ComfyUI:
 class Inside:
     """A booted ComfyUI without a server, which runs scripts one after the other: see inside/serve.py."""
 
-    def __init__(self, comfyui: ComfyUI, base: Path, scripts: Path):
-        """`base`: ComfyUI's base directory, with checkpoints. `scripts`: the folder that the scripts are in."""
+    def __init__(
+        self, comfyui: ComfyUI, base: Path, scripts: Path, flags: Iterable[str] = (), environment: Mapping[str, str] = {}
+    ):
+        """`base`: ComfyUI's base directory, with checkpoints. `scripts`: the folder that the scripts are in. `flags`: of
+        ComfyUI. `environment`: beside this process's own."""
         self._base = base
         self._log = (base / "inside.log").open("w")
         self._process = subprocess.Popen(
-            [comfyui.python, INSIDE / "serve.py", comfyui.checkout, base, scripts],
+            [comfyui.python, INSIDE / "serve.py", comfyui.checkout, base, scripts, *flags],
             cwd=base,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # a process that has threads cannot be forked
+            env=os.environ | {"OMP_NUM_THREADS": "1", **environment},  # a process that has threads cannot be forked
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

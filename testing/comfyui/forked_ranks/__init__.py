@@ -3,6 +3,7 @@
 A spawned rank would do the imports itself: 4 s of a core. Ranks are not forked from ComfyUI's process, which has threads.
 """
 
+import contextlib
 import importlib.util
 import os
 from multiprocessing import forkserver
@@ -20,7 +21,8 @@ fork_server = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fork_server)
 
 context = torch.multiprocessing.get_context("forkserver")
-context.set_forkserver_preload([*fork_server.IMPORTS])
-with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):  # where that process finds what it imports
+context.set_forkserver_preload([*fork_server.IMPORTS, *os.environ.get("PARALLEL_DIT_FIRST", "").split()])
+# Where that process finds what it imports, and before ComfyUI's folder, which has `tests` too.
+with contextlib.chdir(ROOT), mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
     forkserver.ensure_running()
 torch.multiprocessing.get_context = lambda _method: context

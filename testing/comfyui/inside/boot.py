@@ -1,9 +1,11 @@
 """Boots ComfyUI in this process, and has helpers for the scripts. ComfyUI's Python runs this file, see serve.py.
 
-Arguments: the ComfyUI checkout, a base directory, and start flags of ComfyUI.
+Arguments: the ComfyUI checkout, a base directory, and start flags of ComfyUI, which is on the CPU unless they say --disable-dynamic-vram.
+Modules that PARALLEL_DIT_FIRST names, a space between them, are imported before all else, from the pack's folder.
 """
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 import sys
@@ -18,9 +20,15 @@ PACK = Path(__file__).resolve().parents[3]
 FORKED_RANKS = PACK / "testing" / "comfyui" / "forked_ranks"
 CHECKOUT, BASE = (Path(argument) for argument in sys.argv[1:3])
 
+sys.path.insert(0, str(PACK))
+for name in os.environ.get("PARALLEL_DIT_FIRST", "").split():
+    importlib.import_module(name)
+sys.path.remove(str(PACK))
+
 os.chdir(CHECKOUT)
 sys.path.insert(0, str(CHECKOUT))
-sys.argv[1:] = ["--cpu", "--base-directory", str(BASE), *sys.argv[3:]]
+on_the_cpu = [] if "--disable-dynamic-vram" in sys.argv else ["--cpu"]
+sys.argv[1:] = [*on_the_cpu, "--base-directory", str(BASE), *sys.argv[3:]]
 
 import comfy.options  # noqa: E402
 

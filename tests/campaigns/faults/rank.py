@@ -258,6 +258,7 @@ _STRIKES: dict[str, Callable[[Agent, Fault, Any], Any]] = {
     "model file": Agent.wait_for_client,
     "model file while it is read": Agent.wait_for_client,
     "store file": _damage_store,
+    "cancelled": Agent.wait_for_client,
     "no host memory": _take_host_memory,
     "model file while it is streamed": _stream_from_a_damaged_file,
     # Controls: what the harness must find out.
@@ -303,6 +304,7 @@ def install(agent: Agent) -> None:
     from parallel_backend.rank.comm import peers
     from parallel_backend.rank.engine import Engine
     from parallel_backend.rank.stage.lora import Adapters
+    from parallel_backend.rank.stage.store.device_copies import CudaCopies
     from parallel_backend.rank.stage.store.weight_store import WeightStore
     from parallel_backend.rank.stage.weights import StageWeights
     from parallel_backend.rank.vae.part import VAEPart
@@ -318,6 +320,7 @@ def install(agent: Agent) -> None:
     _before(agent, Adapters, "add", "adapt")
     _before(agent, WeightStore, "set_resident", "giving way")
     _before(agent, emulated_device, "_copy", "copying")
+    _before(agent, CudaCopies, "copy", "copying")
     _watch_loading(agent, StageWeights, WeightStore)
     _watch_blocks(agent, Engine)
     _watch_vae(agent, VAEPart)

@@ -34,6 +34,7 @@ from testing.emulated_device import EmulatedDevice
 from testing.vaes import OnRanks, decoder_of
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import autoencoder, latent
+from tests.support.emulated_gpu.machine import machine
 
 from . import census, rank
 from .fault import Fault
@@ -57,6 +58,10 @@ def nobody() -> None:
     """A Poll that never gives up."""
 
 
+class Cancelled(BaseException):
+    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
+
+
 class Warnings(logging.Handler):
     """Keeps what the registry warns of: unloading raises nothing."""
 
@@ -71,11 +76,11 @@ class Warnings(logging.Handler):
 class FaultSession:
     """`expected`: by degrees and by what was asked for, what came of it undisturbed, to compare bit for bit.
 
-    `silence`: see pool.Pool. Made by `fault_session`.
+    `silence`: see pool.Pool. `cards`: ranks are on CUDA devices, two of them. Made by `fault_session`.
     """
 
-    def __init__(self, folder: Path, silence: float):
-        self.folder, self.silence = folder, silence
+    def __init__(self, folder: Path, silence: float, cards: bool = False):
+        self.folder, self.silence, self.cards = folder, silence, cards
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.model = tiny.random_flux()
@@ -85,12 +90,13 @@ class FaultSession:
         self.starts_within = START_SECONDS
         self.registry = Registry()
         self.warnings = Warnings()
+        self._cancelling = False
         self.expected: dict[str, dict[str, Result]] = {}
         self.usual: dict[int, census.Census] = {}  # by number of ranks, while all is well
 
     def start(self, devices: tuple[str, ...], **named: Any) -> Pool:
         """In place of Pool where the registry starts one."""
-        device = EMULATED if devices == self.devices(f"pipe 2{STREAMED}") else None
+        device = EMULATED if devices[0] == "cpu:0" else None
         entry = functools.partial(rank.entry, self.folder, self.temporary, device)
         start = functools.partial(LocalRanks, entry=entry)
         pool = Pool(devices, **named | {"threads": 1, "silence": self.silence, "start": start})
@@ -108,13 +114,23 @@ class FaultSession:
 
     def devices(self, degrees: str) -> tuple[str, ...]:
         world = DEGREES[degrees].world
+        if self.cards:  # those that give way in another order, so that one can tell
+            return ("cuda:1", "cuda:0") if degrees.endswith(GIVING_WAY) else ("cuda:0", "cuda:1")
         emulated = degrees.endswith((STREAMED, GIVING_WAY))
         return tuple(f"cpu:{rank}" for rank in range(world)) if emulated else ("cpu",) * world
 
     def key(self, degrees: str, stage_split: str = "even", path: Path | None = None) -> Setup:
-        offload = NEXT_TO_NOTHING if degrees.endswith(STREAMED) else ALLOWED
+        nothing = Offload(leave_free=1 << 50) if self.cards else NEXT_TO_NOTHING
+        offload = nothing if degrees.endswith(STREAMED) else ALLOWED
         key = Setup(path or self.path, "fp32", self.devices(degrees), DEGREES[degrees], "sdpa", stage_split)
         return replace(key, offload=offload)
+
+    def poll(self) -> None:
+        """The user's Cancel, as soon as a rank says that it is there. The rank goes on when it has been seen."""
+        if self._cancelling and (self.folder / rank.FIRED).exists():
+            self._cancelling = False
+            rank.write(self.folder / rank.ACTED, None)
+            raise Cancelled
 
     def sample(self, key: Setup, steps: int = STEPS, on_loading: Callable[[], None] = nobody) -> Result:
         """A prompt: an exact call, and a run with a warm-up step and stale ones."""
@@ -126,30 +142,31 @@ class FaultSession:
                 on_loading()
 
         x, timestep, tensors = self.given
-        model = self.registry.model(key, nobody, progress)
-        if key.devices[0] != "cpu" and key.offload == ALLOWED:
+        model = self.registry.model(key, self.poll, progress)
+        if key.devices in (("cpu:0", "cpu:1"), ("cuda:1", "cuda:0")) and key.offload == ALLOWED:
             self.give_way(model)
         assert key.offload == ALLOWED or min(model.resident.host_bytes) > 0 or key.degrees.sequence > 1
-        model.adapt(None, (), nobody)
-        exact = model.predict(ModelCall(x, timestep, tensors), nobody)
+        model.adapt(None, (), self.poll)
+        exact = model.predict(ModelCall(x, timestep, tensors), self.poll)
         bands = 1 if key.degrees.displaced else 2
-        return [exact, sample_in_bands(model, x, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1)[0]]
+        prompt = Prompt(tensors, tensors, 1.0)
+        return [exact, sample_in_bands(model, x, linear_sigmas(steps), prompt, bands, 1, self.poll)[0]]
 
     def give_way(self, model: RemoteTransformer) -> None:
         """All weights come to the device, and most go to host memory again."""
-        model.resident.set(model.resident.wanted, nobody)
-        model.resident.set([int(RESIDENT * nbytes) for nbytes in model.resident.wanted], nobody)
+        model.resident.set(model.resident.wanted, self.poll)
+        model.resident.set([int(RESIDENT * nbytes) for nbytes in model.resident.wanted], self.poll)
         assert all(map(operator.lt, model.resident.device_bytes, model.resident.wanted))
 
     def adapted(self, degrees: str) -> Result:
-        model = self.registry.model(self.key(degrees), nobody)
-        model.adapt("LoRA", self.deltas, nobody)
-        return [model.predict(ModelCall(*self.given), nobody)]
+        model = self.registry.model(self.key(degrees), self.poll)
+        model.adapt("LoRA", self.deltas, self.poll)
+        return [model.predict(ModelCall(*self.given), self.poll)]
 
     def decoded(self, degrees: str) -> Result:
-        pool = self.registry.pool_for(self.devices(degrees), nobody)
+        pool = self.registry.pool_for(self.devices(degrees), self.poll)
         decoder = OnRanks(pool, "vae", lambda: decoder_of(autoencoder()))
-        return [decoder.decode(latent(1, 4, 8, 6), nobody).clone()]  # kept: a file of shared memory less
+        return [decoder.decode(latent(1, 4, 8, 6), self.poll).clone()]  # kept: a file of shared memory less
 
     def standard(self, degrees: str, steps: int = STEPS) -> Result:
         return self.sample(self.key(degrees), steps)
@@ -164,6 +181,12 @@ class FaultSession:
         if not degrees.endswith((STREAMED, GIVING_WAY)):
             found |= {"decoded": self.decoded(degrees), "adapted": self.adapted(degrees)}
             assert tiny.relative(found["adapted"][0], reference) > LIMIT
+            self.standard(degrees)
+        if self.cards:
+            self.registry.close()
+            with mock.patch.object(self, "devices", lambda _degrees: ("cpu",) * DEGREES[degrees].world):
+                assert all(map(torch.equal, self.sample(replace(self.key(degrees), offload=ALLOWED)), found["standard"]))
+            self.registry.close()
             self.standard(degrees)
         self.expected[degrees] = found
         self.usual.setdefault(DEGREES[degrees].world, census.take(self.temporary))
@@ -196,6 +219,8 @@ class FaultSession:
 
     def attempt(self, fault: Fault, wait: Callable[[], bool]) -> Result | None:
         """What a user does while the fault strikes; the result to compare. `wait`: False once it has been long enough."""
+        if fault.kind == "cancelled":
+            return self.cancel(fault)
         degrees = fault.degrees
         match fault.phase:
             case "probe":
@@ -217,6 +242,27 @@ class FaultSession:
             return self.sample(self.key(degrees, path=self.folder / MODEL_FILE), on_loading=lambda: self.damage_file(fault))
         outlasts_the_signal = fault.variant == "from outside" and fault.phase != "close run"
         return self.standard(degrees, LONG if outlasts_the_signal else STEPS)
+
+    def cancel(self, fault: Fault) -> None:
+        """A prompt is cancelled where the fault says. AssertionError if it ends before, and if Unload leaves something."""
+        run = {"adapt": self.adapted, "decoding": self.decoded}.get(fault.phase, self.standard)
+        self._cancelling = True
+        try:
+            run(fault.degrees)
+        except Cancelled:
+            pass
+        else:
+            raise AssertionError("the prompt ended and was not cancelled")
+        finally:
+            self._cancelling = False
+        if fault.variant == "unloads":
+            self.registry.unload()
+            assert not any(self.bytes_on_cards()), f"bytes left on the cards: {self.bytes_on_cards()}"
+
+    @staticmethod
+    def bytes_on_cards() -> list[int]:
+        """Bytes that ranks have on emulated cards."""
+        return machine.reserved_elsewhere
 
     def _wait_for_error(self, wait: Callable[[], bool]) -> None:
         """As long as it may take; what the pool then says is what a prompt would."""
@@ -268,11 +314,11 @@ class FaultSession:
 
 
 @contextlib.contextmanager
-def fault_session(silence: float) -> Iterator[FaultSession]:
+def fault_session(silence: float, cards: bool = False) -> Iterator[FaultSession]:
     """A FaultSession with a folder for temporary files of its own, so that what is left there can be told."""
     multiprocessing.util.get_temp_dir()  # its own, for as long as this process runs
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
-        made = FaultSession(Path(folder), silence)
+        made = FaultSession(Path(folder), silence, cards)
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(made.temporary)))
         stack.enter_context(mock.patch.object(registry_module, "Pool", made.start))
         gc.freeze()  # what is imported: every census collects

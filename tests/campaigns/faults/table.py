@@ -55,6 +55,8 @@ STREAMING = ("giving way", "copying")
 """Weights go to host memory; a block is being copied from there."""
 SERVED = ("loading", "probe", "conditioning", *COMPUTING, "adapt", "close run", "decoding")
 """A rank handles a message of the client, who waits for what comes of it."""
+CANCELLED = ("loading", "conditioning", *COMPUTING, "adapt", "decoding", *STREAMING)
+"""The client waits for ranks, and asks meanwhile whether the user has cancelled."""
 ANYWHERE = tuple(EVENTS)
 
 ERROR, RIGHT, EITHER = "error", "right", "either"
@@ -77,45 +79,45 @@ class Kind:
     by_client: bool = False
 
 
-_NO_MESSAGE = r"rank {victim} \(cpu(:\d)?\).*(BadMessage|sent what cannot be|closed its .*connection)"
-_LOST = r"rank {victim} \(cpu(:\d)?\).*(exit code|closed its .*connection|BrokenPipe|BadMessage)"
-_SILENT = r"rank {victim} \(cpu(:\d)?\).*(no sign of life|did not start within)"
-_STANDS_STILL = r"rank \d \(cpu(:\d)?\)"
+_NO_MESSAGE = r"rank {victim} \((cpu|cuda)(:\d)?\).*(BadMessage|sent what cannot be|closed its .*connection)"
+_LOST = r"rank {victim} \((cpu|cuda)(:\d)?\).*(exit code|closed its .*connection|BrokenPipe|BadMessage)"
+_SILENT = r"rank {victim} \((cpu|cuda)(:\d)?\).*(no sign of life|did not start within)"
+_STANDS_STILL = r"rank \d \((cpu|cuda)(:\d)?\)"
 
 KINDS = {
     "killed": Kind(
-        {name: r"rank {victim} \(cpu(:\d)?\) was killed by signal 9" for name in ("by itself", "from outside")}, ANYWHERE
+        {name: r"rank {victim} \((cpu|cuda)(:\d)?\) was killed by signal 9" for name in ("by itself", "from outside")}, ANYWHERE
     ),
     "stopped": Kind({name: _SILENT for name in ("by itself", "from outside")}, ANYWHERE, within=SILENCE),
     "raises": Kind(
-        {"RuntimeError": rf"rank {{victim}} \(cpu(:\d)?\).*RuntimeError: {INJECTED}.*Traceback"},
+        {"RuntimeError": rf"rank {{victim}} \((cpu|cuda)(:\d)?\).*RuntimeError: {INJECTED}.*Traceback"},
         ("start", "rendezvous", *SERVED, "unload", "closing", *STREAMING),
     ),
-    "transfer fails": Kind({"RuntimeError": rf"rank \d \(cpu(:\d)?\).*{INJECTED}"}, COMPUTING),
+    "transfer fails": Kind({"RuntimeError": rf"rank \d \((cpu|cuda)(:\d)?\).*{INJECTED}"}, COMPUTING),
     "out of memory": Kind(
         {
-            "torch": r"rank {victim} \(cpu(:\d)?\).*OutOfMemoryError",
-            "real": r"rank {victim} \(cpu(:\d)?\).*(can't allocate memory|not enough memory|out of memory)",
-            "Python": r"rank {victim} \(cpu(:\d)?\).*MemoryError",
+            "torch": r"rank {victim} \((cpu|cuda)(:\d)?\).*OutOfMemoryError",
+            "real": r"rank {victim} \((cpu|cuda)(:\d)?\).*(can't allocate memory|not enough memory|out of memory)",
+            "Python": r"rank {victim} \((cpu|cuda)(:\d)?\).*MemoryError",
         },
         ("loading", "probe", "conditioning", *COMPUTING, "adapt", "decoding", *STREAMING),
     ),
-    "NaN": Kind({"one value": r"rank {victim} \(cpu(:\d)?\)"}, COMPUTING, lives=True),
+    "NaN": Kind({"one value": r"rank {victim} \((cpu|cuda)(:\d)?\)"}, COMPUTING, lives=True),
     "slow": Kind({"once": "", "for long": ""}, (*SERVED, "unload", *STREAMING), ending=RIGHT, lives=True),
     "hangs": Kind({"in Python": _STANDS_STILL}, (*SERVED, "unload", *STREAMING), within=PATIENCE),
     "transfer lost": Kind({"not sent": _STANDS_STILL}, COMPUTING, within=PATIENCE),
     "exits": Kind(
         {
-            "os._exit(3)": r"rank {victim} \(cpu(:\d)?\) ended with exit code 3",
-            "os._exit(0)": r"rank {victim} \(cpu(:\d)?\) ended with exit code 0",
-            "sys.exit(3)": r"rank {victim} \(cpu(:\d)?\).*(SystemExit: 3|exit code 3)",
+            "os._exit(3)": r"rank {victim} \((cpu|cuda)(:\d)?\) ended with exit code 3",
+            "os._exit(0)": r"rank {victim} \((cpu|cuda)(:\d)?\) ended with exit code 0",
+            "sys.exit(3)": r"rank {victim} \((cpu|cuda)(:\d)?\).*(SystemExit: 3|exit code 3)",
         },
         ANYWHERE,
     ),
     "crashes": Kind(
         {
-            "segfault": r"rank {victim} \(cpu(:\d)?\) was killed by signal 11",
-            "abort": r"rank {victim} \(cpu(:\d)?\) was killed by signal 6",
+            "segfault": r"rank {victim} \((cpu|cuda)(:\d)?\) was killed by signal 11",
+            "abort": r"rank {victim} \((cpu|cuda)(:\d)?\) was killed by signal 6",
         },
         ANYWHERE,
     ),
@@ -140,18 +142,19 @@ KINDS = {
     ),
     "model file": Kind({name: rf"model_name: {MODEL_FILE}" for name in ("gone", "cut short")}, ("loading",), by_client=True),
     "model file while it is read": Kind(
-        {"cut short": rf"rank \d \(cpu(:\d)?\).*(killed by signal 7|{MODEL_FILE})"}, ("loading",), EITHER, by_client=True
+        {"cut short": rf"rank \d \((cpu|cuda)(:\d)?\).*(killed by signal 7|{MODEL_FILE})"}, ("loading",), EITHER, by_client=True
     ),
+    "cancelled": Kind({name: "" for name in ("goes on", "unloads")}, CANCELLED, RIGHT, lives=True),
     "no host memory": Kind({"none is free": "", "refused": ""}, ("giving way",), RIGHT, lives=True),
     "model file while it is streamed": Kind(
         {
-            name: rf"rank {{victim}} \(cpu(:\d)?\).*{MODEL_FILE} has changed on disk"
+            name: rf"rank {{victim}} \((cpu|cuda)(:\d)?\).*{MODEL_FILE} has changed on disk"
             for name in ("gone", "cut short", "replaced")
         },
         ("giving way",),
         by_client=True,
     ),
-    "store file": Kind({name: r"rank \d \(cpu(:\d)?\)" for name in ("gone", "damaged")}, ("rendezvous",), EITHER, START),
+    "store file": Kind({name: r"rank \d \((cpu|cuda)(:\d)?\)" for name in ("gone", "damaged")}, ("rendezvous",), EITHER, START),
 }
 
 
@@ -167,7 +170,7 @@ def within(fault: Fault, kind: Kind) -> str:
 def says(fault: Fault, kind: Kind) -> str:
     """Pattern of what the error must say."""
     if fault.kind == "raises" and fault.phase == "start":
-        return rf"rank {fault.victim} \(cpu(:\d)?\) ended with exit code 1"
+        return rf"rank {fault.victim} \((cpu|cuda)(:\d)?\) ended with exit code 1"
     return kind.says[fault.variant].format(victim=fault.victim)
 
 

@@ -88,7 +88,7 @@ class Kind:
             module,
             compression_ratio=1 if through_vae else 8,
             latent_format=self.latent_format() if through_vae else None,
-            load_device=torch.device("cpu"),
+            load_device=comfy.model_management.get_torch_device(),
             extra_conds=list(self.extra_conds),
         )
 

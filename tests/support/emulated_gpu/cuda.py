@@ -189,6 +189,9 @@ _FUNCTIONS: dict[str, Any] = {
     "is_current_stream_capturing": lambda: streams.current_stream().capture is not None,
     "get_sync_debug_mode": lambda: machine.sync_debug_mode,
     "set_sync_debug_mode": streams.set_sync_debug_mode,
+    # Numbers on the device come from the CPU's generator, as its kernels do.
+    "get_rng_state": lambda device=None: torch.random.get_rng_state(),
+    "set_rng_state": lambda new_state, device=None: torch.random.set_rng_state(new_state),
     "cudart": lambda: SimpleNamespace(
         cudaHostRegister=host.page_locked.register, cudaHostUnregister=host.page_locked.unregister
     ),

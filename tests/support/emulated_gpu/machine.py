@@ -127,8 +127,12 @@ class Gpu:
         """Number of the allocation from which on there is no memory."""
 
     @property
+    def reserved_by_others(self) -> int:
+        return self._reserved_by.by_others(self.index)
+
+    @property
     def free(self) -> int:
-        return self.card.memory - self.reserved - self.elsewhere - self._reserved_by.by_others(self.index)
+        return self.card.memory - self.reserved - self.elsewhere - self.reserved_by_others
 
     def take(self, nbytes: int) -> int:
         """Bytes taken for so many. OutOfMemoryError as CUDA's."""
@@ -180,13 +184,21 @@ class Machine:
         self.lock = threading.RLock()
         self.gpus: list[Gpu] = []
         self.record: Any = None
+        self.folder: Any = None
+        """Of the files that its processes share."""
         self.sync_debug_mode = 0
         """Of torch.cuda.set_sync_debug_mode."""
 
+    @property
+    def reserved_elsewhere(self) -> list[int]:
+        """Bytes of each device that other processes have."""
+        return [of.reserved_by_others for of in self.gpus]
+
     @contextlib.contextmanager
     def of(self, cards: tuple[Card, ...], folder: Path) -> Iterator[None]:
-        """`folder`: of the files that its processes share."""
+        """`folder`: see Machine.folder."""
         assert not self.gpus, "there are emulated devices already"
+        self.folder = folder
         self.record, reserved_by = Record(folder / "violations"), Reserved(folder / "memory")
         self.gpus = [Gpu(index, card, reserved_by) for index, card in enumerate(cards)]
         try:

@@ -11,10 +11,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed
 
 from testing import fork_server
 from tests.support import fake_cuda
 
+from . import process_nccl
 from .cuda import emulated
 from .machine import Machine
 
@@ -29,6 +31,7 @@ def emulated_everywhere(folder: Path, *cards: str) -> Iterator[Machine]:
     with (
         mock.patch.dict(os.environ, {VARIABLE: str(folder)}),
         mock.patch.object(fork_server, "IMPORTS", preloaded),
+        mock.patch.object(torch.distributed, "is_nccl_available", process_nccl.is_nccl_available),
         emulated(*map(_card, cards), folder=folder) as machine,
     ):
         yield machine
@@ -44,3 +47,5 @@ _for_life = contextlib.ExitStack()
 if VARIABLE in os.environ and not torch.cuda.is_available():
     _folder = Path(os.environ[VARIABLE])
     _for_life.enter_context(emulated(*map(_card, (_folder / "cards").read_text().split()), checks=False, folder=_folder))
+    torch.distributed.is_nccl_available = process_nccl.is_nccl_available
+    torch.distributed.init_process_group = process_nccl.init_process_group

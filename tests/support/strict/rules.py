@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[3]
-SUPPORT = str(Path(__file__).parent)
+SUPPORT = tuple(str(Path(__file__).parents[1] / folder) for folder in ("strict", "emulated_gpu"))
 TRIAL = "parallel_backend/rank/comm/self_test.py"
 """In the place of a call of the self-test, which has a time limit and comes before weights."""
 SHORT = 4096

@@ -1,0 +1,81 @@
+"""Parallelize Model, KSampler and Parallel VAE Decode with ranks on cards, against the same on CPU ranks. Run by serve.py.
+
+The cards are emulated CUDA devices, in the ranks' processes and in this one. ComfyUI's own device is the CPU, or the first card.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from unittest.mock import patch
+
+import controlnet
+import folder_paths
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, torch
+from parallelize import LATENT, prompts, two_loras
+from safetensors.torch import save_file
+from vae import image_vae, latent
+
+FILE = "tiny.safetensors"
+KINDS = {"cpu": ("cpu", "cpu"), "cards": ("cuda:0", "cuda:1")}
+
+
+def sampled(model, texts=None) -> torch.Tensor:
+    """Twice: the second run finds what the first has left."""
+    texts = prompts(9, 5) if texts is None else texts
+    return torch.cat([ksampler(model, texts, LATENT, steps=3, seed=seed) for seed in (1, 2)])
+
+
+def main(results: Results) -> None:
+    """Each case: how far ranks on cards are from CPU ranks, the devices that were used, and the cards' bytes after unloading."""
+    from parallel_backend.client.registry import registry
+    from parallel_backend.processes.pool import Pool
+    from tests.support.emulated_gpu.machine import machine
+
+    pack = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__]
+    load_model = pack.load_model  # with stages by number: by measured times they would be others on each pool
+    pack.load_model = lambda path, values: load_model(path, values | {"stage_split": "even"})
+    results.case("device", lambda: str(comfy.model_management.get_torch_device()))
+
+    def taken(mode: str, change: Callable = lambda model: model):
+        return node("ParallelizeModel", change(node("UNETLoader", FILE, "default")), 2, mode)
+
+    def streamed(devices: str) -> torch.Tensor:
+        offload = "24" if "cuda" in devices else "auto"  # GB left free of 24
+        return sampled(node("ParallelizeModel", node("UNETLoader", FILE, "default"), 2, "pipefusion", None, offload))
+
+    kind = controlnet.Kind(FILE, functools.partial(controlnet.flux, False), (1, 16, 8, 12), None)
+    texts = kind.apply(prompts(9, 5), kind.control_net(kind.module()))
+    vae = image_vae(4)
+    vae.first_stage_model.float()
+    vae.vae_dtype = torch.float32  # as CPU ranks compute
+    cases: dict[str, Callable[[str], torch.Tensor]] = {
+        **{mode: lambda _devices, mode=mode: sampled(taken(mode)) for mode in ("ulysses", "pipefusion", "tensor")},
+        "LoRA": lambda _devices: sampled(taken("ulysses", two_loras)),
+        "streamed": streamed,
+        "ControlNet ulysses": lambda _devices: sampled(taken("ulysses"), texts),
+        "ControlNet pipefusion": lambda _devices: sampled(taken("pipefusion"), texts),
+        "VAE": lambda devices: node("ParallelVAEDecode", {"samples": latent(1, 4, 9, 8)}, vae, devices),
+    }
+
+    def on(kind: str, name: str) -> tuple[torch.Tensor, tuple[str, ...], list[int]]:
+        """The result, the devices of the ranks, and the bytes that Unload leaves on the cards."""
+        possible = KINDS[kind] if kind == "cards" else KINDS[kind][:1]
+        with patch.object(pack, "possible_devices", lambda _text: possible):
+            found = cases[name](",".join(KINDS[kind]))
+        pool = registry().pool
+        assert isinstance(pool, Pool)
+        registry().unload()
+        return found.cpu(), pool.devices, machine.reserved_elsewhere
+
+    for name in cases:
+        results.case(name, functools.partial(on, "cpu", name))
+    expected = {name: results.found.pop(name) for name in cases if name in results.found}
+
+    def compared(name: str) -> dict[str, object]:
+        values, cpus, _ = expected[name]
+        found, cards, left = on("cards", name)
+        return {"difference": difference(values, found), "devices": [*cpus, *cards], "left": left}
+
+    for name in cases:
+        results.case(name, functools.partial(compared, name))
+    registry().close()
