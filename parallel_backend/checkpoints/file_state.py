@@ -8,6 +8,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from parallel_backend.core.short_text import short
+
 
 def file_state(paths: Iterable[Path]) -> str:
     """Digest of the files' names, sizes and times of change, or of the fact that a file is missing.
@@ -29,6 +31,6 @@ def check_file_state(paths: Iterable[Path], expected: str, name: str) -> None:
     """ValueError, naming the model `name`, if the files' state is not `expected`."""
     if file_state(paths) != expected:
         raise ValueError(
-            f"model_name: {name} has changed on disk while it was in use: it was overwritten, replaced, cut or removed. Its "
-            "weights would be those of two files. Queue the prompt again once the file is whole."
+            f"model_name: {short(name)} has changed on disk while it was in use: it was overwritten, replaced, cut or "
+            "removed. Its weights would be those of two files. Queue the prompt again once the file is whole."
         )
