@@ -28,6 +28,11 @@ def degrees(rng: random.Random) -> Degrees:
     return rng.choice((*[Degrees()] * 4, Degrees(pipe=2), Degrees(tensor=2)))
 
 
+def say(number: int, text: str) -> None:
+    sys.stdout.write(f"case {number}: {text}\n")
+    sys.stdout.flush()
+
+
 def run_all(count: int, seed: int, only: list[str]) -> list[Tally]:
     tallies = []
     with files.scratch() as name, thread_ranks() as start, ranks_of(start) as ranks:
@@ -42,7 +47,7 @@ def run_all(count: int, seed: int, only: list[str]) -> list[Tally]:
         }
         for kind, make in kinds.items():
             if not only or kind in only:
-                tallies.append(run(kind, make, max(1, round(count * SHARES[kind])), seed, ranks, degrees))
+                tallies.append(run(kind, make, max(1, round(count * SHARES[kind])), seed, ranks, degrees, say))
                 sys.stdout.write(f"{tallies[-1]}\n")
                 sys.stdout.flush()
     return tallies
@@ -53,7 +58,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help=f"of {', '.join(SHARES)}")
-    parser.add_argument("--show", type=int, default=5, help="defects of each kind that are printed")
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -63,9 +67,6 @@ def main() -> int:
     sys.stdout.write(
         f"{sum(tally.count for tally in tallies)} cases in {time.monotonic() - begun:.0f} s, {defects} defects\n"
     )
-    for tally in tallies:
-        for number, text in list(tally.defects.items())[: options.show]:
-            sys.stdout.write(f"\n{tally.kind}, case {number} (seed {options.seed}): {text}\n")
     if options.out is not None:
         found = {"date": date.today().isoformat(), "hardware": f"{platform.machine()}, {os.cpu_count()} cores"}
         found |= {"seed": options.seed, "kinds": [asdict(tally) for tally in tallies]}

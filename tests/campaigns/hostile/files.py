@@ -181,13 +181,13 @@ def _disturb(rng: random.Random, files: dict[str, Tensors], where: dict[str, str
     match rng.randrange(7):
         case 0:  # another variant beside it, as fp16 and fp32 are
             files["diffusion_pytorch_model.fp16.safetensors"] = {
-                key: resized_values(tensor) for key, tensor in tensors.items()
+                key: other_values(tensor) for key, tensor in tensors.items()
             }
         case 1:  # an interrupted download
             del files[one]
         case 2:  # what is left of another version
             files["diffusion_pytorch_model-00003-of-00003.safetensors"] = {
-                key: resized_values(tensor) for key, tensor in files[one].items()
+                key: other_values(tensor) for key, tensor in files[one].items()
             }
         case 3:
             where[rng.choice(list(where))] = rng.choice(
@@ -203,7 +203,7 @@ def _disturb(rng: random.Random, files: dict[str, Tensors], where: dict[str, str
     return True
 
 
-def resized_values(tensor: Stored) -> Stored:
+def other_values(tensor: Stored) -> Stored:
     """Other values in the same shape."""
     return Stored(
         tensor.dtype, tensor.shape, bytes(reversed(tensor.content)) if tensor.dtype == "U8" else bytes(len(tensor.content))

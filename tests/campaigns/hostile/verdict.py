@@ -162,13 +162,17 @@ def run(
     seed: int,
     ranks: Ranks,
     degrees: Callable[[random.Random], Degrees],
+    told: Callable[[int, str], None] = lambda number, text: None,
     first: int = 0,
 ) -> Tally:
-    """Cases `first` to `first` + `count` of a kind. Each is made from its number and the seed alone."""
+    """Cases `first` to `first` + `count` of a kind. Each is made from its number and the seed alone. `told` hears of each
+    defect as it is found."""
     tally = Tally(kind)
     for number in range(first, first + count):
         rng = random.Random(f"{seed} {kind} {number}")
         judge(tally, number, make(rng), ranks, degrees(rng))
+        if number in tally.defects:
+            told(number, tally.defects[number])
     return tally
 
 
