@@ -18,9 +18,8 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import Config, StepInputs
+from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_outside, cut_side
 
-from .packed_formats import FP8_KINDS, GGUF_BLOCKS
-from .quantised_formats import KEPT
 from .tensor_files import Entry
 
 SIDE, WORDS = 4, 16
@@ -40,7 +39,7 @@ def check_class(
     block of each list. Importing the class takes seconds, once in a process; the rest a fraction of one.
     """
     try:
-        shapes = _class_shapes(_Configured(family.name, repr(sorted(config.items())), family, config))
+        shapes, whole = _class_shapes(_Configured(family.name, repr(sorted(config.items())), family, config))
     except UNFIT as error:
         raise ValueError(
             f"model_name: {name} has a configuration with which {family.name} cannot be computed "
@@ -50,18 +49,17 @@ def check_class(
         raise ValueError(f"model_name: {name} has a configuration with which {family.name} has no {short(target)}.")
     for target, source in key_map.items():
         stored, shape = entries[source.key], shapes[target]
-        packed = stored.dtype in FP8_KINDS or stored.dtype in GGUF_BLOCKS or stored.dtype in KEPT
-        if not _fits(source.shape(stored.shape), shape, source.flat, packed and len(shape) == 2):
+        if not _fits(source.shape(stored.shape), shape, source.flat, target in whole):
             raise ValueError(
                 f"model_name: {name} holds {short(source.key)} of shape {short(list(stored.shape))}, where "
                 f"{family.name} has {list(shape)} for {short(target)}."
             )
 
 
-def _fits(stored: tuple[int, ...], shape: tuple[int, ...], flat: bool, packed: bool) -> bool:
+def _fits(stored: tuple[int, ...], shape: tuple[int, ...], flat: bool, whole: bool) -> bool:
     """Whether values of the shape `stored` are a parameter's. Sizes of 1 are ignored, since GGUF's tools may drop them, but
-    not in a packed matrix, whose rows a rank cuts as they are stored."""
-    if packed:
+    not of a parameter that ranks cut as it is stored (`whole`)."""
+    if whole and not flat:
         return stored == shape
     return _without_ones(stored) == _without_ones((math.prod(shape),) if flat else shape)
 
@@ -81,8 +79,12 @@ class _Configured:
 
 
 @functools.lru_cache(maxsize=16)
-def _class_shapes(configured: _Configured) -> dict[str, tuple[int, ...]]:
-    """Parameter -> shape, of a class that could be built and run. Raises UNFIT if it could not."""
+def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """(parameter -> shape, parameters whose sides count) of a class that could be built and run: weights of linear layers, and
+    what tensor parallelism cuts.
+
+    Raises UNFIT if it could not.
+    """
     family, config = configured.family, configured.config
     # The device's context holds for this thread alone, and drawing values on it leaves torch's generator as it is: a sampler
     # may be making its noise meanwhile.
@@ -91,6 +93,15 @@ def _class_shapes(configured: _Configured) -> dict[str, tuple[int, ...]]:
         model = family.transformer_class()(**arguments).eval()
         model.register_to_config(**{name: config[name] for name in family.file.settings})
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        readers = family.forward.weight_readers
+        large = {
+            name
+            for name, layer in linear.items()
+            if cut_outside(family.tensor_plan, name, tuple(layer.weight.shape), readers)
+        }
+        weights = {f"{name}.weight" for name in linear} | {f"{name}.bias" for name in large}
+        whole = weights | _cut(family, config, shapes)
         try:
             _run(family, config, model)
         except NotImplementedError:  # an operation that exists for values alone
@@ -98,7 +109,21 @@ def _class_shapes(configured: _Configured) -> dict[str, tuple[int, ...]]:
         except RuntimeError as error:
             if ON_META not in str(error).lower():
                 raise
-    return shapes
+    return shapes, frozenset(whole)
+
+
+def _cut(family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """The parameters that tensor parallelism cuts. AssertionError if heads of their size do not make up the cut sides."""
+    sizes = family.sizes
+    parameters: set[str] = set()
+    heads, head_size, key_heads = sizes.heads(config), sizes.head_size(config), sizes.key_heads(config)
+    for name, shape in shapes.items():
+        cut = cut_of(family.tensor_plan, name)
+        if cut is None or (cut.kind is CutKind.ROW and len(shape) < 2):  # a bias that is added once is not cut
+            continue
+        cut_side(cut, shape[1 if cut.kind is CutKind.ROW else 0], heads, head_size, 0, 1, key_heads)
+        parameters.add(name)
+    return parameters
 
 
 def _run(family: Family, config: Config, model: nn.Module) -> None:

@@ -68,15 +68,17 @@ def test_an_output_wider_than_the_latent_is_no_latent(flux_file, tmp_path):
         open_checkpoint(path)
 
 
-def test_a_packed_matrix_has_both_its_sides(flux_file, tmp_path):
-    """A size of one may be missing from a plain tensor, not from one that ranks cut as it is stored."""
-    assert class_check._fits((64,), (1, 64), flat=False, packed=False)
-    assert not class_check._fits((64,), (1, 64), flat=False, packed=True)
-    tensors, path = load_file(flux_file), tmp_path / "flat.safetensors"
-    tensors["img_in.weight"] = tensors["img_in.weight"].to(torch.float8_e4m3fn)[:, :, None]
+@pytest.mark.parametrize("key", ["double_blocks.0.img_attn.proj.weight", "double_blocks.0.img_mlp.0.bias", "txt_in.weight"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_ranks_cut_has_the_sides_of_its_layer(flux_file, tmp_path, key, axis):
+    """A size of one may be missing from other tensors, or be one too many. A cut would take the wrong side here."""
+    tensors, path = load_file(flux_file), tmp_path / "more.safetensors"
+    tensors[key] = tensors[key].unsqueeze(axis)
     save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"^model_name: flat.safetensors"):
+    with pytest.raises(ValueError, match=rf"^model_name: more.safetensors (holds|is).*({key}|do not fit)"):
         open_checkpoint(path)
+    assert class_check._fits((64,), (1, 64), flat=False, whole=False)
+    assert not class_check._fits((64,), (1, 64), flat=False, whole=True)
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)

@@ -130,7 +130,7 @@ def judge(tally: Tally, number: int, trial: Trial, ranks: Ranks, degrees: Degree
             tally.outcomes["run, not finite, and named"] += 1
         else:
             tally.outcomes["rank ended"] += 1
-            tally.ended[number] = str(error)[:800]
+            tally.ended[number] = str(error)[-800:]
     except Exception as error:
         note(tally, number, error, trial.path, "refused before loading")
     else:
