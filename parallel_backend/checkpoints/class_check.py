@@ -80,8 +80,9 @@ class _Configured:
 
 @functools.lru_cache(maxsize=16)
 def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """(parameter -> shape, parameters whose sides count) of a class that could be built and run: weights of linear layers, and
-    what tensor parallelism cuts.
+    """(parameter -> shape, parameters whose sides count) of a class that could be built and run.
+
+    Sides count of linear layers' weights, and of what tensor parallelism cuts.
 
     Raises UNFIT if it could not.
     """
