@@ -5,7 +5,9 @@ web/js/run_on_several_gpus.js asks for the plan and changes the workflow. The re
 """
 
 import asyncio
+import json
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import permutations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.file_state import file_state
 from parallel_backend.checkpoints.tensor_files import GGUF
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import resolve_dtype
@@ -29,6 +32,10 @@ from .ui.devices import half_dtypes, possible_devices, why_hidden
 ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
 MOST_LOADERS = 1000
+MOST_BYTES = 1 << 22
+"""Of a request: MOST_LOADERS with some thousand bytes each."""
+MOST_PLANS = 1000
+"""Files whose plans are kept."""
 GGUF_FOLDER = "unet_gguf"
 """Name of the list under which ComfyUI-GGUF has the diffusion models' folder."""
 
@@ -56,13 +63,25 @@ def add_route() -> None:
         return
     from aiohttp import web  # installed wherever ComfyUI runs as a server
 
+    plans = FilePlans()
+
     @server.routes.post(ROUTE)
     async def plan(request: web.Request) -> web.Response:
         try:
-            loaders = asked(await request.json())
+            loaders = asked(parsed(await request.read()))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
-        return web.json_response(await asyncio.to_thread(answer, loaders))
+        return web.json_response(await asyncio.to_thread(answer, loaders, plans))
+
+
+def parsed(body: bytes) -> Any:
+    """A request's JSON. ValueError for what is none, or too long or too deep."""
+    if len(body) > MOST_BYTES:
+        raise ValueError(f"loaders: a request of at most {MOST_BYTES:,} bytes is expected.")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError("loaders: a request in JSON is expected.") from None
 
 
 def asked(body: Any) -> list[Mapping[str, Any]]:
@@ -78,7 +97,7 @@ def asked(body: Any) -> list[Mapping[str, Any]]:
     return loaders
 
 
-def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
+def answer(loaders: list[Mapping[str, Any]], file_plans: "FilePlans") -> dict[str, Any]:
     """{"devices": number of them, "why": reason why nothing is gained, or "", "loaders": LoaderPlans as dicts}."""
     try:
         devices = possible_devices("auto")
@@ -90,17 +109,42 @@ def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
         why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
     elif not loaders_say_it():
         why = f"This version of ComfyUI does not say which file a MODEL is from. {INSTEAD}"
-    plans = [loader_plan(each["class_type"], each["inputs"], devices) for each in loaders]
+    plans = [loader_plan(each["class_type"], each["inputs"], devices, file_plans) for each in loaders]
     return {"devices": len(devices), "why": why, "loaders": [asdict(each) for each in plans]}
 
 
-def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...]) -> LoaderPlan:
+class FilePlans:
+    """The plans of model files, each made once for a state of the file. Thread-safe: one file is read at a time."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._plans: dict[tuple[Path, tuple[str, ...]], tuple[str, LoaderPlan]] = {}
+        """(path, devices) -> state of the file and its plan. The oldest come first."""
+
+    def of(self, name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
+        """The plan of the file at `path`, which the loader calls `name`."""
+        with self._lock:
+            state = f"{name} {file_state([path])}"
+            known, plan = self._plans.pop((path, devices), ("", LoaderPlan()))
+            if known != state:
+                plan = file_plan(name, path, devices)
+            self._plans[path, devices] = state, plan
+            if len(self._plans) > MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            return plan
+
+
+def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...], file_plans: FilePlans) -> LoaderPlan:
     """The plan of one loader. `inputs`: values of its widgets, and links to other nodes."""
     if class_type in OURS:
         return LoaderPlan(parallel=True)
     if (file := model_file(inputs)) is None:
         return LoaderPlan(why="which model file it loads is not known")
-    name, path = file
+    return file_plans.of(*file, devices)
+
+
+def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
+    """The plan of a loader of the file at `path`, which it calls `name`."""
     try:
         checkpoint = open_checkpoint(path)
     except ValueError as error:

@@ -16,7 +16,10 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.original import OriginalTensors
 from parallel_backend.client.lora import Delta
+from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
+
+from .adapter_factors import why_unfit
 
 PREFIX = "diffusion_model."
 Patch = tuple[float, Any, float, tuple[int, int, int] | None, Callable[[torch.Tensor], torch.Tensor] | None]
@@ -93,7 +96,7 @@ class NativeWeights:
         for patch in patches:
             adapter = patch[1] if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) and patch[0] else None
             before = value.clone() if adapter else value  # calculate_weight may write into its argument
-            value = comfy.lora.calculate_weight([patch], value, name)
+            value = _calculated(patch, value, name)
             if adapter and torch.equal(before, value) and all(factor.any() for factor in _tensors(adapter)):
                 raise ValueError(_unfit(adapter, name, value.shape))
         return value
@@ -131,7 +134,7 @@ class NativeWeights:
         # Applied to a weight of zeros, ComfyUI's functions give the sum that the patch adds.
         original = {name: [(self._values.value(self._keys[name]),)]} if _kind(value) == MODEL_AS_LORA else None
         patch = strength, value, strength_model, offset, function
-        whole = comfy.lora.calculate_weight([patch], torch.zeros(shape), name, original_weights=original)
+        whole = _calculated(patch, torch.zeros(shape), name, original_weights=original)
         if not whole.any() and all(factor.any() for factor in _tensors(value)) and _kind(value) != MODEL_AS_LORA:
             raise ValueError(_unfit(value, name, shape))
         return Delta(self._keys[name], whole, None, 1.0, rows, group)
@@ -162,13 +165,9 @@ def why_not(patch: Patch, region: torch.Size) -> str | None:
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
         if value.name in DORA_SCALE and (alpha := value.weights[ALPHA]) is not None and not math.isfinite(alpha):
             return f"a {value.name.upper()} with the alpha {alpha}"
-        if value.name == "lora" and any(factor.ndim < 2 or 0 in factor.shape for factor in value.weights[:2]):
-            return "a LoRA without a rank"
         if value.name == "lora" and value.weights[LORA_RESHAPE] is not None:
             return "a LoRA that enlarges the weight"
-        if value.name == "lora" and value.weights[LORA_MID] is None and _product_shape(value).numel() != region.numel():
-            return f"a LoRA for a weight of {list(_product_shape(value))}, where this model has {list(region)},"
-        return None
+        return why_unfit(value.name, value.weights, tuple(region)) if value.name in DORA_SCALE else None
     if (kind := _kind(value)) not in KINDS:
         return f"the patch kind '{kind}'"
     tensor = (value if len(value) == 1 else value[1])[0]
@@ -199,8 +198,22 @@ def _kind(value: Any) -> str:
     return "diff" if len(value) == 1 else value[0]
 
 
+def _calculated(patch: Patch, weight: torch.Tensor, name: str, **more: Any) -> torch.Tensor:
+    """comfy.lora.calculate_weight. ValueError for an adapter whose tensors it cannot compute with."""
+    try:
+        return comfy.lora.calculate_weight([patch], weight, name, **more)
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        if not isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase):
+            raise
+        raise ValueError(f"{_unfit(patch[1], name, weight.shape)} ({short(error, 200)})") from None
+
+
 def _unfit(adapter: comfy.weight_adapter.WeightAdapterBase, name: str, shape: torch.Size) -> str:
-    return f"model: the {adapter.name} for {name} does not fit this model: {name} is {list(shape)}."
+    factors = ", ".join(str(list(factor.shape)) for factor in _tensors(adapter))
+    return (
+        f"model: the {adapter.name.upper()} for {name} does not fit this model: {name} is {list(shape)}, the adapter's "
+        f"tensors are {short(factors, 200)}."
+    )
 
 
 def _region(shape: torch.Size, offset: tuple[int, int, int] | None) -> torch.Size:

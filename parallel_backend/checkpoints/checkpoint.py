@@ -6,11 +6,11 @@ the storage formats.
 """
 
 import inspect
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_name
+from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
@@ -27,14 +28,20 @@ from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
 from parallel_backend.families.others import other_model
 
+from .class_check import check_class
 from .file_state import check_file_state, file_state
-from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes, check_stated
+from .folder import read_config, read_folder
+from .limits import check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
 from .quantised_layers import attach_quantisation
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "")
+NAMED = "model_name: "
+"""Beginning of a refusal: the widget's name."""
+MAX_REFUSAL = 1000
+"""Most characters of a refusal. The longest list the families, and show three keys."""
 READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS, *KEPT}
 """Storage formats that can be read."""
 
@@ -150,8 +157,7 @@ class Checkpoint:
     def shape(self, target: str) -> tuple[int, ...]:
         """Shape of the whole parameter."""
         source = self.key_map[target]
-        shape = self.entries[source.key].shape
-        return shape if source.rows is None else (len(source.rows), *shape[1:])
+        return source.shape(self.entries[source.key].shape)
 
     def storage(self, target: str, dtype_name: str) -> str | None:
         """Format in which a rank keeps the weight of a linear layer: of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS or KEPT, or None.
@@ -199,38 +205,65 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a file or a diffusers folder. ValueError, with a text for the user, if it is no model that can be run."""
+    """Open a file or a diffusers folder, and hold it to the class that computes it (class_check.py).
+
+    ValueError, with a text for the user that names the file, if it is no model that can be run.
+    """
+    checkpoint = open_checked(path)
+    with _refusals(checkpoint.path):
+        check_class(
+            short(checkpoint.path.name), checkpoint.family, checkpoint.config, checkpoint.key_map, checkpoint.entries
+        )
+    return checkpoint
+
+
+def open_checked(path: str | Path) -> Checkpoint:
+    """As `open_checkpoint`, for a file that another process has held to its class already."""
     path = Path(path)
     if not path.is_dir() and not path.is_file():  # reading a pipe could block for ever
-        raise ValueError(f"model_name: {path.name} does not exist at {path.parent}.")
-    try:
+        raise ValueError(f"model_name: {short(path.name)} does not exist at {short(path.parent, 300)}.")
+    with _refusals(path):
         checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path)
         return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Context whose errors become a ValueError that names the file, in a line of at most MAX_REFUSAL characters.
+
+    Their causes are left out: whoever logs an error logs its causes, with all that the file has put into them.
+    """
+    try:
+        yield
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
-        if isinstance(error, ValueError) and str(error).startswith("model_name: "):
-            raise
-        raise ValueError(
-            f"model_name: {path.name} is not what its names promise: its tensors or settings do not fit each other "
-            f"({type(error).__name__}: {error})."
-        ) from error
+        name, said = short(path.name), str(error)
+        if not isinstance(error, ValueError) or not said.startswith(NAMED):
+            said = (
+                f"{name} is not what its names promise: its tensors or settings do not fit each other "
+                f"({type(error).__name__}: {short(said)})."
+            )
+        said = said.removeprefix(NAMED)
+        said = said if name in said else f"{name}: {said}"
+        raise ValueError(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
 
 
 def _open_single_file(path: Path) -> Checkpoint:
     if path.suffix.lower() not in SAFETENSORS + GGUF:
         raise ValueError(
-            f"model_name: {path.name} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never opened."
+            f"model_name: {short(path.name)} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never "
+            "opened."
         )
     entries, stated = read_header(path)
     prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
-    entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
+    entries = _with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
     stated_config = read_stated_config(path)
     shapes = {key: entry.shape for key, entry in entries.items()}
     candidates = (family for family in FAMILIES.values() if family.file.detect(shapes))
     family = next((family for family in candidates if family.file.takes_header(stated_config)), None)
     if family is None:
-        raise ValueError(_unknown(path.name, entries))
+        raise ValueError(_unknown(short(path.name), entries))
     for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
     config = _configure(path, family, entries, stated_config)
@@ -243,7 +276,7 @@ def _unknown(name: str, entries: dict[str, Entry]) -> str:
         return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
     return (
         f"model_name: {name} is no diffusion transformer that this version knows ({', '.join(FAMILIES)}). Its first keys: "
-        f"{', '.join(list(entries)[:3]) or 'none'}."
+        f"{', '.join(map(short, list(entries)[:3])) or 'none'}."
     )
 
 
@@ -254,9 +287,9 @@ def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: di
         header = family.file.header
         config = shown if header is None else header.arguments(stated) | shown
     except KeyError as missing:
-        raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
-    settings = _settings(path.name, family, config, stated, len(entries))
-    check_stated(path.name, family, config, stated)
+        raise ValueError(f"model_name: {short(path.name)} looks like {family.name}, but lacks {short(missing)}.") from None
+    settings = _settings(short(path.name), family, config, stated, len(entries))
+    check_stated(short(path.name), family, config, stated)
     return config | settings
 
 
@@ -264,7 +297,8 @@ def _with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
     """`entries`, checked. ValueError for a matrix without values, which could claim any size. Empty vectors are markers."""
     empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
     if empty is not None:
-        raise ValueError(f"model_name: {name} holds {empty} of shape {list(entries[empty].shape)}, which has no values.")
+        shape = short(list(entries[empty].shape))
+        raise ValueError(f"model_name: {name} holds {short(empty)} of shape {shape}, which has no values.")
     return entries
 
 
@@ -277,35 +311,17 @@ def _settings(name: str, family: Family, config: dict[str, Any], stated: dict[st
 
 
 def _open_folder(path: Path) -> Checkpoint:
-    try:
-        config = _read_config(path / "config.json")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
-    kind = config.get("_class_name") if isinstance(config, dict) else None
+    config = read_config(path)
+    kind = config.get("_class_name")
     of_class = (family for family in FAMILIES.values() if kind in (family.model_class, family.file.folder.older_class))
     family = next((family for family in of_class if family.file.folder.takes(config)), None)
     if family is None:
-        raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
-    entries: dict[str, Entry] = {}
-    stated: dict[str, dict[str, Any]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        if not file.is_file():
-            raise ValueError(f"model_name: {path.name} holds {file.name}, which is no file.")
-        entries_of_file, stated_of_file = read_header(file)
-        entries |= entries_of_file
-        stated |= stated_of_file
-    if not entries:
-        raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
-    entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
-    config = _constructor_arguments(path.name, family, config, len(entries))
+        raise ValueError(f"model_name: {short(path.name)} is a {short(kind)}, which this version does not know.")
+    entries, stated = read_folder(path)
+    entries = _with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
+    config = _constructor_arguments(short(path.name), family, config, len(entries))
     key_map = {target: family.file.folder.source(config, target) for target in family.file.key_map(config)}
     return _checked(Checkpoint(path, family, config, key_map, entries))
-
-
-def _read_config(path: Path) -> Any:
-    if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{path} is no file, or too long")
-    return json.loads(path.read_text())
 
 
 def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
@@ -319,10 +335,12 @@ def _constructor_arguments(name: str, family: Family, config: dict[str, Any], te
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint without tensors that the family ignores. ValueError for a missing, unreadable or unused tensor."""
-    name, entries = checkpoint.path.name, checkpoint.entries
+    name, entries = short(checkpoint.path.name), checkpoint.entries
     missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
-        raise ValueError(f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1))
+        raise ValueError(
+            f"model_name: {name} lacks {short(missing[0])}" + f" and {len(missing) - 1} more." * (len(missing) > 1)
+        )
     text = {key: Source(key) for key in checkpoint.text_keys("")}
     used = {source.key for source in checkpoint.key_map.values()} | text.keys()
     ignored = checkpoint.family.file.ignored
@@ -330,17 +348,21 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     surplus = [key for key in entries if key not in used_or_not and not any(re.fullmatch(each, key) for each in ignored)]
     if surplus:
         raise ValueError(
-            f"model_name: {name} holds {surplus[0]}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "
+            f"model_name: {name} holds {short(surplus[0])}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
         )
     for target, source in (checkpoint.key_map | text).items():
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
         if source.rows is not None and source.rows.stop > (rows := shape[0] if shape else 0):
-            raise ValueError(f"model_name: {name}: {source.key} has {rows} rows, too few for {target}.")
+            raise ValueError(f"model_name: {name}: {short(source.key)} has {rows} rows, too few for {target}.")
         if 0 in shape:
-            raise ValueError(f"model_name: {name} holds {source.key} of shape {list(shape)}, which has no values.")
+            raise ValueError(
+                f"model_name: {name} holds {short(source.key)} of shape {short(list(shape))}, which has no values."
+            )
         if dtype not in READABLE:
-            raise ValueError(f"model_name: {name} holds {source.key} as {dtype}, which this version cannot read.")
+            raise ValueError(
+                f"model_name: {name} holds {short(source.key)} as {short(dtype)}, which this version cannot read."
+            )
     check_sizes(name, checkpoint.family, checkpoint.config, [entry.shape for entry in entries.values()])
     return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used})
 

@@ -8,20 +8,25 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from parallel_backend.core.short_text import short
+
 
 def file_state(paths: Iterable[Path]) -> str:
     """Digest of the files' names, sizes and times of change, or of the fact that a file is missing.
 
-    Inodes are left out, as some network drives give a file another number at each opening.
+    The time of the inode's change (on Windows of the file's making) tells a file from another one of the same size that was
+    given the same time, as copying with times and unpacking do: no program can set it. Inode numbers are left out, as some
+    network drives give a file another one at each opening.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(set(paths)):
         try:
             status = path.stat()
         except OSError:
-            digest.update(f"{path.name} none\n".encode())
+            digest.update(f"{path.name} none\n".encode(errors="surrogateescape"))
         else:
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+            times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+            digest.update(f"{path.name} {status.st_size} {times}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -29,6 +34,6 @@ def check_file_state(paths: Iterable[Path], expected: str, name: str) -> None:
     """ValueError, naming the model `name`, if the files' state is not `expected`."""
     if file_state(paths) != expected:
         raise ValueError(
-            f"model_name: {name} has changed on disk while it was in use: it was overwritten, replaced, cut or removed. Its "
-            "weights would be those of two files. Queue the prompt again once the file is whole."
+            f"model_name: {short(name)} has changed on disk while it was in use: it was overwritten, replaced, cut or "
+            "removed. Its weights would be those of two files. Queue the prompt again once the file is whole."
         )

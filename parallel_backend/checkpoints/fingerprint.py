@@ -5,6 +5,8 @@ Models of one kind have equal headers and sizes, so values are sampled.
 
 import hashlib
 
+from parallel_backend.core.short_text import short
+
 from .checkpoint import Checkpoint
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -23,7 +25,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
                     file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                     digest.update(file.read(SAMPLE_BYTES))
         except OSError as error:
-            raise ValueError(f"model_name: {path.name} cannot be read ({error}).") from error
+            raise ValueError(f"model_name: {short(path.name)} cannot be read ({short(error)}).") from error
     return digest.hexdigest()
 
 
@@ -31,6 +33,6 @@ def check_fingerprint(checkpoint: Checkpoint, expected: str) -> None:
     """ValueError if the fingerprint of this machine's files is not `expected`."""
     if fingerprint(checkpoint) != expected:
         raise ValueError(
-            f"model_name: {checkpoint.path} is not the same on this machine as on ComfyUI's. Copy it there, or share the "
-            "folder."
+            f"model_name: {short(checkpoint.path, 300)} is not the same on this machine as on ComfyUI's. Copy it there, or "
+            "share the folder."
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from parallel_backend.core.dtypes import TORCH_DTYPES
+from parallel_backend.core.short_text import short
 
 from .gguf_header import MAX_HEADER_BYTES, read_gguf_header
 from .mapped_file import MappedFile
@@ -33,8 +34,8 @@ class GgufFile(MappedFile):
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         except ImportError as error:
             raise ValueError(
-                f"model_name: {path.name} is a GGUF file, and reading those needs the Python package 'gguf': pip install "
-                "gguf"
+                f"model_name: {short(path.name)} is a GGUF file, and reading those needs the Python package 'gguf': pip "
+                "install gguf"
             ) from error
         try:
             with path.open("rb") as file:
@@ -45,15 +46,19 @@ class GgufFile(MappedFile):
                 values, size = GGML_QUANT_SIZES[self._kinds[name]]
                 count = math.prod(tensor.shape)
                 if (tensor.shape or (1,))[-1] % values or tensor.start + count // values * size > length:
-                    raise ValueError(f"{name[:80]} is not all there")
+                    raise ValueError(f"{short(name)} is not all there")
                 self._sizes[name] = count // values * size
         except (ValueError, KeyError, OSError) as error:
-            raise ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).") from error
+            raise ValueError(
+                f"model_name: {short(path.name)} cannot be read; it is damaged or incomplete ({short(error, 200)})."
+            ) from None
         self._tensors = header.tensors
         self._shapes = {name: shape for name in self._tensors if (shape := header.arrays.get(ORIGINAL_SHAPE + name))}
         for name, shape in self._shapes.items():
             if min(shape) < 1 or math.prod(shape) != math.prod(self._tensors[name].shape):
-                raise ValueError(f"model_name: {path.name} holds {name} in another shape than its values have room for.")
+                raise ValueError(
+                    f"model_name: {short(path.name)} holds {short(name)} in another shape than its values have room for."
+                )
 
     def keys(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -69,8 +74,8 @@ class GgufFile(MappedFile):
             return PLAIN[kind]
         if kind not in GGUF_BLOCKS:
             raise ValueError(
-                f"model_name: {self.path.name} holds {key} as {kind}, which cannot be expanded. Of GGUF's types these can: "
-                f"{', '.join((*PLAIN, *GGUF_BLOCKS))}."
+                f"model_name: {short(self.path.name)} holds {short(key)} as {kind}, which cannot be expanded. Of GGUF's "
+                f"types these can: {', '.join((*PLAIN, *GGUF_BLOCKS))}."
             )
         return kind if self._whole_blocks(key, kind) else "fp32"
 

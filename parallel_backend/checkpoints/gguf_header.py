@@ -8,6 +8,8 @@ import math
 import struct
 from dataclasses import dataclass, field
 
+from parallel_backend.core.short_text import short
+
 Shape = tuple[int, ...]
 
 MAGIC, VERSIONS = 0x46554747, (2, 3)
@@ -107,11 +109,11 @@ def read_gguf_header(content: memoryview) -> GgufHeader:
     for _ in range(tensors):
         name, axes = cursor.name(), cursor.number("I")
         if axes > MAX_AXES or name in described:
-            raise ValueError(f"{name[:80]} comes twice or has {axes} axes")
+            raise ValueError(f"{short(name)} comes twice or has {axes} axes")
         shape = cursor.numbers("Q" * axes)[::-1]
         kind, offset = cursor.number("I"), cursor.number("Q")
         if math.prod(shape) == 0 or offset % alignment:
-            raise ValueError(f"{name[:80]} has no values, or is at no multiple of {alignment} bytes")
+            raise ValueError(f"{short(name)} has no values, or is at no multiple of {alignment} bytes")
         described[name] = kind, shape, offset
     start = -(-cursor.at // alignment) * alignment
     return GgufHeader({name: StoredTensor(kind, shape, start + at) for name, (kind, shape, at) in described.items()}, arrays)
@@ -123,7 +125,7 @@ def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape]]:
     for _ in range(count):
         name, kind = cursor.name(), cursor.number("I")
         if name in names:
-            raise ValueError(f"the field {name[:80]} comes twice")
+            raise ValueError(f"the field {short(name)} comes twice")
         names.add(name)
         if name == ALIGNMENT:
             if SCALARS.get(kind) != "I":

@@ -10,19 +10,18 @@ from inspect import Parameter
 from types import NoneType
 from typing import Any
 
+from parallel_backend.core.short_text import short
 from parallel_backend.families import Family
 from parallel_backend.families.base.file_layout import FileLayout
 from parallel_backend.families.base.step_inputs import Config
 
-MAX_CONFIG_BYTES = 1 << 20
-"""Most bytes of a folder's config.json. The longest known are some thousand bytes."""
 MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
 
 
 def check_settings(name: str, layout: FileLayout, settings: Config, defaults: Mapping[str, Any], tensors: int) -> None:
-    """ValueError, naming the setting of checkpoint `name`, for a value that no model of the family has.
+    """ValueError, naming the setting of the checkpoint `name`, for a value that no model of the family has.
 
     `layout`: of the family, with limits for some settings. `defaults`: setting -> a value of its type; None allows any type.
     `tensors`: number of the checkpoint's tensors, which limits the number of layers.
@@ -31,7 +30,7 @@ def check_settings(name: str, layout: FileLayout, settings: Config, defaults: Ma
         most = tensors if setting.endswith("layers") else layout.max_settings.get(setting, MAX_SETTING)
         if not _plausible(value, defaults.get(setting), most):
             raise ValueError(
-                f"model_name: {name} says that its {setting} is {str(value)[:80]}, which no model of this kind has. Its "
+                f"model_name: {name} says that its {setting} is {short(value)}, which no model of this kind has. Its "
                 "config.json is damaged, or made to do harm: get the model anew."
             )
     layout.check_together(name, settings)
@@ -49,7 +48,7 @@ def check_stated(name: str, family: Family, config: Config, stated: Mapping[str,
         known = header.values.get(entry)
         if entry in family.file.settings or (known is None and header.others):
             continue
-        shown = f"model_name: {name[:80]} says in its header that its {entry[:80]} is {json.dumps(value)[:80]}. "
+        shown = f"model_name: {name} says in its header that its {short(entry)} is {short(json.dumps(value))}. "
         if known is None:
             raise ValueError(f"{shown}This version of {family.name} does not know what that is: the picture could be wrong.")
         if _as_tuples(value) not in (possible := known(config)):
@@ -96,7 +95,7 @@ def check_sizes(name: str, family: Family, config: Config, shapes: list[tuple[in
         sizes["positions along a side"] = side
     for quantity, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise ValueError(f"model_name: {name} has {size} {quantity}: its tensors do not fit each other.")
+            raise ValueError(f"model_name: {name} has {short(size)} {quantity}: its tensors do not fit each other.")
     widest = max((size for shape in shapes for size in shape), default=0)
     if sizes["channels in a token"] > widest or (keys is not None and sizes["attention heads"] % keys):
         raise ValueError(f"model_name: {name} has a configuration that does not fit its tensors.")

@@ -11,6 +11,8 @@ from typing import BinaryIO, Self
 
 import torch
 
+from parallel_backend.core.short_text import short
+
 
 class MappedFile:
     """A file whose tensors are views of a read-only map. The file is unmapped once the last tensor is gone."""
@@ -36,7 +38,8 @@ class MappedFile:
         assert self._map is not None
         if start + count > len(self._map):
             raise ValueError(
-                f"model_name: {self.path.name} has become shorter while it was read. Is it still being copied or written?"
+                f"model_name: {short(self.path.name)} has become shorter while it was read. Is it still being copied or "
+                "written?"
             )
         with warnings.catch_warnings():  # torch warns about read-only buffers, as its tensors can always be written to
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from parallel_backend.core.short_text import short
 from parallel_backend.families.base.file_layout import Source
 
 from .checkpoint import PREFIXES, Checkpoint, to_original
@@ -62,4 +63,4 @@ class OriginalTensors:
             if entry.dtype in PLAIN and entry.scale is None:
                 with reading(checkpoint) as reader:
                     return reader.tensor(entry)
-        raise ValueError(f"{checkpoint.path.name} does not hold {key} as plain values in ComfyUI's own layout")
+        raise ValueError(f"{short(checkpoint.path.name)} does not hold {short(key)} as plain values in ComfyUI's own layout")

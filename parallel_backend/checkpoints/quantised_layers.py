@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from parallel_backend.core.short_text import short
+
 from .packed_formats import FP8_KINDS
 from .quantised_formats import CODES, FLOATS, FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace, tiled_shape
 from .tensor_files import Entry, read_settings
@@ -35,10 +37,11 @@ def attach_quantisation(name: str, entries: Mapping[str, Entry], stated: Mapping
     settings |= read_settings({layer: rest.pop(layer + SETTINGS) for layer in layers if f"{layer}.weight" in rest})
     for layer, layer_settings in settings.items():
         kind = layer_settings.get("format")
-        if kind not in FORMATS:
+        if not isinstance(kind, str) or kind not in FORMATS:
             raise ValueError(
-                f"model_name: {name} holds {layer}.weight in the format {kind}, which this version cannot read. Of "
-                f"ComfyUI's quantised formats {', '.join(FORMATS)} work, and so do GGUF, plain fp8, bf16 and fp16 files."
+                f"model_name: {name} holds {short(layer)}.weight in the format {short(kind)}, which this version cannot "
+                f"read. Of ComfyUI's quantised formats {', '.join(FORMATS)} work, and so do GGUF, plain fp8, bf16 and fp16 "
+                "files."
             )
         if kind in KEPT:
             rest[f"{layer}.weight"] = _kept(name, layer, layer_settings, rest)
@@ -60,8 +63,8 @@ def attach_quantisation(name: str, entries: Mapping[str, Entry], stated: Mapping
         if (stated_of_layer is not None or (fp8_matrix and scaled and not settings)) and entry.dtype not in KEPT:
             if SCALE not in entry.scales:
                 raise ValueError(
-                    f"model_name: {name} holds scaled weights, but lacks the scale of {key}. The file is damaged, or its "
-                    "conversion was stopped; use another copy."
+                    f"model_name: {name} holds scaled weights, but lacks the scale of {short(key)}. The file is damaged, or "
+                    "its conversion was stopped; use another copy."
                 )
             if fp8_matrix:
                 full = full_precision if stated_of_layer is None else bool(stated_of_layer.get(FULL_PRECISION, False))
@@ -76,8 +79,8 @@ def _kept(name: str, layer: str, settings: Mapping[str, Any], rest: dict[str, En
     weight, known = rest[key], FORMATS[kind]
     if weight.dtype != known.stored or len(weight.shape) != 2:
         raise ValueError(
-            f"model_name: {name} says that {key} is in the format {kind}, but holds it as {weight.dtype} of shape "
-            f"{list(weight.shape)}. The file is damaged; use another copy."
+            f"model_name: {name} says that {short(key)} is in the format {kind}, but holds it as {short(weight.dtype)} of "
+            f"shape {short(list(weight.shape))}. The file is damaged; use another copy."
         )
     rows, columns = weight.shape[0], weight.shape[1] * known.per_byte
     weight = replace(weight, shape=(rows, columns), dtype=kind, layer=_layer(name, layer, settings, columns))
@@ -88,8 +91,8 @@ def _kept(name: str, layer: str, settings: Mapping[str, Any], rest: dict[str, En
             scales[leaf] = _checked(name, f"{layer}.{leaf}", scale, weight, expected)
         elif expected.needed:
             raise ValueError(
-                f"model_name: {name} holds {key} in the format {kind}, but lacks {layer}.{leaf}, the scale that it has to "
-                "have. The file is damaged, or its conversion was stopped; use another copy."
+                f"model_name: {name} holds {short(key)} in the format {kind}, but lacks {short(layer)}.{leaf}, the scale "
+                "that it has to have. The file is damaged, or its conversion was stopped; use another copy."
             )
     return replace(weight, scales=scales)
 
@@ -103,17 +106,19 @@ def _layer(name: str, layer: str, settings: Mapping[str, Any], columns: int) -> 
     rotation = settings.get("convrot_groupsize", 256) if rotated else 0
     block = known.block or settings.get("group_size", 16)
     for setting, value, fits in (
-        ("convrot_groupsize", rotation, not rotated or rotation in ROTATIONS),
+        ("convrot_groupsize", rotation, not rotated or (type(rotation) is int and rotation in ROTATIONS)),
         ("group_size", block, known.block or (type(block) is int and block in BLOCKS and columns % 16 == 0)),
     ):
         if not fits or (value and columns % value):
             raise ValueError(
-                f"model_name: {name} says that {layer}.weight has {setting} {value}, which the format {kind} cannot have "
-                f"with {columns} columns. The file is damaged, or made by a tool that ComfyUI does not know."
+                f"model_name: {name} says that {short(layer)}.weight has {setting} {short(value)}, which the format {kind} "
+                f"cannot have with {columns} columns. The file is damaged, or made by a tool that ComfyUI does not know."
             )
     dtype = settings.get("linear_dtype", "int4")
     if dtype not in ("int4", "int8"):
-        raise ValueError(f"model_name: {name} says that {layer}.weight has linear_dtype {dtype}; int4 and int8 are known.")
+        raise ValueError(
+            f"model_name: {name} says that {short(layer)}.weight has linear_dtype {short(dtype)}; int4 and int8 are known."
+        )
     return Layer(kind, rotation, block, full_precision, dtype)
 
 
@@ -124,7 +129,7 @@ def _checked(name: str, key: str, scale: Entry, weight: Entry, expected: ScaleLa
     blocks = (rows, columns // weight.layer.block) if weight.layer else ()
     whole = all(size == 1 for size in scale.shape)
     fits = {
-        ScalePlace.WHOLE: whole or (key.endswith("codebook") and scale.shape == (CODES,)),
+        ScalePlace.WHOLE: scale.shape == (CODES,) if key.endswith("codebook") else whole,
         ScalePlace.ROW: by_row,
         ScalePlace.ROW_OR_WHOLE: by_row or whole,
         ScalePlace.COLUMN: scale.shape == (columns,),
@@ -135,6 +140,6 @@ def _checked(name: str, key: str, scale: Entry, weight: Entry, expected: ScaleLa
         return scale
     usable = "scales of a whole weight or of each of its rows" if expected.dtypes == FLOATS else "scales of other values"
     raise ValueError(
-        f"model_name: {name} holds {key} as {scale.dtype} of shape {list(scale.shape)} beside a weight of shape "
-        f"{list(weight.shape)}; {usable} can be used."
+        f"model_name: {name} holds {short(key)} as {short(scale.dtype)} of shape {short(list(scale.shape))} beside a weight "
+        f"of shape {short(list(weight.shape))}; {usable} can be used."
     )

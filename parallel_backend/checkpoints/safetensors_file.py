@@ -6,9 +6,12 @@ The safetensors package checks a file. Its tensors for torch would count as the 
 import json
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import safe_open
+
+from parallel_backend.core.short_text import short
 
 from .mapped_file import MappedFile
 
@@ -31,18 +34,31 @@ if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on; diffusers takes 2.6
 """Safetensors' name -> torch's dtype."""
 _LENGTH = struct.Struct("<Q")
 """A file begins with the length of its header."""
+MAX_HEADER_BYTES = 1 << 25
+"""Most bytes of a header. Those of the largest models have about a million. The safetensors library takes a hundred million,
+and unfolds them to sixteen times as much memory."""
+
+
+def read_header_length(file: BinaryIO) -> int:
+    """Bytes of the header of the file, which is read from its beginning. ValueError for more than MAX_HEADER_BYTES."""
+    if len(first := file.read(_LENGTH.size)) < _LENGTH.size:
+        raise ValueError("it ends before its header")
+    (length,) = _LENGTH.unpack(first)
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header is said to have {length:,} bytes, and no model's has more than {MAX_HEADER_BYTES:,}")
+    return length
 
 
 class SafetensorsFile(MappedFile):
     """An opened file."""
 
     def __init__(self, path: Path):
-        """SafetensorError for a file that is damaged or incomplete."""
+        """SafetensorError or ValueError for a file that is damaged or incomplete."""
         super().__init__(path)
-        with safe_open(path, framework="np"):
-            pass  # opening checks that every tensor lies within the file and has as many bytes as its shape needs
         with path.open("rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            length = read_header_length(file)
+            with safe_open(path, framework="np"):
+                pass  # opening checks that every tensor lies within the file and has as many bytes as its shape needs
             self._header = json.loads(file.read(length))
             self._map_whole(file)
         self._start = _LENGTH.size + length
@@ -51,7 +67,7 @@ class SafetensorsFile(MappedFile):
         """A view of the map. ValueError for a dtype that torch does not have."""
         entry = self._header[key]
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{key} is stored as {entry['dtype'][:20]}")
+            raise ValueError(f"{short(key)} is stored as {short(entry['dtype'], 20)}")
         dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
         if start == stop:
             return torch.empty(entry["shape"], dtype=dtype)

@@ -8,9 +8,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from parallel_backend.core.short_text import short
+
 from .gguf_file import GgufFile
 from .quantised_formats import Layer
-from .safetensors_file import SafetensorsFile
+from .safetensors_file import SafetensorsFile, read_header_length
 
 SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
 QUANTISATION = "_quantization_metadata"
@@ -60,10 +62,12 @@ def open_file(path: Path) -> GgufFile | SafetensorsFile:
 
     ValueError for a damaged file, such as one that another program has overwritten since it was checked.
     """
+    if _is_gguf(path):
+        return GgufFile(path)
     try:
-        return GgufFile(path) if _is_gguf(path) else SafetensorsFile(path)
-    except SafetensorError as error:
-        raise _unreadable(path, error) from error
+        return SafetensorsFile(path)
+    except (SafetensorError, ValueError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _is_gguf(path: Path) -> bool:
@@ -103,7 +107,9 @@ def read_settings(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
         def read(file: Any, keys: dict[str, Entry] = keys) -> dict[str, dict[str, Any]]:
             for name, entry in keys.items():
                 if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
-                    raise ValueError(f"what it says of {name} is {entry.dtype} of the shape {list(entry.shape)}")
+                    raise ValueError(
+                        f"what it says of {short(name)} is {entry.dtype} of the shape {short(list(entry.shape))}"
+                    )
             return {name: _object(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
 
         settings |= _reading(path, read)
@@ -127,19 +133,21 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _reading(path: Path, read: Callable[[Any], Any]) -> Any:
     try:
+        with path.open("rb") as file:
+            read_header_length(file)
         with safe_open(path, framework="np") as file:  # for torch it would map more than a header needs
             return read(file)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error) from None
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
     if _is_pickle(path):
         return ValueError(
-            f"model_name: {path.name} is a pickle by another name. Pickles can run any code, and are never opened: "
+            f"model_name: {short(path.name)} is a pickle by another name. Pickles can run any code, and are never opened: "
             "get the model as safetensors."
         )
-    return ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).")
+    return ValueError(f"model_name: {short(path.name)} cannot be read; it is damaged or incomplete ({short(error, 200)}).")
 
 
 def _is_pickle(path: Path) -> bool:

@@ -6,6 +6,7 @@ from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import fingerprint
+from parallel_backend.checkpoints.scale_values import check_scales
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.setup import Setup
@@ -52,12 +53,13 @@ def load_model(
 
     `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which the
     model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `only`: see
-    wire.loading.Load. `shortfalls`: see MemoryGuard. ValueError, naming the widget, if the model cannot be cut so; RankError
-    if a rank fails, NoRoomToLoad if its device has too little memory.
+    wire.loading.Load. `shortfalls`: see MemoryGuard. ValueError, naming the widget, if the model cannot be cut so or
+    the scale of a weight is not finite; RankError if a rank fails, NoRoomToLoad if its device has too little memory.
     """
     degrees, family = setup.degrees, checkpoint.family
     check_devices(degrees, pool.devices)
     checkpoint.check_degrees(degrees)
+    check_scales(checkpoint)
     ranks, lock = ModelRanks(pool, keep_others), threading.RLock()
     if not pool.ready.done():
         progress(f"starting {len(pool.devices)} ranks", 0.0)

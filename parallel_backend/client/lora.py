@@ -1,6 +1,7 @@
 """Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that bring them to the ranks."""
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.file_layout import Source
 from parallel_backend.processes.model_ranks import ModelRanks
@@ -107,8 +109,7 @@ class Deltas:
         missing = len(rows)
         for parameter, source in sources:
             span, shape = source_rows[parameter], shapes[parameter]
-            columns = shape[1:] if delta.down is None else (torch.Size(shape[1:]).numel(),)
-            if len(delta.up) != len(rows) or (delta.up if delta.down is None else delta.down).shape[1:] != columns:
+            if not _fits(delta, len(rows), shape[1:]):
                 break
             common = Span(max(span.start, rows.start), min(span.stop, rows.stop))
             if common.start >= common.stop:
@@ -124,9 +125,21 @@ class Deltas:
             yield Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
         if missing:
             raise ValueError(
-                f"model: what is to be added to {delta.key} does not fit {self._checkpoint.path.name}. Use a LoRA that was "
-                "made for this model."
+                f"model: what is to be added to {short(delta.key)} does not fit {short(self._checkpoint.path.name)}: it is "
+                f"{_shown(delta)}. Use a LoRA that was made for this model."
             )
+
+
+def _fits(delta: Delta, rows: int, others: tuple[int, ...]) -> bool:
+    """Whether the delta is for so many rows of a tensor whose other sizes are `others`."""
+    if delta.down is None:
+        return tuple(delta.up.shape) == (rows, *others)
+    return tuple(delta.up.shape) == (rows, len(delta.down)) and tuple(delta.down.shape[1:]) == (math.prod(others),)
+
+
+def _shown(delta: Delta) -> str:
+    """The shapes of a delta, for an error."""
+    return str(list(delta.up.shape)) + ("" if delta.down is None else f" times {list(delta.down.shape)}")
 
 
 class Adaptation:

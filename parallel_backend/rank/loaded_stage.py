@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checked
 from parallel_backend.checkpoints.fingerprint import check_fingerprint
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
@@ -57,7 +57,7 @@ class LoadedStage:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         setup = load.setup
-        checkpoint = open_checkpoint(setup.path)
+        checkpoint = open_checked(setup.path)
         if load.fingerprint:
             check_fingerprint(checkpoint, load.fingerprint)
         checkpoint.check_unchanged(load.file_state)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import open_checked
 from parallel_backend.core.pinned import pinning
 from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.link_probe import probe_links
@@ -199,7 +199,7 @@ class Worker:
         return Engine(rank, message, stage)
 
     def _probe(self, message: m.Probe) -> m.Probed:
-        return probe(self.settings.rank, open_checkpoint(message.path), self.device, message.dtype, message.rows)
+        return probe(self.settings.rank, open_checked(message.path), self.device, message.dtype, message.rows)
 
     def _reply(self, message: Any) -> None:
         """Answer the request that is being handled."""

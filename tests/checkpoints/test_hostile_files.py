@@ -3,17 +3,22 @@
 import json
 import os
 import pickle
+import re
 import struct
 import time
+import traceback
 import tracemalloc
 import zipfile
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.checkpoints.checkpoint import MAX_REFUSAL, open_checkpoint, to_original
+from parallel_backend.checkpoints.folder import INDEX
 from parallel_backend.checkpoints.limits import MAX_SETTING
+from parallel_backend.checkpoints.safetensors_file import MAX_HEADER_BYTES
+from parallel_backend.checkpoints.tensor_files import open_file
 from parallel_backend.families import FAMILIES
 from testing import tiny
 from tests.campaigns.fuzz import files
@@ -55,6 +60,83 @@ def test_headers_that_promise_more_than_there_is(tmp_path):
         refused(sparse(path, b"{}", length), "damaged")
     endless = {"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 2**64 - 1]}}
     refused(sparse(path, json.dumps(endless).encode()), "damaged")
+
+
+def test_a_header_larger_than_any_models_is_not_parsed(tmp_path):
+    """The safetensors library parses 100 MB: 95 MB took 6 s and 1.6 GB, and made an error of 95 million letters."""
+    path = sparse(tmp_path / "a.safetensors", header(), MAX_HEADER_BYTES + 1)
+    refused(path, "its header is said to have 33,554,433 bytes, and no model's has more than", megabytes=1, seconds=1)
+    with pytest.raises(ValueError, match=r"^model_name: a.safetensors .* no model's has more than"):
+        open_file(path)
+    refused(sparse(path, header(), MAX_HEADER_BYTES), "damaged or incomplete .Error while")
+
+
+SIGNS = {
+    "a terminal's": "\x1b[2J\x1b[31m",
+    "a forged line": "a\nERROR: all is lost\r\n",
+    "backwards": "\u202egnp.elif",
+    "invisible": "\u200b\u2066\ufeff",
+    "long": "x" * 300_000,
+}
+
+
+def plain(path, words: str = ""):
+    """The refusal is one short line that names the file as far as it can be read, and so is all that a log shows of it."""
+    with pytest.raises(ValueError, match=f"^model_name: .*{words}") as caught:
+        open_checkpoint(path)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert len(str(caught.value)) <= MAX_REFUSAL + 20 and len(shown) < 10_000
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert shown.count("ERROR: all") <= 1
+
+
+@pytest.mark.parametrize("said", SIGNS.values(), ids=SIGNS)
+def test_names_from_a_file_are_clipped_and_escaped(tmp_path, flux_file, flux_shapes, said):
+    whole = load_file(flux_file)
+    path, zero = tmp_path / "a.safetensors", torch.zeros(1)
+    save_file({said: zero}, path)
+    plain(path, "first keys")
+    save_file(whole | {said: zero}, path)
+    plain(path, "no use")
+    save_file(whole | {f"img_in{said}.weight": zero, f"img_in{said}.comfy_quant": torch.tensor([1, 2])}, path)
+    plain(path)
+    save_file(whole, path, {"_quantization_metadata": json.dumps({"layers": {"img_in": {"format": said}}})})
+    plain(path, "in the format")
+    shapes = json.dumps({said: {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    plain(sparse(path, shapes, size=4), "damaged")
+
+
+@pytest.mark.parametrize("said", SIGNS.values(), ids=SIGNS)
+def test_names_from_a_folder_are_clipped_and_escaped(tmp_path, flux_model, said):
+    for text in (json.dumps({"_class_name": said}), flux_config(attention_head_dim=said), flux_config(num_layers=[said])):
+        plain(diffusers_folder(tmp_path / "folder", flux_model, text))
+    folder = diffusers_folder(tmp_path / "folder", flux_model, flux_config())
+    (folder / INDEX).write_text(json.dumps({"weight_map": {said: "a.safetensors"}}))
+    plain(folder, "where it is not")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": said}}))
+    plain(folder, "is damaged")
+
+
+@pytest.mark.parametrize("said", SIGNS.values(), ids=SIGNS)
+def test_names_from_a_gguf_file_are_clipped_and_escaped(tmp_path, said):
+    name = said[:4000].encode()
+    tensor = struct.pack("<Q", len(name)) + name + struct.pack("<I1QIQ", 1, 8, 999, 0)
+    plain(gguf(tmp_path / "a.gguf", gguf_with(tensors=1) + tensor, 4096))
+    plain(gguf(tmp_path / "a.gguf", gguf_with(field(name, 4, bytes(4)), field(name, 4, bytes(4))), 100), "comes twice")
+
+
+def test_the_name_of_a_file_is_escaped_too(tmp_path):
+    for said in ("\x1b[31m", "a\nERROR: all is lost", "\u202e"):
+        path = tmp_path / f"{said}.safetensors"
+        path.write_bytes(b"{}")
+        plain(path)
+        plain(tmp_path / f"{said} none.safetensors", "does not exist")
+
+
+@pytest.mark.parametrize("text", ["f{a}", "%s %d", "\\x1b"])
+def test_other_names_are_shown_as_they_are(tmp_path, text):
+    save_file({text: torch.zeros(1)}, tmp_path / "a.safetensors")
+    plain(tmp_path / "a.safetensors", re.escape(text))
 
 
 def test_tensors_without_values_are_refused(tmp_path, flux_shapes):

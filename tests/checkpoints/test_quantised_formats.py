@@ -3,6 +3,8 @@
 Files are made by comfy-kitchen's quantisers, and expected values by its own expansion and products.
 """
 
+from unittest import mock
+
 import comfy_kitchen
 import pytest
 import torch
@@ -25,7 +27,10 @@ from parallel_backend.checkpoints.quantised_formats import (
     untiled,
 )
 from parallel_backend.checkpoints.reader import reading
+from parallel_backend.checkpoints.scale_values import check_scales
+from parallel_backend.client.loading import load_model
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
 from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.linear import PackedLinear
@@ -308,6 +313,8 @@ BROKEN = {
     "int8, integer scales": (INT8, put("weight_scale", torch.ones(768, 1, dtype=torch.int8)), "weight_scale as I8"),
     "int8, another rotation": (INT8, says(INT8, convrot_groupsize=32), "has convrot_groupsize 32"),
     "int8, a rotation that does not divide": (INT8, says(INT8, convrot_groupsize=1024), "has convrot_groupsize 1024"),
+    "int8, a rotation that is no whole number": (INT8, says(INT8, convrot_groupsize=64.0), "has convrot_groupsize 64.0"),
+    "int8, a rotation that is a list": (INT8, says(INT8, convrot_groupsize=[64]), r"has convrot_groupsize \[64\]"),
     "int8, in floats": (INT8, put("weight", torch.ones(768, 256)), "format int8_tensorwise, but holds it as fp32"),
     "int8, half of the rows": (INT8, half("weight"), r"holds .*weight_scale as .* beside a weight of shape \[384, 256\]"),
     "nvfp4, no scales of blocks": (FP4, drop("weight_scale"), "lacks .*qkv.weight_scale"),
@@ -327,6 +334,8 @@ BROKEN = {
     "w4a8, other groups": (W4A8, says(W4A8, group_size=32), "holds .*weight_s_rel as fp8_e4m3fn"),
     "w4a8, groups of no size": (W4A8, says(W4A8, group_size=0), "has group_size 0"),
     "w4a8, a codebook of eight": (W4A8, put("weight_codebook", torch.ones(8)), "holds .*weight_codebook as fp32"),
+    "w4a8, a codebook of one": (W4A8, put("weight_codebook", torch.ones(1)), "holds .*weight_codebook as fp32"),
+    "a format that is no text": (INT8, put("comfy_quant", marked({"format": ["int8_tensorwise"]})), "in the format \\["),
     "an unknown format": (INT8, put("comfy_quant", marked({"format": "svdquant_w4a4"})), "in the format svdquant_w4a4"),
     "another scale": (INT8, put("weight_scale_2", torch.ones(())), "holds .*weight_scale_2"),
 }
@@ -338,6 +347,33 @@ def test_a_damaged_file_is_refused_by_name(files, tmp_path, case):
     save_file(edit(load_file(files(kind)[0])), tmp_path / "broken.safetensors")
     with pytest.raises(ValueError, match=f"^model_name: broken.safetensors .*{message}"):
         open_checkpoint(tmp_path / "broken.safetensors")
+
+
+SCALES = {
+    "fp8": ("weight_scale", torch.tensor(float("nan"))),
+    "int8": ("weight_scale", torch.cat((torch.full((767, 1), 0.1), torch.tensor([[float("inf")]])))),
+    "nvfp4": ("weight_scale_2", torch.tensor(float("-inf"))),
+    "w4a8": ("weight_codebook", torch.full((16,), float("nan"))),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tmp_path, kind):
+    leaf, scale = SCALES[kind]
+    path, pool = tmp_path / "broken.safetensors", mock.Mock(devices=("cpu",))
+    sound = load_file(files(kind)[0])
+    for tensors, words in (
+        (sound, None),
+        (put(leaf, scale)(sound), rf"^model_name: broken\.safetensors holds {LAYER}\.{leaf}, a "),
+    ):
+        save_file(tensors, path)
+        checkpoint = open_checkpoint(path)
+        if words is None:
+            check_scales(checkpoint)
+            continue
+        with pytest.raises(ValueError, match=words):
+            load_model(pool, checkpoint, Setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
+        assert not pool.method_calls, "a rank has heard of it"
 
 
 def test_every_format_has_a_damaged_file():

@@ -21,10 +21,14 @@ LIKE_NATIVE = (
 SAID = {
     "enlarging": "a LoRA that enlarges the weight",
     "other width": "a LoRA for a weight of [256, 128], where this model has [256, 256],",
+    "factors": "a LoRA whose factors do not fit each other ([256, 8] and [4, 256]) (for double_blocks.0.img_attn",
+    "factors of a LoHa": "a LoHa whose factors do not fit each other ([256, 8] and [4, 256])",
+    "factors of a LoKr": "a LoKr whose factors do not fit each other ([4, 8] and [2, 4])",
     "other difference": "a difference of shape [256, 128], where this model has [256, 256],",
     "other set": "a difference of shape [256, 128], where this model has [256, 256],",
-    "unfit LoKr": "the lokr for double_blocks.0.img_attn.proj.weight does not fit this model",
-    "unfit OFT": "the oft for double_blocks.0.img_attn.proj.weight does not fit this model",
+    "unfit LoKr": "a LoKr for a weight of [256, 128], where this model has [256, 256],",
+    "unfit GLoRA": "the GLORA for double_blocks.0.img_attn.proj.weight does not fit this model",
+    "unfit OFT": "the OFT for double_blocks.0.img_attn.proj.weight does not fit this model",
     "weight wrapper": "a wrapper around the weight a",
     "injection": "what another node injects into the model ('of another node')",
 }

@@ -243,8 +243,10 @@ def test_parts_make_up_the_delta(files, start, length, low_rank, layer):
         Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(256, 2), torch.ones(2, 128)),
         Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(256, 128), None, 1.0, Span(256, 512)),
         Delta("double_blocks.0.img_attn.qkv.bias", torch.ones(383)),
+        Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(384, 8), torch.ones(4, 128)),
+        Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(384), torch.ones(4, 128)),
     ],
-    ids=["key", "columns", "columns of a diff", "rows", "rows outside", "length"],
+    ids=["key", "columns", "columns of a diff", "rows", "rows outside", "length", "factors", "a flat factor"],
 )
 def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(load, files, delta):
     model, given = load(files["flux"], Degrees()), tiny.inputs(CONFIGS["flux"])

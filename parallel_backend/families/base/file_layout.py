@@ -25,6 +25,10 @@ class Source:
     flat: bool = False
     """The tensor is one vector of the parameter's values, where diffusers has a row for each part of a modulation."""
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the values, of a tensor of the shape `whole`."""
+        return whole if self.rows is None else (len(self.rows), *whole[1:])
+
 
 @dataclass(frozen=True)
 class HeaderConfig:

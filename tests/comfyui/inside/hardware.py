@@ -5,10 +5,12 @@ GPU. Nothing is computed on it.
 """
 
 import importlib.util
+import os
 import sys
 from types import ModuleType
 from unittest.mock import patch
 
+import folder_paths
 from boot import PACK, Results, comfy, node, nodes, torch
 
 management = comfy.model_management
@@ -149,7 +151,7 @@ def main(results: Results) -> None:
             patch.object(management, "get_torch_device", lambda: GPU),
             patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: peers),
         ):
-            answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS])
+            answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS], menu.FilePlans())
         return [answer["devices"], answer["why"], *({k: v for k, v in plan.items() if v} for plan in answer["loaders"])]
 
     tiny = fake.Card("too small", (8, 6), 1000)
@@ -157,6 +159,36 @@ def main(results: Results) -> None:
     results.case("menu, small cards", lambda: menu(fake.AMPERE, tiny))
     results.case("menu, no P2P", lambda: menu(fake.AMPERE, fake.AMPERE, peers=False))
     results.case("menu, one card", lambda: menu(fake.AMPERE))
+
+    def opened_for_a_thousand() -> list[int]:
+        """How often a file is opened for requests of a thousand loaders of it: the first, the second, after a change."""
+        menu, counts = sys.modules[f"{package}.run_on_several_gpus"], []
+        loaders, plans = [{"class_type": "UNETLoader", "inputs": {"unet_name": "tiny.safetensors"}}] * 1000, menu.FilePlans()
+        path = folder_paths.get_full_path("diffusion_models", "tiny.safetensors")
+        for change in (lambda: None, lambda: None, lambda: os.utime(path)):
+            change()
+            with (
+                fake.fake_cuda(fake.AMPERE, fake.AMPERE),
+                patch.object(management, "cpu_state", management.CPUState.GPU),
+                patch.object(management, "get_torch_device", lambda: GPU),
+                patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: True),
+                patch.object(menu, "open_checkpoint", wraps=menu.open_checkpoint) as opens,
+            ):
+                menu.answer(loaders, plans)
+            counts.append(opens.call_count)
+        return counts
+
+    results.case("menu, a thousand of one file", opened_for_a_thousand)
+
+    def unread(body: bytes) -> str:
+        try:
+            sys.modules[f"{package}.run_on_several_gpus"].parsed(body)
+        except ValueError as error:
+            return str(error)
+        return "read"
+
+    texts = (b"", b"{", b"[" * 100_000, b"\xff", b" " * (1 << 23), b"{}")
+    results.case("menu's texts", lambda: [unread(text) for text in texts])
 
     def refused(body: object) -> str:
         try:

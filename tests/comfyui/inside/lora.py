@@ -204,20 +204,41 @@ def compare_family(family: str, results: Results) -> None:
     case("after the refusals", lambda: {"difference": difference(before, sample(ours))})
 
 
+UNFIT_LOKR = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(64, 32)}
+
+
 def refusals(results: Results, make: Maker, ours, sample) -> None:
     """What cannot be sent to the ranks: by which words it is refused."""
     up, down = torch.ones(256, RANK), torch.ones(RANK, 256)
     files = {
         "enlarging": {"lora_B.weight": up, "lora_A.weight": down, "reshape_weight": torch.tensor([256, 512])},
         "other width": {"lora_B.weight": up, "lora_A.weight": torch.ones(RANK, 128)},
+        "factors": {"lora_B.weight": torch.ones(256, 8), "lora_A.weight": down},
+        "factors of a LoHa": {
+            "hada_w1_a": torch.ones(256, 8),
+            "hada_w1_b": torch.ones(4, 256),
+            "hada_w2_a": torch.ones(256, 8),
+            "hada_w2_b": torch.ones(8, 256),
+        },
+        "factors of a LoKr": {
+            "lokr_w1_a": torch.ones(4, 8),
+            "lokr_w1_b": torch.ones(2, 4),
+            "lokr_w2": torch.ones(64, 64),
+        },
         "other difference": {"diff": torch.ones(256, 128)},
         "other set": {"set_weight": torch.ones(256, 128)},
     }
     for kind, tensors in files.items():
         file = make.one(kind, tensors)
         results.case(f"refusal {kind}", partial(with_lora, ours, file))
+    results.case("refusal unfit LoKr", partial(with_lora, ours, make.one("unfit LoKr", UNFIT_LOKR)))
     unfit = {
-        "LoKr": {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(64, 32)},
+        "GLoRA": {
+            "a1.weight": torch.ones(RANK, 256),
+            "a2.weight": torch.ones(256, RANK),
+            "b1.weight": torch.ones(RANK, 256),
+            "b2.weight": torch.ones(128, 8),
+        },
         "OFT": {"oft_blocks": torch.ones(8, 30, 30)},
     }
     for kind, tensors in unfit.items():

@@ -1,0 +1,309 @@
+"""Kinds of files: single ones, folders, quantised ones, GGUF. Each kind makes a Trial from random numbers."""
+
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+
+from parallel_backend.checkpoints.checkpoint import to_original
+from parallel_backend.client.call import ModelCall
+from testing import quantised, tiny
+from testing.cases import all_cases
+from testing.cases.case import Case
+from tests.campaigns.fuzz import damage
+
+from .tensors import NUMBERS, TEXTS, Stored, Tensors, changed, reshaped, resized, stored, write
+from .verdict import Trial
+
+MADE = "model.safetensors"
+QUANTISED = tiny.FLUX | {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 64,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 256,
+    "pooled_projection_dim": 256,
+    "axes_dims_rope": (8, 28, 28),
+}
+"""A Flux whose rows are whole groups of every format."""
+FAST = tuple(kind for kind in quantised.KINDS if kind not in quantised.SLOW)
+LEAVES = (
+    *("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "weight_s_rel", "weight_s_channel"),
+    "weight_codebook",
+)
+SETTINGS = (
+    *("format", "convrot", "convrot_groupsize", "group_size", "full_precision_matrix_mult", "linear_dtype", "params"),
+    "nonsense",
+)
+TYPES = gguf.GGMLQuantizationType
+
+
+@cache
+def cases() -> list[Case]:
+    return all_cases()
+
+
+@cache
+def whole(name: str) -> tuple[Case, torch.nn.Module, dict[str, torch.Tensor]]:
+    """A case, its model, and the model in the original key layout."""
+    case = next(case for case in cases() if case.name == name)
+    model = case.model()
+    state = to_original(case.row, dict(model.config) | case.config, model.state_dict())
+    return case, model, state | {mark: torch.zeros(0) for mark in case.marks}
+
+
+@cache
+def saved(name: str, folder: Path) -> Path:
+    """The case's sound diffusers folder."""
+    case, model, _ = whole(name)
+    case.save_folder(model, folder / name)
+    return folder / name
+
+
+def reference(case: Case, model: torch.nn.Module, inputs: tuple) -> torch.Tensor:
+    with torch.inference_mode():
+        return case.reference(model, *inputs)
+
+
+def emptied(folder: Path) -> Path:
+    for each in folder.iterdir():
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    return folder
+
+
+def name_of(rng: random.Random, ending: str) -> str:
+    """Mostly a plain one."""
+    if rng.random() < 0.9:
+        return f"model{ending}"
+    return (
+        rng.choice(TEXTS).replace("/", "").replace("\0", "")[:150].encode("utf-8", "surrogatepass").decode(errors="ignore")
+        + ending
+    )
+
+
+def singles(folder: Path) -> Callable[[random.Random], Trial]:
+    """Files in the original key layout, of every family."""
+
+    def make(rng: random.Random) -> Trial:
+        case, model, state = whole(rng.choice(cases()).name)
+        tensors, path = stored(state), emptied(folder) / name_of(rng, ".safetensors")
+        sound = rng.random() < 0.03
+        metadata = dict(getattr(case, "notes", {}) or {})
+        if not sound:
+            tensors = changed(rng, tensors)
+            if rng.random() < 0.1:
+                metadata = {
+                    rng.choice(("config", "_quantization_metadata", "a")): rng.choice(("[" * 50_000, "{}", "null", *TEXTS))
+                }
+        twice = rng.choice(list(tensors)) if not sound and tensors and rng.random() < 0.05 else None
+        write(path, tensors, metadata, twice, rng)
+        if not sound and rng.random() < 0.1:
+            content = path.read_bytes()
+            path.write_bytes(
+                content[: rng.randrange(len(content))]
+                if rng.random() < 0.5
+                else damage.bytes_of(rng, content[:2000]) + content[2000:]
+            )
+        inputs = case.inputs(1)
+        expected = (lambda: reference(case, model, inputs)) if sound else (lambda: None)
+        return Trial(path, ModelCall(*inputs), expected)
+
+    return make
+
+
+def near(rng: random.Random, value: Any) -> Any:
+    """A value of a setting that is like `value`."""
+    if rng.random() < 0.15:
+        return damage.value(rng)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return rng.choice((value + 1, value * 2, value // 2, value - 2, 1, 0, float(value), str(value)))
+    if isinstance(value, (list, tuple)) and value:
+        values = list(value)
+        return rng.choice(([*values, values[-1]], values[:-1], values[::-1], [near(rng, values[0]), *values[1:]], []))
+    return rng.choice((None, 1, "a", 0.5, value))
+
+
+def folders(folder: Path, sound: Path) -> Callable[[random.Random], Trial]:
+    """diffusers folders of every family: settings, indexes, files of two variants."""
+
+    def make(rng: random.Random) -> Trial:
+        name = rng.choice(cases()).name
+        case, model, _ = whole(name)
+        config = json.loads((saved(name, sound) / "config.json").read_text())
+        tensors, place = stored(model.state_dict()), emptied(folder) / (name_of(rng, "") or "model")
+        place.mkdir()
+        how = rng.randrange(10)
+        if how < 5:
+            for _ in range(rng.choice((1, 1, 2))):
+                setting = rng.choice([each for each in config if not each.startswith("_")])
+                config[setting] = near(rng, config[setting])
+        elif how == 5:
+            tensors = changed(rng, tensors)
+        split = how > 5
+        keys = list(tensors)
+        part = set(rng.sample(keys, len(keys) // 2)) if split else set(keys)
+        files = {"diffusion_pytorch_model.safetensors": {key: tensors[key] for key in part}}
+        if split:
+            one, two = (
+                "diffusion_pytorch_model-00001-of-00002.safetensors",
+                "diffusion_pytorch_model-00002-of-00002.safetensors",
+            )
+            files = {one: files.popitem()[1], two: {key: tensors[key] for key in keys if key not in part}}
+            where = {key: one if key in part else two for key in keys}
+            right = _disturb(rng, files, where, tensors, how)
+            if where or how != 6:
+                index = {"metadata": {}, "weight_map": where}
+                (place / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+        else:
+            right = False
+        for file, content in files.items():
+            write(place / file, content)
+        (place / "config.json").write_text(json.dumps(config))
+        inputs = case.inputs(1)
+        expected = (lambda: reference(case, model, inputs)) if right else (lambda: None)
+        return Trial(place, ModelCall(*inputs), expected)
+
+    return make
+
+
+def _disturb(rng: random.Random, files: dict[str, Tensors], where: dict[str, str], tensors: Tensors, how: int) -> bool:
+    """Changes files and index in place. Whether what is left is either refused or the whole model."""
+    one = next(iter(files))
+    match rng.randrange(7):
+        case 0:  # another variant beside it, as fp16 and fp32 are
+            files["diffusion_pytorch_model.fp16.safetensors"] = {
+                key: other_values(tensor) for key, tensor in tensors.items()
+            }
+        case 1:  # an interrupted download
+            del files[one]
+        case 2:  # what is left of another version
+            files["diffusion_pytorch_model-00003-of-00003.safetensors"] = {
+                key: other_values(tensor) for key, tensor in files[one].items()
+            }
+        case 3:
+            where[rng.choice(list(where))] = rng.choice(
+                ("../a.safetensors", "/etc/passwd", "", "nul", "b.safetensors", *TEXTS)
+            )
+        case 4:
+            where.pop(rng.choice(list(where)))
+        case 5:
+            where[rng.choice(TEXTS)] = one
+        case 6:
+            if how == 6:
+                where.clear()
+    return True
+
+
+def other_values(tensor: Stored) -> Stored:
+    """Other values in the same shape."""
+    return Stored(
+        tensor.dtype, tensor.shape, bytes(reversed(tensor.content)) if tensor.dtype == "U8" else bytes(len(tensor.content))
+    )
+
+
+@cache
+def quantised_state(kind: str) -> dict[str, torch.Tensor]:
+    model = tiny.random_flux(QUANTISED)
+    state = to_original(quantised_case().row, QUANTISED, model.state_dict())
+    if kind == "plain":
+        return state
+    return quantised.quantise_blocks(state, kind)[0]
+
+
+def quantised_case() -> Case:
+    return next(case for case in cases() if case.name == "flux-dev")
+
+
+def packed(folder: Path) -> Callable[[random.Random], Trial]:
+    """Files in ComfyUI's quantised formats: settings, scales and codebooks."""
+
+    def make(rng: random.Random) -> Trial:
+        state = dict(quantised_state(rng.choice(FAST)))
+        layers = [key.removesuffix(".comfy_quant") for key in state if key.endswith(".comfy_quant")]
+        layer = rng.choice(layers)
+        how = rng.randrange(4)
+        tensors = stored(state)
+        if how < 2:
+            said = json.loads(bytes(state[f"{layer}.comfy_quant"].tolist()))
+            for _ in range(rng.choice((1, 1, 2))):
+                setting = rng.choice(SETTINGS)
+                if rng.random() < 0.2:
+                    said.pop(setting, None)
+                elif setting == "format" and rng.random() < 0.7:
+                    said[setting] = rng.choice([format for format, _, _ in quantised.KINDS.values()])
+                else:
+                    said[setting] = rng.choice((*NUMBERS, *TEXTS[:4], 4, 16, 64, 1024))
+            text = json.dumps(said).encode() if rng.random() < 0.9 else damage.text(rng, said)
+            tensors[f"{layer}.comfy_quant"] = Stored("U8", (len(text),), text)
+        elif how == 2:
+            leaves = [key for key in tensors if key.startswith(f"{layer}.") and key.rpartition(".")[2] in LEAVES]
+            leaf = rng.choice(leaves) if leaves else f"{layer}.weight_scale"
+            tensors[leaf] = rng.choice((_spoiled_scale, resized, reshaped))(
+                rng, tensors.get(leaf, Stored("F32", (1,), bytes(4)))
+            )
+            if rng.random() < 0.3:
+                extra = f"{layer}.{rng.choice(LEAVES)}"
+                tensors[extra] = Stored.of(torch.ones(rng.choice(((), (1,), (16,), (1, 16), (256,), (256, 1)))))
+        else:
+            tensors = changed(rng, tensors, layer)
+        path = emptied(folder) / MADE
+        write(path, tensors)
+        return Trial(path, ModelCall(*tiny.inputs(QUANTISED)))
+
+    return make
+
+
+def _spoiled_scale(rng: random.Random, scale: Stored) -> Stored:
+    return Stored(scale.dtype, scale.shape, rng.choice((b"\xff", b"\x7f", b"\0")) * len(scale.content))
+
+
+def ggufs(folder: Path) -> Callable[[random.Random], Trial]:
+    """GGUF files in blocks: shapes stated, types, damaged bytes."""
+
+    def make(rng: random.Random) -> Trial:
+        state = quantised_state("plain")
+        path = emptied(folder) / "model.gguf"
+        writer = gguf.GGUFWriter(path, arch="flux")
+        kind, odd = rng.choice(("Q8_0", "Q4_0", "Q5_1", "BF16", "F16")), set(rng.sample(list(state), rng.choice((0, 1, 2))))
+        for key, value in state.items():
+            values = value.float()
+            if key in odd and rng.random() < 0.5:
+                shape = reshaped(rng, Stored.of(values)).shape
+                values = values.reshape(shape)
+            elif key in odd and rng.random() < 0.4:
+                values = values.flatten()[: max(32, values.numel() // 2)]
+            if key in odd and rng.random() < 0.7:
+                stated = list(reshaped(rng, Stored.of(value.float())).shape)
+                if rng.random() < 0.2:
+                    stated[0] = rng.choice((0, -1, 2**31 - 1))
+                writer.add_array(f"comfy.gguf.orig_shape.{key}", [int(size) for size in stated])
+            blocks = values.ndim > 1 and values.shape[-1] % 32 == 0
+            chosen = kind if blocks else "F32"
+            if key in odd and values.shape[-1:] and values.shape[-1] % 32 == 0 and rng.random() < 0.3:
+                chosen = rng.choice(("Q8_0", "Q4_0"))
+            name = key + rng.choice(TEXTS[:4]) if key in odd and rng.random() < 0.1 else key
+            writer.add_tensor(name, gguf.quants.quantize(values.numpy(), TYPES[chosen]), raw_dtype=TYPES[chosen])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if rng.random() < 0.25:
+            content = path.read_bytes()
+            head = content.find(b"img_in") + 2000
+            path.write_bytes(damage.bytes_of(rng, content[:head]) + content[head:])
+        return Trial(path, ModelCall(*tiny.inputs(QUANTISED)))
+
+    return make
+
+
+def scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="parallel-dit-hostile-")

@@ -1,0 +1,26 @@
+"""A file that is another one than before is noticed, whatever it is made to look like."""
+
+import os
+
+import pytest
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from testing import tiny
+
+
+def test_another_file_of_the_same_size_and_time_is_another_file(flux_file, tmp_path):
+    """As `cp -p`, `rsync -t` and unpacking an archive leave it: fine-tuned models of one kind have the same size."""
+    path, other = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
+    path.write_bytes(flux_file.read_bytes())
+    tiny.save_original(tiny.random_flux(seed=1), tiny.FLUX, other)
+    now = path.stat()
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.is_unchanged
+    path.read_bytes()
+    assert checkpoint.is_unchanged, "reading is no change"
+    os.utime(other, ns=(now.st_atime_ns, now.st_mtime_ns))
+    other.replace(path)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (now.st_size, now.st_mtime_ns)
+    assert not checkpoint.is_unchanged
+    with pytest.raises(ValueError, match=r"^model_name: model\.safetensors has changed on disk"):
+        checkpoint.check_unchanged()
