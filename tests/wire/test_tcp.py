@@ -161,6 +161,7 @@ def test_ranks_that_are_not_expected_are_refused(reception, key):
     with pytest.raises(TimeoutError, match="no word from rank 1 within"):
         receive(reception, 1.0)
     for refused in (other.join().connection for other in others):
+        assert refused.poll(30), "it was not hung up on"
         with pytest.raises((EOFError, OSError)):
             refused.recv_bytes()
         refused.close()
