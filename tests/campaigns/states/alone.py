@@ -30,9 +30,7 @@ def exact(model: RemoteTransformer, subject: Subject, given: Given, time: float)
 
 def banded(model: RemoteTransformer, subject: Subject, given: Given) -> Tensors:
     """A sampling run in bands."""
-    return latents_of(
-        sample_in_bands(model, subject.latent(given), SIGMAS, subject.prompt(given), BANDS, 1, nothing)[0]
-    )
+    return latents_of(sample_in_bands(model, subject.latent(given), SIGMAS, subject.prompt(given), BANDS, 1, nothing)[0])
 
 
 def in_run(model: RemoteTransformer, subject: Subject, given: Given, run: int, number: int) -> Tensors:
@@ -76,9 +74,7 @@ class Alone:
 
         return self._of("in a run", subject, added, given, whole_run)[number]
 
-    def _of(
-        self, what: str, subject: Subject, added: Added, given: Given, make: Callable[[RemoteTransformer], Any]
-    ) -> Any:
+    def _of(self, what: str, subject: Subject, added: Added, given: Given, make: Callable[[RemoteTransformer], Any]) -> Any:
         key = what, subject, added, given
         if key not in self._known:
             model = on_ranks(self.pool, open_checkpoint(subject.path), subject.degrees, "fp32", "sdpa", nothing)

@@ -26,7 +26,7 @@ from .subjects import ADDITIONS, NOTHING, TIMES, Added, Given, Subject, make_sub
 
 DEVICES = ("cpu:0", "cpu:1")
 ROOMS = {"for all": 64 << 20, "for two": 17 << 20, "for one": 12 << 20}
-"""Bytes of each device. Without room for all of them a call may be refused, if models are in use that can give up no more."""
+"""Bytes of each device. Without room for all a call may be refused, if models are in use that give up no more."""
 RATE = 1e10
 
 
@@ -71,6 +71,7 @@ class Opened:
 
 
 Rule = Callable[..., None]
+Look = tuple[int, Given] | str | None
 
 
 def refusable(body: Rule) -> Rule:
@@ -78,6 +79,7 @@ def refusable(body: Rule) -> Rule:
 
     @functools.wraps(body)
     def refused(self: "States", **drawn: Any) -> None:
+        self.world.happened["rules"] += 1
         try:
             body(self, **drawn)
         except ValueError as error:
@@ -92,8 +94,9 @@ GIVEN = st.sampled_from([Given(prompt, sound, skips) for prompt in (0, 1) for so
 ADDED = st.sampled_from(ADDITIONS)
 SHARES = st.sampled_from((0.1, 0.5, 1.0, 1000.0))
 WHICH = st.integers(0, 2)
-LOOK = st.one_of(st.none(), st.tuples(WHICH, GIVEN))
-"""A call of a model, behind the rule: None, or which and with what."""
+AGAIN = "again"
+LOOK = st.one_of(st.none(), st.just(AGAIN), st.tuples(WHICH, GIVEN))
+"""A call of a model, behind the rule: None; AGAIN: the last one of the rule's model; or which model, and with what."""
 
 
 LAST = Given(skips=True)
@@ -106,11 +109,13 @@ class States(RuleBasedStateMachine):
         self.registry = Registry()
         self.added: dict[Subject, Added] = dict.fromkeys(world.subjects, NOTHING)
         self.opened: dict[Subject, Opened] = {}
+        self.calls: dict[int, tuple[int, Given]] = {}
+        self.latest = 0
         self.sound = False
 
     @initialize(room=st.sampled_from(sorted(ROOMS)))
     def begin(self, room: str) -> None:
-        self.world.happened[f"room {room}"] += 1
+        self.world.happened.update(["examples", f"room {room}"])
         self.room = room
         self.registry.start_of = self.world.start_of(ROOMS[room])
 
@@ -123,11 +128,16 @@ class States(RuleBasedStateMachine):
         model.adapt(added.name, subject.deltas(added), nothing, added.strengths)
         return model
 
-    def look(self, look: tuple[int, Given] | None) -> None:
+    def look(self, look: Look, which: int | None = None) -> None:
+        """`which`: the rule's model. None: the one that was called last."""
+        if look == AGAIN:
+            look = self.calls.get(self.latest if which is None else which)
         if look is not None:
             self.same_as_alone(self.world.subjects[look[0]], look[1], TIMES[0])
 
     def same_as_alone(self, subject: Subject, given: Given, time: float) -> None:
+        self.latest = self.world.subjects.index(subject)
+        self.calls[self.latest] = self.latest, given
         found = exact(self.model(subject), subject, given, time)
         same(found, self.world.alone.exact(subject, self.added[subject], given, time))
 
@@ -153,7 +163,7 @@ class States(RuleBasedStateMachine):
 
     @rule(which=WHICH, given=GIVEN, last=st.integers(0, 5), look=LOOK)
     @refusable
-    def cancel(self, which: int, given: Given, last: int, look: tuple[int, Given] | None) -> None:
+    def cancel(self, which: int, given: Given, last: int, look: Look) -> None:
         """A run in bands that is given up when it posts its call of that number."""
         subject = self.world.subjects[which]
         self.registry.begin_run()
@@ -167,15 +177,15 @@ class States(RuleBasedStateMachine):
 
         with mock.patch.object(model, "post", cancelled), contextlib.suppress(Cancelled):
             banded(model, subject, given)
-        self.look(look)
+        self.look(look, which)
 
     @rule(which=WHICH, added=ADDED, look=LOOK)
     @refusable
-    def add(self, which: int, added: Added, look: tuple[int, Given] | None) -> None:
+    def add(self, which: int, added: Added, look: Look) -> None:
         """Merge, put a LoRA on, take it off, or change its strength: at the model's next use."""
         if (subject := self.world.subjects[which]) not in self.opened:
             self.added[subject] = added
-        self.look(look)
+        self.look(look, which)
 
     @rule(which=WHICH, given=GIVEN, strengths=st.lists(st.sampled_from((0.5, 1.0)), min_size=2, max_size=4))
     @refusable
@@ -190,26 +200,26 @@ class States(RuleBasedStateMachine):
 
     @rule(which=WHICH, look=LOOK)
     @refusable
-    def many_prompts(self, which: int, look: tuple[int, Given] | None) -> None:
+    def many_prompts(self, which: int, look: Look) -> None:
         """More than the ranks keep."""
         if (subject := self.world.subjects[which]) not in self.opened:
             for prompt in range(10, 19):
                 exact(self.model(subject), subject, Given(prompt), TIMES[0])
-        self.look(look)
+        self.look(look, which)
 
     @rule(which=WHICH, rank=st.integers(0, 1), share=SHARES, look=LOOK)
     @refusable
-    def give_way(self, which: int, rank: int, share: float, look: tuple[int, Given] | None) -> None:
+    def give_way(self, which: int, rank: int, share: float, look: Look) -> None:
         """For another program: so much of what the model has on a device."""
         setup, device = self.world.subjects[which].setup(self.world.devices), self.world.devices[rank]
         held = self.registry.bytes_on(setup, device)
         freed = self.registry.give_back(setup, device, held * share)
         assert freed == held - self.registry.bytes_on(setup, device)
-        self.look(look)
+        self.look(look, which)
 
     @rule(rank=st.integers(0, 1), share=SHARES, look=LOOK)
     @refusable
-    def make_way(self, rank: int, share: float, look: tuple[int, Given] | None) -> None:
+    def make_way(self, rank: int, share: float, look: Look) -> None:
         """For something else on these ranks: so much of what all models have on a device."""
         pool, device = self.registry.pool, self.world.devices[rank]
         if pool is not None:
@@ -218,7 +228,7 @@ class States(RuleBasedStateMachine):
 
     @rule(look=LOOK)
     @refusable
-    def begin_run(self, look: tuple[int, Given] | None) -> None:
+    def begin_run(self, look: Look) -> None:
         self.registry.begin_run()
         self.look(look)
 
@@ -252,7 +262,7 @@ class States(RuleBasedStateMachine):
     @precondition(lambda self: self.opened)
     @rule(number=st.integers(0, 2), discards=st.booleans(), look=LOOK)
     @refusable
-    def close_run(self, number: int, discards: bool, look: tuple[int, Given] | None) -> None:
+    def close_run(self, number: int, discards: bool, look: Look) -> None:
         subject = [*self.opened][number % len(self.opened)]
         opened = self.opened.pop(subject)
         if discards:
@@ -263,7 +273,7 @@ class States(RuleBasedStateMachine):
 
     @rule(which=WHICH, given=GIVEN, rank=st.integers(0, 1), messages=st.integers(0, 12), look=LOOK)
     @refusable
-    def kill(self, which: int, given: Given, rank: int, messages: int, look: tuple[int, Given] | None) -> None:
+    def kill(self, which: int, given: Given, rank: int, messages: int, look: Look) -> None:
         """A rank dies without a word at a message while the model is loaded, adapted or called."""
         subject = self.world.subjects[which]
         pool, model, left = self.registry.pool, None, iter(range(messages))
@@ -287,18 +297,18 @@ class States(RuleBasedStateMachine):
         self.opened.clear()
         assert not self.registry.held_on(pool, self.world.devices[rank])
         assert self.registry.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
-        self.look(look)
+        self.look(look, which)
 
     @rule(which=WHICH, look=LOOK)
     @refusable
-    def unload(self, which: int, look: tuple[int, Given] | None) -> None:
+    def unload(self, which: int, look: Look) -> None:
         self.registry.unload(self.world.subjects[which].setup(self.world.devices))
         self.opened.pop(self.world.subjects[which], None)
-        self.look(look)
+        self.look(look, which)
 
     @rule(look=LOOK)
     @refusable
-    def unload_all(self, look: tuple[int, Given] | None) -> None:
+    def unload_all(self, look: Look) -> None:
         self.registry.unload()
         self.opened.clear()
         self.look(look)
