@@ -93,9 +93,10 @@ class EmulatedTicket:
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor, ends: float) -> None:
-    """Copy, and return no sooner than at `ends` by time.monotonic."""
-    destination.copy_(source)
+    """Copy at `ends` by time.monotonic. Until then `destination` is STALE, and what is written to `source` is copied too."""
+    destination.fill_(STALE)
     time.sleep(max(0.0, ends - time.monotonic()))
+    destination.copy_(source)
 
 
 def worker_on(device: EmulatedDevice, settings: RankSettings, *parts: Any) -> "Worker":

@@ -32,7 +32,7 @@ from parallel_backend.rank import loaded_stage, worker
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
-from parallel_backend.wire.rank_settings import StartSettings
+from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 from testing.emulated_device import EmulatedDevice, worker_on
 from testing.mailbox import Distributed
 
@@ -64,6 +64,8 @@ class ThreadRanks:
     start: StartSettings
     device: EmulatedDevice | None = None
     channels: list[Channel] = field(default_factory=list)
+    workers: dict[int, worker.Worker] = field(default_factory=dict)
+    """By rank, from its start to its end."""
 
     def __post_init__(self):
         self.names, self.logs = self.start.devices, None
@@ -85,12 +87,19 @@ class ThreadRanks:
         self.distributed.enter(self._world, rank)
         settings = replace(self.start, threads=1).of_rank(rank, ("", 0))
         try:
-            worker.run(settings, connection, self.device and functools.partial(worker_on, self.device))
+            worker.run(settings, connection, self._make_worker)
         except SystemExit:
             pass
         except OSError:
             if rank not in self._cut:
                 raise
+        finally:
+            self.workers.pop(rank, None)
+
+    def _make_worker(self, settings: RankSettings, *parts: Any) -> worker.Worker:
+        make = worker.Worker if self.device is None else functools.partial(worker_on, self.device)
+        self.workers[settings.rank] = made = make(settings, *parts)
+        return made
 
     def die(self, rank: int) -> NoReturn:
         """End the calling thread, which is that rank, without a report, as a signal ends a process."""

@@ -92,9 +92,13 @@ class MemoryGuard:
         return bool(self._runs)
 
     def wake(self, poll: Poll) -> None:
-        """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory."""
+        """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory.
+
+        ValueError, before anything moves, if they have no room even so.
+        """
         if self.resident.parked:
-            self._with_room((), self._device_memories(poll), self.resident.expected())
+            memories = self._with_room((), self._device_memories(poll), self.resident.expected())
+            self.memory_check.check_weights(memories)
             self.resident.wake()
 
     def adapter_room(self, poll: Poll) -> AdapterRoom:

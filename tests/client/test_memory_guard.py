@@ -11,7 +11,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import Conditioning, TokenLayout
-from parallel_backend.client.memory_guard import MemoryGuard
+from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import ALLOWED, Offload, Setup
 from parallel_backend.core.token_order import TokenOrder
@@ -254,6 +254,17 @@ def test_room_is_asked_for_before_parked_weights_come_back_for_a_lora(flux_file)
     assert guarded.told == [0, guarded.weights.least]
 
 
+def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(flux_file):
+    """They would end the ranks. Models that are used in the same run need not give up what they compute with."""
+    guarded = Guarded(flux_file, host="a machine")
+    guarded.load()
+    guarded.guard.resident.set((0,), nobody)
+    guarded.room = guarded.weights.least - 1
+    with pytest.raises(ValueError, match=r"^model_name: of the weights of .* at least .* have to be on cpu"):
+        guarded.guard.wake(nobody)
+    assert guarded.told == [0]
+
+
 def test_after_memory_ran_out_gb_to_leave_free_are_named(flux_file):
     guarded = Guarded(flux_file, host="a machine", offload=Offload(leave_free=GB))
     guarded.run(4)
@@ -272,3 +283,11 @@ def test_gb_to_leave_free_are_left_free(flux_file):
     wanted = guarded.room - GB + asked[0]
     assert weights.total < wanted < weights.total / USABLE_MEMORY + 2  # others are to leave them free too
     assert weights.least <= weights.on_device(guarded.limit) < guarded.room - GB
+
+
+@pytest.mark.parametrize(("along", "dim"), [("rows", -2), ("frames", -3)])
+def test_a_run_counts_bands_along_the_axis_that_they_cut(along, dim):
+    family, grid = FAMILIES["wan"], (6, 4, 4)
+    tensors = {"context": torch.zeros(1, 7, 8)}
+    given = Conditioning(1, TokenLayout(grid, along), family.token_order(grid, 0, along), 7, 1, tensors)
+    assert request_of(given, family).band_dim == dim

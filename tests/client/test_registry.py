@@ -299,6 +299,16 @@ def test_models_that_take_turns_in_a_run_take_from_each_other_once(registry, loa
     assert second.asked == [10]
 
 
+def test_what_was_used_again_in_one_run_is_used_for_the_first_time_in_the_next(registry, loaded):
+    for name in "ab":
+        loaded(name)
+    registry.begin_run()
+    loaded("a"), loaded("b"), loaded("a")
+    registry.begin_run()
+    loaded("b")
+    assert loaded("a")[1].make_room("cpu", 10) == 10
+
+
 def test_room_for_something_else_comes_from_all_models(registry, loaded):
     first, second = loaded("a")[1], loaded("b")[1]
     assert registry.held_on(first.pool, "cpu") == 2 * SIZE

@@ -94,6 +94,16 @@ def test_what_is_added_to_one_model_or_ended_for_it_is_nothing_to_the_other(two,
     assert first.predict(ModelCall(*GIVEN), nothing).equal(before[0])
 
 
+def test_a_run_that_was_given_up_is_over(two):
+    """What a LoRA has added stays during a run alone."""
+    model, _ = two(PIPE, PIPE)
+    run = model.open_run()
+    model.watch_memory(run, 2, False, nothing)
+    assert model._memory.in_run
+    model.discard_run(run)
+    assert not model._memory.in_run
+
+
 def test_a_model_that_is_not_beside_the_others_takes_their_place(two, pools, flux_file):
     models = two(PIPE, PIPE)
     third = on_ranks(models[0].pool, open_checkpoint(flux_file), PIPE, "fp32", "sdpa", nothing)
@@ -203,6 +213,7 @@ def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registr
         send(rank, message, *rest)
 
     opened.clear()
+    moves = 0
     monkeypatch.setattr(pool, "send", noting)
     for _ in range(2):
         registry.begin_run()
@@ -211,6 +222,8 @@ def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registr
             found = [registry.model(key, nothing).predict(ModelCall(*given), nothing) for key in keys]
             assert all(map(torch.equal, found, expected))
             assert bool(moved) <= (step < 2)
+            moves += len(moved)
+    assert moves  # the control: there was no room for both
     assert not opened
 
 

@@ -57,6 +57,13 @@ def test_a_rank_that_died_unheard_is_named_with_its_log():
     assert "log of 1" in text
 
 
+def test_who_says_why_is_named_before_who_died_of_it():
+    found = report(Ranks(r1="was killed by signal 9"))
+    found.note_failure(failure(2))
+    found.note_cut_off(1)
+    assert "rank 2" in str(found.root_cause()).splitlines()[0]
+
+
 def test_where_nothing_else_is_known_the_rank_that_lost_its_peer_is_named(at_once):
     found = report(Ranks())
     found.note_failure(failure(1, peer=True))

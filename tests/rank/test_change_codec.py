@@ -136,6 +136,15 @@ def test_exact_steps_are_exact(load):
     assert torch.equal(sampled(load("residual"), warm_up=steps)[0], sampled(load("full"), warm_up=steps)[0])
 
 
+def test_every_exact_step_renews_what_changes_are_relative_to(load):
+    """Relative to values of the first one, those of the last are farther away, and their errors larger."""
+    first, last = (
+        tiny.relative(sampled(load("residual"), warm_up=steps)[0], sampled(load("full"), warm_up=steps)[0])
+        for steps in (1, 3)
+    )
+    assert 1e-6 < last < first
+
+
 def test_ulysses_sends_int8_beside_it(pools, flux_file):
     inputs = tiny.inputs(tiny.FLUX)
     residual, packed = (

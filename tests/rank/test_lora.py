@@ -328,6 +328,15 @@ def test_groups_are_weighed_without_being_sent_again(load, files, monkeypatch, d
     assert tiny.relative(output(model, given), expected) <= LIMIT
 
 
+def test_another_lora_at_the_strengths_of_the_last_one(load, files, tmp_path):
+    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+    model, state = load(path, Degrees(pipe=2)), load_file(path)
+    for name, deltas in (("one", lora(state)), ("another", lora(state, seed=7))):
+        model.adapt(name, [replace(each, group=1) for each in deltas], lambda: None, (1.0,))
+        expected = REFERENCES["flux"](merged(path, deltas, tmp_path), *given)
+        assert tiny.relative(output(model, given), expected) <= LIMIT, name
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp8_e4m3fn"])
 def test_whole_values_take_the_place_of_the_files(load, files, tmp_path, dtype):
     """As those of merged models do, with a LoRA on top; without them the file's values are there again."""

@@ -90,12 +90,14 @@ def test_every_mode_and_family(case, files, thread_pools, emulated, streamed):
 class Alone:
     """One rank's whole model in this process. `resident`: as Load.resident; `device`: bytes of the emulated device."""
 
-    def __init__(self, path: Path, resident: int | None = None, device: int = LARGE, dtype: str = "fp32"):
+    def __init__(
+        self, path: Path, resident: int | None = None, device: int = LARGE, dtype: str = "fp32", rate: float = RATE
+    ):
         self.checkpoint = open_checkpoint(path)
         blocks = (Span(0, self.checkpoint.family.blocks.total(self.checkpoint.config)),)
         setup = Setup(path, dtype, ("cpu",), Degrees(), "sdpa")
         load = m.Load(setup, blocks, (1.0,), resident=() if resident is None else (resident,))
-        self.copies = EmulatedCopies(0, EmulatedDevice(device, RATE))
+        self.copies = EmulatedCopies(0, EmulatedDevice(device, rate))
         stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), self.copies)
         self.engine = Engine(0, load, stage)
         self.store = self.engine.stage.store
@@ -249,6 +251,22 @@ def test_without_host_memory_the_file_is_read_in_micro_steps_and_between_them(fl
     assert held.host_bytes == 0
 
 
+def test_a_buffer_for_the_file_is_not_read_into_before_the_copy_from_it_is_over(flux, whole, monkeypatch):
+    """Without host memory all blocks come through one buffer. Copies take longer here than reading does."""
+    monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
+    assert torch.equal(Alone(flux, 1, rate=1e8).output(calls=2), whole.output())
+
+
+def test_the_emulated_copy_reads_its_source_at_its_end():
+    """The control of all that this file says about copies under way."""
+    copies = EmulatedCopies(0, EmulatedDevice(LARGE, 1e4))
+    source, destination = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    ticket = copies.copy(destination, source)
+    source.fill_(1)
+    ticket.wait()
+    assert destination.eq(1).all()
+
+
 def test_nothing_lies_in_memory_that_was_given_back(flux, whole):
     """A real device would not have it free, and more is taken next."""
     model, given_back = Alone(flux, 1), []
@@ -316,6 +334,18 @@ def test_what_is_added_to_streamed_weights_stays(flux, whole, instead):
         each.engine.stage.adapters.drop()
         each.engine.set_resident(part(whole, 0.8))
         assert torch.equal(each.output(calls=2), plain)
+
+
+def test_a_merge_into_a_block_that_is_in_its_slot_shows_in_the_next_call(flux, whole):
+    """The first block is copied for the next micro-step as soon as the last one ends."""
+    name, plain, models = "transformer_blocks.0.norm1.linear.bias", whole.output(), (Alone(flux, 1), Alone(flux))
+    for model in models:
+        model.output()
+        values = torch.randn(model.checkpoint.shape(name), generator=torch.Generator().manual_seed(2))
+        model.engine.stage.adapters.add(m.Adapt(name, values, None, 0.5, instead=True))
+    streamed, resident = (model.output() for model in models)
+    assert tiny.relative(resident, plain) > 1e-3
+    assert torch.equal(streamed, resident)
 
 
 def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_them(flux, whole, monkeypatch):

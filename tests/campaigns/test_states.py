@@ -1,0 +1,54 @@
+"""A short run of `python -m tests.campaigns.states`, and planted faults that it finds."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.campaigns.states.machine import World, make_world
+from tests.campaigns.states.plants import PLANTS, Plant, planted
+from tests.campaigns.states.trial import trial
+
+pytestmark = pytest.mark.threads
+
+EXAMPLES = 200
+"""Within which a planted fault has to be found."""
+QUICK = ("keys of a cancelled run stay", "another sound has the conditioning of the last")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    with make_world(tmp_path_factory.mktemp("states")) as made:
+        yield made
+
+
+def test_models_are_as_alone_whatever_happens_around_them(world: World):
+    found = trial(world, examples=6, steps=12, seed=0)
+    assert not found.said, found.said
+    assert found.examples == 6
+
+
+@pytest.mark.full
+def test_for_longer(world: World):
+    found = trial(world, examples=100, steps=20, seed=1)
+    assert not found.said, found.said
+    assert {"room for all", "room for one", "refused"} <= found.happened.keys()
+
+
+@pytest.mark.parametrize(
+    "plant", [pytest.param(each, id=each.name, marks=() if each.name in QUICK else pytest.mark.full) for each in PLANTS]
+)
+def test_a_planted_fault_is_found(world: World, plant: Plant):
+    with planted(plant):
+        found = trial(world, EXAMPLES, steps=15, seed=1)
+    assert found.said
+
+
+def test_a_plant_whose_text_is_gone_is_an_error():
+    with pytest.raises(ValueError, match="plant 'a'"), planted(Plant("a", World, "__init__", "no such text", "pass")):
+        pass
+
+
+def test_plants_find_their_texts():
+    for plant in PLANTS:
+        with planted(plant):
+            pass
