@@ -190,7 +190,7 @@ def trial(tensors: ModuleType, format: str, dtype: torch.dtype, device: torch.de
         try:
             rows, weight = (made.from_float(ones, LAYOUTS[format]) for made in (Watched, plain))
             F.linear(rows, weight, ones[0]).cpu()  # waits: a kernel's failure shows when the host does
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # torch's own refusals of shapes and scales are ValueErrors
             log.warning("comfy-kitchen's product in %s: %s", format, error)
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return "the rank's log says why" if expanded else ""

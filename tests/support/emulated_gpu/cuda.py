@@ -41,7 +41,8 @@ def emulated(*cards: Card, checks: bool = True, folder: Path | None = None) -> I
         for of in machine.gpus:
             of.default = streams.Stream(of.index)
         hip = any(card.arch for card in cards)
-        stack.enter_context(mock.patch.object(torch.version, "cuda", None if hip else "13.0"))
+        # With 13 comfy-kitchen's own kernels would be launched on these devices; below it ComfyUI has those of torch alone.
+        stack.enter_context(mock.patch.object(torch.version, "cuda", None if hip else "12.9"))
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0" if hip else None))
         for name, value in _FUNCTIONS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
