@@ -50,6 +50,7 @@ CROSS_SECTION = [
     Fault("killed", "by itself", "copying", "ulysses 2, streamed", 1, 5, 28),
     Fault("no host memory", "none is free", "giving way", "pipe 2, giving way", 0, 0, 29),
     Fault("model file while it is streamed", "replaced", "giving way", "pipe 2, giving way", 1, 0, 30),
+    Fault("cancelled", "unloads", "decoding", "pipe 2", 0, 3, 31),
 ]
 FURTHER = [
     Fault("killed", "by itself", "exact", "ulysses 2", 1, 3, 0),

@@ -1,6 +1,6 @@
-"""Ranks on cards that are killed, run out of memory, hang, or whose prompt is cancelled, in every phase of a prompt.
+"""Ranks on cards that are killed, fail or run out of memory, and prompts that are cancelled, in every phase of a prompt.
 
-The harness is that of tests/campaigns/faults. On emulated cards alone: every result is that of CPU ranks bit for bit, the next
+The harness is that of tests/campaigns/faults. On emulated cards alone: results are those of CPU ranks bit for bit, the next
 prompt's too, nothing is noted of the cards, and Unload leaves nothing on them.
 """
 

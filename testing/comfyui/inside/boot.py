@@ -1,7 +1,7 @@
 """Boots ComfyUI in this process, and has helpers for the scripts. ComfyUI's Python runs this file, see serve.py.
 
-Arguments: the ComfyUI checkout, a base directory, and start flags of ComfyUI, which is on the CPU unless they say --disable-dynamic-vram.
-Modules that PARALLEL_DIT_FIRST names, a space between them, are imported before all else, from the pack's folder.
+Arguments: the ComfyUI checkout, a base directory, and flags of ComfyUI. It is on the CPU unless --disable-dynamic-vram is
+one of them. What PARALLEL_DIT_FIRST names, modules of the pack with a space between them, is imported before all else.
 """
 
 import asyncio

@@ -79,45 +79,47 @@ class Kind:
     by_client: bool = False
 
 
-_NO_MESSAGE = r"rank {victim} \((cpu|cuda)(:\d)?\).*(BadMessage|sent what cannot be|closed its .*connection)"
-_LOST = r"rank {victim} \((cpu|cuda)(:\d)?\).*(exit code|closed its .*connection|BrokenPipe|BadMessage)"
-_SILENT = r"rank {victim} \((cpu|cuda)(:\d)?\).*(no sign of life|did not start within)"
-_STANDS_STILL = r"rank \d \((cpu|cuda)(:\d)?\)"
+_ON = r"\((cpu|cuda)(:\d)?\)"
+"""A rank's device."""
+_NO_MESSAGE = rf"rank {{victim}} {_ON}.*(BadMessage|sent what cannot be|closed its .*connection)"
+_LOST = rf"rank {{victim}} {_ON}.*(exit code|closed its .*connection|BrokenPipe|BadMessage)"
+_SILENT = rf"rank {{victim}} {_ON}.*(no sign of life|did not start within)"
+_STANDS_STILL = rf"rank \d {_ON}"
 
 KINDS = {
     "killed": Kind(
-        {name: r"rank {victim} \((cpu|cuda)(:\d)?\) was killed by signal 9" for name in ("by itself", "from outside")}, ANYWHERE
+        {name: rf"rank {{victim}} {_ON} was killed by signal 9" for name in ("by itself", "from outside")}, ANYWHERE
     ),
     "stopped": Kind({name: _SILENT for name in ("by itself", "from outside")}, ANYWHERE, within=SILENCE),
     "raises": Kind(
-        {"RuntimeError": rf"rank {{victim}} \((cpu|cuda)(:\d)?\).*RuntimeError: {INJECTED}.*Traceback"},
+        {"RuntimeError": rf"rank {{victim}} {_ON}.*RuntimeError: {INJECTED}.*Traceback"},
         ("start", "rendezvous", *SERVED, "unload", "closing", *STREAMING),
     ),
-    "transfer fails": Kind({"RuntimeError": rf"rank \d \((cpu|cuda)(:\d)?\).*{INJECTED}"}, COMPUTING),
+    "transfer fails": Kind({"RuntimeError": rf"rank \d {_ON}.*{INJECTED}"}, COMPUTING),
     "out of memory": Kind(
         {
-            "torch": r"rank {victim} \((cpu|cuda)(:\d)?\).*OutOfMemoryError",
-            "real": r"rank {victim} \((cpu|cuda)(:\d)?\).*(can't allocate memory|not enough memory|out of memory)",
-            "Python": r"rank {victim} \((cpu|cuda)(:\d)?\).*MemoryError",
+            "torch": rf"rank {{victim}} {_ON}.*OutOfMemoryError",
+            "real": rf"rank {{victim}} {_ON}.*(can't allocate memory|not enough memory|out of memory)",
+            "Python": rf"rank {{victim}} {_ON}.*MemoryError",
         },
         ("loading", "probe", "conditioning", *COMPUTING, "adapt", "decoding", *STREAMING),
     ),
-    "NaN": Kind({"one value": r"rank {victim} \((cpu|cuda)(:\d)?\)"}, COMPUTING, lives=True),
+    "NaN": Kind({"one value": rf"rank {{victim}} {_ON}"}, COMPUTING, lives=True),
     "slow": Kind({"once": "", "for long": ""}, (*SERVED, "unload", *STREAMING), ending=RIGHT, lives=True),
     "hangs": Kind({"in Python": _STANDS_STILL}, (*SERVED, "unload", *STREAMING), within=PATIENCE),
     "transfer lost": Kind({"not sent": _STANDS_STILL}, COMPUTING, within=PATIENCE),
     "exits": Kind(
         {
-            "os._exit(3)": r"rank {victim} \((cpu|cuda)(:\d)?\) ended with exit code 3",
-            "os._exit(0)": r"rank {victim} \((cpu|cuda)(:\d)?\) ended with exit code 0",
-            "sys.exit(3)": r"rank {victim} \((cpu|cuda)(:\d)?\).*(SystemExit: 3|exit code 3)",
+            "os._exit(3)": rf"rank {{victim}} {_ON} ended with exit code 3",
+            "os._exit(0)": rf"rank {{victim}} {_ON} ended with exit code 0",
+            "sys.exit(3)": rf"rank {{victim}} {_ON}.*(SystemExit: 3|exit code 3)",
         },
         ANYWHERE,
     ),
     "crashes": Kind(
         {
-            "segfault": r"rank {victim} \((cpu|cuda)(:\d)?\) was killed by signal 11",
-            "abort": r"rank {victim} \((cpu|cuda)(:\d)?\) was killed by signal 6",
+            "segfault": rf"rank {{victim}} {_ON} was killed by signal 11",
+            "abort": rf"rank {{victim}} {_ON} was killed by signal 6",
         },
         ANYWHERE,
     ),
@@ -142,19 +144,16 @@ KINDS = {
     ),
     "model file": Kind({name: rf"model_name: {MODEL_FILE}" for name in ("gone", "cut short")}, ("loading",), by_client=True),
     "model file while it is read": Kind(
-        {"cut short": rf"rank \d \((cpu|cuda)(:\d)?\).*(killed by signal 7|{MODEL_FILE})"}, ("loading",), EITHER, by_client=True
+        {"cut short": rf"rank \d {_ON}.*(killed by signal 7|{MODEL_FILE})"}, ("loading",), EITHER, by_client=True
     ),
     "cancelled": Kind({name: "" for name in ("goes on", "unloads")}, CANCELLED, RIGHT, lives=True),
     "no host memory": Kind({"none is free": "", "refused": ""}, ("giving way",), RIGHT, lives=True),
     "model file while it is streamed": Kind(
-        {
-            name: rf"rank {{victim}} \((cpu|cuda)(:\d)?\).*{MODEL_FILE} has changed on disk"
-            for name in ("gone", "cut short", "replaced")
-        },
+        {name: rf"rank {{victim}} {_ON}.*{MODEL_FILE} has changed on disk" for name in ("gone", "cut short", "replaced")},
         ("giving way",),
         by_client=True,
     ),
-    "store file": Kind({name: r"rank \d \((cpu|cuda)(:\d)?\)" for name in ("gone", "damaged")}, ("rendezvous",), EITHER, START),
+    "store file": Kind({name: rf"rank \d {_ON}" for name in ("gone", "damaged")}, ("rendezvous",), EITHER, START),
 }
 
 
@@ -170,7 +169,7 @@ def within(fault: Fault, kind: Kind) -> str:
 def says(fault: Fault, kind: Kind) -> str:
     """Pattern of what the error must say."""
     if fault.kind == "raises" and fault.phase == "start":
-        return rf"rank {fault.victim} \((cpu|cuda)(:\d)?\) ended with exit code 1"
+        return rf"rank {fault.victim} {_ON} ended with exit code 1"
     return kind.says[fault.variant].format(victim=fault.victim)
 
 

@@ -1,6 +1,7 @@
 """Parallelize Model, KSampler and Parallel VAE Decode with ranks on cards, against the same on CPU ranks. Run by serve.py.
 
-The cards are emulated CUDA devices, in the ranks' processes and in this one. ComfyUI's own device is the CPU, or the first card.
+The cards are emulated CUDA devices, in the ranks' processes and in this one. ComfyUI's own device is the CPU or the first
+card.
 """
 
 import functools
@@ -9,10 +10,8 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import controlnet
-import folder_paths
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, torch
+from boot import Results, comfy, difference, ksampler, node, nodes, torch
 from parallelize import LATENT, prompts, two_loras
-from safetensors.torch import save_file
 from vae import image_vae, latent
 
 FILE = "tiny.safetensors"
@@ -26,7 +25,7 @@ def sampled(model, texts=None) -> torch.Tensor:
 
 
 def main(results: Results) -> None:
-    """Each case: how far ranks on cards are from CPU ranks, the devices that were used, and the cards' bytes after unloading."""
+    """Each case: how far ranks on cards are from CPU ranks, the devices of both, and the cards' bytes after unloading."""
     from parallel_backend.client.registry import registry
     from parallel_backend.processes.pool import Pool
     from tests.support.emulated_gpu.machine import machine

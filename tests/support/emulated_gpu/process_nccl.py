@@ -1,9 +1,9 @@
 """NCCL between rank processes on emulated devices: the strict transport's calls and streams, with Gloo to carry the bytes.
 
-Where ranks have devices of their own, each process gets ProcessNccl in the place of torch.distributed when it joins. Bytes go
-by Gloo, between the CPU tensors that have the values, in each communicator's order. Held to NCCL's rules: contiguous tensors
-of the thread's device, streams, the first transfer of a kind with a peer in a trial, no change of what is under way, and equal
-order, sizes and dtypes on both ranks of a pair, which write down what they issue where the other one can read it.
+Where ranks have devices of their own, each process gets ProcessNccl in the place of torch.distributed when it joins. Bytes
+go by Gloo, between the CPU tensors that have the values, in each communicator's order. Held to NCCL's rules: contiguous
+tensors of the thread's device, streams, the first transfer of a kind with a peer in a trial, no change of what is under way,
+and equal order, sizes and dtypes on both ranks of a pair, which write down what they issue where the other can read it.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as gloo
 from testing.mailbox import REPLACED
 from tests.support.strict.distributed import StrictMember
 from tests.support.strict.operation import Communicator, Connection, Operation
-from tests.support.strict.rules import TRIAL, RuleBroken, place, poison
+from tests.support.strict.rules import TRIAL, RuleBroken, poison
 
 from .machine import machine
 from .nccl import EmulatedNccl
@@ -92,11 +92,12 @@ class GlooFabric:
             gloo.destroy_process_group()
 
     def _note(self, op: Operation, peer: int) -> None:
-        """Write down what this rank issues on the communicator with the peer. RuleBroken where the peer has issued another."""
+        """Write down what this rank issues with the peer. RuleBroken where the peer has issued something else."""
         number = self._numbers[op.communicator, peer]
         self._numbers[op.communicator, peer] += 1
         ours, theirs = ([[nbytes, str(dtype)] for nbytes, dtype in sizes] for sizes in op.sizes(peer))
-        self._file(op.communicator, self._rank, peer).open("a").write(json.dumps([op.kind, ours, theirs, str(op)]) + "\n")
+        with self._file(op.communicator, self._rank, peer).open("a") as notes:
+            notes.write(json.dumps([op.kind, ours, theirs, str(op)]) + "\n")
         other = self._file(op.communicator, peer, self._rank)
         lines = other.read_text().split("\n")[:-1] if other.exists() else []  # the last one may be half written
         if number < len(lines):
