@@ -7,6 +7,7 @@ from tests.campaigns.hostile import files
 from tests.campaigns.hostile.__main__ import degrees
 from tests.campaigns.hostile.verdict import ranks_of, run
 
+pytestmark = pytest.mark.slow
 SEED = 1
 
 

@@ -81,6 +81,7 @@ def test_what_ranks_cut_has_the_sides_of_its_layer(flux_file, tmp_path, key, axi
     assert not class_check._fits((64,), (1, 64), flat=False, whole=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_every_class_takes_its_own_checkpoint(monkeypatch, tmp_path, case):
     ran = []

@@ -28,7 +28,9 @@ def with_header(file, path, **said):
 
 @pytest.mark.parametrize("entry", ["rope_type", "causal_temporal_positioning", "use_middle_indices_grid"])
 def test_a_file_whose_header_was_lost_is_refused(file, tmp_path, entry):
-    with pytest.raises(ValueError, match=f"^model_name: the header of this LTX-2 file does not say its {entry}"):
+    with pytest.raises(
+        ValueError, match=f"^model_name: bare.safetensors: the header of this LTX-2 file does not say its {entry}"
+    ):
         open_checkpoint(with_header(file, tmp_path / "bare.safetensors", **{entry: None}))
 
 

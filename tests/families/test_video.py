@@ -98,7 +98,9 @@ def with_key(file, path, key):
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_variants_of_wan_are_refused_by_name(kind, saved, tmp_path):
     _, file = saved(CASES["wan-2.1-t2v"])
-    with pytest.raises(ValueError, match=f"^model_name: this is {VARIANTS[kind]}, which this version cannot run"):
+    with pytest.raises(
+        ValueError, match=f"^model_name: variant.safetensors: this is {VARIANTS[kind]}, which this version cannot run"
+    ):
         open_checkpoint(with_key(file, tmp_path / "variant.safetensors", MARKS[kind]))
 
 
