@@ -126,8 +126,13 @@ def test_an_error_inside_the_model_comes_back_with_rank_and_traceback(remote, gi
 def test_a_file_that_vanished_fails_in_loading(pools, flux_model, given, tmp_path):
     path = tiny.save_original(flux_model, tiny.FLUX, tmp_path / "gone.safetensors")
     checkpoint = open_checkpoint(path)
-    path.unlink()
+
+    def vanish(doing: str, fraction: float) -> None:
+        path.unlink(missing_ok=True)  # after the client's own look at it
+
     with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in loading: ValueError: model_name: gone.safetensors"):
+        on_ranks(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None, vanish)
+    with pytest.raises(ValueError, match="model_name: gone.safetensors"):
         on_ranks(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None)
 
 
