@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +92,7 @@ def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], 
     # may be making its noise meanwhile.
     with torch.device("meta"), torch.inference_mode():
         arguments = {name: value for name, value in config.items() if name not in family.file.settings}
-        model = family.transformer_class()(**arguments).eval()
+        model: Any = family.transformer_class()(**arguments).eval()
         model.register_to_config(**{name: config[name] for name in family.file.settings})
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
