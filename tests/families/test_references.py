@@ -1,15 +1,22 @@
 """How many tokens a call's references have is known before the call: bands are cut by it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.base.step_inputs import REFERENCES
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 from parallel_backend.families.hidream import reference_picture
 from parallel_backend.families.parts.references import reference_tensors, reference_tokens
+from testing import tiny
+from testing.cases import all_cases
 from testing.cases.minimax_h3 import CONFIG, GRID, payload
+
+pytestmark = pytest.mark.threads
 
 
 @pytest.mark.parametrize(
@@ -38,3 +45,20 @@ def test_references_and_keyframes_of_minimax_without_those_of_sound():
     sound = int(found["reference_sound"].sum())
     assert reference_tokens(row, given) == found[REFERENCES].shape[1] - sound > 0 < sound
     assert reference_tokens(row, {"context": text}) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-2511"])
+def test_the_conditioning_says_whether_references_are_at_zero(name: str, pools, tmp_path: Path):
+    """A node decides it, whatever the file's own way is. A file with either way runs without references too."""
+    case = next(case for case in all_cases() if case.name == name)
+    model = pools.load(case.save(case.model(), tmp_path / "model.safetensors"), Degrees())
+    x, timestep, tensors = case.inputs()
+
+    def output(**given: torch.Tensor) -> torch.Tensor:
+        return model.predict(ModelCall(x, timestep, given), lambda: None)
+
+    plain = {key: value for key, value in tensors.items() if key != REFERENCES_AT_ZERO}
+    at_zero = output(**plain, **{REFERENCES_AT_ZERO: torch.ones(len(x), 1, dtype=torch.bool)})
+    assert tiny.relative(at_zero, output(**plain)) > 1e-3
+    without = {key: value for key, value in plain.items() if key not in (REFERENCES, REFERENCE_POSITIONS)}
+    assert output(**without).isfinite().all()

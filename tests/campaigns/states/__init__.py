@@ -2,6 +2,6 @@
 
     python -m tests.campaigns.states --examples 2000
 
-After every rule each output equals that of a model alone, bit for bit, the bytes that client and ranks count are the same, and
-nothing is left of what has ended.
+After every rule each output equals that of a model alone, bit for bit, client and ranks count the same bytes, and nothing
+is left of what has ended.
 """

@@ -1,7 +1,7 @@
 """`python -m tests.campaigns.states [--examples N] [--steps N] [--seed N] [--plants [--only TEXT]] [--out FILE.json]`
 
-Runs so many examples of the state machine, each with so many rules at most. `--plants`: for each planted fault in turn, until
-it is found. Exit status 1 if an example fails, or a planted fault is not found.
+Runs so many examples of the state machine, each with so many rules at most. `--plants`: for each planted fault,
+until it is found. Exit status 1 if an example fails, or a planted fault is not found.
 """
 
 import argparse

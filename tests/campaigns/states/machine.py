@@ -91,7 +91,8 @@ def refusable(body: Rule) -> Rule:
 
 
 GIVEN = st.sampled_from([Given(prompt, sound, skips) for prompt in (0, 1) for sound in (5, 8) for skips in (False, True)])
-ADDED = st.sampled_from(ADDITIONS)
+ADDED, TIME = st.sampled_from(ADDITIONS), st.sampled_from(TIMES)
+CHANGE = st.one_of(st.none(), ADDED)
 SHARES = st.sampled_from((0.1, 0.5, 1.0, 1000.0))
 WHICH = st.integers(0, 2)
 AGAIN = "again"
@@ -143,14 +144,17 @@ class States(RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(which=WHICH, given=GIVEN, times=st.lists(st.sampled_from(TIMES), min_size=1, max_size=3), begins=st.booleans())
+    @rule(which=WHICH, given=GIVEN, calls=st.lists(st.tuples(CHANGE, TIME), min_size=1, max_size=4), begins=st.booleans())
     @refusable
-    def run(self, which: int, given: Given, times: list[float], begins: bool) -> None:
-        """A sampling run of exact calls, or more calls of the last one."""
+    def run(self, which: int, given: Given, calls: list[tuple[Added | None, float]], begins: bool) -> None:
+        """A sampling run of exact calls, or more calls of the last one. Before a call the LoRA or the merge may change."""
         if begins:
             self.registry.begin_run()
-        for time in times:
-            self.same_as_alone(self.world.subjects[which], given, time)
+        subject = self.world.subjects[which]
+        for change, time in calls:
+            if change is not None and subject not in self.opened:
+                self.added[subject] = change
+            self.same_as_alone(subject, given, time)
 
     @rule(which=WHICH, given=GIVEN)
     @refusable

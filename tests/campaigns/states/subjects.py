@@ -24,6 +24,10 @@ EVERY = {"lora": 4, "full": 9, "merge": 7}
 """Of which weights, in the file's order, one is added to."""
 
 
+PROMPT = "caption_projection"
+"""In the names of weights whose layers' outputs are kept as long as the prompt is the same. They are always added to."""
+
+
 @dataclass(frozen=True)
 class Added:
     """What is added to a model's weights. `kind`: of EVERY; empty: nothing. `strength`: of every other delta, a group."""
@@ -114,7 +118,8 @@ class Subject:
     def _made(self, kind: str, seed: int):
         generator = torch.Generator().manual_seed(seed)
         shapes = [(key, shape) for key, shape in self._shapes.items() if kind != "lora" or len(shape) == 2]
-        for number, (key, shape) in enumerate(shapes[seed :: EVERY[kind]]):
+        chosen = [*shapes[seed :: EVERY[kind]], *(each for each in shapes if PROMPT in each[0])]
+        for number, (key, shape) in enumerate(dict(chosen).items()):
             if kind == "lora":
                 up, down = (torch.randn(size, generator=generator) for size in ((shape[0], 2), (2, shape[1])))
                 yield Delta(key, up, down, 0.05, group=number % 2)
