@@ -12,7 +12,7 @@ from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes
 from parallel_backend.core.spans import Span, split, split_carrying
-from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
 from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights
@@ -198,7 +198,8 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
 
 def head_values(sizes: ModelSizes, layers: Iterable[str], image: float, text: int, padding: int) -> float:
     """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over."""
-    tokens = {JOINT: image + text, IMAGE: image + padding, TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
+    tokens = {JOINT: image + text, CAUSAL_TEXT: image + text, IMAGE: image + padding}
+    tokens |= {TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
     of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
     return sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
 

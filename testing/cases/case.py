@@ -54,7 +54,8 @@ class Case:
     timestep, tensors)`: diffusers' forward, called as its pipeline calls it, on a latent of any size, with the
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
     `sampled`: the output has the latent's shape, so that a sampler can be tried without ComfyUI, which adds the other
-    channels. `fine_time`: a timestep in bf16 is as good. `full`: tables of all cases have it in the full tier only: it is a
+    channels. `fine_time`: a timestep in bf16 is as good. `rounds_time`: ComfyUI's class itself
+    rounds the timestep to the compute dtype, and ours with it. `full`: tables of all cases have it in the full tier only: it is a
     further variant of a model that another case shows in the default tier. `marks`: keys without values of a single file.
     """
 
@@ -72,6 +73,7 @@ class Case:
     bands: int = 3
     sampled: bool = True
     fine_time: bool = False
+    rounds_time: bool = False
     full: bool = False
     marks: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import JOINT, PAIRED
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, PAIRED
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
@@ -64,10 +64,23 @@ class ParallelAttention:
         step = self.context.step
         assert step is not None, "attention outside of a micro-step"
         assert mask is None or self.context.drops_mask, "this family's own forward passes an attention mask"
+        if self.over == CAUSAL_TEXT:
+            return self._attend_causal(step, q_BQHD, k_BKHD, v_BKHD, scale)
         out_BQHD = self._attend(step.over(self.over), q_BQHD, k_BKHD, v_BKHD, scale)
         if step.guidance is None or self.over != JOINT:
             return out_BQHD
         return self._guided(step, step.guidance, out_BQHD)
+
+    def _attend_causal(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
+        """As `attend`, for CAUSAL_TEXT: the text's tokens attend to the text, then the image's to all."""
+        context = self.context
+        place = context.ulysses_ranks(context.patch.index, context.ring.index)[context.ulysses.index]
+        words = len(step.text[place])
+        out_BQHD = self._attend(step.over(CAUSAL_TEXT), q_BQHD[:, words:], k_BKHD, v_BKHD, scale)
+        if not any(len(text) for text in step.text):  # alike on all ranks, as the transfers need
+            return out_BQHD
+        of_text = self._attend(step.causal_text, *(x[:, :words] for x in (q_BQHD, k_BKHD, v_BKHD)), scale)
+        return torch.cat((of_text, out_BQHD), dim=1)
 
     def _attend(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
         """As `attend`, without guidance."""
@@ -157,6 +170,10 @@ class ParallelAttention:
         if not q_BQhD.shape[1] and ring.size == 1:
             return torch.empty_like(q_BQhD)
         lengths = [sum(_tokens(step, ranks) for ranks in of_ring) for of_ring in ranges]
+        if step.causal:
+            if ring.size > 1:  # the text is short, and no log-sum-exp is needed where all of its keys are on the rank
+                k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
+            return self._attend_text(step, q_BQhD, k_BKhD, v_BKhD, [ranks for of_ring in ranges for ranks in of_ring], scale)
         if self._is_paired(q_BQhD):
             if ring.size > 1:  # keys of one frame are on all ring ranks
                 k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
@@ -218,6 +235,15 @@ class ParallelAttention:
         if held is None or not held.fits([(*kv_2BshD.shape[:2], length, *kv_2BshD.shape[3:]) for length in lengths]):
             return start_gather(kv_2BshD, lengths, 2, patch, traffic)
         return held.start_gather(kv_2BshD, patch, traffic)
+
+    def _attend_text(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, ranges: list[range], scale) -> torch.Tensor:
+        """Text tokens attend to the text up to their ends. `ranges`: sequence ranks that the keys are of, in order."""
+        context = self.context
+        places = [position for ranks in ranges for _, span in step.pieces(ranks) for position in (span.start, span.stop)]
+        assert places == sorted(places), "the text's keys are in order"
+        ends_Q = step.ends(context.ulysses_ranks(context.patch.index, context.ring.index))
+        seen_QK = torch.arange(k_BKhD.shape[1], device=ends_Q.device) < ends_Q[:, None]
+        return context.kernel.attend_rows(q_BQhD, k_BKhD, v_BKhD, seen_QK, scale)
 
     def _is_paired(self, q_BQhD: torch.Tensor) -> bool:
         return self.over == PAIRED and q_BQhD.shape[-1] > self.head_size
