@@ -1,10 +1,11 @@
-"""Qwen-Image 2.1, for pictures from text and from reference pictures: single-stream blocks, joint sequence [prefix, picture].
+"""Qwen-Image 2.1: pictures from text and from reference pictures, single-stream blocks, joint sequence [prefix, picture].
 
 The prefix is the text with the reference pictures' tokens between its words. It has the place of the text stream, and is
 modulated for time 0. Its words see the prefix up to themselves, its references the prefix up to their end, and the picture
 sees all. Key layout: diffusers' QwenImage21Transformer2DModel; some of ComfyUI's files fuse two layers of the feed-forward.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,19 +81,22 @@ def prefix_tensors(words: int, sides: list[tuple[int, int]], slots: list[int]) -
     one stand behind the text.
     """
     slots = (slots + [words] * len(sides))[: len(sides)]
-    bounds, places, positions, ends, index, begin = [0, *slots, words], [], [], [], 0, words
-    for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    bounds, index, begin, total = [0, *slots, words], 0, words, 0
+    places: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    ends: list[torch.Tensor] = []
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if (count := stop - start) > 0:
-            ends.append(torch.arange(count) + sum(map(len, places)) + 1)
+            ends.append(torch.arange(count) + total + 1)
             places.append(torch.arange(start, stop))
             numbers = torch.arange(float(count))[:, None] + index
             positions.append(F.pad(numbers.expand(-1, 3), (0, 1)))
-            index += count
+            index, total = index + count, total + count
         if number < len(sides):
             rows, columns = sides[number]
             places.append(torch.arange(begin, begin + rows * columns))
-            ends.append(torch.full((rows * columns,), sum(map(len, places))))
-            begin += rows * columns
+            total, begin = total + rows * columns, begin + rows * columns
+            ends.append(torch.full((rows * columns,), total))
             axes = (torch.arange(float(side)) - (side - side // 2) + side % 2 / 2 for side in (rows, columns))
             positions.append(torch.cartesian_prod(torch.tensor([float(index)]), *axes, torch.ones(1)))
             index += max(rows, columns)
@@ -111,7 +115,7 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
     for number, picture in enumerate(pictures, 1):
         if picture.ndim != 4 or picture.shape[1] != config["in_channels"]:
             raise ValueError(
-                f"positive, negative: reference latent {number} has the shape {list(picture.shape)}, and Qwen-Image 2.1 needs "
+                f"positive, negative: reference latent {number} has the shape {list(picture.shape)}, Qwen-Image 2.1 needs "
                 f"[batch, {config['in_channels']}, rows, columns]. Encode it with Qwen-Image 2.1's VAE."
             )
     if pictures:
@@ -176,8 +180,9 @@ QWEN_IMAGE_21 = Family(
         whole_text=True,
         vector_tensors=(PLACES, POSITIONS, TEXT_ENDS),
         exact=(POSITIONS,),
-        example=lambda config, tokens: {"context": torch.randn(1, tokens, config["context_in_dim"])}
-        | prefix_tensors(tokens, [], []),
+        example=lambda config, tokens: (
+            {"context": torch.randn(1, tokens, config["context_in_dim"])} | prefix_tensors(tokens, [], [])
+        ),
     ),
     forward=Forward(
         arguments=_arguments,

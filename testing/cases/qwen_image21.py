@@ -127,23 +127,22 @@ def _edited_conditioning(generator):
     return _conditioning(generator)[0], {"reference_latents": pictures, "image_slots": SLOTS}
 
 
-def _case(name, tensors, conditioning, **others):
+def _case(name, tensors, conditioning, fused_mlp):
     return Case(
         name=name,
         family="qwen-image-2.1",
-        config=CONFIG | {"fused_mlp": others.pop("fused_mlp", False)},
+        config=CONFIG | {"fused_mlp": fused_mlp},
         latent=(8, 12, 8),
         odd=(8, 11, 7),
         tensors=tensors,
         reference=_reference,
         rounds_time=True,
         adjust=_adjust,
-        native=Native(NATIVE, conditioning, (64, 12, 7), detected={}),
-        **others,
+        native=Native(NATIVE | {"fused_mlp": fused_mlp}, conditioning, (64, 12, 7), newer="QwenImage21"),
     )
 
 
 CASES = (
-    _case("qwen-image-2.1", _tensors, _conditioning),
+    _case("qwen-image-2.1", _tensors, _conditioning, fused_mlp=False),
     _case("qwen-image-2.1-edit", _edited, _edited_conditioning, fused_mlp=True),
 )

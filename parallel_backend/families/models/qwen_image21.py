@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1's transformer on tokens of prefix and picture, with the parameters of diffusers' QwenImage21Transformer2DModel.
+"""Qwen-Image 2.1's transformer on tokens, with the parameters of diffusers' QwenImage21Transformer2DModel.
 
 The prefix is the text with the reference pictures between its words. It is modulated for time 0 and sees no token of the
 picture that is made, so its keys and values do not depend on the sampler's step. As in ComfyUI's class
@@ -140,7 +140,7 @@ class OutputNorm(nn.Module):
         return self.norm(x) * (1 + self.linear(F.silu(temb))[:, None])
 
 
-class QwenImage21Transformer2DModel(ModelMixin, ConfigMixin):
+class QwenImage21Transformer2DModel(ModelMixin, ConfigMixin):  # type: ignore[misc]  # diffusers' bases disagree
     """Constructor arguments as diffusers' class of this name, whose `patch_size` is 1 and `causal_condition` true, and
     `fused_mlp`: the file has the two first layers of a feed-forward as one, which are two here."""
 

@@ -79,8 +79,8 @@ class AttentionStep:
             queries = [len(text) for text in self.text]
             return replace(self, text_tokens=0, text=none, text_mask_BT=None, queries=queries, _masks={}, _over={})
         assert tokens in (TEXT, IMAGE_TO_TEXT)
-        queries = of_image if tokens == IMAGE_TO_TEXT else None
-        return replace(self, image=none, over_image=False, queries=queries, _masks={}, _over={})
+        apart = of_image if tokens == IMAGE_TO_TEXT else None
+        return replace(self, image=none, over_image=False, queries=apart, _masks={}, _over={})
 
     @cached_property
     def causal_text(self) -> "AttentionStep":

@@ -79,7 +79,7 @@ class ParallelAttention:
         out_BQHD = self._attend(step.over(CAUSAL_TEXT), q_BQHD[:, words:], k_BKHD, v_BKHD, scale)
         if not any(len(text) for text in step.text):  # alike on all ranks, as the transfers need
             return out_BQHD
-        of_text = self._attend(step.causal_text, *(x[:, :words] for x in (q_BQHD, k_BKHD, v_BKHD)), scale)
+        of_text = self._attend(step.causal_text, q_BQHD[:, :words], k_BKHD[:, :words], v_BKHD[:, :words], scale)
         return torch.cat((of_text, out_BQHD), dim=1)
 
     def _attend(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
