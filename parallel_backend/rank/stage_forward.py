@@ -14,6 +14,7 @@ from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEX
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.frame_rows import FrameRows
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
+from parallel_backend.rank.attention.prefix_keys import PrefixKeys
 from parallel_backend.rank.stage.block_slots import StageDone
 from parallel_backend.rank.stage.build import keep_timestep_exact
 from parallel_backend.wire.sampling import Step
@@ -82,6 +83,7 @@ class StageForward:
             overlap=step.overlap,
             text_first=self._family.blocks.text_first,
             text_mask_BT=None if text_mask is None else text_mask[step.entries.slice],
+            prefix=conditioning.prefix if state.buffer is None else PrefixKeys(conditioning.batch),
             text_ends_T=None if text_ends is None else text_ends[0],
             image_padding=self._family.image_padding(conditioning.grid),
             frames=self._frame_rows(conditioning),

@@ -18,6 +18,7 @@ from parallel_backend.rank.comm.transfers import Traffic
 from .frame_rows import FrameRows
 from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer, Piece
+from .prefix_keys import PrefixKeys
 
 
 @dataclass
@@ -43,6 +44,8 @@ class AttentionStep:
     """bool: text tokens that may be seen. None: all."""
     text_ends_T: torch.Tensor | None = None
     """int64: how many of the text's first tokens each text token sees, in layers over CAUSAL_TEXT."""
+    prefix: PrefixKeys | None = None
+    """The text's keys and values in layers over CAUSAL_TEXT. None: the model has no such layer."""
     causal: bool = False
     """Queries are text tokens that see what `text_ends_T` says."""
     image_padding: int = 0
@@ -71,15 +74,14 @@ class AttentionStep:
         if tokens == IMAGE:  # with the padding, which has the place of text
             padding = tuple(text.before(self.image_padding) for text in self.text)
             return replace(self, text_tokens=self.image_padding, text=padding, text_mask_BT=None, _masks={}, _over={})
-        of_image = [len(image) for image in self.image]
-        if tokens == CAUSAL_TEXT:
-            return replace(self, queries=of_image, _masks={}, _over={})
         none = (Span(0, 0),) * len(self.text)
+        if tokens == CAUSAL_TEXT:  # the image's part of the layer, which has the text's keys in `prefix`
+            return replace(self, text=none, _masks={}, _over={})
         if tokens == TEXT_TO_IMAGE:
             queries = [len(text) for text in self.text]
             return replace(self, text_tokens=0, text=none, text_mask_BT=None, queries=queries, _masks={}, _over={})
         assert tokens in (TEXT, IMAGE_TO_TEXT)
-        apart = of_image if tokens == IMAGE_TO_TEXT else None
+        apart = [len(image) for image in self.image] if tokens == IMAGE_TO_TEXT else None
         return replace(self, image=none, over_image=False, queries=apart, _masks={}, _over={})
 
     @cached_property

@@ -74,13 +74,16 @@ class ParallelAttention:
     def _attend_causal(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
         """As `attend`, for CAUSAL_TEXT: the text's tokens attend to the text, then the image's to all."""
         context = self.context
+        if not any(len(text) for text in step.text):  # alike on all ranks, as the transfers need
+            return self._attend(step.over(CAUSAL_TEXT), q_BQHD, k_BKHD, v_BKHD, scale)
         place = context.ulysses_ranks(context.patch.index, context.ring.index)[context.ulysses.index]
         words = len(step.text[place])
-        out_BQHD = self._attend(step.over(CAUSAL_TEXT), q_BQHD[:, words:], k_BKHD, v_BKHD, scale)
-        if not any(len(text) for text in step.text):  # alike on all ranks, as the transfers need
-            return out_BQHD
-        of_text = self._attend(step.causal_text, q_BQHD[:, :words], k_BKHD[:, :words], v_BKHD[:, :words], scale)
-        return torch.cat((of_text, out_BQHD), dim=1)
+        text, image = (
+            [x_BsHD[:, rows] for x_BsHD in (q_BQHD, k_BKHD, v_BKHD)] for rows in (slice(words), slice(words, None))
+        )
+        of_text = self._attend(step.causal_text, text[0], text[1], text[2], scale)
+        of_image = self._attend(step.over(CAUSAL_TEXT), image[0], image[1], image[2], scale)
+        return torch.cat((of_text, of_image), dim=1)
 
     def _attend(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
         """As `attend`, without guidance."""
@@ -141,7 +144,7 @@ class ParallelAttention:
         heads = q_BQHD.shape[2] // self.context.ulysses.size
         groups = HEAD_GROUPS[q_BQHD.device.type]
         work = len(q_BQHD) * sum(step.lengths) * (heads // groups)
-        whole = not step.overlap or step.buffer is not None or heads < groups
+        whole = not step.overlap or step.buffer is not None or step.causal or heads < groups
         return 1 if whole or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
 
     def _once(self, heads: Span, *repeated_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -166,24 +169,31 @@ class ParallelAttention:
         if len(patches) > 1:
             lengths = [_tokens(step, ranks) for ranks in ranges[ring.index]]
             k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, patch)
+        lengths = [sum(_tokens(step, ranks) for ranks in of_ring) for of_ring in ranges]
+        if step.causal:
+            if ring.size > 1:  # every rank keeps the whole text's keys, so that later calls do not rotate them
+                k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
+            assert step.prefix is not None
+            step.prefix.put(self.layer, k_BKhD, v_BKhD, step.entries, heads.start)
+            return self._attend_text(step, q_BQhD, k_BKhD, v_BKhD, [ranks for of_ring in ranges for ranks in of_ring], scale)
         # Only behind the gather, which is collective: a rank without queries still sends its keys.
         if not q_BQhD.shape[1] and ring.size == 1:
             return torch.empty_like(q_BQhD)
-        lengths = [sum(_tokens(step, ranks) for ranks in of_ring) for of_ring in ranges]
-        if step.causal:
-            if ring.size > 1:  # the text is short, and no log-sum-exp is needed where all of its keys are on the rank
-                k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
-            return self._attend_text(step, q_BQhD, k_BKhD, v_BKhD, [ranks for of_ring in ranges for ranks in of_ring], scale)
         if self._is_paired(q_BQhD):
             if ring.size > 1:  # keys of one frame are on all ring ranks
                 k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
             spans = tuple(step.image[rank] for of_ring in ranges for ranks in of_ring for rank in ranks)
             return self._attend_paired(step, q_BQhD, k_BKhD, v_BKhD, spans, scale)
         masks = [_cat([step.mask(ranks) for ranks in of_ring]) for of_ring in ranges]
+        if self.over == CAUSAL_TEXT and ring.size == 1:
+            k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
         if ring.size == 1:
             return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, masks[0], scale)
+        attend, held = context.kernel.attend_lse, None
+        if self.over == CAUSAL_TEXT and q_BQhD.shape[1]:
+            held = attend(q_BQhD, *self._text_keys(step, heads), None, scale)
         return ring_attention(
-            q_BQhD, k_BKhD, v_BKhD, lengths, masks, context.kernel.attend_lse, scale, step.overlap, ring, context.traffic
+            q_BQhD, k_BKhD, v_BKhD, lengths, masks, attend, scale, step.overlap, ring, context.traffic, held
         )
 
     def _attend_buffered(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span) -> torch.Tensor:
@@ -214,6 +224,12 @@ class ParallelAttention:
                 k_BKhD, v_BKhD = torch.cat(parts_2BshD, dim=2)
                 ranks = range(len(step.lengths))
         pieces_of_ranks, image = step.pieces(ranks), step.over_image
+        if self.over == CAUSAL_TEXT and step.prefix is not None and self.layer in step.prefix.layers:
+            # The text has run in this micro-step: the buffer takes its keys, and has them for the rest of the run.
+            k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
+            del step.prefix.layers[self.layer]
+            text = Span(0, step.text_tokens)
+            pieces_of_ranks = [(text, text), *((rows.shift(len(text)), at) for rows, at in pieces_of_ranks)]
         k_BKhD, v_BKhD = buffer.update(self.layer, k_BKhD, v_BKhD, pieces_of_ranks, step.entries, step.text_tokens, image)
         if arriving is not None:
             # Behind `update`, which waits for all that is pending: this call's transfer is for the next call.
@@ -241,9 +257,21 @@ class ParallelAttention:
         context = self.context
         places = [position for ranks in ranges for _, span in step.pieces(ranks) for position in (span.start, span.stop)]
         assert places == sorted(places), "the text's keys are in order"
+        if not q_BQhD.shape[1]:
+            return torch.empty_like(q_BQhD)
         ends_Q = step.ends(context.ulysses_ranks(context.patch.index, context.ring.index))
         seen_QK = torch.arange(k_BKhD.shape[1], device=ends_Q.device) < ends_Q[:, None]
         return context.kernel.attend_rows(q_BQhD, k_BKhD, v_BKhD, seen_QK, scale)
+
+    def _text_keys(self, step: AttentionStep, heads: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole text, of heads `heads` of the layer."""
+        assert step.prefix is not None
+        return step.prefix.of(self.layer, step.entries, heads)
+
+    def _behind_text(self, step: AttentionStep, k_BKhD, v_BKhD, heads: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole text, then these."""
+        k_BThD, v_BThD = self._text_keys(step, heads)
+        return torch.cat((k_BThD, k_BKhD), dim=1), torch.cat((v_BThD, v_BKhD), dim=1)
 
     def _is_paired(self, q_BQhD: torch.Tensor) -> bool:
         return self.over == PAIRED and q_BQhD.shape[-1] > self.head_size
