@@ -174,8 +174,9 @@ class ParallelAttention:
             if ring.size > 1:  # every rank keeps the whole text's keys, so that later calls do not rotate them
                 k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
             assert step.prefix is not None
-            step.prefix.put(self.layer, k_BKhD, v_BKhD, step.entries, heads.start)
-            return self._attend_text(step, q_BQhD, k_BKhD, v_BKhD, [ranks for of_ring in ranges for ranks in of_ring], scale)
+            k_BThD, v_BThD = _in_order(step, [ranks for of_ring in ranges for ranks in of_ring], k_BKhD, v_BKhD)
+            step.prefix.put(self.layer, k_BThD, v_BThD, step.entries, heads.start)
+            return self._attend_text(step, q_BQhD, k_BThD, v_BThD, scale)
         # Only behind the gather, which is collective: a rank without queries still sends its keys.
         if not q_BQhD.shape[1] and ring.size == 1:
             return torch.empty_like(q_BQhD)
@@ -252,16 +253,14 @@ class ParallelAttention:
             return start_gather(kv_2BshD, lengths, 2, patch, traffic)
         return held.start_gather(kv_2BshD, patch, traffic)
 
-    def _attend_text(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, ranges: list[range], scale) -> torch.Tensor:
-        """Text tokens attend to the text up to their ends. `ranges`: sequence ranks that the keys are of, in order."""
+    def _attend_text(self, step: AttentionStep, q_BQhD, k_BThD, v_BThD, scale) -> torch.Tensor:
+        """Text tokens attend to the whole text up to their ends."""
         context = self.context
-        places = [position for ranks in ranges for _, span in step.pieces(ranks) for position in (span.start, span.stop)]
-        assert places == sorted(places), "the text's keys are in order"
         if not q_BQhD.shape[1]:
             return torch.empty_like(q_BQhD)
         ends_Q = step.ends(context.ulysses_ranks(context.patch.index, context.ring.index))
-        seen_QK = torch.arange(k_BKhD.shape[1], device=ends_Q.device) < ends_Q[:, None]
-        return context.kernel.attend_rows(q_BQhD, k_BKhD, v_BKhD, seen_QK, scale)
+        seen_QT = torch.arange(k_BThD.shape[1], device=ends_Q.device) < ends_Q[:, None]
+        return context.kernel.attend_rows(q_BQhD, k_BThD, v_BThD, seen_QT, scale)
 
     def _text_keys(self, step: AttentionStep, heads: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the whole text, of heads `heads` of the layer."""
@@ -292,6 +291,18 @@ class ParallelAttention:
 
 def _tokens(step: AttentionStep, ranks: range) -> int:
     return sum(step.lengths[rank] for rank in ranks)
+
+
+def _in_order(step: AttentionStep, ranges: list[range], *x_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors whose tokens are those of `ranges`, one behind the other -> the same in the order of the sequence."""
+    pieces, row = [], 0
+    for ranks in ranges:
+        pieces += [(positions.start, rows.shift(row)) for rows, positions in step.pieces(ranks)]
+        row += _tokens(step, ranks)
+    ordered = sorted(pieces, key=lambda piece: piece[0])
+    if ordered == pieces:
+        return x_BKhD
+    return tuple(torch.cat([x[:, rows.slice] for _, rows in ordered], dim=1) for x in x_BKhD)
 
 
 def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
