@@ -189,11 +189,15 @@ def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) 
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates."""
+    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates; for exact calls those of
+    texts that run once a run (prefix_keys.py)."""
     layers = [over for block in sizes.attention[span.slice] for over in block]
     layers += sizes.prologue if span.start == 0 else ()
-    values = int(head_values(sizes, layers, request.image, request.text, request.padding))
-    return 2 * request.kept * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
+    image, copies = request.image, request.kept
+    if not copies:
+        layers, image, copies = [over for over in layers if over == CAUSAL_TEXT], 0, 1
+    values = int(head_values(sizes, layers, image, request.text, request.padding))
+    return 2 * copies * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
 
 
 def head_values(sizes: ModelSizes, layers: Iterable[str], image: float, text: int, padding: int) -> float:

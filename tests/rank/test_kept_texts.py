@@ -9,6 +9,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.base.step_inputs import TEXT_ENDS
+from parallel_backend.placement.memory_model import Request, memory_of
+from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.kept_texts import KeptTexts
 from parallel_backend.rank.loaded_stage import LoadedStage
@@ -150,12 +153,15 @@ def test_kept_keys_give_the_same_bit_for_bit_as_keys_of_this_call(engine, monkey
     assert torch.equal(kept, computed(engine, 3, 0.8))
 
 
-def test_kept_keys_count_as_bytes_of_the_run_and_go_with_it(engine):
+def test_kept_keys_are_the_bytes_that_were_predicted_and_go_with_the_run(engine, made):
     without = engine.run_bytes
     computed(engine, 1, 1.0)
-    text = CASE.inputs()[2]["text_ends"].shape[1]
-    width = CASE.config["num_attention_heads"] * CASE.config["attention_head_dim"]
-    assert engine.run_bytes - without == 2 * 4 * 2 * text * width * CASE.config["num_layers"]
+    x, _, tensors = CASE.inputs()
+    request = Request((len(x[0, 0]), len(x[0, 0, 0])), 0, tensors[TEXT_ENDS].shape[1], 0, len(x))
+    sizes, stages = model_sizes(open_checkpoint(made[1]), "fp32", "cpu"), (Span(0, CASE.config["num_layers"]),)
+    predicted = memory_of(sizes, Degrees(), stages, 0, (request,)).buffers
+    assert engine.run_bytes - without == predicted > 0
+    assert predicted == 2 * memory_of(sizes, Degrees(tensor=2), stages, 1, (request,)).buffers
     engine.close_run(0)
     assert engine.run_bytes == without
 
