@@ -38,6 +38,7 @@ NATIVE: Mapping[str, str] = {
     "LTXV": "lightricks.model:LTXVModel",
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",
     "QwenImage": "qwen_image.model:QwenImageTransformer2DModel",
+    "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
     "SD3": "modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",
 }
 """Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""

@@ -35,6 +35,7 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset({"MiniMaxH3"})),
     # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
+    "qwen_image21_cache": frozenset(),
     "rope_options": frozenset(
         {
             *("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage", "Lumina2", "ZImage"),

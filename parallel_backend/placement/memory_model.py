@@ -12,7 +12,7 @@ from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes
 from parallel_backend.core.spans import Span, split, split_carrying
-from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
 from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights
@@ -189,16 +189,21 @@ def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) 
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates."""
+    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates; for exact calls those of
+    texts that run once a run (prefix_keys.py)."""
     layers = [over for block in sizes.attention[span.slice] for over in block]
     layers += sizes.prologue if span.start == 0 else ()
-    values = int(head_values(sizes, layers, request.image, request.text, request.padding))
-    return 2 * request.kept * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
+    image, copies = request.image, request.kept
+    if not copies:
+        layers, image, copies = [over for over in layers if over == CAUSAL_TEXT], 0, 1
+    values = int(head_values(sizes, layers, image, request.text, request.padding))
+    return 2 * copies * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
 
 
 def head_values(sizes: ModelSizes, layers: Iterable[str], image: float, text: int, padding: int) -> float:
     """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over."""
-    tokens = {JOINT: image + text, IMAGE: image + padding, TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
+    tokens = {JOINT: image + text, CAUSAL_TEXT: image + text, IMAGE: image + padding}
+    tokens |= {TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
     of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
     return sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
 

@@ -14,6 +14,8 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY
 from parallel_backend.wire.sampling import PutConditioning, Step
 
+from .attention.prefix_keys import PrefixKeys
+
 KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE, ROPE, ROPE_FREQUENCY)
 """Conditioning tensors that keep their dtype: bf16, for one, has not all positions above 256."""
 
@@ -27,14 +29,16 @@ class RankConditioning:
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
+    prefix: PrefixKeys
+    """Of calls outside of runs; those of a run are in its K/V buffer."""
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
     kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
 
     @property
     def made(self) -> int:
-        """Number of values in `kept`."""
-        return sum(len(kept) for kept in self.kept.values())
+        """Number of values in `kept`, and of layers in `prefix`."""
+        return sum(len(kept) for kept in self.kept.values()) + len(self.prefix.layers)
 
     def is_whole(self, step: Step) -> bool:
         """Whether the micro-step computes all image tokens, rather than a band."""
@@ -53,8 +57,9 @@ class ConditioningStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all conditionings' tensors."""
-        return sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors.values())
+        """Of all conditionings' tensors, and of keys and values that are kept with them."""
+        tensors = sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors.values())
+        return tensors + sum(held.prefix.nbytes for held in self._held.values())
 
     def put(self, message: PutConditioning) -> None:
         exact = (*KEPT_EXACT, *self._family.inputs.exact)
@@ -64,8 +69,20 @@ class ConditioningStore:
         }
         token_order = self._family.token_order(message.grid, message.references, message.along)
         self._held[message.id] = RankConditioning(
-            message.grid, token_order, message.text_tokens, message.batch, tensors, message.companion_tokens, message.changes
+            message.grid,
+            token_order,
+            message.text_tokens,
+            message.batch,
+            tensors,
+            PrefixKeys(message.batch),
+            message.companion_tokens,
+            message.changes,
         )
+
+    def forget_prefixes(self) -> None:
+        """Drop the keys and values of all texts."""
+        for held in self._held.values():
+            held.prefix.layers.clear()
 
     def drop(self, conditioning: int) -> None:
         self._held.pop(conditioning, None)

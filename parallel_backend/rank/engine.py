@@ -12,6 +12,7 @@ from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 from .block_timer import BlockWatch
 from .conditioning_store import ConditioningStore
 from .finite_check import FiniteWatch, bad_adapters, bad_weights
+from .kept_texts import KeptTexts
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs
 from .run_buffers import RunBuffers
@@ -26,7 +27,7 @@ class Engine:
         """`stage`: this rank's part of the model of `load`."""
         self.rank, self.stage, device = rank, stage, stage.device
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
-        self.runs = RunBuffers()
+        self.runs, self._texts = RunBuffers(), KeptTexts(stage.family)
         self._traffic, self._link = stage.traffic, stage.link
         self._ops = stage_ops(stage.pipe.index, stage.pipe.size)
         self._block_watch = BlockWatch(stage.model, load.only, stage.traffic)
@@ -80,6 +81,8 @@ class Engine:
         """All adapters have been added. Returns their bytes."""
         self.drop_graphs()
         self.stage.module_cache.forget()
+        self._texts.forget()
+        self.conditionings.forget_prefixes()
         return self.stage.adapters.nbytes
 
     def put_conditioning(self, message: PutConditioning) -> None:
@@ -89,6 +92,7 @@ class Engine:
     def drop_conditioning(self, conditioning: int) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == conditioning)
         self.conditionings.drop(conditioning)
+        self._texts.drop_conditioning(conditioning)
         self.stage.module_cache.drop(conditioning)
         self.runs.drop_conditioning(conditioning)
 
@@ -100,6 +104,8 @@ class Engine:
         self._link.await_sends()
         self.drop_graphs((lambda kind: kind.run == run) if run == 0 else lambda kind: True)
         buffer_bytes = self.runs.close_run(run)
+        self._texts.close_run(run)
+        self.conditionings.forget_prefixes()
         if run:
             self.stage.module_cache.forget()
         bytes_sent, under_way, waited = self._traffic.report()
@@ -180,14 +186,14 @@ class Engine:
         )
 
     def _post_receive(self, step: Step) -> None:
-        shape = self._forward.received_shape(step, self.conditionings[step.conditioning])
+        shape = self._forward.received_shape(self._texts.of(step), self.conditionings[step.conditioning])
         self._link.post_receive(shape, self.stage.dtype)
 
     def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
         self.stage.store.begin_step()
         conditioning = self.conditionings[step.conditioning]
         buffer = self.runs.begin_step(step, conditioning)
-        output = self._forward.compute(step, conditioning, buffer, received)
+        output = self._forward.compute(self._texts.of(step), conditioning, buffer, received)
         self.runs.end_step(step)
         return output
 

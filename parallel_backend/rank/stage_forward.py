@@ -10,10 +10,11 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import PAIRED
-from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_MASK, Rows, StepInputs, kept_on
+from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_ENDS, TEXT_MASK, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.frame_rows import FrameRows
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
+from parallel_backend.rank.attention.prefix_keys import PrefixKeys
 from parallel_backend.rank.stage.block_slots import StageDone
 from parallel_backend.rank.stage.build import keep_timestep_exact
 from parallel_backend.wire.sampling import Step
@@ -71,7 +72,7 @@ class StageForward:
         token_order = conditioning.token_order
         text, image = self._shards(step, conditioning)
         text_span, image_span = text[stage.place], image[stage.place]
-        text_mask = conditioning.tensors.get(TEXT_MASK)
+        text_mask, text_ends = (conditioning.tensors.get(name) for name in (TEXT_MASK, TEXT_ENDS))
         stage.attention.step = AttentionStep(
             text_tokens=conditioning.text_tokens,
             text=text,
@@ -82,6 +83,8 @@ class StageForward:
             overlap=step.overlap,
             text_first=self._family.blocks.text_first,
             text_mask_BT=None if text_mask is None else text_mask[step.entries.slice],
+            prefix=conditioning.prefix if state.buffer is None else PrefixKeys(conditioning.batch),
+            text_ends_T=None if text_ends is None else text_ends[0],
             image_padding=self._family.image_padding(conditioning.grid),
             frames=self._frame_rows(conditioning),
             guidance=conditioning.changes.guidance,

@@ -30,9 +30,10 @@ class Native:
     """How ComfyUI builds and feeds the same family: `config` is one whose native model its detection takes (small).
 
     `conditioning(generator)`: (text [1, T, D], the extras of a CONDITIONING entry: tensors or plain values). `latent`:
-    [C, (T,) H, W]. `limit`: largest absolute difference in fp32. `detected`: entries of the unet_config that detection
-    takes for granted and that are others in a small model; under "classes", sizes by which ComfyUI tells a class apart.
-    `companion`: of a nested latent's other part. `masks`: "mask", "mask_companion" -> shapes of noise masks for its parts.
+    [C, (T,) H, W]. `newer`: class of ComfyUI's supported_models that the oldest ComfyUI of the tests lacks. `limit`:
+    largest absolute difference in fp32. `detected`: entries of the unet_config that detection takes for granted and that
+    are others in a small model; under "classes", sizes by which ComfyUI tells a class apart. `companion`: of a nested
+    latent's other part. `masks`: "mask", "mask_companion" -> shapes of noise masks for its parts.
     """
 
     config: dict[str, Any]
@@ -44,6 +45,7 @@ class Native:
     detected: dict[str, Any] = field(default_factory=dict)
     companion: tuple[int, ...] | None = None
     masks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    newer: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,12 @@ class Case:
     """A tiny configuration. `latent`: [C, (T,) H, W] that the model takes; `odd`: sizes that need padding, None if refused.
 
     `tensors(generator, batch)`: conditioning tensors as the family's `conditioning` gives them. `reference(model, x,
-    timestep, tensors)`: diffusers' forward, called as its pipeline calls it, on a latent of any size, with the
-    sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
-    `sampled`: the output has the latent's shape, so that a sampler can be tried without ComfyUI, which adds the other
-    channels. `fine_time`: a timestep in bf16 is as good. `full`: tables of all cases have it in the full tier only: it is a
-    further variant of a model that another case shows in the default tier. `marks`: keys without values of a single file.
+    timestep, tensors)`: diffusers' forward, called as its pipeline calls it, on a latent of any size, with the sampler's
+    timestep: what the family must equal. `convert`: diffusers' converter from the original key layout. `sampled`: the
+    output has the latent's shape, so that a sampler can be tried without ComfyUI, which adds the other channels.
+    `fine_time`: a timestep in bf16 is as good. `rounds_time`: ComfyUI's class itself rounds the timestep to the compute
+    dtype, and ours with it. `full`: tables of all cases have it in the full tier only: it is a further variant of a
+    model that another case shows in the default tier. `marks`: keys without values of a single file.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Case:
     bands: int = 3
     sampled: bool = True
     fine_time: bool = False
+    rounds_time: bool = False
     full: bool = False
     marks: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)

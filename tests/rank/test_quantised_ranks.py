@@ -44,9 +44,17 @@ def flux_tensors(generator, batch):
     return tensors | {"pooled": torch.randn(batch, 32, generator=generator)}
 
 
+def large_gates(model):
+    """So that what the blocks add, which is quantised, shows beside their inputs."""
+    model.modulation[1].weight.data *= 20
+
+
 CASES = {
     "flux": replace(case_of("flux-dev", num_single_layers=2), tensors=flux_tensors),
     "wan": case_of("wan-2.1-t2v", ffn_dim=256, num_layers=2),
+    "qwen-image-2.1, fused feed-forward": replace(
+        case_of("qwen-image-2.1", fused_mlp=True), latent=(64, 12, 8), adjust=large_gates
+    ),
 }
 
 

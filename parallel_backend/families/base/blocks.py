@@ -13,6 +13,9 @@ JOINT, IMAGE = "joint", "image"
 """Which tokens an attention module mixes. JOINT: those of text and image. IMAGE: those of the image."""
 TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE = "text", "image to text", "text to image"
 """TEXT: those of the text stream. The others: queries are of the first stream, keys and values of the second."""
+CAUSAL_TEXT = "causal text"
+"""As JOINT for the image's tokens. A text token sees no image, and of the text the first TEXT_ENDS tokens. The text is the
+first of the joint sequence."""
 PAIRED = "paired"
 """Attention of two streams of a video's tokens, whose channels lie side by side in each head. The second stream attends to
 itself except its frame 0, which is empty. The first stream attends to itself and, in every frame, to the same frame of the

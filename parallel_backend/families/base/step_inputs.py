@@ -20,6 +20,10 @@ TEXT_MASK = "text_mask"
 """Conditioning tensor [B, T] bool: text tokens that attention may see. rank/attention/parallel_attention.py applies it to
 the tokens of all ranks; the model's code knows one rank's tokens, and never gets it."""
 
+TEXT_ENDS = "text_ends"
+"""Conditioning tensor [B, T] int64, the same for all entries: how many of the text's first tokens each text token sees, in
+layers over CAUSAL_TEXT (base/blocks.py). A family that has such layers names it in `Inputs.vector_tensors`."""
+
 GUIDANCE = "guidance"
 """Conditioning tensor [B]: embedded guidance, float32 on the ranks too."""
 

@@ -9,7 +9,7 @@ import torch
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
 from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import codec_for
@@ -18,6 +18,7 @@ from parallel_backend.rank.comm.transfers import Traffic
 from .frame_rows import FrameRows
 from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer, Piece
+from .prefix_keys import PrefixKeys
 
 
 @dataclass
@@ -41,6 +42,12 @@ class AttentionStep:
     text_first: bool = True
     text_mask_BT: torch.Tensor | None = None
     """bool: text tokens that may be seen. None: all."""
+    text_ends_T: torch.Tensor | None = None
+    """int64: how many of the text's first tokens each text token sees, in layers over CAUSAL_TEXT."""
+    prefix: PrefixKeys | None = None
+    """The text's keys and values in layers over CAUSAL_TEXT. None: the model has no such layer."""
+    causal: bool = False
+    """Queries are text tokens that see what `text_ends_T` says."""
     image_padding: int = 0
     """First tokens of the text that belong to the image (Family.image_padding)."""
     over_image: bool = True
@@ -68,12 +75,24 @@ class AttentionStep:
             padding = tuple(text.before(self.image_padding) for text in self.text)
             return replace(self, text_tokens=self.image_padding, text=padding, text_mask_BT=None, _masks={}, _over={})
         none = (Span(0, 0),) * len(self.text)
+        if tokens == CAUSAL_TEXT:  # the image's part of the layer, which has the text's keys in `prefix`
+            return replace(self, text=none, _masks={}, _over={})
         if tokens == TEXT_TO_IMAGE:
             queries = [len(text) for text in self.text]
             return replace(self, text_tokens=0, text=none, text_mask_BT=None, queries=queries, _masks={}, _over={})
         assert tokens in (TEXT, IMAGE_TO_TEXT)
-        of_image = [len(image) for image in self.image] if tokens == IMAGE_TO_TEXT else None
-        return replace(self, image=none, over_image=False, queries=of_image, _masks={}, _over={})
+        apart = [len(image) for image in self.image] if tokens == IMAGE_TO_TEXT else None
+        return replace(self, image=none, over_image=False, queries=apart, _masks={}, _over={})
+
+    @cached_property
+    def causal_text(self) -> "AttentionStep":
+        """The text's part of a layer over CAUSAL_TEXT. All of a text runs in one micro-step, so its keys need no buffer."""
+        return replace(self.over(TEXT), buffer=None, stale=False, causal=True, _masks={}, _over={})
+
+    def ends(self, ranks: range) -> torch.Tensor:
+        """`text_ends_T` of the text tokens of `ranks`."""
+        assert self.text_ends_T is not None, "a layer over CAUSAL_TEXT needs TEXT_ENDS"
+        return torch.cat([self.text_ends_T[positions.slice] for _, positions in self.pieces(ranks)])
 
     @cached_property
     def lengths(self) -> list[int]:

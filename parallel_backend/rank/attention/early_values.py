@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import IMAGE, JOINT, Values
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, Values
 from parallel_backend.rank.comm.staging import staged
 
 from .context import AttentionContext
@@ -53,7 +53,7 @@ class ValuesFirst:
     def __init__(
         self, module: nn.Module, over: str, values: Values, context: AttentionContext, head_size: int, text_first: bool
     ):
-        """`over`: JOINT or IMAGE."""
+        """`over`: JOINT, IMAGE, or CAUSAL_TEXT, where the text does not run."""
         self._over, self._context, self._head_size, self._text_first = over, context, head_size, text_first
         self._layers, self._arguments = [_adopted(getattr(module, values.image))], [values.image_argument]
         if getattr(module, values.text, None) is None:
@@ -78,6 +78,8 @@ class ValuesFirst:
         """
         context = self._context
         step = None if context.step is None else context.step.over(self._over)
+        if self._over == CAUSAL_TEXT and context.step is not None and any(map(len, context.step.text)):
+            return
         if step is None or not step.overlap or not step.runs or staged(inputs_BsC[0], context.ulysses.group):
             return
         assert context.early_values is None, "values of another layer were never attended to"
@@ -120,5 +122,5 @@ def install_early_values(
     if context.ulysses.size == 1 or context.tensor.size > 1:
         return
     for module, over, values in modules:
-        if values is not None and over in (JOINT, IMAGE):
+        if values is not None and over in (JOINT, IMAGE, CAUSAL_TEXT):
             ValuesFirst(module, over, values, context, head_size, text_first)

@@ -51,6 +51,14 @@ class RankKernel:
         module = self._for(q_BQHD, k_BKhD, mask_BK, lse=True)
         return module.attend_lse(q_BQHD, *_for_each_head(q_BQHD, k_BKhD, v_BKhD), mask_BK, scale)
 
+    def attend_rows(self, q_BQHD, k_BKhD, v_BKhD, mask_QK, scale) -> torch.Tensor:
+        """As `attend`, with a mask of keys for each query, which SDPA alone takes."""
+        self._dtypes.add(_name(q_BQHD.dtype))
+        if self.kernel.name != SDPA:
+            self._lacked.add("calls with a mask for each query")
+        k_BKHD, v_BKHD = _for_each_head(q_BQHD, k_BKhD, v_BKhD)
+        return sdpa.attend_rows(q_BQHD, k_BKHD, v_BKHD, mask_QK, scale)
+
     def failure(self, head_size: int, dtype: torch.dtype, lse: bool = False) -> str | None:
         """Why the kernel does not support such calls; None if it does."""
         key = head_size, dtype, lse

@@ -14,7 +14,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import JOINT, PAIRED
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, PAIRED
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
@@ -64,10 +64,26 @@ class ParallelAttention:
         step = self.context.step
         assert step is not None, "attention outside of a micro-step"
         assert mask is None or self.context.drops_mask, "this family's own forward passes an attention mask"
+        if self.over == CAUSAL_TEXT:
+            return self._attend_causal(step, q_BQHD, k_BKHD, v_BKHD, scale)
         out_BQHD = self._attend(step.over(self.over), q_BQHD, k_BKHD, v_BKHD, scale)
         if step.guidance is None or self.over != JOINT:
             return out_BQHD
         return self._guided(step, step.guidance, out_BQHD)
+
+    def _attend_causal(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
+        """As `attend`, for CAUSAL_TEXT: the text's tokens attend to the text, then the image's to all."""
+        context = self.context
+        if not any(len(text) for text in step.text):  # alike on all ranks, as the transfers need
+            return self._attend(step.over(CAUSAL_TEXT), q_BQHD, k_BKHD, v_BKHD, scale)
+        place = context.ulysses_ranks(context.patch.index, context.ring.index)[context.ulysses.index]
+        words = len(step.text[place])
+        text, image = (
+            [x_BsHD[:, rows] for x_BsHD in (q_BQHD, k_BKHD, v_BKHD)] for rows in (slice(words), slice(words, None))
+        )
+        of_text = self._attend(step.causal_text, text[0], text[1], text[2], scale)
+        of_image = self._attend(step.over(CAUSAL_TEXT), image[0], image[1], image[2], scale)
+        return torch.cat((of_text, of_image), dim=1)
 
     def _attend(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
         """As `attend`, without guidance."""
@@ -128,7 +144,7 @@ class ParallelAttention:
         heads = q_BQHD.shape[2] // self.context.ulysses.size
         groups = HEAD_GROUPS[q_BQHD.device.type]
         work = len(q_BQHD) * sum(step.lengths) * (heads // groups)
-        whole = not step.overlap or step.buffer is not None or heads < groups
+        whole = not step.overlap or step.buffer is not None or step.causal or heads < groups
         return 1 if whole or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
 
     def _once(self, heads: Span, *repeated_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -153,20 +169,32 @@ class ParallelAttention:
         if len(patches) > 1:
             lengths = [_tokens(step, ranks) for ranks in ranges[ring.index]]
             k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, patch)
+        lengths = [sum(_tokens(step, ranks) for ranks in of_ring) for of_ring in ranges]
+        if step.causal:
+            if ring.size > 1:  # every rank keeps the whole text's keys, so that later calls do not rotate them
+                k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
+            assert step.prefix is not None
+            k_BThD, v_BThD = _in_order(step, [ranks for of_ring in ranges for ranks in of_ring], k_BKhD, v_BKhD)
+            step.prefix.put(self.layer, k_BThD, v_BThD, step.entries, heads.start)
+            return self._attend_text(step, q_BQhD, k_BThD, v_BThD, scale)
         # Only behind the gather, which is collective: a rank without queries still sends its keys.
         if not q_BQhD.shape[1] and ring.size == 1:
             return torch.empty_like(q_BQhD)
-        lengths = [sum(_tokens(step, ranks) for ranks in of_ring) for of_ring in ranges]
         if self._is_paired(q_BQhD):
             if ring.size > 1:  # keys of one frame are on all ring ranks
                 k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
             spans = tuple(step.image[rank] for of_ring in ranges for ranks in of_ring for rank in ranks)
             return self._attend_paired(step, q_BQhD, k_BKhD, v_BKhD, spans, scale)
         masks = [_cat([step.mask(ranks) for ranks in of_ring]) for of_ring in ranges]
+        if self.over == CAUSAL_TEXT and ring.size == 1:
+            k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
         if ring.size == 1:
             return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, masks[0], scale)
+        attend, held = context.kernel.attend_lse, None
+        if self.over == CAUSAL_TEXT and q_BQhD.shape[1]:
+            held = attend(q_BQhD, *self._text_keys(step, heads), None, scale)
         return ring_attention(
-            q_BQhD, k_BKhD, v_BKhD, lengths, masks, context.kernel.attend_lse, scale, step.overlap, ring, context.traffic
+            q_BQhD, k_BKhD, v_BKhD, lengths, masks, attend, scale, step.overlap, ring, context.traffic, held
         )
 
     def _attend_buffered(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span) -> torch.Tensor:
@@ -197,6 +225,12 @@ class ParallelAttention:
                 k_BKhD, v_BKhD = torch.cat(parts_2BshD, dim=2)
                 ranks = range(len(step.lengths))
         pieces_of_ranks, image = step.pieces(ranks), step.over_image
+        if self.over == CAUSAL_TEXT and step.prefix is not None and self.layer in step.prefix.layers:
+            # The text has run in this micro-step: the buffer takes its keys, and has them for the rest of the run.
+            k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
+            del step.prefix.layers[self.layer]
+            text = Span(0, step.text_tokens)
+            pieces_of_ranks = [(text, text), *((rows.shift(len(text)), at) for rows, at in pieces_of_ranks)]
         k_BKhD, v_BKhD = buffer.update(self.layer, k_BKhD, v_BKhD, pieces_of_ranks, step.entries, step.text_tokens, image)
         if arriving is not None:
             # Behind `update`, which waits for all that is pending: this call's transfer is for the next call.
@@ -219,6 +253,25 @@ class ParallelAttention:
             return start_gather(kv_2BshD, lengths, 2, patch, traffic)
         return held.start_gather(kv_2BshD, patch, traffic)
 
+    def _attend_text(self, step: AttentionStep, q_BQhD, k_BThD, v_BThD, scale) -> torch.Tensor:
+        """Text tokens attend to the whole text up to their ends."""
+        context = self.context
+        if not q_BQhD.shape[1]:
+            return torch.empty_like(q_BQhD)
+        ends_Q = step.ends(context.ulysses_ranks(context.patch.index, context.ring.index))
+        seen_QT = torch.arange(k_BThD.shape[1], device=ends_Q.device) < ends_Q[:, None]
+        return context.kernel.attend_rows(q_BQhD, k_BThD, v_BThD, seen_QT, scale)
+
+    def _text_keys(self, step: AttentionStep, heads: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole text, of heads `heads` of the layer."""
+        assert step.prefix is not None
+        return step.prefix.of(self.layer, step.entries, heads)
+
+    def _behind_text(self, step: AttentionStep, k_BKhD, v_BKhD, heads: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole text, then these."""
+        k_BThD, v_BThD = self._text_keys(step, heads)
+        return torch.cat((k_BThD, k_BKhD), dim=1), torch.cat((v_BThD, v_BKhD), dim=1)
+
     def _is_paired(self, q_BQhD: torch.Tensor) -> bool:
         return self.over == PAIRED and q_BQhD.shape[-1] > self.head_size
 
@@ -238,6 +291,18 @@ class ParallelAttention:
 
 def _tokens(step: AttentionStep, ranks: range) -> int:
     return sum(step.lengths[rank] for rank in ranks)
+
+
+def _in_order(step: AttentionStep, ranges: list[range], *x_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors whose tokens are those of `ranges`, one behind the other -> the same in the order of the sequence."""
+    pieces, row = [], 0
+    for ranks in ranges:
+        pieces += [(positions.start, rows.shift(row)) for rows, positions in step.pieces(ranks)]
+        row += _tokens(step, ranks)
+    ordered = sorted(pieces, key=lambda piece: piece[0])
+    if ordered == pieces:
+        return x_BKhD
+    return tuple(torch.cat([x[:, rows.slice] for _, rows in ordered], dim=1) for x in x_BKhD)
 
 
 def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -22,14 +22,15 @@ def ring_attention(
     overlap: bool,
     axis: Axis,
     traffic: Traffic,
+    held: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Ring attention (arXiv 2310.01889): queries stay, keys and values of all S tokens rotate. Returns [B, s, H, D].
 
     `lengths[j]`: tokens of rank j. `masks[j]`: [B, lengths[j]] bool, tokens that may be seen; None: all. With `overlap` the
-    next block travels during attention to the present one.
+    next block travels during attention to the present one. `held`: attention to keys that every rank has, as `attend` gives.
     """
     block_2BsHD = torch.stack((k_BsHD, v_BsHD))
-    out_BsHD = lse_BsH = None
+    out_BsHD, lse_BsH = (None, None) if held is None else held
     for step in range(axis.size):
         source = (axis.index - step) % axis.size
         shift = None

@@ -108,6 +108,7 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
     "WAN_Animate2": {"num_layers": 2},
     "WAN22_WanDancer": {"num_layers": 2},
     "QwenImage": {"num_layers": 2},
+    "QwenImage21": {"num_layers": 2},
     "Krea2": {"layers": 2},
     "LTXAV": {"num_layers": 2},
     "MiniMaxH3": {"num_layers": 2},
