@@ -23,21 +23,20 @@ MASKS = {"all keys": None, "some keys": (20, 55), "no key in one entry": (0, 31)
 
 
 def look_at_kernels(session: SelfTestSession, findings: Findings) -> None:
-    """On each different device, in this process."""
-    looked_at = set()
+    """On each different device, in this process. Keeps the kernels that there are in `session.kernels`."""
     for device in dict.fromkeys(session.settings.devices):
         for dtype, limit in LIMITS.items():
             name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             for kernel in KERNELS.values():
                 error = _worst(kernel, device, dtype)
                 if error is not None:
-                    looked_at.add(kernel.name)
+                    session.kernels.add(kernel.name)
                     title = "attention" if kernel.name == SDPA else kernel.title
                     findings.at_most(f"{title}, {name} on {device}", error, limit if kernel.exact else QUANTISED_LIMIT)
                     session.poll()
         if device != "cpu":
             findings.at_most(f"weights in fp8 on {device} that differ from a CPU's", float(_differing(device)), 0)
-    if others := [kernel.title for name, kernel in KERNELS.items() if name not in looked_at]:
+    if others := [kernel.title for name, kernel in KERNELS.items() if name not in session.kernels]:
         findings.leave_out(", ".join(others), "not installed, or they cannot serve these devices")
 
 

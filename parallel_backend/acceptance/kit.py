@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from parallel_backend.processes.pool import Poll
 
 from .catalogue import ABOUT
-from .faults import look_at_a_hang, look_at_a_killed_rank, look_at_a_stuck_gpu, look_at_memory_running_out
+from .faults import look_at_a_killed_rank, look_at_a_stuck_gpu
 from .findings import Findings, NotLookedAt
+from .graphs import look_at_graphs
 from .kernels import look_at_kernels
 from .lifetime import look_at_lifetime
+from .memory import look_at_memory
 from .model_file import look_at_model_file
-from .modes import look_at_bands, look_at_modes, look_at_pictures
+from .modes import look_at_modes
 from .one_rank import look_at_one_rank
+from .page_locked import look_at_page_locked
 from .quantised import look_at_quantised
 from .session import Host, SelfTestSession, Settings
 from .system import look_at_system
@@ -44,17 +47,16 @@ LOOKS: dict[str, Callable[[SelfTestSession, Findings], None]] = {
     "system": look_at_system,
     "kernels": look_at_kernels,
     "quantised": look_at_quantised,
+    "page-locked": look_at_page_locked,
     "one rank": look_at_one_rank,
+    "graphs": look_at_graphs,
     "model file": look_at_model_file,
     "links": look_at_links,
+    "memory": look_at_memory,
     "modes": look_at_modes,
-    "bands": look_at_bands,
-    "pictures": look_at_pictures,
     "hop": look_at_hop,
     "lifetime": look_at_lifetime,
     "killed rank": look_at_a_killed_rank,
-    "out of memory": look_at_memory_running_out,
-    "hang": look_at_a_hang,
     "stuck GPU": look_at_a_stuck_gpu,
 }
 CHECKS = {name: (about, LOOKS[name]) for name, about in ABOUT.items()}

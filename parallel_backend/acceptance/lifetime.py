@@ -1,7 +1,6 @@
 """Checks that loading and unloading many times leaves ranks with no more memory and threads."""
 
 import contextlib
-import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, wait_for
-from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 
 from . import tiny_flux
@@ -24,7 +22,7 @@ LARGER = (0.02, 16 << 20)
 
 
 def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
-    """Each cycle loads the tiny model or the bundled one, calls it once and unloads it."""
+    """Each cycle loads the tiny model in one mode or another, calls it once and unloads it."""
     cycles = session.settings.cycles
     if cycles < 2 * SETTLED:
         raise NotLookedAt(f"{cycles} cycles are too few to tell growth; {2 * SETTLED} are needed")
@@ -33,11 +31,8 @@ def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
     held, threads = [], []
     turns = turns_of(world, session.tiny_file)
     for cycle in range(cycles):
-        degrees, path = turns[cycle % len(turns)]
-        model = session.load(degrees, "fp32", path)
-        example = model.family.inputs.example(model.checkpoint.config, 4)
-        x, timestep, _ = tiny_flux.inputs(batch=1)
-        model.predict(ModelCall(x, timestep, example), session.poll)
+        model = session.load(turns[cycle % len(turns)], "fp32")
+        model.predict(ModelCall(*tiny_flux.call()), session.poll)
         session.unload()
         held.append(held_bytes(pool, session))
         threads.append([thread_count(pid) for pid in pool.pids])
@@ -51,13 +46,13 @@ def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
         findings.at_most(f"threads that rank {rank} has more after all cycles", counts[-1] - counts[-SETTLED], 1)
 
 
-def turns_of(world: int, tiny_file: Path) -> list[tuple[Degrees, Path]]:
-    """The models to load in turn: modes that make different process groups, as far as each model allows them."""
+def turns_of(world: int, tiny_file: Path) -> list[Degrees]:
+    """The modes to load in turn, which make different process groups, as far as the model allows them."""
     turns = []
-    for path, degrees in itertools.product((tiny_file, WEIGHTS), (Degrees(ring=world), Degrees(pipe=world))):
+    for degrees in (Degrees(ring=world), Degrees(pipe=world)):
         with contextlib.suppress(ValueError):  # more stages than blocks
-            open_checkpoint(path).check_degrees(degrees)
-            turns.append((degrees, path))
+            open_checkpoint(tiny_file).check_degrees(degrees)
+            turns.append(degrees)
     return turns
 
 

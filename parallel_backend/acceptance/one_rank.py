@@ -3,10 +3,9 @@
 import torch
 
 from parallel_backend.client.call import ModelCall
-from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import native_halves
-from parallel_backend.quickstart.model import WEIGHTS
 
 from . import tiny_flux
 from .findings import Findings
@@ -19,8 +18,9 @@ HALF = {"bf16": 5e-2, "fp16": 1e-2}
 """The most relative difference of a half precision from fp32."""
 FP8 = 0.2
 """The most relative difference of weights in fp8 from weights in fp32."""
-STEPS, BANDS = 4, 3
-DIGITS = torch.tensor([[3, 1, 4, 1], [2, 7, 1, 8]])
+TIMES_ROUNDING = 2.0
+"""A mode in half precision may be this many times as far from one rank as that one is from fp32: sums in another order."""
+STEPS, BANDS = 3, 3
 
 
 def run_arguments() -> tuple[torch.Tensor, torch.Tensor, Prompt]:
@@ -29,10 +29,9 @@ def run_arguments() -> tuple[torch.Tensor, torch.Tensor, Prompt]:
     return x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0)
 
 
-def picture_arguments(steps: int) -> tuple[torch.Tensor, torch.Tensor, Prompt]:
-    """The same of the bundled model's: two pictures of 256 x 256."""
-    noise = torch.randn(len(DIGITS), 16, 32, 32, generator=torch.Generator().manual_seed(0))
-    return noise, linear_sigmas(steps), digit_prompts(DIGITS, 3.0)
+def rounding(one: OneRank, half: str) -> float:
+    """The most relative difference of another rank's output in half precision from this one's."""
+    return TIMES_ROUNDING * tiny_flux.relative(one.calls[half], one.calls["fp32"])
 
 
 def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
@@ -49,8 +48,6 @@ def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
     model = session.load(Degrees(), "fp32")
     exact = tiny_flux.as_one(sample_whole(model, *run_arguments(), session.poll))
     bands = tiny_flux.as_one(sample_in_bands(model, *run_arguments(), BANDS, 1, session.poll)[0])
-    control = tiny_flux.relative(bands, exact)
-    findings.at_least("bands from the exact run (a control: keys are a step old)", control, 100 * SAME_KERNELS)
     calls = {"fp32": whole}
     for dtype, limit in HALF.items():
         if session.settings.on_gpus and dtype not in native_halves(session.settings.devices[0]):
@@ -63,6 +60,4 @@ def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
         findings.at_most("fp8 weights, computed in fp32, from fp32", tiny_flux.relative(stored, whole), FP8)
     else:
         findings.leave_out("fp8 weights", "CPU ranks expand them to fp32 when they load them")
-    bundled = session.load(Degrees(), "fp32", WEIGHTS)
-    pictures = sample_whole(bundled, *picture_arguments(session.settings.steps), session.poll)
-    session.one_rank = OneRank(calls, bands, exact, tiny_flux.as_one(pictures))
+    session.one_rank = OneRank(calls, bands, exact)

@@ -7,6 +7,7 @@ from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8, Packing
 from parallel_backend.checkpoints.quantised_formats import Layer, Quantised, blank
 from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.rank.stage.linear import RankLinear
+from parallel_backend.rank.stage.quantised_products import PRODUCT_FAILS
 
 from .findings import Findings
 from .session import SelfTestSession
@@ -64,6 +65,7 @@ def _look_at_one(
     limit = multiplied_limit if multiplied else EXPANDED[dtype]
     findings.at_most(f"{name}: its product from the expanded weight's", error, limit)
     findings.note(f"{name}: how", layer.arithmetic.word)
+    findings.expect(PRODUCT_FAILS not in layer.arithmetic.word, f"{name}: {layer.arithmetic.word}")
 
 
 def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:

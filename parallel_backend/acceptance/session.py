@@ -1,6 +1,7 @@
 """The state that the checks of a self-test share: settings, the ranks that run now, tiny model files, and cancelling."""
 
 import contextlib
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Predict
+from parallel_backend.core.attention_kernels import SDPA
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
@@ -24,6 +26,7 @@ from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 
+from . import measured_rank
 from .catalogue import CYCLES, STEPS
 from .findings import NotLookedAt
 from .tiny_flux import FLUX, random_flux, save_original
@@ -48,11 +51,11 @@ class Settings:
     tokens: int | None = None
     """Image tokens for the user's model. None: 4,096 on GPUs, which is Flux at 1024 x 1024, and 256 on CPU ranks."""
     steps: int = STEPS
-    """Sampling steps of the user's model and of the bundled one."""
+    """Sampling steps of the user's model."""
     cycles: int = CYCLES
     """Times that a model is loaded and unloaded."""
     hang_seconds: float = 5.0
-    """Limit of the watchdog for the rank that is made to hang. The product's limit is a minute."""
+    """Limit of the watchdog for the GPU that is made to spin. The product's limit is a minute."""
 
     def __post_init__(self):
         if not self.devices or any(map(on_ray, self.devices)):
@@ -84,12 +87,11 @@ class Host:
 @dataclass(frozen=True)
 class OneRank:
     """One rank's outputs. `calls`: of the tiny model, by dtype. `bands`, `exact`: samples of its runs in fp32, in bands and
-    whole. `pictures`: the bundled model's samples."""
+    whole."""
 
     calls: dict[str, torch.Tensor]
     bands: torch.Tensor
     exact: torch.Tensor
-    pictures: torch.Tensor
 
 
 @dataclass
@@ -108,11 +110,21 @@ class SelfTestSession:
     stopped: BaseException | None = None
     one_rank: OneRank | None = None
     """Set by the check of one rank, for later checks to compare with."""
+    kernels: set[str] = field(default_factory=lambda: {SDPA})
+    """Names of attention kernels that compute on one of the devices."""
     _registry: Registry = field(default_factory=Registry)
     _loaded: Setup | None = None
 
     def __post_init__(self):
         self._registry.threads = max(1, usable_cores() // self.world)
+        if self.settings.on_gpus:
+            entry = functools.partial(measured_rank.main, self.opened)
+            self._registry.start_of = lambda devices: functools.partial(LocalRanks, entry=entry)
+
+    @property
+    def opened(self) -> Path:
+        """The file in which ranks on GPUs note what connections take, see measured_rank.py."""
+        return self.folder / "opened.jsonl"
 
     @property
     def world(self) -> int:
@@ -143,22 +155,31 @@ class SelfTestSession:
         assert pool is not None  # as devices are named
         return pool
 
-    def load(self, degrees: Degrees, dtype: str, path: Path | None = None) -> RemoteTransformer:
+    def load(
+        self,
+        degrees: Degrees,
+        dtype: str,
+        path: Path | None = None,
+        attention: str = "auto",
+        graphs: bool = False,
+    ) -> RemoteTransformer:
         """A model on the first ranks, in place of their present one. `path` None: the tiny model.
 
         ValueError if the model does not allow the degrees, or does not fit.
         """
         path = path or self.tiny_file
         open_checkpoint(path).check_degrees(degrees)  # a refusal by the ranks would end them
-        setup = self.setup(path, degrees, dtype)
+        setup = self.setup(path, degrees, dtype, attention, graphs)
         if setup != self._loaded:
             self._registry.unload()
             self._loaded = setup
         return self._registry.model(setup, self.poll)
 
-    def setup(self, path: Path, degrees: Degrees, dtype: str = "fp32") -> Setup:
+    def setup(
+        self, path: Path, degrees: Degrees, dtype: str = "fp32", attention: str = "auto", graphs: bool = False
+    ) -> Setup:
         """A model on the first ranks, cut evenly."""
-        return Setup(path, dtype, self.settings.devices[: degrees.world], degrees, "auto", "even")
+        return Setup(path, dtype, self.settings.devices[: degrees.world], degrees, attention, "even", cuda_graphs=graphs)
 
     def unload(self) -> None:
         """Take the ranks' model away; the ranks stay."""

@@ -18,7 +18,7 @@ from . import tiny_flux
 from .findings import Findings
 from .session import SelfTestSession
 
-WARM_UP, HOP_CALLS = 2, 20
+WARM_UP, HOP_CALLS = 2, 10
 
 
 def look_at_links(session: SelfTestSession, findings: Findings) -> None:
@@ -28,7 +28,9 @@ def look_at_links(session: SelfTestSession, findings: Findings) -> None:
     for note in pool.notes:  # such as P2P switched off: runs work, but their links are slower than they could be
         findings.wrong.append(note)
     findings.note("links", links(pool, session))
-    if backend_for(pool.devices) != "nccl":
+    nccl = backend_for(pool.devices) == "nccl"
+    findings.note("P2P", pool.self_test.p2p if nccl else None)
+    if not nccl:
         findings.leave_out("links without P2P", "only NCCL has both; these ranks talk through Gloo")
     elif pool.self_test.p2p:
         with session.special_ranks(self_test=replace(SELF_TEST, p2p=False)) as pool:

@@ -14,6 +14,7 @@ from parallel_backend.quickstart.model import WEIGHTS
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
+OF_GPUS = ["page-locked", "graphs", "memory", "stuck GPU"]
 SHORT = Settings(("cpu", "cpu"), WEIGHTS, tokens=64, steps=3, cycles=2 * SETTLED, hang_seconds=2.0)
 
 
@@ -24,6 +25,8 @@ def test_two_cpu_ranks_pass(measured):
     measured("seconds of a short self-test", found["seconds"])
     jsonschema.validate(json.loads(document.dumps(found)), json.loads(document.SCHEMA.read_text()))
     assert [result.name for result in results] == list(kit.CHECKS)
-    assert [result.name for result in results if result.status != kit.PASSED] == ["stuck GPU"], describe(found)
-    assert (results[-1].status, results[-1].why) == (kit.NOT_LOOKED_AT, "the ranks are on CPUs")
+    assert [result.name for result in results if result.status != kit.PASSED] == OF_GPUS, describe(found)
+    assert all(
+        result.status == kit.NOT_LOOKED_AT and "on CPUs" in result.why for result in results if result.name in OF_GPUS
+    )
     assert any("topology" in text for text in results[0].left_out)  # what it could not look at is said

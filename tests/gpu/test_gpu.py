@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
+from parallel_backend.acceptance.lifetime import SETTLED
 from parallel_backend.acceptance.session import Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
@@ -133,9 +134,10 @@ def banded(model: RemoteTransformer, given) -> tuple[torch.Tensor, list[RunStats
 
 
 @pytest.mark.parametrize("devices", PAIRS)
-def test_the_self_test_passes(devices):
-    """Kernels, half precision, every mode and product, bands, links, memory, a killed and a hanging rank."""
-    results = run(Settings(devices))
+def test_the_self_test_passes(devices, request):
+    """Kernels, half precision, every mode, graphs, links, memory, a killed rank and a stuck GPU."""
+    quick = {"cycles": 2 * SETTLED, "hang_seconds": 2.0} if request.config.getoption("emulated_gpus") else {}
+    results = run(Settings(devices, **quick))
     assert {result.name: result.why for result in results if result.status == FAILED} == {}
     assert [result.name for result in results if result.status == NOT_LOOKED_AT] == ["model file"]
 

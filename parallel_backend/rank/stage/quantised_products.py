@@ -34,6 +34,7 @@ CAPABILITY = {"float8_e4m3fn": (8, 9), "nvfp4": (10, 0), "mxfp8": (10, 0)}
 """Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. For these formats the layer's input has to be
 rounded to the format before the product; for all others the product does so."""
 
+PRODUCT_FAILS = "comfy-kitchen's product fails here"
 TRIAL_SIZE = 128
 """Rows, inputs and outputs of a trial's product. A multiple of the size of all blocks and tiles."""
 
@@ -161,7 +162,7 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
     if tensors is None or not hasattr(tensors, LAYOUTS[format]) or old_torch:
         return Arithmetic(None, f"{expanded}: {word or 'this comfy-kitchen or torch is too old for the format'}")
     if not reason and format in CAPABILITY and (failure := trial(tensors, format, dtype, packed.device)):
-        reason = f"comfy-kitchen's product fails here ({failure})"
+        reason = f"{PRODUCT_FAILS} ({failure})"
         if isinstance(packing, Fp8):
             return Arithmetic(None, f"{expanded}: {reason}")
     weight = KitchenWeight(tensors, packed, packing, dtype, not reason)

@@ -201,6 +201,7 @@ class Machine:
         self.folder = folder
         self.record, reserved_by = Record(folder / "violations"), Reserved(folder / "memory")
         self.gpus = [Gpu(index, card, reserved_by) for index, card in enumerate(cards)]
+        self.sync_debug_mode = 0
         try:
             yield
         finally:
