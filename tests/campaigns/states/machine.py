@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -247,11 +247,12 @@ class States(RuleBasedStateMachine):
         self.opened[subject] = opened = Opened(model, model.open_run(), given)
         model.watch_memory(opened.run, 2, True, nothing)
 
-    @precondition(lambda self: self.opened)
     @rule(number=st.integers(0, 2), calls=st.integers(1, 2))
     @refusable
     def go_on(self, number: int, calls: int) -> None:
         """Further calls of a run that is open."""
+        if not self.opened:  # no precondition: what is drawn does not depend on what ranks have done
+            return
         subject, opened = [*self.opened.items()][number % len(self.opened)]
         assert self.model(subject) is opened.model
         for _ in range(min(calls, len(TIMES) - opened.done)):
@@ -263,12 +264,12 @@ class States(RuleBasedStateMachine):
             same(found, self.world.alone.in_run(subject, self.added[subject], opened.given, opened.done))
             opened.done += 1
 
-    @precondition(lambda self: self.opened)
     @rule(number=st.integers(0, 2), discards=st.booleans(), look=LOOK)
     @refusable
     def close_run(self, number: int, discards: bool, look: Look) -> None:
-        subject = [*self.opened][number % len(self.opened)]
-        opened = self.opened.pop(subject)
+        if not self.opened:
+            return
+        opened = self.opened.pop([*self.opened][number % len(self.opened)])
         if discards:
             opened.model.discard_run(opened.run)
         else:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import FlakyStrategyDefinition
 from hypothesis.stateful import run_state_machine_as_test
 
 from .machine import States, World
@@ -39,6 +40,8 @@ def trial(world: World, examples: int, steps: int, seed: int, shrink: bool = Fal
                 suppress_health_check=list(HealthCheck),
             ),
         )
+    except FlakyStrategyDefinition:  # nothing that was looked at
+        raise
     except Exception as error:  # of any kind: what is looked at raises AssertionError, what is called may raise anything
         if shrink:
             raise
