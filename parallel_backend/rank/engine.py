@@ -87,6 +87,7 @@ class Engine:
 
     def put_conditioning(self, message: PutConditioning) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == message.id)
+        self._texts.drop_conditioning(message.id)
         self.conditionings.put(message)
 
     def drop_conditioning(self, conditioning: int) -> None:

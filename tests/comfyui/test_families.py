@@ -41,6 +41,11 @@ def has_class(comfyui, case) -> bool:
     return not newer or f"class {newer}(" in (comfyui.checkout / "comfy" / "supported_models.py").read_text("utf-8")
 
 
+def skip_without_class(comfyui, case) -> None:
+    if not has_class(comfyui, case):
+        pytest.skip(f"this ComfyUI has no {case.native.newer}; COMFYUI_PATH may name a newer one")
+
+
 def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
     """Its file, and its conditioning for inside/families.py, which is to try these modes."""
     case.save(
@@ -96,8 +101,7 @@ def parity(request, comfyui, inside, base):
     ],
 )
 def test_ksampler_equals_the_native_model(comfyui, parity, case, mode, measured):
-    if not has_class(comfyui, case):
-        pytest.skip(f"this ComfyUI has no {case.native.newer}; COMFYUI_PATH may name a newer one")
+    skip_without_class(comfyui, case)
     native = parity[f"{case.name}, native"]
     assert "error" not in native, native
     assert native["finite"]

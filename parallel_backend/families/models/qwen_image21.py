@@ -84,9 +84,11 @@ class Positions(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> Rotary:
         """-> cosines and sines [s, head size]."""
-        rates = [1 / self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width) for width in self.widths]
-        axes = [torch.outer(axis, rate.to(axis.device)) for axis, rate in zip(positions.T, rates, strict=True)]
-        return rotary_pairs(torch.cat(axes, dim=1))
+        angles = []
+        for axis, width in zip(positions.T, self.widths, strict=True):
+            powers = torch.arange(0, width, 2, dtype=torch.float32, device=axis.device) / width
+            angles.append(torch.outer(axis, 1 / self.theta**powers))
+        return rotary_pairs(torch.cat(angles, dim=1))
 
 
 class Attention(nn.Module):

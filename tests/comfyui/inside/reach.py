@@ -62,6 +62,13 @@ def longer(model: Any) -> Any:
     return clone
 
 
+def with_kept_text(model: Any) -> Any:
+    """As QwenImage21Cache of ComfyUI from 0.37 on."""
+    clone = model.clone()
+    clone.model_options["transformer_options"]["qwen_image21_cache"] = {"device": "cpu", "dtype": "default"}
+    return clone
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {"EasyCache": easy, "LazyCache": lazy, "ScaleROPE": scaled}
 FOR_WAN = {"RIFLEx": longer, "RIFLEx and ScaleROPE": lambda model: scaled(longer(model))}
 
@@ -98,4 +105,5 @@ def main(results: Results) -> None:
         results.case(kind.removeprefix("Meddling"), partial(from_plain, partial(node, kind)))
     for kind, value in {"ModelAttentionBackend": "pytorch attention", "ModelComputeDtype": "bf16"}.items():
         results.case(kind, partial(from_plain, lambda model, kind=kind, value=value: node(kind, model, value)))
+    results.case("QwenImage21Cache", partial(from_plain, with_kept_text))
     results.case("after the refusals", partial(from_plain, lambda model: model))
