@@ -71,6 +71,7 @@ FILL_CHANNELS = 384
 FLUX = Family(
     name="flux",
     model_class="FluxTransformer2DModel",
+    class_module="parallel_backend.families.models.flux",
     native_classes=("Flux", "FluxInpaint", "FluxSchnell"),
     file=FileLayout(
         detect=lambda shapes: all(key in shapes for key in _NEEDED),

@@ -4,8 +4,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 from unittest import mock
 
+import torch
+
+from parallel_backend.core import kitchen
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention import kernel_choice
 from parallel_backend.rank.comm import peers
@@ -31,6 +35,13 @@ class HollowRanks(ThreadRanks):
             super()._run(rank, connection)
 
 
+def _fused_kernel(name: str, *_: Any) -> kitchen.Fused:
+    """comfy-kitchen's operation, which counts as one kernel."""
+    import comfy_kitchen  # noqa: F401
+
+    return getattr(torch.ops.comfy_kitchen, name)
+
+
 @contextlib.contextmanager
 def hollow_pool(world: int) -> Iterator[tuple[Pool, tuple[Account, ...]]]:
     """Context with a pool of so many ranks, each on a device of its own, and their accounts."""
@@ -45,6 +56,7 @@ def hollow_pool(world: int) -> Iterator[tuple[Pool, tuple[Account, ...]]]:
         stack.enter_context(mock.patch.object(Heartbeat, "mark", lambda *_, **__: None))
         # A kernel's trial compares values, and there are none.
         stack.enter_context(mock.patch.object(kernel_choice, "trial", lambda *_: None))
+        stack.enter_context(mock.patch.object(kitchen, "fused_kernel", _fused_kernel))
         stack.enter_context(mock.patch.object(device_copies, "measured_copy_rate", lambda device: COPY_RATE))
         devices = tuple(f"cuda:{index}" for index in range(world))
         start = lambda settings: HollowRanks(distributed, settings)  # noqa: E731

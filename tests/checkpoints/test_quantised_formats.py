@@ -30,6 +30,7 @@ from parallel_backend.checkpoints.reader import reading
 from parallel_backend.checkpoints.scale_values import check_scales
 from parallel_backend.client.loading import load_model
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.kitchen import Kitchen
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
 from parallel_backend.rank.stage import quantised_products
@@ -230,7 +231,7 @@ def test_a_product_that_comfy_kitchen_falls_back_from_is_called_no_product(files
 
 def test_without_the_package_weights_are_expanded(files, monkeypatch):
     path, values = files("int8, rotated")
-    missing = quantised_products.Kitchen(None, "comfy-kitchen cannot be used (it is not there)")
+    missing = Kitchen(None, "comfy-kitchen cannot be used (it is not there)")
     monkeypatch.setattr(quantised_products, "kitchen", lambda: missing)
     layer = tiny.whole_model(path).get_submodule("transformer_blocks.1.attn.to_out.0")
     x = torch.randn(5, 256)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8, Packing
 from parallel_backend.checkpoints.quantised_formats import Quantised
+from parallel_backend.core.kitchen import kitchen
 
 log = logging.getLogger(__name__)
 
@@ -40,34 +41,6 @@ TRIAL_SIZE = 128
 
 ALIGNED = 16
 """Rows and columns of weights in CAPABILITY's formats must be multiples of it, or the kernel refuses the product."""
-
-CUDA_TORCH = 13
-"""Lowest CUDA version of torch for comfy-kitchen's CUDA kernels. ComfyUI disables them below it."""
-
-
-@dataclass(frozen=True)
-class Kitchen:
-    """The package's module `tensor`, or None. `word`: the reason why all or some of the package cannot be used."""
-
-    tensors: ModuleType | None
-    word: str
-
-
-@functools.cache
-def kitchen() -> Kitchen:
-    """comfy-kitchen with the kernels that ComfyUI itself would use."""
-    try:
-        import comfy_kitchen
-        import comfy_kitchen.tensor
-    except (ImportError, AttributeError, RuntimeError) as error:  # an old torch lacks names that the package uses
-        return Kitchen(None, f"comfy-kitchen cannot be used ({type(error).__name__}: {error})")
-    comfy_kitchen.registry.disable("triton")  # as in ComfyUI, unless it is asked for
-    if torch.version.cuda is None:
-        comfy_kitchen.registry.disable("cuda")
-    elif int(torch.version.cuda.split(".")[0]) < CUDA_TORCH:
-        comfy_kitchen.registry.disable("cuda")
-        return Kitchen(comfy_kitchen.tensor, f"its CUDA kernels need a torch for CUDA {CUDA_TORCH}")
-    return Kitchen(comfy_kitchen.tensor, "")
 
 
 class KitchenWeight:

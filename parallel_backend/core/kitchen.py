@@ -1,0 +1,139 @@
+"""comfy-kitchen, ComfyUI's kernel library: whether it can be used here, and which of its fused kernels work on a device."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+CUDA_TORCH = 13
+"""Lowest CUDA version of torch for comfy-kitchen's CUDA kernels. ComfyUI disables them below it."""
+
+Fused = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Kitchen:
+    """The package's module `tensor`, or None. `word`: the reason why all or some of the package cannot be used."""
+
+    tensors: ModuleType | None
+    word: str
+
+
+@functools.cache
+def kitchen() -> Kitchen:
+    """comfy-kitchen with the kernels that ComfyUI itself would use."""
+    try:
+        import comfy_kitchen
+        import comfy_kitchen.tensor
+    except (ImportError, AttributeError, RuntimeError) as error:  # an old torch lacks names that the package uses
+        return Kitchen(None, f"comfy-kitchen cannot be used ({type(error).__name__}: {error})")
+    comfy_kitchen.registry.disable("triton")  # as in ComfyUI, unless it is asked for
+    if torch.version.cuda is None:
+        comfy_kitchen.registry.disable("cuda")
+    elif int(torch.version.cuda.split(".")[0]) < CUDA_TORCH:
+        comfy_kitchen.registry.disable("cuda")
+        return Kitchen(comfy_kitchen.tensor, f"its CUDA kernels need a torch for CUDA {CUDA_TORCH}")
+    return Kitchen(comfy_kitchen.tensor, "")
+
+
+@functools.cache
+def fused_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Fused | None:
+    """comfy-kitchen's operation `name`, a key of TRIALS, in a 16-bit `dtype` on a CUDA device. None where the package has no
+    CUDA kernels, lacks the operation, or fails a trial.
+
+    The first call for a device makes the host wait for it.
+    """
+    if not _has_cuda_kernels():
+        return None
+    operation = getattr(torch.ops.comfy_kitchen, name, None)
+    if operation is None:
+        log.info("this comfy-kitchen has no %s", name)
+        return None
+    with torch.inference_mode():
+        arguments = TRIALS[name](dtype)
+        try:
+            found = operation(*(_on(device, each) for each in arguments))
+            same = all(
+                torch.allclose(one.float(), other.to(device).float(), atol=TOLERANCE, rtol=TOLERANCE)
+                for one, other in zip(_tensors(found), _tensors(operation(*arguments)), strict=True)
+            )
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            log.warning("comfy-kitchen's %s fails here: %s", name, error)
+            return None
+    if not same:
+        log.warning("comfy-kitchen's %s gives other values here than on the CPU", name)
+        return None
+    return operation
+
+
+def _has_cuda_kernels() -> bool:
+    if kitchen().tensors is None or kitchen().word:
+        return False
+    import comfy_kitchen
+
+    return comfy_kitchen.registry.is_available("cuda")
+
+
+TOLERANCE = 0.05
+"""Of a trial's values, which are about 1: several roundings of bf16."""
+
+ROWS, HEADS, SIZE = 3, 2, 64
+
+
+def _heads(dtype: torch.dtype) -> torch.Tensor:
+    return torch.linspace(-2, 2, ROWS * HEADS * SIZE, dtype=dtype).view(1, ROWS, HEADS, SIZE)
+
+
+def _turns(heads: int = 1, size: int = SIZE) -> torch.Tensor:
+    angles = torch.linspace(0, 3, ROWS * heads * size // 2).view(1, ROWS, heads, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+
+
+def _rotation(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return _heads(dtype), _heads(dtype).flip(0), _turns()
+
+
+def _rotation_by_head(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return _heads(dtype), _turns(HEADS)
+
+
+def _normed_rotation(dtype: torch.dtype) -> tuple[Any, ...]:
+    weight = torch.linspace(0.5, 1.5, SIZE, dtype=dtype)
+    return _heads(dtype), _heads(dtype).flip(1), _turns(), weight, weight.flip(0), 1e-6
+
+
+def _partial_rotation(dtype: torch.dtype) -> tuple[Any, ...]:
+    weight = torch.linspace(0.5, 1.5, SIZE, dtype=dtype)
+    return _heads(dtype), _heads(dtype).flip(1), _turns(size=SIZE // 2), weight, weight.flip(0), 1e-6, SIZE // 2
+
+
+def _modulation(dtype: torch.dtype) -> tuple[Any, ...]:
+    scale = torch.linspace(-0.5, 0.5, SIZE, dtype=dtype).view(1, 1, SIZE)
+    return _heads(dtype).flatten(1, 2), scale, scale.flip(2), 1e-6
+
+
+TRIALS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
+    "apply_rope": _rotation,
+    "apply_rope1": lambda dtype: (_heads(dtype), _turns()),
+    "apply_rope_split_half1": _rotation_by_head,
+    "rms_rope": _normed_rotation,
+    "rms_rope_split_half": _partial_rotation,
+    "adaln": _modulation,
+    "rms_adaln": _modulation,
+}
+"""Operation -> arguments of a trial."""
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(found: Any) -> Sequence[torch.Tensor]:
+    return found if isinstance(found, (tuple, list)) else (found,)

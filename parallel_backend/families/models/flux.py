@@ -1,0 +1,127 @@
+"""Flux.1's transformer: diffusers' class with fused arithmetic between its products (fused.py)."""
+
+import functools
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers import transformer_flux as original
+
+from . import fused
+
+
+class Attention(original.FluxAttnProcessor):
+    """diffusers' processor, whose rotary table is a `fused.Rotation` of the joint sequence [text, image]."""
+
+    def __call__(
+        self,
+        attn: original.FluxAttention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: fused.Rotation | None = None,
+    ) -> Any:
+        """[b, n, C] and text [b, t, C'] -> both, the image first; without text [b, s, H D]."""
+        assert image_rotary_emb is not None
+        text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        query, key, value = (heads(attn, layer(hidden_states)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        query, key = fused.normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), image_rotary_emb[:, text:])
+        if encoder_hidden_states is not None:
+            layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            words, word_keys, word_values = (heads(attn, layer(encoder_hidden_states)) for layer in layers)
+            norms = attn.norm_added_q, attn.norm_added_k
+            words, word_keys = fused.normed_and_rotated(words, word_keys, norms, image_rotary_emb[:, :text])
+            pairs = (words, query), (word_keys, key), (word_values, value)
+            query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
+        backend, parallel = self._attention_backend, self._parallel_config
+        out = dispatch_attention_fn(query, key, value, attention_mask, backend=backend, parallel_config=parallel)
+        out = out.flatten(2).type_as(query)
+        if encoder_hidden_states is None:
+            return out
+        image = attn.to_out[1](attn.to_out[0](out[:, text:].contiguous()))
+        return image, attn.to_add_out(out[:, :text].contiguous())
+
+
+def heads(attn: original.FluxAttention, x: torch.Tensor) -> torch.Tensor:
+    """[b, s, H D] -> [b, s, H, D], of the heads that the rank has."""
+    return x.unflatten(-1, (-1, attn.head_dim))
+
+
+class Block(original.FluxTransformerBlock):
+    """diffusers' double block."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        image_rotary_emb: fused.Rotation | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Image [b, n, C] and text [b, t, C] -> text and image, the same shapes."""
+        image, *image_vectors = self.norm1(hidden_states, emb=temb)
+        text, *text_vectors = self.norm1_context(encoder_hidden_states, emb=temb)
+        image, text = self.attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb)
+        hidden_states = self._rest(hidden_states, image, image_vectors, self.norm2, self.ff)
+        encoder_hidden_states = self._rest(encoder_hidden_states, text, text_vectors, self.norm2_context, self.ff_context)
+        if encoder_hidden_states.dtype == torch.float16:
+            encoder_hidden_states = encoder_hidden_states.clip(-65504, 65504)
+        return encoder_hidden_states, hidden_states
+
+    @staticmethod
+    def _rest(x: torch.Tensor, attended: torch.Tensor, vectors: list[torch.Tensor], norm: Any, ff: Any) -> torch.Tensor:
+        """Adds attention's output and the feed-forward's. `vectors` [b, C]: gate, shift, scale, gate."""
+        gate, shift, scale, last_gate = (vector[:, None] for vector in vectors)
+        x = fused.gated(x, gate, attended)
+        return fused.gated(x, last_gate, ff(fused.modulated(norm, x, scale, shift)))
+
+
+class SingleBlock(original.FluxSingleTransformerBlock):
+    """diffusers' single block."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        image_rotary_emb: fused.Rotation | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Image [b, n, C] and text [b, t, C] -> text and image, the same shapes."""
+        text = encoder_hidden_states.shape[1]
+        x = torch.cat((encoder_hidden_states, hidden_states), dim=1)
+        normed, gate = self.norm(x, emb=temb)
+        widened = self.act_mlp(self.proj_mlp(normed))
+        attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
+        x = fused.gated(x, gate[:, None], self.proj_out(torch.cat((attended, widened), dim=2)))
+        if x.dtype == torch.float16:
+            x = x.clip(-65504, 65504)
+        return x[:, :text], x[:, text:]
+
+
+class Positions(original.FluxPosEmbed):
+    """diffusers' tables, as a `fused.Rotation`."""
+
+    def forward(self, ids: torch.Tensor) -> fused.Rotation:
+        """Positions [s, axes] -> [1, s, 1, D / 2, 2, 2]."""
+        return fused.rotation_of_tables(super().forward(ids))
+
+
+CLASSES = {
+    original.FluxTransformerBlock: Block,
+    original.FluxSingleTransformerBlock: SingleBlock,
+    original.FluxPosEmbed: Positions,
+}
+"""diffusers' class -> ours."""
+
+
+class FluxTransformer2DModel(original.FluxTransformer2DModel):
+    """diffusers' class of this name, with its constructor and its weights."""
+
+    @functools.wraps(original.FluxTransformer2DModel.__init__)
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        fused.adopt(self, CLASSES)
+        for module in self.modules():
+            if isinstance(module, original.FluxAttention):
+                module.set_processor(Attention())

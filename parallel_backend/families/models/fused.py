@@ -1,0 +1,91 @@
+"""The arithmetic between a block's products, in as few operations as possible: rotary embeddings, norms, modulation, gates.
+
+diffusers' classes do each of these in two to eight operations, some in float32, so that most of a step's memory traffic on a
+GPU is theirs. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Elsewhere, and
+where a block is compiled, torch's operations do it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core import kitchen
+
+Rotation = torch.Tensor
+"""[1 or b, s, 1 or H, D / 2, 2, 2] float32: for each token and pair of channels the matrix (cos, -sin; sin, cos), as
+comfy-kitchen's kernels read it."""
+
+
+def rotation(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+    """Cosines and sines [..., D / 2] of each pair -> matrices [..., D / 2, 2, 2] float32."""
+    cos, sin = cos.float(), sin.float()
+    return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+
+
+def rotation_of_tables(tables: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
+    """diffusers' cosines and sines [s, D], in which a pair's neighbours have the same value -> [1, s, 1, D / 2, 2, 2]."""
+    cos, sin = (table[None, :, None, 0::2] for table in tables)
+    return rotation(cos, sin)
+
+
+def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
+    """[b, s, H, D] -> the same shape: each pair of neighbouring channels turned in float32, rounded once."""
+    if (kernel := _kernel("apply_rope1", x)) is not None:
+        return kernel(x, turns)
+    if torch.compiler.is_compiling():  # torch.compile cannot make code for complex numbers, and fuses these products
+        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = turns[..., 0] * first[..., None] + turns[..., 1] * second[..., None]
+        return pairs.flatten(-2).type_as(x)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.view_as_complex(turns[..., 0, :]).conj()).flatten(-2).type_as(x)
+
+
+def both_rotated(query: torch.Tensor, key: torch.Tensor, turns: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rotated`, of both."""
+    if query.shape == key.shape and (kernel := _kernel("apply_rope", query)) is not None:
+        return kernel(query, key, turns)
+    return rotated(query, turns), rotated(key, turns)
+
+
+def normed_and_rotated(
+    query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b, s, H, D] each, normed over a head's channels by the RMS norms of queries and keys, then as `rotated`."""
+    of_queries, of_keys = norms
+    if of_queries.weight is not None and (kernel := _kernel("rms_rope", query)) is not None:
+        return kernel(query, key, turns, of_queries.weight, of_keys.weight, of_queries.eps)
+    return both_rotated(of_queries(query), of_keys(key), turns)
+
+
+def modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """norm(x) * (1 + scale) + shift: [b, s, C]; vectors [1 or b, 1 or s, C].
+
+    `norm`: a layer norm, or an RMS norm.
+    """
+    scale, shift = scale.to(x.dtype), shift.to(x.dtype)
+    if norm.weight is None and norm.eps is not None:
+        name = "adaln" if isinstance(norm, nn.LayerNorm) else "rms_adaln"
+        if (kernel := _kernel(name, x)) is not None:
+            return kernel(x, scale, shift, norm.eps)
+    return torch.addcmul(shift, norm(x), 1 + scale)
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """x + gate * out: [b, s, C]; `gate` [1 or b, 1 or s, C]."""
+    return torch.addcmul(x, gate.to(x.dtype), out)
+
+
+def adopt(model: nn.Module, classes: Mapping[type, type]) -> None:
+    """Turn modules of diffusers' classes into modules of ours: {diffusers' class: its subclass}. Parameters stay."""
+    for module in model.modules():
+        if (kind := classes.get(type(module))) is not None:
+            module.__class__ = kind
+
+
+def _kernel(name: str, x: torch.Tensor) -> kitchen.Fused | None:
+    """comfy-kitchen's kernel for `x`. None: there is none here."""
+    if not x.is_cuda or x.element_size() != 2 or not x.numel() or torch.compiler.is_compiling():
+        return None
+    return kitchen.fused_kernel(name, x.dtype, x.device)
