@@ -4,7 +4,6 @@ Edit 2511 modulates reference pictures for time 0, and other files do where the 
 Layered makes the layers of a picture as a video's frames. ComfyUI's files have diffusers' key layout.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from .parts.conditioning import count_blocks, rotary_table, text
+from .parts.conditioning import count_blocks, rotations, text
 from .parts.flux_blocks import rope_axes
 from .parts.key_map import WEIGHT, KeyMap
 from .parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
@@ -71,28 +70,19 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 class _Forward(Forward):
     def prepare(self, model: Any, step: StepInputs) -> None:
-        """Gives the model rotary tables of the rank's tokens, and blocks the mode of references at time 0.
+        """Gives the model rotations of the rank's tokens, and blocks the mode of references at time 0.
 
         Row 0 of an odd grid is at -(rows // 2), as in ComfyUI; diffusers puts it one further away.
         """
         rows, columns = step.grid[-2:]
         rope, words = model.pos_embed, (step.text_numbers + max(rows // 2, columns // 2))[:, None].expand(-1, 3)
         positions = (step.positions(-(rows // 2), -(columns // 2)), words)
-        tables = tuple(rotary_table(each, rope.axes_dim, rope.theta) for each in positions)
-        rope.forward = lambda *_args, **_named: tables
+        rope.forward = lambda *_args, **_named: tuple(rotations(each, rope.axes_dim, rope.theta) for each in positions)
         # The forward's index of tokens at time 0 assumes whole pictures in the class's order: `_modulate_index` makes it.
         model.zero_cond_t, last = False, model.norm_out
         for block in model.transformer_blocks:
             block.zero_cond_t = REFERENCES_AT_ZERO in step.tensors
         last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
-        _let_text_be_empty(sys.modules[type(model).__module__])
-
-
-def _let_text_be_empty(module: Any) -> None:
-    """Makes diffusers' rotation accept no tokens, as micro-steps without text have. Idempotent."""
-    rotate = module.apply_rotary_emb_qwen
-    if rotate.__module__ == module.__name__:  # not yet replaced
-        module.apply_rotary_emb_qwen = lambda x, *args, **named: rotate(x, *args, **named) if x.shape[1] else x
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
@@ -122,6 +112,7 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 QWEN_IMAGE = Family(
     name="qwen-image",
     model_class="QwenImageTransformer2DModel",
+    fused_module="parallel_backend.families.models.fused_qwen_image",
     native_classes=("QwenImage",),
     file=FileLayout(detect=_detect, configure=_configure, key_map=_key_map, ignored=(EDIT_2511,)),
     blocks=Blocks(

@@ -232,6 +232,11 @@ class Family:
     class_module: str = "diffusers"
     """Module that has `model_class`: one of families/models where diffusers has no class that fits the files."""
 
+    fused_module: str | None = None
+    """Module of families/models whose `fuse(model)` makes a model of the class compute the same in fewer operations on a
+    rank: with the same parameters, and the same numbers but for their rounding. None: the class does already, or nobody has
+    written it."""
+
     patching: Patching = field(default_factory=Patching)
     """How latents become tokens."""
 
@@ -252,6 +257,12 @@ class Family:
     def transformer_class(self) -> type[nn.Module]:
         """The class. Imported here and not with this module, since importing diffusers takes seconds."""
         return getattr(importlib.import_module(self.class_module), self.model_class)
+
+    def fuse(self, model: nn.Module) -> None:
+        """Make `model`, of the class, compute in few operations: see `fused_module`. All of diffusers' norms do."""
+        importlib.import_module("parallel_backend.families.models.norms").fuse_norms(model)
+        if self.fused_module is not None:
+            importlib.import_module(self.fused_module).fuse(model)
 
     def stays_float32(self, config: Config, parameter: str) -> bool:
         """Whether a parameter stays float32 in every compute dtype."""

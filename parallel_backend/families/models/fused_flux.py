@@ -1,6 +1,5 @@
-"""Flux.1's transformer: diffusers' class with fused arithmetic between its products (fused.py)."""
+"""Flux.1's blocks with fused arithmetic between their products (fused.py)."""
 
-import functools
 from typing import Any
 
 import torch
@@ -115,13 +114,9 @@ CLASSES = {
 """diffusers' class -> ours."""
 
 
-class FluxTransformer2DModel(original.FluxTransformer2DModel):
-    """diffusers' class of this name, with its constructor and its weights."""
-
-    @functools.wraps(original.FluxTransformer2DModel.__init__)
-    def __init__(self, *arguments: Any, **named: Any):
-        super().__init__(*arguments, **named)
-        fused.adopt(self, CLASSES)
-        for module in self.modules():
-            if isinstance(module, original.FluxAttention):
-                module.set_processor(Attention())
+def fuse(model: original.FluxTransformer2DModel) -> None:
+    """See Family.fused_module."""
+    fused.adopt(model, CLASSES)
+    for module in model.modules():
+        if isinstance(module, original.FluxAttention):
+            module.set_processor(Attention())

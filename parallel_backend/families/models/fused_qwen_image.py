@@ -1,0 +1,105 @@
+"""Qwen-Image's blocks with fused arithmetic between their products (fused.py)."""
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers import transformer_qwenimage as original
+from torch import nn
+
+from . import fused
+
+Rotations = tuple[fused.Rotation, fused.Rotation]
+"""Of the image's tokens, and of the text's."""
+
+
+class Attention(original.QwenDoubleStreamAttnProcessor2_0):
+    """diffusers' processor without its mask, with Rotations, and for no words at all."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_mask: None = None,
+        attention_mask: None = None,
+        image_rotary_emb: Rotations | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Image [b, n, C] and text [b, t, C] -> the same shapes. Attention is over [text, image]."""
+        assert image_rotary_emb is not None and encoder_hidden_states_mask is None
+        text, size = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
+        layers, word_layers = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        query, key, value = (layer(hidden_states).unflatten(-1, (-1, size)) for layer in layers)
+        words, word_keys, word_values = (layer(encoder_hidden_states).unflatten(-1, (-1, size)) for layer in word_layers)
+        image_turns, text_turns = image_rotary_emb
+        query, key = fused.normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), image_turns)
+        word_norms = attn.norm_added_q, attn.norm_added_k
+        words, word_keys = fused.normed_and_rotated(words, word_keys, word_norms, text_turns)
+        pairs = (words, query), (word_keys, key), (word_values, value)
+        query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
+        backend, parallel = self._attention_backend, self._parallel_config
+        out = dispatch_attention_fn(query, key, value, backend=backend, parallel_config=parallel)
+        out = out.flatten(2).type_as(query)
+        image = attn.to_out[1](attn.to_out[0](out[:, text:].contiguous()))
+        return image, attn.to_add_out(out[:, :text].contiguous())
+
+
+class Block(original.QwenImageTransformerBlock):
+    """diffusers' block."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_mask: torch.Tensor | None,
+        temb: torch.Tensor,
+        image_rotary_emb: Rotations | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        modulate_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Image [b, n, C] and text [b, t, C] -> text and image, the same shapes.
+
+        `modulate_index` [1, n] bool, with `temb` [2 b, C]: the image's tokens that are at the time of its second half.
+        """
+        image, text = hidden_states, encoder_hidden_states
+        image_vectors = _vectors(self.img_mod(temb), modulate_index)
+        text_vectors = _vectors(self.txt_mod(temb.chunk(2)[0] if self.zero_cond_t else temb), None)
+        attended, text_attended = self.attn(
+            hidden_states=fused.modulated(self.img_norm1, image, *image_vectors[1::-1]),
+            encoder_hidden_states=fused.modulated(self.txt_norm1, text, *text_vectors[1::-1]),
+            encoder_hidden_states_mask=encoder_hidden_states_mask,
+            image_rotary_emb=image_rotary_emb,
+        )
+        image = _rest(image, attended, image_vectors[2:], self.img_norm2, self.img_mlp)
+        text = _rest(text, text_attended, text_vectors[2:], self.txt_norm2, self.txt_mlp)
+        if text.dtype == torch.float16:
+            text = text.clip(-65504, 65504)
+        if image.dtype == torch.float16:
+            image = image.clip(-65504, 65504)
+        return text, image
+
+
+def _vectors(modulation: torch.Tensor, at_zero: torch.Tensor | None) -> list[torch.Tensor]:
+    """[b, 6 C] -> shift, scale, gate of attention, then of the feed-forward, [b, 1, C] each.
+
+    With `at_zero` [1, n] bool, of [2 b, 6 C]: [b, n, C] each, of the second half where it is true.
+    """
+    vectors = modulation[:, None].chunk(6, dim=-1)
+    if at_zero is None:
+        return list(vectors)
+    halves = (vector.chunk(2) for vector in vectors)
+    return [torch.where(at_zero[..., None], zero, sampler_time) for sampler_time, zero in halves]
+
+
+def _rest(x: torch.Tensor, attended: torch.Tensor, vectors: list[torch.Tensor], norm: nn.Module, mlp: nn.Module):
+    """Adds attention's output and the feed-forward's: [b, s, C]. `vectors`: gate, shift, scale, gate."""
+    gate, shift, scale, last_gate = vectors
+    x = fused.gated(x, gate, attended)
+    return fused.gated(x, last_gate, mlp(fused.modulated(norm, x, scale, shift)))
+
+
+def fuse(model: original.QwenImageTransformer2DModel) -> None:
+    """See Family.fused_module. `pos_embed` has to return Rotations."""
+    fused.adopt(model, {original.QwenImageTransformerBlock: Block})
+    for block in model.transformer_blocks:
+        block.attn.set_processor(Attention())
