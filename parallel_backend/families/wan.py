@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from .base.blocks import Blocks
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
-from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ArgumentCut, Config, Shapes, StepInputs, image_tables
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ArgumentCut, Config, Shapes, StepInputs
 from .parts import wan
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
 
@@ -25,7 +25,7 @@ PICTURE = "reference_picture"
 """Conditioning tensor [B, 2] int64: latent rows and columns of Fun Control's picture, if REFERENCES are its tokens."""
 
 CUTS: dict[str, ArgumentCut] = {
-    "rotary_emb": image_tables(1),
+    "rotary_emb": lambda turns, rows: rows.of_image(turns, 1),
     # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
     "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
 }

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from .base.blocks import PAIRED
 from .base.file_layout import Source
-from .base.step_inputs import Config, StepInputs, image_tables
+from .base.step_inputs import Config, StepInputs
 from .parts import wan
 from .parts.conditioning import hidden
 from .wan import CUTS, WAN
@@ -80,7 +80,7 @@ WAN_ANIMATE_2 = replace(
                 WAN.blocks.lists[0],
                 attention={"attn1": PAIRED},
                 values=None,
-                cuts=CUTS | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
+                cuts=CUTS | dict.fromkeys(("pose_rotary_emb", "reference"), CUTS["rotary_emb"]),
             ),
         ),
         native=None,  # a replaced block would skip the pose too

@@ -25,8 +25,8 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
 
 
 def rotation_of_tables(tables: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
-    """diffusers' cosines and sines [s, D], in which a pair's neighbours have the same value -> [1, s, 1, D / 2, 2, 2]."""
-    cos, sin = (table[None, :, None, 0::2] for table in tables)
+    """diffusers' cosines and sines [s, D] or [1, s, 1, D], equal for both of a pair -> [1, s, 1, D / 2, 2, 2]."""
+    cos, sin = (table.view(1, -1, 1, table.shape[-1])[..., 0::2] for table in tables)
     return rotation(cos, sin)
 
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from parallel_backend.core.device_copies import to_device
 
+from . import fused
 from .constructors import extends
-from .wan_rotary import RotaryProcessor
+from .wan_block import Block, RotaryProcessor
 from .wan_text import GuidedProcessor, GuidedText
 
 register_variant = extends(original.WanTransformer3DModel)
@@ -32,6 +33,7 @@ class WanVariant(original.WanTransformer3DModel):
         super().__init__(**wan)
         self.rope = Rope(self.config["attention_head_dim"], self.config["patch_size"], self.config["rope_max_seq_len"])
         for block in self.blocks:
+            block.__class__ = Block
             block.attn1.processor, block.attn2.processor = RotaryProcessor(), GuidedProcessor()
 
     @property
@@ -98,7 +100,7 @@ class WanVariant(original.WanTransformer3DModel):
         shift, scale = (table + temb.unsqueeze(-2)).unbind(-2)
         if times is None:
             shift, scale = shift[:, None], scale[:, None]
-        hidden_states = self.proj_out((self.norm_out(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states))
+        hidden_states = self.proj_out(fused.modulated(self.norm_out, hidden_states, scale, shift))
         out = hidden_states.view(batch, frames, rows, columns, *self.config["patch_size"], -1)
         return (out.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, *sizes),)
 
@@ -121,7 +123,7 @@ class WanTransformer3DModel(WanVariant):
 
 
 class Rope(WanRotaryPosEmbed):
-    """Rotary tables of the video's tokens, then of reference tokens."""
+    """Rotation of the video's tokens, then of reference tokens."""
 
     def forward(
         self,
@@ -129,28 +131,27 @@ class Rope(WanRotaryPosEmbed):
         positions: torch.Tensor | None = None,
         scaled: torch.Tensor | None = None,
         frequency: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent [b, C, T, H, W] -> cosines and sines [1, n + R, 1, D]. `positions` and (`scaled`, `frequency`): `positions`
+    ) -> fused.Rotation:
+        """Latent [b, C, T, H, W] -> rotation of n + R tokens. `positions` and (`scaled`, `frequency`): arguments `positions`
         and `rope` of WanVariant, the same for all entries."""
         if scaled is None and frequency is None:
-            cos, sin = super().forward(hidden_states)
+            turns = fused.rotation_of_tables(super().forward(hidden_states))
         else:
             sizes = zip(hidden_states.shape[2:], self.patch_size, strict=True)
             grid = torch.cartesian_prod(*(torch.arange(float(size // side)) for size, side in sizes))
-            cos, sin = self._tables(to_device(grid, hidden_states.device), scaled, frequency)
+            turns = self._turns(to_device(grid, hidden_states.device), scaled, frequency)
         if positions is None:
-            return cos, sin
-        reference_cos, reference_sin = self._tables(positions[0, :, :3], scaled, frequency, positions[0, :, 3:])
-        return torch.cat((cos, reference_cos), dim=1), torch.cat((sin, reference_sin), dim=1)
+            return turns
+        return torch.cat((turns, self._turns(positions[0, :, :3], scaled, frequency, positions[0, :, 3:])), dim=1)
 
-    def _tables(
+    def _turns(
         self,
         positions: torch.Tensor,
         scaled: torch.Tensor | None,
         frequency: torch.Tensor | None,
         sources: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frame, row, column [n, 3] and number of the source [n, 1] -> cosines and sines [1, n, 1, D]."""
+    ) -> fused.Rotation:
+        """Frame, row, column [n, 3] and number of the source [n, 1] -> rotation of n tokens."""
         positions = positions if scaled is None else positions * scaled[0, 0] + scaled[0, 1]
         frames, *sides = (_frequencies(width, positions.device) for width in (self.t_dim, self.h_dim, self.w_dim))
         if frequency is not None:
@@ -160,8 +161,7 @@ class Rope(WanRotaryPosEmbed):
         angles = torch.cat([axis * frequencies for axis, frequencies in axes], dim=-1)
         if sources is not None:  # a source's number rotates all channels, in addition to the axes
             angles = angles + sources * _frequencies(self.attention_head_dim, positions.device)
-        angles = angles.repeat_interleave(2, dim=-1)[None, :, None]
-        return angles.cos(), angles.sin()
+        return fused.rotation(angles.cos()[None, :, None], angles.sin()[None, :, None])
 
 
 def _frequencies(width: int, device: torch.device) -> torch.Tensor:

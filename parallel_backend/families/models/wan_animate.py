@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.models.transformers.transformer_wan_animate import (
     WanAnimateFaceBlockCrossAttention,
     WanAnimateFaceEncoder,
@@ -15,8 +14,9 @@ from diffusers.models.transformers.transformer_wan_animate import (
 )
 from torch import nn
 
+from . import fused
 from .wan import WanVariant, register_variant, tokens
-from .wan_rotary import RotaryProcessor
+from .wan_block import Block
 from .wan_text import GuidedProcessor
 
 
@@ -101,13 +101,13 @@ class FaceMotion(nn.Module):
         return self.face_encoder(motion.view(len(faces), -1, motion.shape[-1]))
 
 
-class AnimateBlock(WanTransformerBlock):
+class AnimateBlock(Block):
     """Wan's block and, with `face`, cross-attention to the motion of faces after it."""
 
     def __init__(self, width: int, ffn: int, heads: int, *block: Any, face: bool):
         super().__init__(width, ffn, heads, *block)
         size = width // heads
-        self.attn1.processor, self.attn2.processor = RotaryProcessor(), GuidedProcessor()
+        self.attn2.processor = GuidedProcessor()
         self.face = WanAnimateFaceBlockCrossAttention(width, heads, size, 1e-6, size) if face else None
         if self.face is not None:
             self.face.processor = FaceProcessor()
@@ -117,7 +117,7 @@ class AnimateBlock(WanTransformerBlock):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         temb: torch.Tensor,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        rotary_emb: fused.Rotation,
         motion: torch.Tensor | None = None,
         seen: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import nn
 
+from . import fused
 from .wan import WanVariant, register_variant, tokens
+from .wan_block import Block
 
 LEAST_STRENGTH = 1e-6
 """Least strength of the pose. Its values are multiplied by the strength, and the pose's output is divided by it."""
@@ -48,11 +50,10 @@ class WanAnimate2(WanVariant):
         _, modulation, text, picture = self.condition_embedder(torch.ones_like(timestep), text, picture)
         # The pose's positions follow the video's to the right.
         twice = self.rope(hidden_states[..., :1].expand(-1, -1, -1, -1, 2 * columns))
-        tables = (table.unflatten(1, (-1, 2, columns // right))[:, :, 1].flatten(1, 2) for table in twice)
         return arguments | {
             "pose_text": text if picture is None else torch.cat((picture, text), dim=1),
             "pose_temb": modulation.unflatten(-1, (6, -1)),
-            "pose_rotary_emb": tuple(tables),
+            "pose_rotary_emb": twice.unflatten(1, (-1, 2, columns // right))[:, :, 1].flatten(1, 2),
             "strength": strength.clamp(min=LEAST_STRENGTH),
         }
 
@@ -77,10 +78,8 @@ class PosePatches(nn.Module):
 class PoseTokens(NamedTuple):
     """Takes the place of rotary tables in self-attention. The s streams (1 or 2) are concatenated in the batch."""
 
-    cos: torch.Tensor
-    """[s b, n, 1, D]."""
-    sin: torch.Tensor
-    """As `cos`."""
+    turns: fused.Rotation
+    """Of [s b, n, 1] tokens, or [1, n, 1]."""
     values: torch.Tensor
     """[s b, n]: factor of each token's values."""
     strength: torch.Tensor | None
@@ -89,7 +88,7 @@ class PoseTokens(NamedTuple):
     """Frames of the whole video, whose tokens are ordered frame by frame. A rank has some of the tokens."""
 
 
-class Animate2Block(WanTransformerBlock):
+class Animate2Block(Block):
     """Wan's block on both streams at once, as a batch of twice as many entries."""
 
     def __init__(self, *block: Any):
@@ -101,31 +100,28 @@ class Animate2Block(WanTransformerBlock):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         temb: torch.Tensor,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        rotary_emb: fused.Rotation,
         reference: torch.Tensor,
         frames: int,
         pose_text: torch.Tensor | None = None,
         pose_temb: torch.Tensor | None = None,
-        pose_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        pose_rotary_emb: fused.Rotation | None = None,
         strength: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[b, n, 2 width] -> the same shape. `reference` [b, n]: factor of the video's values. `frames`, `strength`: see
         PoseTokens. Without a pose the second stream is returned unchanged."""
         video, pose = hidden_states.chunk(2, dim=-1)
         if strength is None:
-            pose_tokens = PoseTokens(*rotary_emb, reference, None, frames)
+            pose_tokens = PoseTokens(rotary_emb, reference, None, frames)
             return torch.cat((super().forward(video, encoder_hidden_states, temb, pose_tokens), pose), dim=-1)
         assert pose_text is not None and pose_temb is not None and pose_rotary_emb is not None
-        cos, sin = (
-            torch.cat([table.expand(len(video), -1, -1, -1) for table in pair])
-            for pair in zip(rotary_emb, pose_rotary_emb, strict=True)
-        )
+        turns = torch.cat([each.expand(len(video), *each.shape[1:]) for each in (rotary_emb, pose_rotary_emb)])
         values = torch.cat((reference, strength[:, None].expand_as(reference)))
         out = super().forward(
             torch.cat((video, pose)),
             torch.cat((encoder_hidden_states, pose_text)),
             torch.cat((temb, pose_temb)),
-            PoseTokens(cos, sin, values, strength, frames),
+            PoseTokens(turns, values, strength, frames),
         )
         return torch.cat(out.chunk(2), dim=-1)
 
@@ -143,7 +139,7 @@ class PairedProcessor:
         """[s b, n, width] -> the same shape."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value))
-        query, key = (_rotated(x, pose_tokens) for x in (query, key))
+        query, key = fused.both_rotated(query, key, pose_tokens.turns)
         value = value * pose_tokens.values[..., None, None].to(value.dtype)
         if pose_tokens.strength is not None:
             query, key, value = (torch.cat(x.chunk(2), dim=-1) for x in (query, key, value))
@@ -156,13 +152,6 @@ class PairedProcessor:
             video, pose = out.chunk(2, dim=-1)
             out = torch.cat((video, pose / pose_tokens.strength[:, None, None, None].to(pose.dtype)))
         return attn.to_out[1](attn.to_out[0](out.flatten(2).type_as(hidden_states)))
-
-
-def _rotated(x: torch.Tensor, pose_tokens: PoseTokens) -> torch.Tensor:
-    """[B, n, H, D] -> the same shape, rotated as in diffusers' Wan."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = pose_tokens.cos[..., 0::2], pose_tokens.sin[..., 1::2]
-    return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).type_as(x)
 
 
 def paired_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 
 from .normalized_guidance import normalized
-from .wan_rotary import heads
+from .wan_block import heads
 
 WORDS = 512
 """Tokens of the text that diffusers' class expects after a picture's."""

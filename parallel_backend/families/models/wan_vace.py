@@ -7,12 +7,12 @@ to, as in ComfyUI (comfy/ldm/wan/model.py), so that pipeline stages pass on one 
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformerBlock
 from torch import nn
 
+from . import fused
 from .wan import WanVariant, register_variant, tokens
-from .wan_rotary import RotaryProcessor
+from .wan_block import Block, RotaryProcessor, run
 from .wan_text import GuidedProcessor, GuidedText, plain
 
 
@@ -49,15 +49,27 @@ class ControlledPatches(nn.Module):
         return tokens(torch.cat((self.video(video), self.control(control)), dim=1))
 
 
-class VaceBlock(WanTransformerBlock):
+class ControlBlock(WanVACETransformerBlock):
+    """diffusers' control block."""
+
+    def forward(self, hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb):
+        """Video and control [b, n, width] -> what is added to the video, and the control."""
+        control = control_hidden_states
+        if self.proj_in is not None:
+            control = self.proj_in(control) + hidden_states
+        control = run(self, control, encoder_hidden_states, temb, rotary_emb)
+        return self.proj_out(control), control
+
+
+class VaceBlock(Block):
     """Wan's block and, with `control`, the control block after it."""
 
     def __init__(self, *block: Any, control: bool, first: bool):
         super().__init__(*block)
-        self.attn1.processor, self.attn2.processor = RotaryProcessor(), GuidedProcessor()
+        self.attn2.processor = GuidedProcessor()
         self.vace = None
         if control:
-            self.vace = WanVACETransformerBlock(*block, apply_input_projection=first, apply_output_projection=True)
+            self.vace = ControlBlock(*block, apply_input_projection=first, apply_output_projection=True)
             self.vace.attn1.processor = RotaryProcessor()
 
     def forward(
@@ -65,7 +77,7 @@ class VaceBlock(WanTransformerBlock):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | GuidedText,
         temb: torch.Tensor,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        rotary_emb: fused.Rotation,
         strength: torch.Tensor,
     ) -> torch.Tensor:
         """[b, n, 2 width] (video's stream, control's) -> the same shape. `strength` [b]: factor of the control."""
