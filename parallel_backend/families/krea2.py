@@ -161,6 +161,7 @@ KREA2 = Family(
     name="krea2",
     model_class="Krea2Transformer2DModel",
     native_classes=("Krea2",),
+    fused_module="parallel_backend.families.models.fused_krea2",
     file=FileLayout(
         detect=lambda shapes: "txtfusion.projector.weight" in shapes and "blocks.0.mod.lin" in shapes,
         configure=_configure,

@@ -32,8 +32,9 @@ def rotation_of_tables(tables: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
 
 def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
     """[b, s, H, D] -> the same shape: each pair of neighbouring channels turned in float32, rounded once."""
+    # Older kernels of comfy-kitchen take the strides of all outputs from the first input.
     if (kernel := _kernel("apply_rope1", x)) is not None:
-        return kernel(x, turns)
+        return kernel(x.contiguous(), turns)
     if torch.compiler.is_compiling():  # torch.compile cannot make code for complex numbers, and fuses these products
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         pairs = turns[..., 0] * first[..., None] + turns[..., 1] * second[..., None]
@@ -45,17 +46,21 @@ def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
 def both_rotated(query: torch.Tensor, key: torch.Tensor, turns: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
     """As `rotated`, of both."""
     if query.shape == key.shape and (kernel := _kernel("apply_rope", query)) is not None:
-        return kernel(query, key, turns)
+        return kernel(query.contiguous(), key.contiguous(), turns)
     return rotated(query, turns), rotated(key, turns)
 
 
 def normed_and_rotated(
-    query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
+    query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, s, H, D] each, normed over a head's channels by the RMS norms of queries and keys, then as `rotated`."""
+    """[b, s, H, D] each, normed over a head's channels by the RMS norms of queries and keys, then as `rotated`.
+
+    The norms scale by `offset` + weight.
+    """
     of_queries, of_keys = norms
     if of_queries.weight is not None and (kernel := _kernel("rms_rope", query)) is not None:
-        return kernel(query, key, turns, of_queries.weight, of_keys.weight, of_queries.eps)
+        weights = (norm.weight + offset if offset else norm.weight for norm in norms)
+        return kernel(query.contiguous(), key.contiguous(), turns, *weights, of_queries.eps)
     return both_rotated(of_queries(query), of_keys(key), turns)
 
 
@@ -65,7 +70,8 @@ def modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tens
     `norm`: a layer norm, or an RMS norm.
     """
     scale, shift = scale.to(x.dtype), shift.to(x.dtype)
-    if norm.weight is None and norm.eps is not None:
+    # The kernel counts elements in 32 bits, and writes past the end where there are more.
+    if norm.weight is None and norm.eps is not None and x.numel() < 1 << 31:
         name = "adaln" if isinstance(norm, nn.LayerNorm) else "rms_adaln"
         if (kernel := _kernel(name, x)) is not None:
             return kernel(x, scale, shift, norm.eps)
