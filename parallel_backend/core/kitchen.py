@@ -122,6 +122,7 @@ def _modulation(dtype: torch.dtype) -> tuple[Any, ...]:
 TRIALS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     "apply_rope": _rotation,
     "apply_rope1": lambda dtype: (_heads(dtype), _turns()),
+    "apply_rope_split_half": _rotation,
     "apply_rope_split_half1": _rotation_by_head,
     "rms_rope": _normed_rotation,
     "rms_rope_split_half": _partial_rotation,

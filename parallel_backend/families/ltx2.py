@@ -16,7 +16,7 @@ from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Companion, Patching
 from .base.step_inputs import Config, Shapes
-from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS, LayerCut
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROTATION_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 from .parts import ltx2_inputs, ltx2_text
 from .parts.conditioning import count_blocks
 from .parts.key_map import BOTH, WEIGHT, KeyMap
@@ -222,7 +222,7 @@ LTX2 = Family(
             band=ROPES,
         ),
     ),
-    tensor_plan={BLOCKS: _plan(), **{name: {"": TABLE_BY_HEADS} for name in ROPES}},
+    tensor_plan={BLOCKS: _plan(), **{name: {"": ROTATION_BY_HEADS} for name in ROPES}},
     patching=PATCHING,
     text_model=ltx2_text.TEXT_MODEL,
     native_values=lambda _config: {"patchifier": Patchifier(PATCHING), "a_patchifier": Patchifier(SOUND)},

@@ -25,6 +25,9 @@ class CutKind(Enum):
     TABLE = "table"
     """Not a layer: a module that returns tensors whose last axis matches the features of a COLUMN layer (rotary tables)."""
 
+    ROTATION = "rotation"
+    """Not a layer: a module that returns a tensor [b, n, heads, ...], a rotation for each of a COLUMN layer's heads."""
+
 
 HEADS = "heads"
 """Part of a cut side: an attention projection, cut between heads."""
@@ -53,6 +56,7 @@ ROW = LayerCut(CutKind.ROW)
 GATHER = LayerCut(CutKind.GATHER)
 NORM_BY_HEADS = LayerCut(CutKind.NORM, (HEADS,))
 TABLE_BY_HEADS = LayerCut(CutKind.TABLE, (HEADS,))
+ROTATION_BY_HEADS = LayerCut(CutKind.ROTATION, (HEADS,))
 
 LARGE = 1 << 22
 """Elements of a linear layer's weight from which on a layer outside of the plan's lists is cut by GATHER.

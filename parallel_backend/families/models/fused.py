@@ -43,11 +43,26 @@ def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
     return torch.view_as_real(pairs * torch.view_as_complex(turns[..., 0, :]).conj()).flatten(-2).type_as(x)
 
 
-def both_rotated(query: torch.Tensor, key: torch.Tensor, turns: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rotated`, of both."""
-    if query.shape == key.shape and (kernel := _kernel("apply_rope", query)) is not None:
+def halves_rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
+    """As `rotated`, of channels i and i + D / 2 as pairs."""
+    if (kernel := _kernel("apply_rope_split_half1", x)) is not None:
+        return kernel(x.contiguous(), turns)
+    first, second = x.float().unflatten(-1, (2, -1)).unbind(-2)
+    if torch.compiler.is_compiling():
+        pairs = turns[..., 0] * first[..., None] + turns[..., 1] * second[..., None]
+    else:
+        pairs = torch.view_as_real(torch.complex(first, second) * torch.view_as_complex(turns[..., 0, :]).conj())
+    return pairs.transpose(-1, -2).flatten(-2).type_as(x)
+
+
+def both_rotated(
+    query: torch.Tensor, key: torch.Tensor, turns: Rotation, halves: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rotated`, or `halves_rotated`, of both."""
+    name, one = ("apply_rope_split_half", halves_rotated) if halves else ("apply_rope", rotated)
+    if query.shape == key.shape and (kernel := _kernel(name, query)) is not None:
         return kernel(query.contiguous(), key.contiguous(), turns)
-    return rotated(query, turns), rotated(key, turns)
+    return one(query, turns), one(key, turns)
 
 
 def normed_and_rotated(

@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_ltx2 as original
 
 from ..parts.ltx2_inputs import UNSEEN, Times
-from .dispatched_attention import Rotary
+from . import fused
 
 QUERY_KEY_EPS = 1e-5
 
@@ -48,7 +48,7 @@ def modulation(table: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor |
 
 
 class Attention(original.LTX2PerturbedAttnProcessor):
-    """diffusers' processor, with rotary tables [b, n, heads * r], and with Biases.
+    """diffusers' processor, with a rotation for each head, and with Biases.
 
     Biases become r further channels of queries and keys, so that every cut of the sequence and every kernel has them.
     """
@@ -59,8 +59,8 @@ class Attention(original.LTX2PerturbedAttnProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        query_rotary_emb: Rotary | None = None,
-        key_rotary_emb: Rotary | None = None,
+        query_rotary_emb: fused.Rotation | None = None,
+        key_rotary_emb: fused.Rotation | None = None,
         all_perturbed: bool = False,
         bias: Biases | None = None,
     ) -> torch.Tensor:
@@ -69,10 +69,13 @@ class Attention(original.LTX2PerturbedAttnProcessor):
         out = value
         if not all_perturbed:
             query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(looked_at))
-            if query_rotary_emb is not None:
-                query = _rotated(attn, query, query_rotary_emb)
-                key = _rotated(attn, key, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
             query, key = (x.unflatten(2, (attn.heads, -1)) for x in (query, key))
+            halves = attn.rope_type == "split"
+            if query_rotary_emb is not None and key_rotary_emb is None:
+                query, key = fused.both_rotated(query, key, query_rotary_emb, halves)
+            elif query_rotary_emb is not None:
+                rotated = fused.halves_rotated if halves else fused.rotated
+                query, key = rotated(query, query_rotary_emb), rotated(key, key_rotary_emb)
             out = self._attend(query, key, value, bias)
         if attn.to_gate_logits is not None:
             out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states)))[..., None]
@@ -91,15 +94,6 @@ class Attention(original.LTX2PerturbedAttnProcessor):
         backend, parallel = self._attention_backend, self._parallel_config
         out = dispatch_attention_fn(query, key, value, scale=size**-0.5, backend=backend, parallel_config=parallel)
         return out[..., :size]
-
-
-def _rotated(attn: original.LTX2Attention, x: torch.Tensor, tables: Rotary) -> torch.Tensor:
-    if not x.shape[1]:
-        return x
-    if attn.rope_type == "interleaved":
-        return original.apply_interleaved_rotary_emb(x, tables)
-    heads = tuple(table.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for table in tables)
-    return original.apply_split_rotary_emb(x, heads)
 
 
 def _biases(
@@ -123,15 +117,16 @@ def _biases(
 
 
 class RotaryTables(original.LTX2AudioVideoRotaryPosEmbed):
-    """diffusers' tables, with the features of all heads in one axis: [b, n, heads * r]."""
+    """diffusers' tables, as rotations."""
 
-    def forward(self, coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, coords: torch.Tensor) -> fused.Rotation:
+        """Positions [b, axes, n] -> [b, n, heads, r, 2, 2]."""
         if not coords.shape[-1]:
-            return (coords.new_zeros(len(coords), 0, self.dim // 2 if self.rope_type == "split" else self.dim),) * 2
+            return coords.new_zeros(len(coords), 0, self.num_attention_heads, 1, 2, 2)
         cos, sin = super().forward(coords)
-        if self.rope_type != "split":
-            return cos, sin
-        return cos.transpose(1, 2).flatten(2), sin.transpose(1, 2).flatten(2)
+        if self.rope_type == "split":
+            return fused.rotation(cos.transpose(1, 2), sin.transpose(1, 2))
+        return fused.rotation(*(table[..., 0::2].unflatten(-1, (self.num_attention_heads, -1)) for table in (cos, sin)))
 
 
 class Block(original.LTX2VideoTransformerBlock):
@@ -145,10 +140,10 @@ class Block(original.LTX2VideoTransformerBlock):
         audio_encoder_hidden_states: torch.Tensor,
         times: Modulation,
         audio_times: Modulation,
-        rope: Rotary,
-        audio_rope: Rotary,
-        cross_rope: Rotary,
-        audio_cross_rope: Rotary,
+        rope: fused.Rotation,
+        audio_rope: fused.Rotation,
+        cross_rope: fused.Rotation,
+        audio_cross_rope: fused.Rotation,
         guide_bias: Biases | None = None,
         audio_guide_bias: Biases | None = None,
         audio_to_video: bool = True,
@@ -165,58 +160,58 @@ class Block(original.LTX2VideoTransformerBlock):
         y = self._look_at_itself(y, "audio_", audio_times, audio_rope, perturbed, None)
         y = self._look_at_text(y, "audio_", audio_times, audio_encoder_hidden_states)
         table, audio_table = self.video_a2v_cross_attn_scale_shift_table, self.audio_a2v_cross_attn_scale_shift_table
-        normed = self.video_to_audio_norm(y)
         if audio_to_video:
             scale, shift = modulation(table[:4], times.cross, times.rows, slice(0, 2))
             audio_scale, audio_shift = modulation(audio_table[:4], audio_times.cross, audio_times.rows, slice(0, 2))
             out = self.audio_to_video_attn(
-                self.audio_to_video_norm(x) * (1 + scale) + shift,
-                encoder_hidden_states=normed * (1 + audio_scale) + audio_shift,
+                fused.modulated(self.audio_to_video_norm, x, scale, shift),
+                encoder_hidden_states=fused.modulated(self.video_to_audio_norm, y, audio_scale, audio_shift),
                 query_rotary_emb=cross_rope,
                 key_rotary_emb=audio_cross_rope,
             )
-            x = x + out * (table[4:] + times.gate)
+            x = fused.gated(x, table[4:] + times.gate, out)
         if video_to_audio:
             scale, shift = modulation(table[:4], times.cross, times.rows, slice(2, 4))
             audio_scale, audio_shift = modulation(audio_table[:4], audio_times.cross, audio_times.rows, slice(2, 4))
             out = self.video_to_audio_attn(
-                normed * (1 + audio_scale) + audio_shift,
-                encoder_hidden_states=self.audio_to_video_norm(x) * (1 + scale) + shift,
+                fused.modulated(self.video_to_audio_norm, y, audio_scale, audio_shift),
+                encoder_hidden_states=fused.modulated(self.audio_to_video_norm, x, scale, shift),
                 query_rotary_emb=audio_cross_rope,
                 key_rotary_emb=cross_rope,
                 bias=audio_guide_bias,
             )
-            y = y + out * (audio_table[4:] + audio_times.gate)
+            y = fused.gated(y, audio_table[4:] + audio_times.gate, out)
         return self._feed_forward(x, "", times), self._feed_forward(y, "audio_", audio_times)
 
     def _look_at_itself(
-        self, x: torch.Tensor, stream: str, times: Modulation, rope: Rotary, perturbed: bool, bias: Biases | None
+        self, x: torch.Tensor, stream: str, times: Modulation, rope: fused.Rotation, perturbed: bool, bias: Biases | None
     ) -> torch.Tensor:
         table = getattr(self, f"{stream}scale_shift_table")
         shift, scale, gate = modulation(table, times.within, times.rows, slice(0, 3))
-        normed = getattr(self, f"{stream}norm1")(x) * (1 + scale) + shift
+        normed = fused.modulated(getattr(self, f"{stream}norm1"), x, scale, shift)
         attention = getattr(self, f"{stream}attn1")
-        return x + attention(normed, query_rotary_emb=rope, all_perturbed=perturbed, bias=bias) * gate
+        return fused.gated(x, gate, attention(normed, query_rotary_emb=rope, all_perturbed=perturbed, bias=bias))
 
     def _look_at_text(self, x: torch.Tensor, stream: str, times: Modulation, text: torch.Tensor) -> torch.Tensor:
         if not x.shape[1]:
             return x
-        attention, normed = getattr(self, f"{stream}attn2"), getattr(self, f"{stream}norm2")(x)
+        attention, norm = getattr(self, f"{stream}attn2"), getattr(self, f"{stream}norm2")
         if not self.cross_attn_adaln:
-            return x + attention(normed, encoder_hidden_states=text)
+            return x + attention(norm(x), encoder_hidden_states=text)
         table = getattr(self, f"{stream}scale_shift_table")
         shift, scale, gate = modulation(table, times.within, times.rows, slice(6, 9))
         table = getattr(self, f"{stream}prompt_scale_shift_table")
         text_shift, text_scale = (
             table[None] if times.prompt is None else table + times.prompt.unflatten(-1, (2, -1))
         ).split(1, 1)
-        text = text * (1 + text_scale) + text_shift
-        return x + attention(normed * (1 + scale) + shift, encoder_hidden_states=text) * gate
+        text = torch.addcmul(text_shift, text, 1 + text_scale)
+        return fused.gated(x, gate, attention(fused.modulated(norm, x, scale, shift), encoder_hidden_states=text))
 
     def _feed_forward(self, x: torch.Tensor, stream: str, times: Modulation) -> torch.Tensor:
         table = getattr(self, f"{stream}scale_shift_table")
         shift, scale, gate = modulation(table, times.within, times.rows, slice(3, 6))
-        return x + getattr(self, f"{stream}ff")(getattr(self, f"{stream}norm3")(x) * (1 + scale) + shift) * gate
+        normed = fused.modulated(getattr(self, f"{stream}norm3"), x, scale, shift)
+        return fused.gated(x, gate, getattr(self, f"{stream}ff")(normed))
 
 
 class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
@@ -291,10 +286,10 @@ class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
                 perturbed=index in perturbed,
             )
         shift, scale = modulation(self.scale_shift_table, embedded.repeat(1, 2), times.rows, slice(0, 2))
-        x = self.proj_out(self.norm_out(x) * (1 + scale) + shift)
+        x = self.proj_out(fused.modulated(self.norm_out, x, scale, shift))
         x = x if seen is None else x * seen
         shift, scale = modulation(self.audio_scale_shift_table, audio_embedded.repeat(1, 2), audio_times.rows, slice(0, 2))
-        y = self.audio_proj_out(self.audio_norm_out(y) * (1 + scale) + shift)
+        y = self.audio_proj_out(fused.modulated(self.audio_norm_out, y, scale, shift))
         return x, y[:, : y.shape[1] - voice_tokens]
 
     def _embedded(
