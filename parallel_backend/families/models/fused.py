@@ -5,7 +5,7 @@ GPU is theirs. In 16 bits on a CUDA device comfy-kitchen's kernels do what Comfy
 where a block is compiled, torch's operations do it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,23 @@ def normed_and_rotated(
     return both_rotated(of_queries(query), of_keys(key), turns)
 
 
+def normed_and_partly_rotated(
+    query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `normed_and_rotated`, of a head's first r channels, i and i + r / 2 as pairs; r may be fewer than a head has."""
+    of_queries, of_keys = norms
+    turning = 2 * turns.shape[-3]
+    if (kernel := _kernel("rms_rope_split_half", query)) is not None:
+        weights = of_queries.weight, of_keys.weight
+        return kernel(query.contiguous(), key.contiguous(), turns, *weights, of_queries.eps, turning)
+    query, key = of_queries(query), of_keys(key)
+    if turning == query.shape[-1]:
+        return both_rotated(query, key, turns, halves=True)
+    turned = (halves_rotated(x[..., :turning], turns) for x in (query, key))
+    first, second = (torch.cat((each, x[..., turning:]), dim=-1) for each, x in zip(turned, (query, key), strict=True))
+    return first, second
+
+
 def modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """norm(x) * (1 + scale) + shift: [b, s, C]; vectors [1 or b, 1 or s, C].
 
@@ -96,6 +113,25 @@ def modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tens
 def gated(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """x + gate * out: [b, s, C]; `gate` [1 or b, 1 or s, C]."""
     return torch.addcmul(x, gate.to(x.dtype), out)
+
+
+Runs = Sequence[tuple[int, int, int]]
+"""(first token, token behind the last one, row of their vectors), for all tokens in order."""
+
+
+def modulated_in_runs(norm: Any, x: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """As `modulated`, by the vectors [r, C] whose row each run names."""
+    out, scales = norm(x), 1 + scales
+    for start, stop, row in runs:
+        torch.addcmul(shifts[row], out[:, start:stop], scales[row], out=out[:, start:stop])
+    return out
+
+
+def gated_in_runs(x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """As `gated`, by the gates [r, C] whose row each run names. The result is in the memory of `out`."""
+    for start, stop, row in runs:
+        torch.addcmul(x[:, start:stop], gates[row], out[:, start:stop], out=out[:, start:stop])
+    return out
 
 
 def adopt(model: nn.Module, classes: Mapping[type, type]) -> None:

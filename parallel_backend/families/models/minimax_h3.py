@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_minimax_h3 as original
 from torch import nn
 
 from ..parts.minimax_conditioning import KINDS
+from . import fused
 from .constructors import extends
 
 
@@ -22,21 +24,52 @@ class Block(original.MiniMaxH3TransformerBlock):
         hidden_states: torch.Tensor,
         times: torch.Tensor,
         rows: torch.Tensor,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        rotary_emb: fused.Rotation,
+        runs: fused.Runs | None,
     ) -> torch.Tensor:
-        """[b, s, hidden] -> the same shape. `times` [t, time width]. `rows` [s]: time * KINDS + kind of each token."""
+        """[b, s, hidden] -> the same shape. `times` [t, time width]. `rows` [s]: time * KINDS + kind of each token. `runs`:
+        the same, where it is the same for many tokens."""
         modulation = self.adaln_proj.linear(times).to(hidden_states.dtype)
         vectors = modulation.view(-1, 6 * hidden_states.shape[-1]).chunk(6, dim=-1)  # six of [t * KINDS, hidden]
-        for part, (shift, scale, gate) in ((self._attend, vectors[:3]), (self._feed_forward, vectors[3:])):
-            out = part(hidden_states, 1 + scale[rows], shift[rows], rotary_emb)
-            hidden_states = torch.addcmul(hidden_states, gate[rows], out)
-        return hidden_states
+        x = hidden_states
+        parts = (self.norm1, lambda y: self.attn(y, rotary_emb), *vectors[:3]), (self.norm2, self.ff, *vectors[3:])
+        for norm, part, shift, scale, gate in parts:
+            if runs is None or torch.compiler.is_compiling():
+                out = part(torch.addcmul(shift[rows], norm(x), (1 + scale)[rows]))
+                x = torch.addcmul(x, gate[rows], out)
+            else:
+                x = fused.gated_in_runs(x, gate, part(fused.modulated_in_runs(norm, x, scale, shift, runs)), runs)
+        return x
 
-    def _attend(self, x, scale, shift, rotary_emb):
-        return self.attn(torch.addcmul(shift, self.norm1(x), scale), rotary_emb)
 
-    def _feed_forward(self, x, scale, shift, _rotary_emb):
-        return self.ff(torch.addcmul(shift, self.norm2(x), scale))
+class Attention(original.MiniMaxH3AttnProcessor):
+    """diffusers' processor, whose rotary table is a `fused.Rotation`."""
+
+    def __call__(
+        self,
+        attn: original.MiniMaxH3Attention,
+        hidden_states: torch.Tensor,
+        rotary_emb: fused.Rotation | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[b, s, hidden] -> the same shape."""
+        if rotary_emb is None:
+            return super().__call__(attn, hidden_states, None, attention_mask)
+        layers = (attn.to_q, attn.to_k, attn.to_v)
+        query, key, value = (layer(hidden_states).unflatten(-1, (attn.heads, -1)) for layer in layers)
+        query, key = fused.normed_and_partly_rotated(query, key, (attn.norm_q, attn.norm_k), rotary_emb)
+        backend, parallel = self._attention_backend, self._parallel_config
+        out = dispatch_attention_fn(query, key, value, attention_mask, backend=backend, parallel_config=parallel)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
+
+
+class Positions(original.MiniMaxH3RotaryPosEmbed):
+    """diffusers' tables, as a `fused.Rotation`."""
+
+    def forward(self, position_ids: torch.Tensor) -> fused.Rotation:
+        """[s, 3] -> [1, s, 1, r / 2, 2, 2], for the r channels of a head that are turned."""
+        cos, sin = (table.chunk(2, dim=-1)[0][None, :, None] for table in super().forward(position_ids))
+        return fused.rotation(cos, sin)
 
 
 class OutputNorm(nn.Module):
@@ -49,7 +82,7 @@ class OutputNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor, times: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         """[b, s, hidden] -> the same shape. `levels` [s]: each token's row among `times`."""
         shift, scale = self.linear(times).chunk(2, dim=-1)
-        return self.norm(hidden_states) * (1 + scale[levels]) + shift[levels]
+        return torch.addcmul(shift[levels], self.norm(hidden_states), (1 + scale)[levels])
 
 
 class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
@@ -61,8 +94,10 @@ class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
         if adaln_curve_grid is not None:
             del self.time_embedder
             self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, self.config["time_embed_dim"]))
+        self.rope.__class__ = Positions
         for block in self.transformer_blocks:
             block.__class__ = Block
+            block.attn.set_processor(Attention())
         self.norm_out = OutputNorm(self.norm_out)
 
     def forward(
@@ -78,6 +113,7 @@ class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
         text_span: slice,
         video: slice,
         sound_references: torch.Tensor | None,
+        runs: fused.Runs | None,
         dtype: torch.dtype,
         return_dict: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +124,7 @@ class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
         reference's sound. None: the blocks' inputs are zeros. `audio_hidden_states` [b, a, d or wider].
         `encoder_hidden_states` [b, t, text width]: the whole text, of which `text_span` runs through the blocks. `timestep`
         [l] float32: 0 (noise) to 1. `levels` [s]: each token's index in `timestep`. `kinds` [s]: see KINDS. `position_ids`
-        [s, 3] float32. `dtype`: that of the blocks.
+        [s, 3] float32. `runs`: see Block. `dtype`: that of the blocks.
         """
         rotary_emb, times = self.rope(position_ids), self._times(timestep, dtype)
         if hidden_states is None:
@@ -98,7 +134,7 @@ class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
             x = torch.cat([part.to(dtype) for part in tokens], dim=1)
         rows = levels * KINDS + kinds
         for block in self.transformer_blocks:
-            x = block(x, times, rows, rotary_emb)
+            x = block(x, times, rows, rotary_emb, runs)
         heads = (self.proj_out, video), (self.audio_proj_out, sound)
         out = [head(self.norm_out(x[:, part], times, levels[part]).to(head.weight.dtype)) for head, part in heads]
         return -out[0], -out[1]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from parallel_backend.core.device_copies import to_device
 
 from ..base.step_inputs import REFERENCE_POSITIONS, Config, StepInputs
-from .minimax_conditioning import shifted, sigma_of
+from .minimax_conditioning import KINDS, shifted, sigma_of
 from .minimax_layout import CHANNELS, frame_sides, sound_places, video_places
 
 VIDEO, TEXT, SOUND = 0, 1, 2
@@ -73,6 +73,16 @@ def _numbers(step: StepInputs, levels: bool) -> torch.Tensor:
     return _of_tokens(step, numbers("", step.companion_tokens, SOUND), numbers("text_kinds", words, TEXT), image)
 
 
+def _runs(step: StepInputs) -> tuple[tuple[int, int, int], ...] | None:
+    """Where all of a rank's tokens of a kind have one time: (first token, token behind the last one, level * KINDS + kind).
+    None where some have others, which the host does not know."""
+    if any(name in step.tensors for name in ("reference_sound", "sound_levels", "video_levels", "text_kinds")):
+        return None
+    sound, rest = len(step.companion), len(step.text)
+    edges = (0, sound, NOISY_SOUND * KINDS + SOUND), (sound, rest, TEXT), (rest, rest + len(step.image), VIDEO)
+    return tuple(edge for edge in edges if edge[0] < edge[1])
+
+
 def arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
     kinds = _once(step, "kinds", lambda: _numbers(step, levels=False))
     sound, rest = len(step.companion), len(step.text)
@@ -91,5 +101,6 @@ def arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
         "text_span": step.text_span.slice,
         "video": slice(rest, None),
         "sound_references": references,
+        "runs": _runs(step),
         "dtype": step.dtype,
     }
