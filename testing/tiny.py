@@ -54,6 +54,16 @@ def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
 
 
+def published_model(path: Path) -> torch.nn.Module:
+    """The checkpoint in fp32 as a model of the family's class, without what a rank changes in it (Family.fuse)."""
+    family, whole = open_checkpoint(path).family, whole_model(path)
+    config = {name: value for name, value in whole.config.items() if name not in family.file.settings}
+    model = family.transformer_class().from_config(config).eval()
+    model.register_to_config(**whole.config)
+    model.load_state_dict(whole.state_dict())
+    return model
+
+
 def stored_model(path: Path) -> tuple[torch.nn.Module, WeightStore]:
     """As `whole_model` in fp32, with the store that its weights are in."""
     checkpoint, cpu = open_checkpoint(path), torch.device("cpu")

@@ -89,7 +89,7 @@ def merged(path, deltas, folder, change=lambda key, value: value) -> torch.nn.Mo
         state[delta.key][rows.slice] += delta.scale * whole
     with safe_open(path, framework="pt") as file:
         save_file(state, folder / "merged.safetensors", file.metadata())
-    return tiny.whole_model(folder / "merged.safetensors")
+    return tiny.published_model(folder / "merged.safetensors")
 
 
 def output(model, given) -> torch.Tensor:
