@@ -1,0 +1,164 @@
+"""Fused arithmetic equals diffusers', by torch's operations and by comfy-kitchen's, which on a CPU are torch's too."""
+
+import copy
+from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from diffusers.models import embeddings, normalization
+
+from parallel_backend.client.call import ModelCall
+from parallel_backend.core import kitchen
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.families import FAMILIES
+from parallel_backend.families.models import fused, norms
+from parallel_backend.families.parts import minimax_tokens
+from testing import tiny
+from testing.cases import all_cases
+
+pytestmark = pytest.mark.threads
+CASES = {case.name: case for case in all_cases()}
+LIMIT = 1e-5
+
+
+def kernels():
+    """Context in which every fused operation is comfy-kitchen's; gives a count of the calls by name."""
+    called = Counter()
+
+    def kernel(name, x):
+        called[name] += 1
+        return getattr(torch.ops.comfy_kitchen, name) if x.numel() else None
+
+    assert kitchen.kitchen().tensors is not None
+    return called, mock.patch.object(fused, "_kernel", kernel)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        ("flux-dev", {"rms_rope", "adaln"}),
+        ("qwen-image", {"rms_rope", "adaln"}),
+        ("krea2", {"rms_rope"}),
+        ("wan-2.1-t2v", {"apply_rope", "adaln"}),
+        ("ltx-2.3", {"apply_rope_split_half", "apply_rope_split_half1", "rms_adaln", "adaln"}),
+        ("minimax-h3", {"rms_rope_split_half"}),
+    ],
+)
+def test_comfy_kitchens_operations_give_the_same(name, used, degrees, pools, tmp_path):
+    case = CASES[name]
+    model, given = case.model(), case.inputs()
+    file = case.save(model, tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        expected = case.reference(model, *given)
+    remote = pools.load(file, degrees, fresh=True)
+    called, patched = kernels()
+    with patched:
+        out = remote.predict(ModelCall(*given), lambda: None)
+    assert tiny.relative(out, expected) < LIMIT
+    assert set(called) == used
+
+
+def test_one_vector_for_a_run_of_tokens_is_one_for_each(pools, tmp_path, monkeypatch):
+    """MiniMax H3 without masks, references and pictures in its text: sound, text and video are a run each."""
+    case, family = CASES["minimax-h3"], FAMILIES["minimax-h3"]
+    remote = pools.load(case.save(case.model(), tmp_path / "model.safetensors"), Degrees(), fresh=True)
+    latents, timestep, _ = case.inputs()
+    call = {"context": torch.randn(2, 5, case.config["text_dim"]), "grid": family.patching.grid(latents[0].shape)}
+    given = latents, timestep, family.inputs.conditioning(case.config, call)
+    runs, found = minimax_tokens._runs, []
+    monkeypatch.setattr(minimax_tokens, "_runs", lambda step: found.append(runs(step)) or found[-1])
+    out = remote.predict(ModelCall(*given), lambda: None)
+    monkeypatch.setattr(minimax_tokens, "_runs", lambda step: None)
+    assert tiny.relative(out, remote.predict(ModelCall(*given), lambda: None)) < LIMIT
+    (edges,) = found
+    assert [row for _, _, row in edges] == [3 * 1 + 2, 1, 0]
+
+
+def turned_tables(*shape):
+    angles = torch.rand(*shape) * 6
+    return fused.rotation(angles.cos()[None, :, None], angles.sin()[None, :, None]), angles
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize(("halves", "dim"), [(False, -1), (True, -2)])
+def test_rotations_equal_diffusers(halves, dim, compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    x, (turns, angles) = torch.randn(2, 7, 3, 16), turned_tables(7, 8)
+    doubled = torch.cat((angles, angles), dim=-1) if halves else angles.repeat_interleave(2, dim=-1)
+    tables = doubled.cos(), doubled.sin()
+    expected = embeddings.apply_rotary_emb(x, tables, use_real_unbind_dim=dim, sequence_dim=1)
+    assert torch.allclose(fused.both_rotated(x, x, turns, halves)[1], expected, atol=1e-6)
+    half = x.bfloat16()
+    rounded = embeddings.apply_rotary_emb(half, tables, use_real_unbind_dim=dim, sequence_dim=1)
+    assert torch.equal(fused.both_rotated(half, half[:1], turns, halves)[0], rounded)
+
+
+MADE = {
+    "RMSNorm": lambda: (normalization.RMSNorm(32, 1e-6), ()),
+    "RMSNorm without weight": lambda: (normalization.RMSNorm(32, 1e-6, elementwise_affine=False), ()),
+    "RMSNorm with bias": lambda: (normalization.RMSNorm(32, 1e-6, bias=True), ()),
+    "FP32LayerNorm": lambda: (normalization.FP32LayerNorm(32), ()),
+    "FP32LayerNorm without weight": lambda: (normalization.FP32LayerNorm(32, elementwise_affine=False), ()),
+    "AdaLayerNormZero": lambda: (normalization.AdaLayerNormZero(32), (None, None, None, torch.randn(2, 32))),
+    "AdaLayerNormZeroSingle": lambda: (normalization.AdaLayerNormZeroSingle(32), (torch.randn(2, 32),)),
+    "AdaLayerNormContinuous": lambda: (normalization.AdaLayerNormContinuous(32, 32), (torch.randn(2, 32),)),
+    "AdaLayerNormContinuous of rms": lambda: (
+        normalization.AdaLayerNormContinuous(32, 32, elementwise_affine=False, norm_type="rms_norm"),
+        (torch.randn(2, 32),),
+    ),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", MADE)
+def test_norms_equal_diffusers(kind):
+    def outputs(dtype):
+        given = [x.to(dtype)] + [None if each is None else each.to(dtype) for each in others]
+        out = copy.deepcopy(norm).to(dtype)(*given)
+        return torch.cat([each.double().flatten() for each in (out if isinstance(out, tuple) else (out,))])
+
+    norm, others = MADE[kind]()
+    norm, x = tiny.randomise(norm, 0), 3 * torch.randn(2, 5, 32) + 1
+    exact, expected, rounded = outputs(torch.float64), outputs(torch.float32), outputs(torch.bfloat16)
+    norms.fuse_norms(norm)
+    assert type(norm).__module__ == norms.__name__
+    assert torch.allclose(outputs(torch.float32), expected, atol=1e-5)
+    assert (outputs(torch.bfloat16) - exact).square().mean() <= 1.2 * (rounded - exact).square().mean()
+
+
+def test_more_elements_than_a_kernel_counts_are_torchs(monkeypatch):
+    monkeypatch.setattr(fused, "_kernel", lambda name, x: pytest.fail(name))
+    norm, vector = torch.nn.LayerNorm(2048, elementwise_affine=False), torch.empty(1, 1, 2048, device="meta")
+    assert fused.modulated(norm, torch.empty(1, 1 << 20, 2048, device="meta"), vector, vector).is_meta
+
+
+def test_there_is_no_kernel_on_a_cpu_nor_in_float32(monkeypatch):
+    half = torch.randn(1, 4, 2, 64).bfloat16()
+    assert fused._kernel("apply_rope1", half) is None
+    monkeypatch.setattr(kitchen, "fused_kernel", lambda name, dtype, device: name)
+    on_card = SimpleNamespace(is_cuda=True, element_size=lambda: 2, numel=lambda: 8, dtype=half.dtype, device=half.device)
+    assert fused._kernel("apply_rope1", on_card) == "apply_rope1"
+    assert fused._kernel("apply_rope1", SimpleNamespace(**vars(on_card) | {"element_size": lambda: 4})) is None
+
+
+@pytest.mark.parametrize("name", kitchen.TRIALS)
+def test_a_kernel_is_tried_before_it_is_used(name, monkeypatch, caplog):
+    def tried():
+        return kitchen.fused_kernel.__wrapped__(name, torch.bfloat16, torch.device("cpu"))
+
+    assert tried() is None  # there are no CUDA kernels here
+    monkeypatch.setattr(kitchen, "_has_cuda_kernels", lambda: True)
+    assert tried() is getattr(torch.ops.comfy_kitchen, name)
+    monkeypatch.setattr(kitchen, "_on", lambda device, value: value + 1 if isinstance(value, torch.Tensor) else value)
+    assert tried() is None
+    assert "gives other values here than on the CPU" in caplog.text
+
+    def refuse(device, value):
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(kitchen, "_on", refuse)
+    assert tried() is None
+    assert "no kernel image" in caplog.text
