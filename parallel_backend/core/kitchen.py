@@ -72,6 +72,13 @@ def fused_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Fused |
     return operation
 
 
+def try_kernels(dtype: torch.dtype, device: torch.device) -> None:
+    """Have the fused kernels tried now, so that no micro-step waits for a trial."""
+    if device.type == "cuda" and dtype.itemsize == 2:
+        for name in TRIALS:
+            fused_kernel(name, dtype, device)
+
+
 def _has_cuda_kernels() -> bool:
     if kitchen().tensors is None or kitchen().word:
         return False

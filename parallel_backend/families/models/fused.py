@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel_backend.core import kitchen
 
-Rotation = torch.Tensor
+Rotation = Any  # a tensor, where the signatures of diffusers' classes have a pair of tables
 """[1 or b, s, 1 or H, D / 2, 2, 2] float32: for each token and pair of channels the matrix (cos, -sin; sin, cos), as
 comfy-kitchen's kernels read it."""
 
@@ -24,7 +24,7 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
     return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
 
 
-def rotation_of_tables(tables: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
+def rotation_of_tables(tables: Any) -> Rotation:
     """diffusers' cosines and sines [s, D] or [1, s, 1, D], equal for both of a pair -> [1, s, 1, D / 2, 2, 2]."""
     cos, sin = (table.view(1, -1, 1, table.shape[-1])[..., 0::2] for table in tables)
     return rotation(cos, sin)
@@ -40,7 +40,7 @@ def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
         pairs = turns[..., 0] * first[..., None] + turns[..., 1] * second[..., None]
         return pairs.flatten(-2).type_as(x)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.view_as_complex(turns[..., 0, :]).conj()).flatten(-2).type_as(x)
+    return torch.view_as_real(pairs * _complex(turns)).flatten(-2).type_as(x)
 
 
 def halves_rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
@@ -51,8 +51,13 @@ def halves_rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
     if torch.compiler.is_compiling():
         pairs = turns[..., 0] * first[..., None] + turns[..., 1] * second[..., None]
     else:
-        pairs = torch.view_as_real(torch.complex(first, second) * torch.view_as_complex(turns[..., 0, :]).conj())
+        pairs = torch.view_as_real(torch.complex(first, second) * _complex(turns))
     return pairs.transpose(-1, -2).flatten(-2).type_as(x)
+
+
+def _complex(turns: Rotation) -> torch.Tensor:
+    """Matrices [..., D / 2, 2, 2] -> cos + i sin [..., D / 2]. Not a lazy conjugate: each product would resolve it."""
+    return torch.conj_physical(torch.view_as_complex(turns[..., 0, :]))
 
 
 def both_rotated(

@@ -114,9 +114,8 @@ CLASSES = {
 """diffusers' class -> ours."""
 
 
-def fuse(model: original.FluxTransformer2DModel) -> None:
+def fuse(model: Any) -> None:
     """See Family.fused_module."""
     fused.adopt(model, CLASSES)
-    for module in model.modules():
-        if isinstance(module, original.FluxAttention):
-            module.set_processor(Attention())
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.attn.set_processor(Attention())

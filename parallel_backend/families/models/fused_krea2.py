@@ -1,5 +1,7 @@
 """Krea 2's blocks with fused arithmetic between their products (fused.py)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -83,7 +85,7 @@ CLASSES = {
 """diffusers' class -> ours."""
 
 
-def fuse(model: original.Krea2Transformer2DModel) -> None:
+def fuse(model: Any) -> None:
     """See Family.fused_module."""
     fused.adopt(model, CLASSES)
     for block in model.transformer_blocks:

@@ -20,12 +20,15 @@ class Attention(original.QwenDoubleStreamAttnProcessor2_0):
         self,
         attn: Any,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        encoder_hidden_states_mask: None = None,
-        attention_mask: None = None,
-        image_rotary_emb: Rotations | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Image [b, n, C] and text [b, t, C] -> the same shapes. Attention is over [text, image]."""
+        encoder_hidden_states: Any = None,
+        encoder_hidden_states_mask: Any = None,
+        attention_mask: Any = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """Image [b, n, C] and text [b, t, C] -> the same shapes. Attention is over [text, image].
+
+        `image_rotary_emb`: Rotations.
+        """
         assert image_rotary_emb is not None and encoder_hidden_states_mask is None
         text, size = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
         layers, word_layers = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
@@ -55,7 +58,7 @@ class Block(original.QwenImageTransformerBlock):
         temb: torch.Tensor,
         image_rotary_emb: Rotations | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
-        modulate_index: torch.Tensor | None = None,
+        modulate_index: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Image [b, n, C] and text [b, t, C] -> text and image, the same shapes.
 
@@ -98,7 +101,7 @@ def _rest(x: torch.Tensor, attended: torch.Tensor, vectors: list[torch.Tensor], 
     return fused.gated(x, last_gate, mlp(fused.modulated(norm, x, scale, shift)))
 
 
-def fuse(model: original.QwenImageTransformer2DModel) -> None:
+def fuse(model: Any) -> None:
     """See Family.fused_module. `pos_embed` has to return Rotations."""
     fused.adopt(model, {original.QwenImageTransformerBlock: Block})
     for block in model.transformer_blocks:

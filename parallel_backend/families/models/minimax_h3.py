@@ -95,7 +95,8 @@ class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
             del self.time_embedder
             self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, self.config["time_embed_dim"]))
         self.rope.__class__ = Positions
-        for block in self.transformer_blocks:
+        blocks: Any = self.transformer_blocks
+        for block in blocks:
             block.__class__ = Block
             block.attn.set_processor(Attention())
         self.norm_out = OutputNorm(self.norm_out)

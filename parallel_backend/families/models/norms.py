@@ -1,5 +1,7 @@
 """diffusers' norm modules in few operations: the same values, computed in float32 and rounded once."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers.models import normalization as original
@@ -43,7 +45,7 @@ class AdaLayerNormZero(original.AdaLayerNormZero):
 class AdaLayerNormZeroSingle(original.AdaLayerNormZeroSingle):
     """diffusers' class with its modulation fused."""
 
-    def forward(self, x: torch.Tensor, emb: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, emb: torch.Tensor | None = None) -> Any:
         """[b, s, C] -> modulated [b, s, C], and the gate [b, C]."""
         shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
         return fused.modulated(self.norm, x, scale[:, None], shift[:, None]), gate
@@ -59,8 +61,11 @@ class AdaLayerNormContinuous(original.AdaLayerNormContinuous):
 
 
 CLASSES: dict[type, type] = {
-    kind.__base__: kind
-    for kind in (RMSNorm, FP32LayerNorm, AdaLayerNormZero, AdaLayerNormZeroSingle, AdaLayerNormContinuous)
+    original.RMSNorm: RMSNorm,
+    original.FP32LayerNorm: FP32LayerNorm,
+    original.AdaLayerNormZero: AdaLayerNormZero,
+    original.AdaLayerNormZeroSingle: AdaLayerNormZeroSingle,
+    original.AdaLayerNormContinuous: AdaLayerNormContinuous,
 }
 """diffusers' class -> ours."""
 

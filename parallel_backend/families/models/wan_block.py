@@ -16,7 +16,7 @@ class RotaryProcessor(WanAttnProcessor):
         self,
         attn: WanAttention,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: fused.Rotation | None = None,
     ) -> torch.Tensor:
@@ -41,7 +41,8 @@ class Block(WanTransformerBlock):
 
     def __init__(self, *block: Any):
         super().__init__(*block)
-        self.attn1.processor = RotaryProcessor()
+        attention: Any = self.attn1
+        attention.processor = RotaryProcessor()
 
     def forward(
         self, hidden_states: torch.Tensor, encoder_hidden_states: Any, temb: torch.Tensor, rotary_emb: Any

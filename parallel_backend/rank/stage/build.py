@@ -1,4 +1,4 @@
-"""Builds a pipeline stage from diffusers' unmodified model class. Stand-ins take the place of other stages' blocks.
+"""Builds a pipeline stage from the family's model class. Stand-ins take the place of other stages' blocks.
 
 The class's forward runs on every rank. On the first stage its prologue embeds the inputs. On later stages a stand-in before
 the stage's blocks returns the hidden states received. On the last stage the epilogue makes the output. On earlier stages a
@@ -14,6 +14,7 @@ from diffusers.models.embeddings import TimestepEmbedding
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core import kitchen
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
@@ -60,6 +61,7 @@ def build_stage(
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.blocks.total(config)
     dtype = compute_dtype(dtype_name, device)
+    kitchen.try_kernels(dtype, device)
     model = meta_model(family, config)
     plan = None if plan is None else plan.with_outside(model, family.forward.weight_readers)
     owned = family.blocks.owned(config, span)
