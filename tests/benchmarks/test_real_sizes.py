@@ -104,6 +104,22 @@ def test_the_memory_model_is_near_what_was_traced(name, measured):
 
 
 @pytest.mark.parametrize("name", list(REAL_MODELS))
+def test_one_rank_does_no_more_than_comfyuis_own_class(name, measured):
+    native, (rank,) = json.loads(NEWEST.read_text())["native"][name], committed()[f"{name}, one rank"]["ranks"]
+    for what in ("kernels", "moved"):
+        measured(f"{what} of a step on one rank over native's, {name}", rank[what] / native[what])
+        assert rank[what] <= 1.05 * native[what]
+
+
+def test_kernels_of_one_rank_are_those_of_the_result():
+    """Of the smallest real model, traced now: a norm, a rotation or a gate that is taken apart again shows here."""
+    (found,), (expected,) = figures(REAL_MODELS["flux-dev"], Degrees()).figures, committed()["flux-dev, one rank"]["ranks"]
+    assert {name: found[name] for name in ("kernels", "products", "moved")} == {
+        name: expected[name] for name in ("kernels", "products", "moved")
+    }
+
+
+@pytest.mark.parametrize("name", list(REAL_MODELS))
 def test_the_memory_models_figures_are_those_of_the_result(name):
     real = REAL_MODELS[name]
     assert TRACED[real.family_name, real.family.sizes.hidden(real.config)] == states_of(name, committed())
