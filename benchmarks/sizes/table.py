@@ -21,7 +21,7 @@ from .native import native_figures
 from .trace import figures, mode_name, predicted
 
 RANKS = (1, 2, 4, 8)
-SHOWN = 30
+SHOWN = 6
 """Operations of a row's "by name"."""
 
 
