@@ -94,6 +94,7 @@ def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], 
         arguments = {name: value for name, value in config.items() if name not in family.file.settings}
         model: Any = family.transformer_class()(**arguments).eval()
         model.register_to_config(**{name: config[name] for name in family.file.settings})
+        family.fuse(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         readers = family.forward.weight_readers
