@@ -10,8 +10,10 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import TEXT_ENDS
+from parallel_backend.families.qwen_image21 import PLACES, POSITIONS, prefix_tensors
 from parallel_backend.placement.memory_model import Request, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
+from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.kept_texts import KeptTexts
 from parallel_backend.rank.loaded_stage import LoadedStage
@@ -87,6 +89,12 @@ def test_what_ends_has_its_texts_run_again(texts, drop, again):
     assert tuple(texts.of(step(10 + seq, **kind)).with_text for seq, kind in enumerate(kinds)) == again
 
 
+def test_a_decision_does_not_outlive_what_it_was_made_of(texts):
+    assert [texts.of(step(1)).with_text, texts.of(step(2)).with_text] == [True, False]
+    texts.forget()
+    assert texts.of(step(2)).with_text
+
+
 def test_other_families_texts_run_in_every_call():
     texts = KeptTexts(FAMILIES["flux"])
     assert [texts.of(step(seq)).with_text for seq in (1, 2)] == [True, True]
@@ -126,6 +134,24 @@ def test_later_calls_send_the_picture_alone_and_equal_the_class(pools, made, deg
         assert bytes_sent[0] < 2 * bytes_sent[1]
 
 
+def test_heads_in_two_groups_find_the_keys_of_theirs(pools, made, monkeypatch):
+    """As on GPUs, where one group's exchange overlaps another group's attention."""
+    monkeypatch.setitem(parallel_attention.HEAD_GROUPS, "cpu", 2)
+    model, (x, timestep, tensors) = pools.load(made[1], Degrees(ulysses=2), fresh=True), CASE.inputs()
+    for scale in (1, 0.8):
+        call = ModelCall(x * scale, timestep * scale, tensors)
+        assert tiny.relative(model.predict(call, lambda: None), expected(made[0], call)) <= TOLERANCE
+
+
+def test_positions_and_ends_of_a_prefix():
+    """Of 3 words with a picture of 2 x 1 tokens before the last, by hand."""
+    found = prefix_tensors(3, [(2, 1)], [2])
+    assert found[PLACES].tolist() == [[0, 1, 3, 4, 2]]
+    assert found[TEXT_ENDS].tolist() == [[1, 2, 4, 4, 5]]
+    words, picture = [[0, 0, 0, 0], [1, 1, 1, 0]], [[2, -1, -0.5, 1], [2, 0, -0.5, 1]]
+    assert found[POSITIONS].tolist() == [[*words, *picture, [4, 4, 4, 0], [5, 0, 0, 0]]]
+
+
 @pytest.fixture
 def engine(made):
     """One rank in this process, with a conditioning."""
@@ -151,6 +177,25 @@ def test_kept_keys_give_the_same_bit_for_bit_as_keys_of_this_call(engine, monkey
     kept = computed(engine, 2, 0.8)
     monkeypatch.setattr(KeptTexts, "of", lambda _texts, micro_step: micro_step)
     assert torch.equal(kept, computed(engine, 3, 0.8))
+
+
+def put(engine, tensors):
+    """As conditioning 1."""
+    grid = tuple(CASE.inputs()[0].shape[2:])
+    engine.put_conditioning(m.PutConditioning(1, grid, 0, tensors[TEXT_ENDS].shape[1], 2, tensors))
+
+
+def test_a_conditioning_that_is_sent_again_has_its_text_run(engine):
+    before = computed(engine, 1, 1.0)
+    put(engine, CASE.inputs()[2])
+    assert torch.equal(computed(engine, 2, 1.0), before)
+
+
+def test_a_conditioning_that_was_dropped_leaves_no_keys(engine):
+    before = computed(engine, 1, 1.0)
+    engine.drop_conditioning(1)
+    put(engine, CASE.inputs(seed=2)[2])
+    assert not torch.equal(computed(engine, 2, 1.0), before)
 
 
 def test_kept_keys_are_the_bytes_that_were_predicted_and_go_with_the_run(engine, made):
