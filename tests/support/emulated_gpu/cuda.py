@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 
 from tests.support.fake_cuda import Card
 
@@ -34,6 +35,8 @@ def emulated(*cards: Card, checks: bool = True, folder: Path | None = None) -> I
     processes that are forked from this one share.
     """
     _let_torch_have_cuda_tensors()
+    # torch keeps at the first use of a device's context which functions make tensors: `empty` below is not the real one.
+    _device_constructors()
     host.page_locked.budget = None
     with contextlib.ExitStack() as stack:
         shared = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="emulated-gpu-")))
