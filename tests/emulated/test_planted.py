@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 from tests.support.emulated_gpu import Violation, emulated
 from tests.support.emulated_gpu.host import page_locked
@@ -91,6 +92,15 @@ def a_graph_that_follows_its_input():
         assert (found[0] == 2 * value + 1).all()
 
 
+def a_graph_that_is_dropped_while_its_output_is_read():
+    a, found = torch.ones(10, device=D), []
+    graph = captured(lambda: found.append(a * 2))
+    graph.replay()
+    b = found.pop() + 1
+    del graph
+    return b
+
+
 def a_graph_over_two_streams():
     a, other, found = torch.ones(10, device=D), side(), []
 
@@ -128,6 +138,7 @@ def an_empty_tensor_is_page_locked_too():
 SOUND = (
     *(streams_that_wait, memory_that_returns, a_graph_that_follows_its_input, a_graph_over_two_streams, numbers_of_a_cpu),
     an_empty_tensor_is_page_locked_too,
+    a_graph_that_is_dropped_while_its_output_is_read,
 )
 
 
@@ -562,6 +573,14 @@ def test_a_forked_processes_violations_come_home():
         process.join()
         assert process.exitcode == 0
         assert any("reads what" in each for each in gpus.record.violations)
+
+
+def test_a_context_of_another_device_makes_tensors_there():
+    """Also where the process had not used such a context before, as in a program of its own."""
+    _device_constructors.cache_clear()
+    with emulated(HOPPER), torch.device("meta"):
+        assert torch.empty(3).is_meta
+        assert torch.ones(3).is_meta
 
 
 def test_there_is_one_machine_at_a_time():

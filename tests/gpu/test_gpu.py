@@ -58,6 +58,9 @@ PAIRS = [
     pytest.param(REVERSED, id="reversed", marks=needs_two),  # a rank's number need not be its device's
 ]
 
+OF_PAIR = {"shared": [pytest.mark.full], "distinct": [], "reversed": [pytest.mark.full]}
+"""Marks of the self-test's runs: the one through NCCL shows most."""
+
 LARGE = tiny.FLUX | {
     "num_layers": 6,
     "attention_head_dim": 128,
@@ -133,7 +136,9 @@ def banded(model: RemoteTransformer, given) -> tuple[torch.Tensor, list[RunStats
     return sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), BANDS, 1)
 
 
-@pytest.mark.parametrize("devices", PAIRS)
+@pytest.mark.parametrize(
+    "devices", [pytest.param(*pair.values, id=pair.id, marks=[*pair.marks, *OF_PAIR[pair.id]]) for pair in PAIRS]
+)
 def test_the_self_test_passes(devices, request):
     """Kernels, half precision, every mode, graphs, links, memory, a killed rank and a stuck GPU."""
     quick = {"cycles": 2 * SETTLED, "hang_seconds": 2.0} if request.config.getoption("emulated_gpus") else {}

@@ -13,7 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 
+from parallel_backend.core.kitchen import kitchen
 from tests.support.fake_cuda import Card
 
 from . import graphs, host, streams
@@ -34,6 +36,8 @@ def emulated(*cards: Card, checks: bool = True, folder: Path | None = None) -> I
     processes that are forked from this one share.
     """
     _let_torch_have_cuda_tensors()
+    # torch keeps at the first use of a device's context which functions make tensors: `empty` below is not the real one.
+    _device_constructors()
     host.page_locked.budget = None
     with contextlib.ExitStack() as stack:
         shared = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="emulated-gpu-")))
@@ -43,6 +47,8 @@ def emulated(*cards: Card, checks: bool = True, folder: Path | None = None) -> I
         hip = any(card.arch for card in cards)
         # With 13 comfy-kitchen's own kernels would be launched on these devices; below it ComfyUI has those of torch alone.
         stack.enter_context(mock.patch.object(torch.version, "cuda", None if hip else "12.9"))
+        kitchen.cache_clear()  # it keeps, for the process's life, what that makes of the package
+        stack.callback(kitchen.cache_clear)
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0" if hip else None))
         for name, value in _FUNCTIONS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))

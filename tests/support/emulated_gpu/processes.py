@@ -32,6 +32,7 @@ def emulated_everywhere(folder: Path, *cards: str) -> Iterator[Machine]:
         mock.patch.dict(os.environ, {VARIABLE: str(folder)}),
         mock.patch.object(fork_server, "IMPORTS", preloaded),
         mock.patch.object(torch.distributed, "is_nccl_available", process_nccl.is_nccl_available),
+        mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),
         emulated(*map(_card, cards), folder=folder) as machine,
     ):
         yield machine
