@@ -13,7 +13,7 @@ pytestmark = pytest.mark.threads
 
 EXAMPLES = 200
 """Within which a planted fault has to be found."""
-QUICK = ("keys of a cancelled run stay", "another sound has the conditioning of the last")
+QUICK, SLOW = "keys of a cancelled run stay", "another sound has the conditioning of the last"
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,12 @@ def test_for_longer(world: World):
     assert {"room for all", "room for one", "refused"} <= found.happened.keys()
 
 
+MARKS = {QUICK: (), SLOW: pytest.mark.slow}
+"""Of plants; the others are in the full tier."""
+
+
 @pytest.mark.parametrize(
-    "plant", [pytest.param(each, id=each.name, marks=() if each.name in QUICK else pytest.mark.full) for each in PLANTS]
+    "plant", [pytest.param(each, id=each.name, marks=MARKS.get(each.name, pytest.mark.full)) for each in PLANTS]
 )
 def test_a_planted_fault_is_found(world: World, plant: Plant):
     with planted(plant):

@@ -9,16 +9,13 @@ from types import CodeType
 
 from parallel_backend.client.call import Conditioning
 from parallel_backend.client.conditioning_cache import ConditioningCache
-from parallel_backend.client.lora import Adaptation, Deltas
-from parallel_backend.client.memory_guard import MemoryGuard
+from parallel_backend.client.lora import Adaptation
 from parallel_backend.client.models_on_ranks import ModelsOnRanks
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.lora import Adapters
-from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.rank.stage.store.slots import Slots
-from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,6 @@ PLANTS = (
     ),
     Plant("a run that is given up still counts", RemoteTransformer, "discard_run", "self._memory.forget(run)", "pass"),
     Plant("keys of a cancelled run stay", RemoteTransformer, "discard_run", "self._ranks.tell(m.CloseRun(run))", "pass"),
-    Plant("what was admitted before weights gave way needs no look", MemoryGuard, "gave_way", "self.refresh()", "pass"),
-    Plant("a slot keeps the weights of before a merge", WeightStore, "overwrite", "self._slots.forget(group.name)", "pass"),
     Plant("memory of slots stays counted when they close", Slots, "close", "self._copies.release(slot.memory)", "pass"),
     Plant("another sound has the conditioning of the last", Conditioning, "matches", "self.layout, self", "layout, self"),
     Plant(
@@ -53,14 +48,6 @@ PLANTS = (
         "a prompt too many is not dropped", ConditioningCache, "find", "self._ranks.tell(DropConditioning(dropped))", "pass"
     ),
     Plant("a merge stays on the weights", Adapters, "drop", "if self._replaced:", "if not self._replaced:"),
-    Plant(
-        "a LoRA keeps the scale of its first use",
-        Deltas,
-        "replace",
-        "Rescale(tuple(same[number]",
-        "Rescale(tuple(known[number]",
-    ),
-    Plant("the timestep's modules stay from run to run", ModuleCache, "forget", "kept.clear()", "pass"),
 )
 
 
@@ -72,7 +59,7 @@ def planted(plant: Plant) -> Iterator[None]:
     if (count := source.count(plant.old)) != 1:
         raise ValueError(f"plant '{plant.name}': its old text is {count} times in {plant.method}, not once")
     module = compile(source.replace(plant.old, plant.new), inspect.getfile(function), "exec")
-    code = next(each for each in module.co_consts if isinstance(each, CodeType))
+    code = next(each for each in module.co_consts if isinstance(each, CodeType) and each.co_name == plant.method)
     sound, function.__code__ = function.__code__, code  # what decorates the method stays
     try:
         yield
