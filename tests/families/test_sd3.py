@@ -41,7 +41,7 @@ def test_heads_without_norms_are_64_wide(tmp_path):
     checkpoint = open_checkpoint(path)
     assert {name: checkpoint.config[name] for name in config} == config
     given = inputs()
-    assert tiny.relative(tiny.sd3_reference(tiny.whole_model(path), *given), tiny.sd3_reference(model, *given)) == 0
+    assert tiny.relative(tiny.sd3_reference(tiny.whole_model(path), *given), tiny.sd3_reference(model, *given)) < 1e-6
 
 
 @pytest.mark.parametrize("edges", [(0, 2, 4), (0, 1, 2, 3, 4)])

@@ -44,7 +44,9 @@ def test_no_row_is_of_a_name_that_no_comfyui_has():
         kinds = FAMILIES[family].native_classes
         found = {name for each in VERSIONS.values() for kind in kinds for name in each["conditioning"].get(kind, ())}
         assert set(table) <= found
-    assert rows.CONDITIONING.keys() == FAMILIES.keys()
+    assert rows.CONDITIONING.keys() == rows.HELD.keys()
+    newer = {kind for name in rows.NEWER for kind in FAMILIES[name].native_classes}
+    assert not any(newer & version["native"].keys() for version in VERSIONS.values())
     for option, table in rows.READ.items():
         assert all(option in VERSIONS["0.33.0"]["native"][kind]["options"] for kind in table)
 

@@ -84,9 +84,9 @@ WIRE_MUTANTS = (
     Mutant(
         "a peer that does not know the key is let in",
         WIRE + "tcp.py",
-        "            deliver_challenge(connection, self._key)\n",
-        "            with contextlib.suppress(AuthenticationError):\n"
         "                deliver_challenge(connection, self._key)\n",
+        "                with contextlib.suppress(AuthenticationError):\n"
+        "                    deliver_challenge(connection, self._key)\n",
         ("tests/wire/test_tcp.py",),
     ),
     Mutant(
@@ -318,8 +318,8 @@ RANK_MUTANTS = (
     Mutant(
         "shared outputs outlive a LoRA",
         RANK + "engine.py",
-        "self.drop_graphs()\n        self.stage.module_cache.forget()\n        return self.stage.adapters.nbytes",
-        "self.drop_graphs()\n        return self.stage.adapters.nbytes",
+        "self.drop_graphs()\n        self.stage.module_cache.forget()\n        self._texts",
+        "self.drop_graphs()\n        self._texts",
         ("tests/rank/test_module_cache.py", "tests/rank/test_lora.py", "-k", "lora or adapt or weight"),
     ),
     Mutant(
