@@ -165,7 +165,7 @@ def test_loading_says_how_far_it_is_on_the_thread_that_waits(registry, key):
     assert {thread for *_, thread in told} == {threading.get_ident()}
     loading = [fraction for doing, fraction, _ in told if doing == "loading"]
     assert loading == sorted(loading)
-    assert len({fraction for fraction in loading if 0 < fraction <= 1}) >= 2
+    assert any(0 < fraction < 1 for fraction in loading)  # how many are seen depends on how fast the file is read
     assert told[-1][:2] == ("0.3 GB of weights on 2 ranks", 1.0)
     count = len(told)
     registry.model(key, nobody, lambda *said: told.append(said))

@@ -953,11 +953,12 @@ def test_too_few_files_that_may_be_open_are_named(monkeypatch, tmp_path):
     import resource
 
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-    with open(os.devnull) as file:
-        lowest = file.fileno()
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]  # numbers, between which other tests may have left some open
+    for each in free:
+        os.close(each)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = set(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 6, limit[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limit[1]))
     try:
         with pytest.raises(RuntimeError, match=r"^Parallel DiT: 2 ranks cannot be started.*open files.*`ulimit -n`"):
             Pool(("cpu", "cpu"), start=lambda start: launch.LocalRanks(start, idle))

@@ -15,7 +15,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 def acting(orders: Path, settings: RankSettings, connection: Connection) -> None:
     """A rank's entry, as entry.main. The file `orders` holds a rank's number and what it is to do, such as '1 sleep'."""
-    from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock as Block
+    from parallel_backend.families.models.fused_flux import SingleBlock as Block
 
     forward, calls = Block.forward, iter(range(1000))
 
