@@ -66,7 +66,7 @@ class Inside:
         said = output if output.exists() else Path(self._log.name)
         printed = said.read_text(errors="replace")
         assert code == "0", f"{script} failed:\n{printed[-8000:]}"
-        logs = sorted((self._base / "user" / "parallel_dit" / "logs").glob("rank-*"))  # the last two starts' of each rank
+        logs = sorted((self._base / "user" / "parallel_dit" / "logs").glob("*/rank-*"))  # the last two starts' of each rank
         return json.loads(result.read_text()), printed + "".join(log.read_text() for log in logs)
 
     @property

@@ -122,7 +122,7 @@ def test_killed_rank_is_named_and_the_next_prompt_runs(server, rank_processes, n
     assert "rank 1 (cpu) was killed by signal 9" in outcome.error
     logs = server.base / "user" / "parallel_dit" / "logs"
     assert str(logs) in outcome.error
-    assert {f"rank-{rank}.log" for rank in range(2)} <= {path.name for path in logs.iterdir()}
+    assert {f"rank-{rank}.log" for rank in range(2)} <= {path.name for path in logs.glob("*/*")}
     _, alive = psutil.wait_procs([first, second], timeout=5)
     assert not alive
     after = server.run(small(name, seed=22))

@@ -4,6 +4,7 @@ The cards are stand-ins (cards.py), the ranks' devices emulated ones; ComfyUI's 
 """
 
 from contextlib import ExitStack
+from functools import partial
 from unittest.mock import patch
 
 from boot import BASE, Results, comfy, difference, ksampler, parallel, torch
@@ -19,9 +20,12 @@ def main(results: Results, name: str, size: int, layers: dict[str, int]) -> None
     from comfy_execution.utils import CurrentNodeContext
 
     from parallel_backend.client.registry import registry
-    from testing.emulated_device import EmulatedDevice, start_with
+    from parallel_backend.processes.local import LocalRanks
+    from testing.change_time import overlook_change_time, rank_entry
+    from testing.emulated_device import EmulatedDevice
 
-    registry().start_of = lambda devices: start_with(EmulatedDevice(size, RATE))
+    overlook_change_time()
+    registry().start_of = lambda devices: partial(LocalRanks, entry=rank_entry(EmulatedDevice(size, RATE)))
     file = BASE / "models" / "diffusion_models" / name
     g = torch.Generator().manual_seed(0)
     extras = {"pooled_output": torch.randn(1, 32, generator=g)}

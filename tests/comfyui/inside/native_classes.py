@@ -117,6 +117,7 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
         "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 1536}},
         "num_patches": 36864, "pos_embed_max_size": 192, "pos_embed_scaling_factor": None,
     },
+    "WAN22_T2V": {"in_dim": 48},
     "HunyuanDiT1": {"size_cond": True, "use_style_cond": True, "hidden_size": 1408, "depth": 2},
     "PixArtAlpha": {"depth": 2},
     "PixArtSigma": {"depth": 2, "input_size": 128, "model_max_length": 300, "micro_condition": False},
