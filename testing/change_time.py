@@ -1,4 +1,4 @@
-"""Files that a test spoils unseen. No program can set the time of an inode's change, so processes are made to overlook it."""
+"""Files that a test spoils unseen. No program can set when an inode changed, so processes are made to overlook it."""
 
 import functools
 from collections.abc import Iterable
