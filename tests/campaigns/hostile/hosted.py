@@ -139,7 +139,7 @@ class Host:
             return
         node, _, text = outcome.error.partition(": ")
         names = "|".join(map(re.escape, (*self._inputs.get(node, ()), *OTHER_INPUTS)))
-        named = re.match(rf"({names})(: | is | needs )", text)
+        named = re.match(rf"({names})(: | is | names | needs )", text)
         if OF_A_RANK.search(text) and not named:
             tally.outcomes["rank ended"] += 1
             tally.ended[number] = text[:800]

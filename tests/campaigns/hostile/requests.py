@@ -67,7 +67,7 @@ def graphs() -> dict[str, tuple[Graph, str, str]]:
 
     graph = Graph()
     native = graph.add("UNETLoader", unet_name=COPY, weight_dtype="default")
-    ours = graph.add("ParallelizeModel", model=native, gpus=2, mode="pipefusion")
+    ours = graph.add("ParallelizeModel", model=native, gpus=2, mode="ulysses")
     end(graph, ours)
     found["ParallelizeModel"] = graph, ours[0], EXACT
 
