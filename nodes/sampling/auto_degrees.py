@@ -125,8 +125,8 @@ def model_to_plan(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> R
     """A MODEL that plans its degrees on the devices of `setup` at its first run. Until then its setup has one rank."""
     if setup.stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
-            f"stage_split is '{short(setup.stage_split)}', for stages that are not known while degrees is auto. Set stage_split to "
-            "auto, or degrees to 'as set'."
+            f"stage_split is '{short(setup.stage_split)}', for stages that are not known while degrees is auto. Set "
+            "stage_split to auto, or degrees to 'as set'."
         )
     model = make_model(checkpoint, replace(setup, devices=setup.devices[:1]), comm_overlap, setup.devices)
     model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(checkpoint, setup))

@@ -80,7 +80,7 @@ def load_model(
     held = f"{sum(memory.resident.device_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks"
     streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
     progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
-    adaptation = Adaptation(ranks, checkpoint, replies)
+    adaptation = Adaptation(ranks, checkpoint, replies, memory.resident.adapted)
     sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
     scatter = Scatter(checkpoint, degrees, cut.stage_blocks, sequence, ranks)
     posting = Posting(

@@ -4,6 +4,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,12 +144,15 @@ def _shown(delta: Delta) -> str:
 
 
 class Adaptation:
-    """The additions to one model's weights on the ranks. `loaded`: the ranks' replies to Load. Thread-safe."""
+    """The additions to one model's weights on the ranks. Thread-safe."""
 
-    def __init__(self, pool: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded]):
+    def __init__(
+        self, pool: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded], answered: Callable[[Future], None]
+    ):
+        """`loaded`: the ranks' replies to Load. `answered` is told of the ranks' replies (Adapted), on the pool's thread."""
         self.bytes = [0] * len(loaded)
         """By rank, bytes of the additions."""
-        self._pool = pool
+        self._pool, self._answered = pool, answered
         self._deltas = Deltas(checkpoint, [reply.parameters for reply in loaded], pool.send)
         self._name: Hashable | None = None
         self._strengths: tuple[float, ...] = ()  # of the groups 1, 2, ...
@@ -185,8 +189,7 @@ class Adaptation:
             if strengths != self._strengths:
                 for rank in range(len(self.bytes)):
                     self._pool.send(rank, Weigh(strengths))
-            replies = wait_for(self._pool.ask(AdaptersSent(), Adapted), poll)
-            self.bytes = [reply.adapter_bytes for reply in replies]
+            self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
             self._name, self._strengths = name, strengths
 
     def drop(self, poll: Poll) -> None:
@@ -194,5 +197,10 @@ class Adaptation:
         with self._lock:
             self._name, self._strengths = object(), ()
             self._deltas.replace((), poll)
-            replies = wait_for(self._pool.ask(AdaptersSent(), Adapted), poll)
-            self.bytes = [reply.adapter_bytes for reply in replies]
+            self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
+
+    def _all_in_place(self, poll: Poll) -> list[Adapted]:
+        """The ranks' replies, in rank order, once they have done what they were sent."""
+        answered = self._pool.ask(AdaptersSent(), Adapted)
+        answered.add_done_callback(self._answered)  # in the order of the ranks' replies, unlike what follows
+        return wait_for(answered, poll)

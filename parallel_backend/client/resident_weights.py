@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from parallel_backend.placement.model_sizes import RankWeights
 from parallel_backend.placement.residency import ALL
@@ -92,6 +93,12 @@ class ResidentWeights:
         """Bring the weights that ranks need to compute to their devices, before they handle later messages."""
         if self.parked:
             self.tell([max(limit, one.least) for one, limit in zip(self.weights, self.limits, strict=True)])
+
+    def adapted(self, answered: Future) -> None:
+        """Additions to the weights have come or gone. `answered`: see Adapted. To be called in the order of the replies."""
+        if answered.exception() is None:
+            in_host = zip(self._held, answered.result(), strict=True)
+            self._held = [replace(held, host_bytes=reply.host_bytes) for held, reply in in_host]
 
     def _note(self, answered: Future) -> None:
         """Note where the weights are. An error is raised to the next caller that asks the ranks."""

@@ -130,7 +130,8 @@ class Worker:
             case m.Weigh():
                 self.engine.stage.adapters.weigh(message.strengths)
             case m.AdaptersSent():
-                self._reply(m.Adapted(self.settings.rank, self.engine.adapted()))
+                adapter_bytes = self.engine.adapted()
+                self._reply(m.Adapted(self.settings.rank, adapter_bytes, self.engine.stage.store.host_bytes))
             case m.PutConditioning():
                 self.engine.put_conditioning(message)
             case m.DropConditioning():

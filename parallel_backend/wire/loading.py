@@ -122,3 +122,5 @@ class Adapted:
 
     rank: int
     adapter_bytes: int
+    host_bytes: int
+    """As Loaded.host_bytes. A merge gives weights that are in host memory a copy for this rank alone."""

@@ -8,6 +8,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
@@ -70,6 +71,21 @@ def test_what_does_not_fit_is_streamed(degrees, small_devices, thread_pools, flu
         assert torch.equal(one, two)
     assert max(model.weight_bytes) <= BUDGET
     assert sum(model.resident.host_bytes) >= model.resident.weights[stage].total - BUDGET
+
+
+def test_a_merge_into_streamed_weights_counts_as_host_memory(small_devices, flux_file):
+    """It gives a rank its own copy of weights, which the client has to know when other models ask for host memory."""
+    model = load(small_devices, flux_file, Degrees(ulysses=2))
+    results(model)
+    before = sum(model.resident.host_bytes)
+    names = model.checkpoint.original_shapes
+    merged = [
+        Delta(key, torch.zeros(shape), instead=True) for key, shape in names.items() if "blocks" in key and len(shape) == 2
+    ]
+    model.adapt("merge", merged, nobody)
+    assert sum(model.resident.host_bytes) > before
+    for rank, worker in model.pool.ranks.workers.items():
+        assert worker.engines[model._ranks.number].stage.store.host_bytes == model.resident.host_bytes[rank]
 
 
 def test_without_offload_it_is_refused_and_offload_is_what_would_help(small_devices, flux_file):

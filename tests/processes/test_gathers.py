@@ -11,13 +11,13 @@ def test_two_requests_of_one_kind_get_their_own_replies():
     gathers = Gathers(2)
     (one, first), (two, second) = gathers.open(m.Adapted), gathers.open(m.Adapted)
     assert gathers.awaited == [m.Adapted, m.Adapted]
-    gathers.add(two, 0, m.Adapted(0, 20))
-    gathers.add(one, 1, m.Adapted(1, 11))
-    gathers.add(one, 0, m.Adapted(0, 10))
-    assert first.result(timeout=0) == [m.Adapted(0, 10), m.Adapted(1, 11)]
+    gathers.add(two, 0, m.Adapted(0, 20, 0))
+    gathers.add(one, 1, m.Adapted(1, 11, 0))
+    gathers.add(one, 0, m.Adapted(0, 10, 0))
+    assert first.result(timeout=0) == [m.Adapted(0, 10, 0), m.Adapted(1, 11, 0)]
     assert not second.done()
-    gathers.add(two, 1, m.Adapted(1, 21))
-    assert second.result(timeout=0) == [m.Adapted(0, 20), m.Adapted(1, 21)]
+    gathers.add(two, 1, m.Adapted(1, 21, 0))
+    assert second.result(timeout=0) == [m.Adapted(0, 20, 0), m.Adapted(1, 21, 0)]
     assert not gathers.awaited
 
 
@@ -36,7 +36,7 @@ def test_a_reply_of_another_type_is_refused():
     gathers = Gathers(1)
     request_id, future = gathers.open(m.Unloaded)
     with pytest.raises(m.BadMessage, match="Adapted in reply to a request for Unloaded"):
-        gathers.add(request_id, 0, m.Adapted(0, 1))
+        gathers.add(request_id, 0, m.Adapted(0, 1, 0))
     assert not future.done()
 
 

@@ -57,7 +57,7 @@ MESSAGES = [
     m.Rescale((0.5, 1e-9)),
     m.Weigh((1.0, 0.0)),
     m.AdaptersSent(),
-    m.Adapted(1, 2**40),
+    m.Adapted(1, 2**40, 7),
     m.PutConditioning(7, (8, 6), 0, 3, 2, TENSORS),
     m.PutConditioning(8, (8, 6), 12, 0, 1, {}),
     m.PutConditioning(

@@ -9,13 +9,16 @@ from types import CodeType
 
 from parallel_backend.client.call import Conditioning
 from parallel_backend.client.conditioning_cache import ConditioningCache
-from parallel_backend.client.lora import Adaptation
+from parallel_backend.client.lora import Adaptation, Deltas
+from parallel_backend.client.memory_guard import MemoryGuard
 from parallel_backend.client.models_on_ranks import ModelsOnRanks
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.lora import Adapters
+from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.rank.stage.store.slots import Slots
+from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,16 @@ PLANTS = (
     Plant(
         "a prompt too many is not dropped", ConditioningCache, "find", "self._ranks.tell(DropConditioning(dropped))", "pass"
     ),
+    Plant("what was admitted before weights gave way needs no look", MemoryGuard, "gave_way", "self.refresh()", "pass"),
+    Plant("a slot keeps the weights of before a merge", WeightStore, "overwrite", "self._slots.forget(group.name)", "pass"),
+    Plant(
+        "a LoRA keeps the scale of its first use",
+        Deltas,
+        "replace",
+        "Rescale(tuple(same[number]",
+        "Rescale(tuple(known[number]",
+    ),
+    Plant("modules' outputs stay from run to run", ModuleCache, "forget", "kept.clear()", "pass"),
     Plant("a merge stays on the weights", Adapters, "drop", "if self._replaced:", "if not self._replaced:"),
 )
 
