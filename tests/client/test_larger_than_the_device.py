@@ -78,11 +78,8 @@ def test_a_merge_into_streamed_weights_counts_as_host_memory(small_devices, flux
     model = load(small_devices, flux_file, Degrees(ulysses=2))
     results(model)
     before = sum(model.resident.host_bytes)
-    names = model.checkpoint.original_shapes
-    merged = [
-        Delta(key, torch.zeros(shape), instead=True) for key, shape in names.items() if "blocks" in key and len(shape) == 2
-    ]
-    model.adapt("merge", merged, nobody)
+    weights = {key: shape for key, shape in model.checkpoint.original_shapes.items() if "blocks" in key and len(shape) == 2}
+    model.adapt("merge", [Delta(key, torch.zeros(shape), instead=True) for key, shape in weights.items()], nobody)
     assert sum(model.resident.host_bytes) > before
     for rank, worker in model.pool.ranks.workers.items():
         assert worker.engines[model._ranks.number].stage.store.host_bytes == model.resident.host_bytes[rank]

@@ -47,7 +47,7 @@ def test_other_names_are_refused_by_widget(with_ray, text):
 
 
 def test_other_names_are_clipped_and_in_one_line(with_ray):
-    with pytest.raises(ValueError, match="^devices: ") as refused:
+    with pytest.raises(ValueError, match=r"^devices: ") as refused:
         ray_devices("ray:cpu," + "\x1b[2J\nx" * 100_000)
     assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
 

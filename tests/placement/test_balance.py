@@ -103,7 +103,7 @@ def test_a_split_that_makes_no_sense_names_the_widget(text):
 
 
 def test_a_split_of_any_text_is_clipped_and_in_one_line():
-    with pytest.raises(ValueError, match="^stage_split is ") as refused:
+    with pytest.raises(ValueError, match=r"^stage_split is ") as refused:
         check_stage_split("\x1b[2J\n" + "x" * 300_000, 2, 8)
     assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
 
