@@ -57,7 +57,7 @@ class EmulatedCopies:
         """Parts of VAEs are in host memory, where the rank really is. `held`, `others`: with additions to weights."""
         node, total, rate = platform.node(), self.settings.nbytes, self.settings.bytes_per_second
         place, host_free = f"{node} emulated {rank}", host_memory()[0]
-        free = total - max(self.used, held + others)
+        free = max(0, total - max(self.used, held + others))  # additions are in host memory, where they find room
         return DeviceMemoryReport(rank, place, free, held, 0, total, node, host_free, rate)
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from .tensor_files import Entry
 
 SIDE, WORDS = 4, 16
 """Token rows and columns of the call that the class is run with, and its text tokens."""
-UNFIT = (ValueError, RuntimeError, TypeError, ArithmeticError, LookupError, AssertionError, AttributeError)
+UNFIT = (ValueError, RuntimeError, TypeError, ArithmeticError, LookupError, AssertionError, AttributeError, NameError)
 """What a class raises for arguments that do not fit each other."""
 ON_META = "meta tensor"
 """In the text of torch's errors about a value that is asked of a tensor without values."""

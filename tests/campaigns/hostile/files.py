@@ -42,6 +42,7 @@ SETTINGS = (
     *("format", "convrot", "convrot_groupsize", "group_size", "full_precision_matrix_mult", "linear_dtype", "params"),
     "nonsense",
 )
+WORDS = "max_text_seq_length"
 TYPES = gguf.GGMLQuantizationType
 
 
@@ -170,7 +171,9 @@ def folders(folder: Path, sound: Path) -> Callable[[random.Random], Trial]:
         (place / "config.json").write_text(json.dumps(config))
         inputs = case.inputs(1)
         expected = (lambda: reference(case, model, inputs)) if right else (lambda: None)
-        return Trial(place, ModelCall(*inputs), expected)
+        # The node refuses a prompt that is not as long as the model needs: see families/cogvideox.py.
+        takes_it = config.get(WORDS) == model.config.get(WORDS) or config.get("use_rotary_positional_embeddings")
+        return Trial(place, ModelCall(*inputs) if takes_it else None, expected)
 
     return make
 

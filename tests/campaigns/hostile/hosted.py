@@ -138,7 +138,8 @@ class Host:
                 tally.wrong[number] = f"off by {far} levels with other {workflow.changed}"
             return
         node, _, text = outcome.error.partition(": ")
-        names = "|".join(map(re.escape, (*self._inputs.get(node, ()), *OTHER_INPUTS)))
+        inputs = [name for each in workflow.prompt.values() for name in self._inputs[each["class_type"]]]
+        names = "|".join(map(re.escape, (*inputs, *OTHER_INPUTS)))
         named = re.match(rf"({names})(: | is | names | needs )", text)
         if OF_A_RANK.search(text) and not named:
             tally.outcomes["rank ended"] += 1

@@ -114,7 +114,7 @@ def workflow(rng: random.Random) -> Workflow:
         inputs[name] = odd(rng, name, inputs[name])
         if rng.random() < 0.03:
             del inputs[name]
-        if name == "steps" and isinstance(inputs[name], int) and 10 < inputs[name] <= 10_000:
+        if name == "steps" and isinstance(steps := inputs.get(name), int) and 10 < steps <= 10_000:
             inputs[name] = 10  # allowed, and long
     if rng.random() < 0.05:
         inputs[rng.choice(TEXTS)] = damage.value(rng)

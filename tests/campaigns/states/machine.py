@@ -96,6 +96,8 @@ ADDED, TIME = st.sampled_from(ADDITIONS), st.sampled_from(TIMES)
 CHANGE = st.one_of(st.none(), ADDED)
 SHARES = st.sampled_from((0.1, 0.5, 1.0, 1000.0))
 HALF = st.sampled_from((0.5, 1.0))
+STRENGTHS = st.lists(st.builds(Added, st.just("lora"), scale=HALF, strength=HALF), min_size=2, max_size=4)
+MERGES = st.lists(st.sampled_from((Added("merge"), Added("merge", seed=1), NOTHING)), min_size=2, max_size=4)
 WHICH = st.integers(0, 2)
 AGAIN = "again"
 LOOK = st.one_of(st.none(), st.just(AGAIN), st.tuples(WHICH, GIVEN))
@@ -116,7 +118,7 @@ class States(RuleBasedStateMachine):
         self.latest = 0
         self.sound = False
 
-    @initialize(room=st.sampled_from(sorted(ROOMS)))
+    @initialize(room=st.sampled_from(("for all", "for a part", "for two", "for a part", "for one")))
     def begin(self, room: str) -> None:
         self.world.happened.update(["examples", f"room {room}"])
         self.room = room
@@ -196,15 +198,16 @@ class States(RuleBasedStateMachine):
             self.added[subject] = added
         self.look(look, which)
 
-    @rule(which=WHICH, given=GIVEN, strengths=st.lists(st.tuples(HALF, HALF), min_size=2, max_size=4))
+    @rule(which=WHICH, given=GIVEN, changes=st.one_of(STRENGTHS, MERGES))
     @refusable
-    def hooks(self, which: int, given: Given, strengths: list[tuple[float, float]]) -> None:
-        """A LoRA whose strength changes from call to call: that of a hook, that of the node, or both."""
+    def changes(self, which: int, given: Given, changes: list[Added]) -> None:
+        """A LoRA whose strength changes from call to call, that of a hook, that of the node, or both; or one merge after
+        the other."""
         if (subject := self.world.subjects[which]) in self.opened:
             return
         self.registry.begin_run()
-        for strength, scale in strengths:
-            self.added[subject] = Added("lora", strength=strength, scale=scale)
+        for change in changes:
+            self.added[subject] = change
             self.same_as_alone(subject, given, TIMES[0])
 
     @rule(which=WHICH, look=LOOK)
