@@ -142,7 +142,12 @@ def measured(pytestconfig) -> Callable[[str, float], None]:
 
 
 @pytest.fixture(scope="session")
-def forking() -> Iterator[BaseContext]:
+def forking(pytestconfig) -> Iterator[BaseContext]:
+    """What starts ranks in no time. With a real GPU they are spawned: a fork server's imports may have begun CUDA, which a
+    forked process cannot use."""
+    if torch.cuda.is_available() and not pytestconfig.getoption("emulated_gpus"):
+        yield multiprocessing.get_context("spawn")
+        return
     with fork_server() as context:
         yield context
 
