@@ -168,7 +168,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaCaptures:
-    """Captures graphs on one device, which share a pool of memory. Never run on a GPU so far."""
+    """Captures graphs on one device, which share a pool of memory."""
 
     def __init__(self, device: torch.device):
         self._stream = _capture_stream(device)
