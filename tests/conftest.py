@@ -72,7 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
     config.pluginmanager.register(TimeLimit())
     config.stash[FIGURES] = {}
-    if cards := config.getoption("emulated_gpus"):
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # to processes of pytest -n
+    if (cards := config.getoption("emulated_gpus")) and not hands_out:
         from tests.support.emulated_gpu.plugin import EmulatedGpus  # takes torch's innards, which not every torch has
 
         config.pluginmanager.register(EmulatedGpus(cards.split()))
