@@ -661,6 +661,34 @@ def test_a_forked_processes_violations_come_home():
         assert any("reads what" in each for each in gpus.record.violations)
 
 
+def test_memory_that_another_process_has_registered_is_counted():
+    def child(told) -> None:
+        h, runtime = torch.ones(5000), torch.cuda.cudart()
+        kept = torch.empty(100, pin_memory=True)  # torch's own to keep
+        runtime.cudaHostRegister(h.data_ptr(), h.nbytes, 1)
+        told.send(kept.nbytes)
+        if told.recv():
+            runtime.cudaHostUnregister(h.data_ptr())
+            told.send(0)
+            told.recv()
+
+    context = multiprocessing.get_context("fork")
+    with emulated(HOPPER) as gpus:
+        for unregisters in (True, False):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=child, args=(theirs,))
+            process.start()
+            ours.recv()
+            assert gpus.registered_elsewhere == 20_000
+            if unregisters:
+                ours.send(True)
+                ours.recv()
+                assert gpus.registered_elsewhere == 0
+            process.kill()
+            process.join()
+            assert gpus.registered_elsewhere == 0
+
+
 def test_a_context_of_another_device_makes_tensors_there():
     """Also where the process had not used such a context before, as in a program of its own."""
     _device_constructors.cache_clear()

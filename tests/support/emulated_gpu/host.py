@@ -44,6 +44,11 @@ class PageLocked:
     def nbytes(self) -> int:
         return sum(size for size, _ in self._ranges.values())
 
+    @property
+    def registered(self) -> int:
+        """Bytes that were registered by hand."""
+        return sum(size for size, by_hand in self._ranges.values() if by_hand)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor in page-locked memory, which stays so as long as anything lies in it."""
         count = int(numpy.prod(shape, dtype=numpy.int64)) * torch.empty(0, dtype=dtype).element_size()
@@ -96,11 +101,13 @@ class PageLocked:
         with self._lock:
             bisect.insort(self._starts, address)
             self._ranges[address] = size, by_hand
+            machine.note_registered(self.registered)
 
     def _remove(self, address: int) -> None:
         with self._lock:
             if self._ranges.pop(address, None) is not None:
                 self._starts.remove(address)
+                machine.note_registered(self.registered)
 
 
 page_locked = PageLocked()
