@@ -1,7 +1,7 @@
 """Page-locked memory of the host, and copies between it and a device that take their time.
 
-A tensor in such memory is a HostTensor from when it is made, or from the first copy to it if its memory was registered: so the
-host's reads of what has not come are seen. What is not: those of other processes, and by Gloo. They get POISON.
+A tensor in such memory is a HostTensor from when it is made, or from the first copy to it if its memory was registered: so
+the host's reads of what has not come are seen. Those of other processes, and by Gloo, are not: they get POISON.
 """
 
 import bisect
@@ -185,7 +185,7 @@ class _Reads(TorchDispatchMode):
         super().__init__()
         self._awaited = awaited
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         about, tensors = operator_of(func), [*leaves(args), *leaves(kwargs.values())]
         to_device = any(tensor.is_cuda for tensor in tensors) or torch.device(kwargs.get("device") or "cpu").type == "cuda"

@@ -5,7 +5,7 @@ composite operators come as their parts, but for a few whose CPU path gives the 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class CudaTensor(torch.Tensor):
             device=torch.device("cuda", index),
         )
         made.inner, made.store = inner, store or _store_of(inner, index)
-        # Lazy: torch resolves them before an operator comes to __torch_dispatch__, where the inner tensor's are not looked at.
+        # Lazy: torch resolves them before an operator comes to __torch_dispatch__, which no longer looks at `inner`'s.
         torch._C._set_conj(made, inner.is_conj())
         torch._C._set_neg(made, inner.is_neg())
         return made
