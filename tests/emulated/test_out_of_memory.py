@@ -38,7 +38,7 @@ def run(pool: Pool, files: Files) -> list[torch.Tensor]:
     return [model.predict(ModelCall(x, timestep, tensors), nothing), sampled]
 
 
-PIECES = 6
+PIECES = 12
 """In which the full tier tries every allocation of each rank: of minutes each."""
 
 
