@@ -15,6 +15,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.host_memory import host_memory, room_for_weights
 from parallel_backend.core.setup import Setup
+from parallel_backend.core.short_text import short
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibrate, calibration_key
 from parallel_backend.planning.calibration_file import cached
@@ -124,7 +125,7 @@ def model_to_plan(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> R
     """A MODEL that plans its degrees on the devices of `setup` at its first run. Until then its setup has one rank."""
     if setup.stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
-            f"stage_split is '{setup.stage_split}', for stages that are not known while degrees is auto. Set stage_split to "
+            f"stage_split is '{short(setup.stage_split)}', for stages that are not known while degrees is auto. Set stage_split to "
             "auto, or degrees to 'as set'."
         )
     model = make_model(checkpoint, replace(setup, devices=setup.devices[:1]), comm_overlap, setup.devices)

@@ -21,6 +21,7 @@ from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_outside, cut_side
 
+from .stand_in_values import NoFirstValues, StandInValues
 from .tensor_files import Entry
 
 SIDE, WORDS = 4, 16
@@ -92,7 +93,8 @@ def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], 
     # may be making its noise meanwhile.
     with torch.device("meta"), torch.inference_mode():
         arguments = {name: value for name, value in config.items() if name not in family.file.settings}
-        model: Any = family.transformer_class()(**arguments).eval()
+        with NoFirstValues():
+            model: Any = family.transformer_class()(**arguments).eval()
         model.register_to_config(**{name: config[name] for name in family.file.settings})
         family.fuse(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -129,11 +131,25 @@ def _cut(family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]]) 
     return parameters
 
 
+def _run_once(block: nn.Module) -> nn.Module:
+    """The block, which answers every call with what it made of the first one."""
+    forward = block.forward
+    made: list[Any] = []
+
+    def first(*arguments: Any, **named: Any) -> Any:
+        if not made:
+            made.append(forward(*arguments, **named))
+        return made[0]
+
+    block.forward = first
+    return block
+
+
 def _run(family: Family, config: Config, model: nn.Module) -> None:
     """A call of the forward. Raises UNFIT if it fails, or if its output is no latent."""
     for spec in family.blocks.lists:
-        if not spec.prologue:
-            setattr(model, spec.name, nn.ModuleList(list(getattr(model, spec.name))[:1]))
+        if not spec.prologue and (blocks := getattr(model, spec.name)):
+            setattr(model, spec.name, nn.ModuleList([_run_once(blocks[0])] * len(blocks)))
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (SIDE, SIDE)
     latents = latents_of(patching.alongside(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))))
@@ -152,6 +168,7 @@ def _run(family: Family, config: Config, model: nn.Module) -> None:
         x_companion=tokens[:, len(image) :],
         companion_tokens=sound,
     )
-    out = family.run(model, step)
+    with StandInValues():
+        out = family.run(model, step)
     if out.shape[:2] != tokens.shape[:2] or out.shape[2] > tokens.shape[2]:
         raise ValueError(f"it makes {list(out.shape)} of tokens {list(tokens.shape)}")

@@ -6,6 +6,8 @@ CPU names with different numbers are different devices: pools on cpu:0,cpu:1 and
 import importlib.util
 import sys
 
+from .short_text import short
+
 RAY = "ray"
 PREFIX = "ray:"
 IN_AN_ACTOR = {"ray:cuda": "cuda:0", "ray:cpu": "cpu"}
@@ -40,7 +42,7 @@ def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
     the devices is found out when ranks start.
     """
     if importlib.util.find_spec(RAY) is None:
-        raise ValueError(f"devices: {text.strip()} needs the ray package: pip install ray, in ComfyUI's environment.")
+        raise ValueError(f"devices: {short(text.strip())} needs the ray package: pip install ray, in ComfyUI's environment.")
     text = text.strip().lower()
     if text == RAY:
         if world is None:
@@ -50,7 +52,7 @@ def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
     for name in names:
         if PREFIX + name not in IN_AN_ACTOR:
             raise ValueError(
-                f"devices: '{name}' is no device of a Ray cluster. Name cuda or cpu for each rank, such as ray:cuda,cuda: "
+                f"devices: '{short(name)}' is no device of a Ray cluster. Name cuda or cpu for each rank, such as ray:cuda,cuda: "
                 "which machine and GPU that is, Ray decides."
             )
     return tuple(PREFIX + name for name in names)

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 from parallel_backend.wire import messages as m
 
@@ -108,7 +109,7 @@ def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span,
         counts = []
     if len(counts) != stages or min(counts, default=0) < 1 or sum(counts) != blocks:
         raise ValueError(
-            f"stage_split is '{stage_split}': use auto, even, or {stages} numbers of blocks, one for each stage of "
+            f"stage_split is '{short(stage_split)}': use auto, even, or {stages} numbers of blocks, one for each stage of "
             f"pipefusion_degree {stages}, that add up to this model's {blocks} blocks."
         )
     edges = [sum(counts[:index]) for index in range(stages + 1)]

@@ -78,6 +78,12 @@ class WithKeyframes(Case):
         save_file(state, path, {"config": json.dumps({"transformer": {"causal_temporal_positioning": True}})})
         return path
 
+    def save_folder(self, model, path: Path) -> None:
+        """With the same setting, which diffusers' class has not."""
+        super().save_folder(model, path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"causal_temporal_positioning": True}))
+
     def inputs(self, batch=2, latent=None, seed=1):
         x, timestep, tensors = super().inputs(batch, latent, seed)
         keyframes = _keyframes(*x.shape[-2:]).repeat(batch, 1, 1, 1)

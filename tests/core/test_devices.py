@@ -46,6 +46,12 @@ def test_other_names_are_refused_by_widget(with_ray, text):
         ray_devices(text)
 
 
+def test_other_names_are_clipped_and_in_one_line(with_ray):
+    with pytest.raises(ValueError, match="^devices: ") as refused:
+        ray_devices("ray:cpu," + "\x1b[2J\nx" * 100_000)
+    assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
+
+
 @pytest.mark.parametrize("text", ["auto", "", "cuda:0,cuda:1", "cpu,cpu", "rays", "array:cuda", "cpu,ray:cpu"])
 def test_what_is_not_rays_is_left_to_this_machine(text):
     assert not names_ray(text)

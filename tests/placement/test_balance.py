@@ -102,6 +102,12 @@ def test_a_split_that_makes_no_sense_names_the_widget(text):
         check_stage_split(text, 2, 8)
 
 
+def test_a_split_of_any_text_is_clipped_and_in_one_line():
+    with pytest.raises(ValueError, match="^stage_split is ") as refused:
+        check_stage_split("\x1b[2J\n" + "x" * 300_000, 2, 8)
+    assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
+
+
 def test_block_bytes_are_the_blocks_of_the_file(flux_file, flux_model):
     checkpoint = open_checkpoint(flux_file)
     lists = ["transformer_blocks"] * 3 + ["single_transformer_blocks"] * 5

@@ -7,20 +7,33 @@ import platform
 import random
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from parallel_backend.core.degrees import Degrees
+from scripts.comfyui_server import find_python
+from testing.comfyui.scripted import ComfyUI
 from testing.thread_ranks import thread_ranks
 
-from . import files
-from .verdict import Tally, ranks_of, run
+from . import files, hosted
+from .verdict import Tally, Trial, ranks_of, run
 
-SHARES = {"single files": 0.35, "folders": 0.30, "quantised": 0.25, "GGUF": 0.10}
+SHARES = {
+    "single files": 0.25,
+    "folders": 0.25,
+    "quantised": 0.15,
+    "GGUF": 0.05,
+    hosted.LORA: 0.15,
+    hosted.WORKFLOWS: 0.08,
+    hosted.BODIES: 0.07,
+}
 """Of all cases."""
+HOSTED = (hosted.LORA, hosted.WORKFLOWS, hosted.BODIES)
+"""Kinds that need a ComfyUI."""
 
 
 def degrees(rng: random.Random) -> Degrees:
@@ -33,24 +46,44 @@ def say(number: int, text: str) -> None:
     sys.stdout.flush()
 
 
-def run_all(count: int, seed: int, only: list[str]) -> list[Tally]:
-    tallies = []
+def said(tally: Tally) -> Tally:
+    sys.stdout.write(f"{tally}\n")
+    sys.stdout.flush()
+    return tally
+
+
+def of_files(count: Callable[[str], int], seed: int, only: Collection[str]) -> Iterator[Tally]:
+    """Kinds that are opened here, and run on rank threads."""
     with files.scratch() as name, thread_ranks() as start, ranks_of(start) as ranks:
         places = {part: Path(name) / part for part in ("made", "sound")}
         for place in places.values():
             place.mkdir()
-        kinds = {
+        kinds: dict[str, Callable[[random.Random], Trial]] = {
             "single files": files.singles(places["made"]),
             "folders": files.folders(places["made"], places["sound"]),
             "quantised": files.packed(places["made"]),
             "GGUF": files.ggufs(places["made"]),
         }
-        for kind, make in kinds.items():
-            if not only or kind in only:
-                tallies.append(run(kind, make, max(1, round(count * SHARES[kind])), seed, ranks, degrees, say))
-                sys.stdout.write(f"{tallies[-1]}\n")
-                sys.stdout.flush()
-    return tallies
+        for kind in [kind for kind in kinds if kind in only]:
+            yield said(run(kind, kinds[kind], count(kind), seed, ranks, degrees, say))
+
+
+def of_requests(count: Callable[[str], int], seed: int, only: Collection[str]) -> Iterator[Tally]:
+    """Kinds that are sent to a real ComfyUI."""
+    checkout = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
+    comfyui = ComfyUI(checkout, find_python(checkout))
+    with files.scratch() as name:
+        if hosted.LORA in only:
+            (base := Path(name) / "scripts").mkdir()
+            yield said(hosted.run_loras(comfyui, base, count(hosted.LORA), seed, say))
+        if {hosted.WORKFLOWS, hosted.BODIES} & set(only):
+            (base := Path(name) / "server").mkdir()
+            with hosted.server_of(comfyui, base) as server:
+                host = hosted.Host(server)
+                if hosted.WORKFLOWS in only:
+                    yield said(host.workflows(count(hosted.WORKFLOWS), seed, say))
+                if hosted.BODIES in only:
+                    yield said(host.bodies(count(hosted.BODIES), seed, say))
 
 
 def main() -> int:
@@ -62,16 +95,32 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.monotonic()
-    tallies = run_all(options.count, options.seed, options.only)
+    only = options.only or list(SHARES)
+    tallies = []
+    for kinds in (of_files, of_requests):
+        for tally in kinds(lambda kind: max(1, round(options.count * SHARES[kind])), options.seed, only):
+            tallies.append(tally)
+            if options.out is not None:
+                options.out.write_text(json.dumps(result(options.seed, tallies), indent=1) + "\n")
     defects = sum(len(tally.defects) for tally in tallies)
     sys.stdout.write(
         f"{sum(tally.count for tally in tallies)} cases in {time.monotonic() - begun:.0f} s, {defects} defects\n"
     )
-    if options.out is not None:
-        found = {"date": date.today().isoformat(), "hardware": f"{platform.machine()}, {os.cpu_count()} cores"}
-        found |= {"seed": options.seed, "kinds": [asdict(tally) for tally in tallies]}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if defects else 0
+
+
+def result(seed: int, tallies: list[Tally]) -> dict[str, Any]:
+    return {
+        "what": "hostile files, LoRA files, workflows and requests: a named error on the client, or a right picture",
+        "date": date.today().isoformat(),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seed": seed,
+        "cases": sum(tally.count for tally in tallies),
+        "ended": sum(len(tally.ended) for tally in tallies),
+        "unnamed": sum(len(tally.unnamed) for tally in tallies),
+        "wrong": sum(len(tally.wrong) for tally in tallies),
+        "kinds": [vars(tally) for tally in tallies],
+    }
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ MOST_LETTERS = 1500
 CLOSE = 1e-3
 Expected = Callable[[], torch.Tensor | None]
 """What the model gives by other code. None: nothing is known of it."""
+Told = Callable[[int, str], None]
+"""Hears of each defect as it is found: the case's number and what was seen."""
 
 
 @dataclass
@@ -98,12 +100,16 @@ def is_named(error: BaseException, path: Path) -> str:
         return "names no widget"
     if shown not in text:
         return "does not name the file"
+    return fault_of(text, str(error.__cause__ or ""))
+
+
+def fault_of(text: str, cause: str = "") -> str:
+    """What is wrong with an error's text, or with its cause's, whatever it says. Empty: nothing."""
     if len(text) > MOST_LETTERS:
         return f"has {len(text)} letters"
     if not text.isprintable():
         return "has signs that act on a terminal"
-    cause = error.__cause__
-    if cause is not None and (len(str(cause)) > MOST_LETTERS or not str(cause).isprintable()):
+    if len(cause) > MOST_LETTERS or not cause.isprintable():
         return "is logged with such a cause"
     return ""
 
@@ -162,11 +168,10 @@ def run(
     seed: int,
     ranks: Ranks,
     degrees: Callable[[random.Random], Degrees],
-    told: Callable[[int, str], None] = lambda number, text: None,
+    told: Told = lambda number, text: None,
     first: int = 0,
 ) -> Tally:
-    """Cases `first` to `first` + `count` of a kind. Each is made from its number and the seed alone. `told` hears of each
-    defect as it is found."""
+    """Cases `first` to `first` + `count` of a kind. Each is made from its number and the seed alone."""
     tally = Tally(kind)
     for number in range(first, first + count):
         rng = random.Random(f"{seed} {kind} {number}")

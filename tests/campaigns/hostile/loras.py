@@ -1,0 +1,120 @@
+"""LoRA files that nobody would write, for a real ComfyUI: put on its own model and on ours by its own node."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import to_original
+from parallel_backend.families import FAMILIES
+from testing import tiny
+from testing.comfyui.models import FLUX
+from tests.campaigns.fuzz import damage
+
+from .tensors import TEXTS, Stored, Tensors, changed, resized, stored, write
+
+MODEL = "hostile.safetensors"
+STRENGTHS = (1.0, 1.0, 1.0, 0.5, -1.0, 0.0, 100.0)
+PREFIXES = ("diffusion_model.", "lora_unet_", "transformer.", "")
+LARGE = 1e30
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A file below models/loras, and the strength it is put on with."""
+
+    file: str
+    strength: float
+
+
+def save_model(folder: Path) -> None:
+    """The model that LoRA files are for, where ComfyUI finds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny.save_original(tiny.random_flux(FLUX), FLUX, folder / MODEL)
+
+
+@cache
+def layers() -> dict[str, torch.Size]:
+    """Layers of the model in its original names -> shape of the weight."""
+    state = to_original(FAMILIES["flux"], FLUX, tiny.random_flux(FLUX).state_dict())
+    matrices = {key: value.shape for key, value in state.items() if key.endswith(".weight") and value.ndim == 2}
+    return {key.removesuffix(".weight"): shape for key, shape in matrices.items()}
+
+
+def factors(rng: random.Random, shape: torch.Size) -> dict[str, torch.Tensor]:
+    """A sound adapter for a weight of this shape, of a random kind: the endings of its keys -> tensors."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    rows, columns = shape
+    rank = rng.choice((1, 4))
+
+    def made(*sides: int) -> torch.Tensor:
+        return 0.1 * torch.randn(*sides, generator=generator)
+
+    up, down = made(rows, rank), made(rank, columns)
+    kinds: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+        "lora": lambda: {"lora_B.weight": up, "lora_A.weight": down},
+        "kohya": lambda: {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(2.0)},
+        "in the middle": lambda: {"lora_up.weight": up, "lora_down.weight": down, "lora_mid.weight": made(rank, rank, 1, 1)},
+        "dora": lambda: {"lora_up.weight": up, "lora_down.weight": down, "dora_scale": made(rows, 1)},
+        "enlarging": lambda: {"lora_up.weight": up, "lora_down.weight": down, "reshape_weight": torch.tensor(shape)},
+        "loha": lambda: {
+            f"hada_w{each}_{side}": made(*sides)
+            for each in (1, 2)
+            for side, sides in (("a", (rows, rank)), ("b", (rank, columns)))
+        },
+        "lokr": lambda: {"lokr_w1": made(4, 4), "lokr_w2_a": made(rows // 4, rank), "lokr_w2_b": made(rank, columns // 4)},
+        "oft": lambda: {"oft_blocks": made(4, rows // 4, rows // 4), "alpha": torch.tensor(1e-3)},
+        "boft": lambda: {"oft_blocks": made(2, 4, rows // 4, rows // 4), "alpha": torch.tensor(1e-3)},
+        "glora": lambda: {
+            "a1.weight": made(rank, columns),
+            "a2.weight": made(columns, rank),
+            "b1.weight": made(rank, columns),
+            "b2.weight": made(rows, rank),
+        },
+        "diff": lambda: {"diff": made(rows, columns), "diff_b": made(rows)},
+        "set": lambda: {"set_weight": made(rows, columns)},
+        "norm": lambda: {"w_norm": made(rows, columns), "b_norm": made(rows)},
+    }
+    return kinds[rng.choice(list(kinds))]()
+
+
+def sound(rng: random.Random) -> Tensors:
+    """One to four layers' adapters."""
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in rng.sample(sorted(layers()), rng.choice((1, 1, 2, 4))):
+        prefix = rng.choice(PREFIXES)
+        name = layer.replace(".", "_") if prefix == "lora_unet_" else layer
+        tensors |= {f"{prefix}{name}.{ending}": value for ending, value in factors(rng, layers()[layer]).items()}
+    return stored(tensors)
+
+
+def odd(rng: random.Random, tensors: Tensors) -> Tensors:
+    """With other values, or factors of other kinds beside it."""
+    key = rng.choice(list(tensors))
+    stem = key.rpartition(".")[0].removesuffix(".lora_up").removesuffix(".lora_down")
+    if rng.random() < 0.5:
+        ending = rng.choice(("alpha", "dora_scale", "reshape_weight", "lora_mid.weight", "diff", "hada_w1_a", "lokr_w1"))
+        value = rng.choice((float("nan"), 0.0, LARGE, [1.0], [[1.0, 1.0]] * 2))
+        return tensors | {f"{stem}.{ending}": Stored.of(torch.tensor(value))}
+    return tensors | {key: resized(rng, resized(rng, tensors[key]))}
+
+
+def make(rng: random.Random, folder: Path, number: int) -> Lora:
+    """Writes the file of this number."""
+    tensors, file = sound(rng), f"{number}.safetensors"
+    how, metadata = rng.random(), None
+    if how > 0.05:
+        tensors = (changed if rng.random() < 0.6 else odd)(rng, tensors)
+    if rng.random() < 0.1:
+        metadata = {rng.choice(("ss_network_args", "modelspec.title")): rng.choice(TEXTS).encode(errors="replace").decode()}
+    write(folder / file, tensors, metadata, rng.choice(list(tensors)) if tensors and how > 0.97 else None, rng)
+    if 0.9 < how < 0.97:
+        content = (folder / file).read_bytes()
+        head = content[:600]
+        (folder / file).write_bytes(
+            content[: rng.randrange(len(content))] if rng.random() < 0.5 else damage.bytes_of(rng, head) + content[600:]
+        )
+    return Lora(file, rng.choice(STRENGTHS))
