@@ -6,6 +6,7 @@ Used by run_comfyui_workflow.py and by tests/comfyui, which load this file by it
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +36,10 @@ REQUIREMENTS = (
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.1
+PORT_TAKEN = re.compile(r"Port \d+ is already in use|address already in use")
+"""What ComfyUI (0.3.64: asyncio) says before it ends because another process took the port that was free a moment ago."""
+STARTS = 3
+"""How often it is started at most, each time at another port, when that happens."""
 
 
 def find_python(checkout: Path) -> Path:
@@ -104,6 +109,15 @@ class ComfyUIServer:
         for name, folder in self.packs.items():
             if not (packs / name).exists():
                 (packs / name).symlink_to(folder, target_is_directory=True)
+        for _ in range(STARTS):
+            self._launch()
+            if self._answers():
+                return
+            if self.process.poll() is None or not PORT_TAKEN.search(self.log_tail()):
+                break
+        raise RuntimeError(f"ComfyUI did not start:\n{self.log_tail()}")
+
+    def _launch(self) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -122,13 +136,20 @@ class ComfyUIServer:
                 # A shell starts what it puts into the background deaf to Ctrl+C, and so are that one's children.
                 preexec_fn=_hear_ctrl_c if os.name == "posix" else None,
             )
+
+    def _answers(self) -> bool:
+        """Whether it answers within START_SECONDS. Waits for that or for its end."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError):
-                self.get("/queue")
-                return
+                if self._is_this_one(self.get("/system_stats")):
+                    return True
             time.sleep(POLL_SECONDS)
-        raise RuntimeError(f"ComfyUI did not start:\n{self.log_tail()}")
+        return False
+
+    def _is_this_one(self, system_stats: bytes) -> bool:
+        """Whether the answer is of the process that was started, not of a ComfyUI that took the port before it."""
+        return str(self.base) in json.loads(system_stats)["system"]["argv"]
 
     def stop(self) -> None:
         """End the server as Ctrl+C does, or by force if it does not follow. Idempotent."""

@@ -72,7 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
     config.pluginmanager.register(TimeLimit())
     config.stash[FIGURES] = {}
-    if cards := config.getoption("emulated_gpus"):
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # to processes of pytest -n
+    if (cards := config.getoption("emulated_gpus")) and not hands_out:
         from tests.support.emulated_gpu.plugin import EmulatedGpus  # takes torch's innards, which not every torch has
 
         config.pluginmanager.register(EmulatedGpus(cards.split()))
@@ -142,7 +143,12 @@ def measured(pytestconfig) -> Callable[[str, float], None]:
 
 
 @pytest.fixture(scope="session")
-def forking() -> Iterator[BaseContext]:
+def forking(pytestconfig) -> Iterator[BaseContext]:
+    """What starts ranks in no time. With a real GPU they are spawned: a fork server's imports may have begun CUDA, which a
+    forked process cannot use."""
+    if torch.cuda.is_available() and not pytestconfig.getoption("emulated_gpus"):
+        yield multiprocessing.get_context("spawn")
+        return
     with fork_server() as context:
         yield context
 

@@ -59,6 +59,8 @@ def sample(model: Any, call: dict[str, Any], steps: int) -> tuple[tuple[float, f
     noise, seen = torch.randn(1, *call["latent"], generator=g), []
 
     def note(*_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seen.append((time.perf_counter(), cpu_seconds()))
 
     samples = comfy.sample.sample(
@@ -80,9 +82,9 @@ def sample(model: Any, call: dict[str, Any], steps: int) -> tuple[tuple[float, f
 
 
 @torch.inference_mode()
-def measure(file: str, dtype: str, call: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
+def measure(file: str, dtype: str, call: dict[str, Any], steps: int, rounds: int, device: str = "cpu") -> dict[str, Any]:
     """By model, each round's `sample`; the samples' relative difference; the share of all cores that other processes had."""
-    models = {"native": native(file, dtype), "rank": boot.node("ParallelDiTLoader", file, dtype, 1, 1, 1, "cpu")}
+    models = {"native": native(file, dtype), "rank": boot.node("ParallelDiTLoader", file, dtype, 1, 1, 1, device)}
     cases = {name: partial(sample, model, call) for name, model in models.items()}
     for case in cases.values():
         case(2)

@@ -84,12 +84,14 @@ SUBJECTS = {
 
 
 @contextmanager
-def inside(checkout: Path, base: Path) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+def inside(
+    checkout: Path, base: Path, flags: Sequence[str] = ("--use-pytorch-cross-attention",)
+) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     """A ComfyUI that measures what it is told (harness/inside_comfyui.py). RuntimeError with its log where it ends."""
     script = Path(measuring.__file__).with_name("inside_comfyui.py")
     with (base / "log").open("w") as log:
         process = subprocess.Popen(
-            [find_python(checkout), script, checkout, base, "--use-pytorch-cross-attention"],
+            [find_python(checkout), script, checkout, base, *flags],
             cwd=base,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from .catalogue import ABOUT, CYCLES, STEPS
@@ -56,7 +57,7 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
 def main(command_line: list[str] | None = None) -> int:
     options = arguments(command_line)
     from .document import document_of, dumps
-    from .kit import FAILED, run
+    from .kit import FAILED, Result, run
     from .report import describe
 
     started = time.perf_counter()
@@ -65,11 +66,16 @@ def main(command_line: list[str] | None = None) -> int:
         if name:
             sys.stderr.write(f"{time.perf_counter() - started:6.0f} s  {done + 1} of {total}: {name}\n")
 
-    results = run(options.settings, progress=progress, only=options.only)
+    def keep(results: Sequence[Result]) -> None:
+        """A machine that hangs in a check, or is cut off, leaves what the others have found."""
+        if options.out is not None:
+            document = document_of(options.settings, results, time.perf_counter() - started)
+            options.out.write_text(dumps(document), encoding="utf-8")
+
+    results = run(options.settings, progress=progress, only=options.only, found=keep)
     document = document_of(options.settings, results, time.perf_counter() - started)
     sys.stdout.write(describe(document) + "\n")
     if options.out is not None:
-        options.out.write_text(dumps(document), encoding="utf-8")
         sys.stdout.write(f"JSON: {options.out}\n")
     return int(document["summary"][FAILED] > 0)
 

@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from parallel_backend.processes.pool import Poll
@@ -69,8 +69,10 @@ def run(
     poll: Poll = lambda: None,
     progress: Progress = lambda done, total, name: None,
     only: Collection[str] | None = None,
+    found: Callable[[Sequence[Result]], None] = lambda results: None,
 ) -> list[Result]:
     """Make the checks named in `only` (None: all). The self-test starts the ranks, and has ended them when this returns.
+    `found` is called with all results so far behind each check.
 
     Checks go on after a failed one. An exception of `poll` ends them and is raised.
     """
@@ -81,6 +83,7 @@ def run(
         for done, name in enumerate(names):
             progress(done, len(names), name)
             results.append(look(name, session))
+            found(results)
         progress(len(names), len(names), "")
     finally:
         session.close()

@@ -36,6 +36,8 @@ class AttentionKernel:
     """The kernel takes key masks. False: calls with a mask go to SDPA."""
     exact: bool = True
     """False: queries and keys are quantised."""
+    lse: bool = True
+    """The kernel returns the log-sum-exp. False: calls that need it go to SDPA."""
     graphs: bool = True
     """The kernel is launched on torch's present stream, so that a CUDA graph captures it."""
 
@@ -77,6 +79,7 @@ KERNELS = {
             ("fp32", *HALVES),
             masks=True,
             exact=False,
+            lse=False,
         ),
         AttentionKernel("xformers", "xformers", "xformers", (6, 0), ("fp32", *HALVES)),
     )

@@ -79,11 +79,14 @@ def is_claimed(folder: Path) -> bool:
 def remove_abandoned(folders: Iterable[Path]) -> None:
     """Remove those of the folders of this user whose mark is of a process that was killed. Those without a mark stay."""
     for folder in folders:
-        if (folder / CLAIM).exists() and _is_ours(folder) and not is_claimed(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # its process ends, or another one removes it
+            # Whose it is comes first: another user's folder says nothing about its files but PermissionError.
+            if _is_ours(folder) and (folder / CLAIM).exists() and not is_claimed(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:
+    """FileNotFoundError if it is gone."""
     status = folder.lstat()
     return sys.platform == "win32" or status.st_uid == os.geteuid()
 

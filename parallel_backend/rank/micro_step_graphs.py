@@ -23,6 +23,7 @@ run without graphs.
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ Work = Callable[[MicroStepInputs], torch.Tensor]
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream of the device for the life of the process."""
     stream = torch.cuda.Stream(device)
+    warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch says once a process that it is a prototype
     # torch allocates a workspace at a stream's first matrix product and never frees it. Inside a capture it would be in the
     # graphs' pool, which could then not be freed either.
     with torch.cuda.stream(stream):
@@ -166,11 +168,12 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaCaptures:
-    """Captures graphs on one device, which share a pool of memory. Never run on a GPU so far."""
+    """Captures graphs on one device, which share a pool of memory."""
 
     def __init__(self, device: torch.device):
         self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Record what `work` does on the device, without running it. Returns its output and a function that replays it.
@@ -199,6 +202,9 @@ class CudaCaptures:
                 raise
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
+        # torch takes no capture into a pool whose graphs have all ended ("use_count > 0 INTERNAL ASSERT FAILED" in its
+        # allocator), so the first one stays, although nothing may replay it again.
+        self._first = self._first or graph
         return output, graph.replay
 
 

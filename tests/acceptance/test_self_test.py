@@ -540,6 +540,17 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
     assert main(["--devices", "cpu,cpu", "--only", "kernels"]) == 1
 
 
+def test_a_run_that_is_cut_off_leaves_what_it_has_found(monkeypatch, tmp_path):
+    def cut_off(*_) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "result.json"
+    monkeypatch.setitem(kit.CHECKS, "kernels", ("", cut_off))
+    with pytest.raises(KeyboardInterrupt):
+        main(["--devices", "cpu,cpu", "--only", "system,kernels", "--out", str(out)])
+    assert [check["name"] for check in json.loads(out.read_text())["checks"]] == ["system"]
+
+
 def test_a_first_stage_that_lingers_over_its_send_takes_nothing_from_the_hop(monkeypatch):
     """Its micro-step may end after the call: the hop of a busy machine would be below zero."""
     stages = [types.SimpleNamespace(compute_seconds=compute, wait_seconds=0.0) for compute in (5.0, 0.0)]

@@ -1,5 +1,6 @@
 """A card has no more memory at some allocation: the error says so and names the rank, and what comes after it works."""
 
+import gc
 from collections.abc import Iterator
 from itertools import count
 
@@ -37,18 +38,33 @@ def run(pool: Pool, files: Files) -> list[torch.Tensor]:
     return [model.predict(ModelCall(x, timestep, tensors), nothing), sampled]
 
 
-def places(step: int, *marks: pytest.MarkDecorator) -> pytest.param:
-    return pytest.param(step, id=f"every {step}th", marks=marks)
+PIECES = 12
+"""In which the full tier tries every allocation of each rank: of minutes each."""
 
 
-@pytest.mark.parametrize("step", [places(197), places(20, pytest.mark.slow), places(1, pytest.mark.slow, pytest.mark.full)])
-def test_no_memory_at_any_allocation(both: Both, files: Files, step):
-    """From the n-th on, of either rank in turn. Violations are of no concern: ranks end in the middle of their transfers."""
+def places(step: int, *marks: pytest.MarkDecorator, first: int = 1, ranks: tuple[int, ...] = (0, 1)) -> pytest.param:
+    where = f"every {step}th from {first}, rank {' and '.join(map(str, ranks))}"
+    return pytest.param(first, step, ranks, id=where, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "ranks"),
+    [
+        *(places(197), places(20, pytest.mark.slow)),
+        *(
+            places(PIECES, pytest.mark.slow, pytest.mark.full, first=first, ranks=(rank,))
+            for rank in range(2)
+            for first in range(1, PIECES + 1)
+        ),
+    ],
+)
+def test_no_memory_at_any_allocation(both: Both, files: Files, measured, first, step, ranks):
+    """From the n-th on, of each of `ranks` in turn. Violations are of no concern: ranks end in the middle of transfers."""
     pool = start(both)
     expected = run(pool, files)
     failed = 0
-    for number in count(1, step):
-        rank = failed % 2
+    for number in count(first, step):
+        rank = ranks[failed % len(ranks)]
         pool.close()
         card = both.machine.gpus[rank]
         card.allocations, card.fail_at = 0, number
@@ -61,11 +77,13 @@ def test_no_memory_at_any_allocation(both: Both, files: Files, step):
         finally:
             card.fail_at = None
         failed += 1
+        gc.unfreeze()  # which rank threads freeze at their start: what has failed would stay
         if pool.error is not None:
             pool.close()
             pool = start(both)
         assert all(map(torch.equal, run(pool, files), expected))
     pool.close()
+    measured(f"allocations without memory, {places(step, first=first, ranks=ranks).id}", failed)
     assert failed > 600 // step  # the run has some 700 allocations of each rank
 
 

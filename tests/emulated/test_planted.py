@@ -130,6 +130,41 @@ def numbers_of_a_cpu():
     assert isinstance(module.weight, CudaTensor | torch.nn.Parameter) and module.weight.is_cuda
 
 
+def conjugates_and_negatives_that_are_lazy():
+    """torch resolves them where an operator has to."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.view_as_complex(torch.randn(2, 4, 5, 2, generator=g))
+    programs = (
+        lambda a, b: torch.view_as_real(a * b.conj()),
+        lambda a, b: torch.view_as_real(a.conj()[1:].contiguous().resolve_conj()),
+        lambda a, b: a.conj().imag.resolve_neg() + 1,
+        lambda a, b: torch.view_as_real(a.conj().clone().mul_(b)),
+        lambda a, b: torch.view_as_real(a.conj().T @ b),
+    )
+    for program in programs:
+        assert torch.equal(program(a.to(D), b.to(D)).cpu(), program(a, b))
+    assert a.to(D).conj().is_conj()
+
+
+def a_host_that_waits_before_it_reads():
+    """Three ways to wait; and what it does beside a copy that is under way, with shapes, views and memory of others."""
+    a = torch.ones(100, device=D)
+    waits = (
+        torch.cuda.synchronize,
+        lambda: here().synchronize(),
+        lambda: here().record_event().synchronize(),
+    )
+    for wait in waits:
+        both = torch.full((200,), 5.0).pin_memory()
+        part = both[:100]
+        part.copy_(a, non_blocking=True)
+        assert (both[100:] == 5).all()
+        bytes_of_it = part.view(10, 10).reshape(-1).view(torch.uint8)
+        assert bytes_of_it.shape == (400,) and torch.empty_like(part).shape == (100,) and part.data_ptr() == both.data_ptr()
+        wait()
+        assert bytes_of_it.numpy().tobytes() == both[:100].clone().numpy().tobytes() and both[0] == 1
+
+
 def an_empty_tensor_is_page_locked_too():
     there = torch.empty(0, 3).pin_memory().to(D, non_blocking=True)
     assert there.shape == torch.empty(0, 3, pin_memory=True).shape
@@ -137,7 +172,7 @@ def an_empty_tensor_is_page_locked_too():
 
 SOUND = (
     *(streams_that_wait, memory_that_returns, a_graph_that_follows_its_input, a_graph_over_two_streams, numbers_of_a_cpu),
-    an_empty_tensor_is_page_locked_too,
+    *(conjugates_and_negatives_that_are_lazy, an_empty_tensor_is_page_locked_too, a_host_that_waits_before_it_reads),
     a_graph_that_is_dropped_while_its_output_is_read,
 )
 
@@ -238,6 +273,49 @@ def sent_on_before_it_came():
     h = torch.empty(10, pin_memory=True)
     h.copy_(torch.ones(10, device=D), non_blocking=True)
     return h.to(D, non_blocking=True)
+
+
+def coming(into: torch.Tensor) -> torch.Tensor:
+    """A copy to it is under way."""
+    return into.copy_(torch.ones(into.shape, device=D), non_blocking=True)
+
+
+def read_before_it_came():
+    coming(torch.empty(10, pin_memory=True)).sum()
+
+
+def handed_out_before_it_came():
+    """As a message's bytes."""
+    coming(torch.empty(10, pin_memory=True)).reshape(-1).view(torch.uint8).numpy()
+
+
+def read_as_a_part_of_more():
+    both = torch.empty(20, pin_memory=True)
+    coming(both[10:])
+    torch.stack([both[5:15]])
+
+
+def read_by_another_thread():
+    h = coming(torch.empty(10, pin_memory=True))
+    thread = threading.Thread(target=h.clone)
+    thread.start()
+    thread.join()
+
+
+def read_in_registered_memory():
+    h, runtime = torch.ones(5000), torch.cuda.cudart()
+    assert runtime.cudaHostRegister(h.data_ptr(), h.nbytes, 1) == 0
+    coming(h[:100])[50].item()
+    torch.cuda.synchronize()
+    runtime.cudaHostUnregister(h.data_ptr())
+
+
+def read_after_a_wait_for_another_copy():
+    one = coming(torch.empty(10, pin_memory=True))
+    done = here().record_event()
+    two = coming(torch.empty(10, pin_memory=True))
+    done.synchronize()
+    return one.tolist(), two.tolist()
 
 
 def unregistered_under_a_copy():
@@ -364,7 +442,13 @@ NOTED = {
     a_peer_that_does_not_wait: "reads what",
     source_changed_under_a_copy: "changed under a copy to the device",
     target_written_under_a_copy: "changed under a copy to the host",
-    sent_on_before_it_came: "memory that has not come",
+    sent_on_before_it_came: "device from memory that has not come",
+    read_before_it_came: "host reads memory that has not come",
+    handed_out_before_it_came: "host reads memory that has not come",
+    read_as_a_part_of_more: "host reads memory that has not come",
+    read_by_another_thread: "host reads memory that has not come",
+    read_in_registered_memory: "host reads memory that has not come",
+    read_after_a_wait_for_another_copy: "host reads memory that has not come",
     unregistered_under_a_copy: "no longer page-locked",
     launched_beside_a_capture: "is not in the graph",
     replayed_after_its_input_was_freed: "memory which has been freed",
@@ -537,11 +621,13 @@ def test_graphs_of_one_pool_share_their_memory():
 
 
 def test_a_copy_arrives_when_the_host_has_waited():
-    with emulated(HOPPER), torch.inference_mode():
+    with emulated(HOPPER) as gpus, torch.inference_mode():
         h, a = torch.empty(10, pin_memory=True), torch.ones(10, device=D)
         h.copy_(a, non_blocking=True)
         done = here().record_event()
         assert h.isnan().all()
+        assert len(gpus.record.violations) == 1
+        gpus.record.forget()
         assert not done.query()  # never when first asked
         assert done.query()
         assert (h == 1).all()
@@ -573,6 +659,34 @@ def test_a_forked_processes_violations_come_home():
         process.join()
         assert process.exitcode == 0
         assert any("reads what" in each for each in gpus.record.violations)
+
+
+def test_memory_that_another_process_has_registered_is_counted():
+    def child(told) -> None:
+        h, runtime = torch.ones(5000), torch.cuda.cudart()
+        kept = torch.empty(100, pin_memory=True)  # torch's own to keep
+        runtime.cudaHostRegister(h.data_ptr(), h.nbytes, 1)
+        told.send(kept.nbytes)
+        if told.recv():
+            runtime.cudaHostUnregister(h.data_ptr())
+            told.send(0)
+            told.recv()
+
+    context = multiprocessing.get_context("fork")
+    with emulated(HOPPER) as gpus:
+        for unregisters in (True, False):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=child, args=(theirs,))
+            process.start()
+            ours.recv()
+            assert gpus.registered_elsewhere == 20_000
+            if unregisters:
+                ours.send(True)
+                ours.recv()
+                assert gpus.registered_elsewhere == 0
+            process.kill()
+            process.join()
+            assert gpus.registered_elsewhere == 0
 
 
 def test_a_context_of_another_device_makes_tensors_there():

@@ -1,7 +1,7 @@
 """Ranks on cards that are killed, fail or run out of memory, and prompts that are cancelled, in every phase of a prompt.
 
 The harness is that of tests/campaigns/faults. On emulated cards alone: results are those of CPU ranks bit for bit, the next
-prompt's too, nothing is noted of the cards, and Unload leaves nothing on them.
+prompt's too, nothing is noted of the cards, and Unload leaves nothing on them and no registered host memory.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import pytest
 from tests.campaigns.faults import table, trial
 from tests.campaigns.faults.fault import Fault
 from tests.campaigns.faults.session import FaultSession, fault_session
+from tests.support.emulated_gpu.host import page_locked
 from tests.support.emulated_gpu.machine import machine
 
 pytestmark = pytest.mark.gpu
@@ -69,4 +70,5 @@ def broken_ranks(request, tmp_path_factory) -> Iterator[FaultSession]:
 def test_a_fault_ends_as_it_should(broken_ranks: FaultSession, fault: Fault):
     verdict = trial.try_out(broken_ranks, fault, FACTOR)
     assert not verdict.problems, f"{verdict.problems}\n{verdict.error}"
-    assert not any(of.reserved for of in machine.gpus)  # the client's own process has nothing there
+    broken_ranks.unload()
+    assert not any(of.reserved for of in machine.gpus) and not page_locked.registered  # nor has the client's own process

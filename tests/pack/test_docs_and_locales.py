@@ -1,6 +1,7 @@
 """Help pages and translations: one of each for every node, true to its inputs and to the messages that it shows."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -103,6 +104,7 @@ def chinese(text: str) -> bool:
     return re.search(r"[\u4e00-\u9fff]", text) is not None
 
 
+@functools.cache
 def messages() -> str:
     """Every text in the sources, one per line, with an ellipsis for what is only known when it is shown."""
     lines = []
@@ -114,9 +116,6 @@ def messages() -> str:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 lines.append(node.value.replace("%s", "…"))
     return "\n".join(lines)
-
-
-MESSAGES = messages()
 
 
 def entries(part: str) -> list[str]:
@@ -215,16 +214,16 @@ def test_help_page(defined, node, language):
 @pytest.mark.parametrize("node", NODES)
 def test_messages_that_a_page_quotes_are_in_the_sources(node, language):
     found = quoted(page(node, language).read_text(encoding="utf-8"))
-    assert [message for message in found if message not in MESSAGES] == []
+    assert [message for message in found if message not in messages()] == []
     if language != "en":
         assert found == quoted(page(node, "en").read_text(encoding="utf-8"))
 
 
 def test_a_message_that_nobody_shows_is_noticed():
     assert quoted("# x\n## a\n## b\n## c\n- `no: such\n  … message` (here): `x`\n- Words: `y`\n") == ["no: such … message"]
-    assert "no: such … message" not in MESSAGES
+    assert "no: such … message" not in messages()
     assert all(quoted(page("ParallelDiTLoader", language).read_text(encoding="utf-8")) for language in LANGUAGES)
-    assert "devices: … needs … GPUs, this machine has …" in MESSAGES
+    assert "devices: … needs … GPUs, this machine has …" in messages()
 
 
 @pytest.mark.parametrize("node", NODES)

@@ -60,10 +60,27 @@ def test_only_folders_whose_process_is_gone_are_removed(tmp_path, monkeypatch):
         (folder / CLAIM).touch()
     link = tmp_path / "link"
     link.symlink_to(foreign)
+    exists = Path.exists
+
+    def allowed(path):
+        if path.parent in (foreign, link):
+            raise PermissionError(path)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", allowed)
     monkeypatch.setattr(claim, "_is_ours", lambda folder: folder not in (foreign, link))
-    remove_abandoned(tmp_path.iterdir())
+    remove_abandoned(sorted(tmp_path.iterdir()))
+    monkeypatch.undo()
     assert names(tmp_path) == ["foreign", "link", "living", "unmarked"]
     mark.release()
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_does_not_hinder_a_start(tmp_path):
+    """As when another process removes its own, or the same one."""
+    (killed := tmp_path / "killed").mkdir()
+    (killed / CLAIM).touch()
+    remove_abandoned([tmp_path / "gone", killed])
+    assert names(tmp_path) == []
 
 
 @pytest.mark.processes

@@ -50,6 +50,21 @@ def test_it_is_kept_in_the_users_cache(home):
     assert after(XDG_CACHE_HOME=other)[TORCH] == str(other / "parallel_dit" / "torch")
 
 
+def test_ranks_that_start_at_once_make_the_same_folder(home, monkeypatch, caplog):
+    exists, mine = Path.exists, home / ".cache" / "parallel_dit"
+
+    def before_another_rank_made_it(path):
+        if path == mine and not exists(path):
+            path.mkdir(mode=0o700, parents=True)
+            return False
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", before_another_rank_made_it)
+    keep_compiled_code_private(environment := {})
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(mine / "torch")
+    assert not caplog.text
+
+
 def test_a_users_own_folders_stay(home, shared):
     own, made = home / "own", shared / "not there yet"
     own.mkdir(mode=0o755)

@@ -12,6 +12,7 @@ from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.mesh import make_mesh
 from parallel_backend.rank.comm.process_group import leave
 from parallel_backend.rank.comm.staging import staged
+from parallel_backend.rank.comm.transfers import PeerError
 from tests.support.alone import nobody
 
 TIMEOUT = timedelta(minutes=30)
@@ -74,3 +75,24 @@ def test_a_rank_that_is_alone_has_no_process_group_and_needs_none():
     peers.leave_mesh(Degrees())
     leave()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("moment", ["make_mesh", "close_mesh", "a measurement"])
+def test_a_rank_that_is_gone_is_not_taken_for_a_failure_of_the_rank_that_lost_it(monkeypatch, moment):
+    """Else a rank's own error, of Gloo, hides whose process was killed if it comes first."""
+    peers, degrees = nobody(), Degrees()
+
+    def fail(*_):
+        raise RuntimeError("Connection reset by peer")
+
+    def all_of_it():
+        peers.enter_mesh(degrees)
+        with peers.waiting():
+            if moment == "a measurement":
+                fail()
+        peers.leave_mesh(degrees)
+
+    if moment.endswith("mesh"):
+        monkeypatch.setattr(f"parallel_backend.rank.comm.peers.{moment}", fail)
+    with pytest.raises(PeerError, match="reset by peer"):
+        all_of_it()

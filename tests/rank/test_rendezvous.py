@@ -1,6 +1,7 @@
 """The file by which ranks find each other: what removes or damages it is an error at once, and no wait without end."""
 
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -49,6 +50,26 @@ def test_what_ranks_add_is_fine(path):
     store = StoreFile(path)
     for _ in range(3):
         append(path, b"some")
+        store.check()
+
+
+def test_what_another_thread_sees_in_the_middle_of_a_look_is_no_harm(path, monkeypatch):
+    """The guard's thread looks while the main thread goes on from one meeting to the next."""
+    store, stat, other = StoreFile(path), os.stat, []
+
+    def interrupted(*arguments, **named):
+        if not other:
+            append(path, b"of another rank")
+            other.append("looks")
+            store.check()
+        return stat(*arguments, **named)
+
+    monkeypatch.setattr(os, "stat", interrupted)
+    store.check()
+    assert other == ["looks"]
+    monkeypatch.undo()
+    cut(path)
+    with pytest.raises(StoreError, match="was cut short"):
         store.check()
 
 

@@ -17,6 +17,7 @@ from testing import tiny
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.transport.runner import Pools, same
 from tests.support.emulated_gpu import emulated
+from tests.support.emulated_gpu.host import page_locked
 from tests.support.emulated_gpu.machine import Machine
 from tests.support.emulated_gpu.nccl import gpu_ranks
 from tests.support.fake_cuda import ADA, Card
@@ -66,11 +67,12 @@ class Both:
         return found
 
     def check_memory(self) -> None:
-        """Nothing is allocated on any device."""
+        """Nothing is allocated on any device, and no host memory registered."""
         if any(gpu.allocated for gpu in self.machine.gpus):
             gc.unfreeze()  # which rank threads freeze at their start
             gc.collect()
         assert [gpu.allocated for gpu in self.machine.gpus] == [0] * len(self.machine.gpus)
+        assert not page_locked.registered
 
     def check_less_than(self, nbytes: int) -> None:
         """So much at most is allocated on every device."""

@@ -61,6 +61,8 @@ class RankKernel:
 
     def failure(self, head_size: int, dtype: torch.dtype, lse: bool = False) -> str | None:
         """Why the kernel does not support such calls; None if it does."""
+        if lse and not self.kernel.lse:
+            return "it returns no log-sum-exp"
         key = head_size, dtype, lse
         if key not in self._failures:
             self._failures[key] = failure = trial(self.kernel, self._device, dtype, head_size, lse)

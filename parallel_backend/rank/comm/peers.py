@@ -30,7 +30,8 @@ from .transfers import is_out_of_memory, peer_errors
 
 
 class Peers:
-    """All methods but `check` and `blocked` are collective over the ranks of the pool. StoreError if the rendezvous is gone.
+    """All methods but `check` and `blocked` are collective over the ranks of the pool. StoreError if the rendezvous is gone,
+    PeerError if another rank is: the client then looks for the rank that is at fault.
 
     In all of them the client's watchdog takes this rank for one that waits.
     """
@@ -69,7 +70,7 @@ class Peers:
         """A model of these degrees is unloaded. The last one ends the mesh's groups."""
         self._users[degrees] -= 1
         if not self._users[degrees]:
-            with self._guard.waiting():
+            with self._guard.waiting(), peer_errors():
                 close_mesh(self._meshes.pop(degrees))
 
     def _make_mesh(self, degrees: Degrees) -> Mesh:
@@ -77,7 +78,8 @@ class Peers:
         rank = self._settings.rank
         with self._guard.waiting():
             self._rendezvous.check()
-            mesh = make_mesh(degrees, rank, self._settings.timeout, self._far)
+            with peer_errors():
+                mesh = make_mesh(degrees, rank, self._settings.timeout, self._far)
             self._rendezvous.meet()
         for axis in mesh.axes.values():
             if axis.group is not None:
@@ -118,10 +120,7 @@ class Peers:
             self._rendezvous.meet()
 
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, in rank order. All ranks pass the same count, each number of at most 63 bits.
-
-        PeerError if another rank is gone.
-        """
+        """Every rank's numbers, in rank order. All ranks pass the same count, each number of at most 63 bits."""
         world = len(self._settings.devices)
         numbers_RN = torch.zeros(world, len(numbers), dtype=torch.int64)
         numbers_RN[self._settings.rank] = torch.tensor(numbers)
@@ -142,7 +141,8 @@ class Peers:
         """Around a collective that may be the ranks' first since they were idle: checks the rendezvous before."""
         with self._guard.waiting():
             self._rendezvous.check()
-            yield
+            with peer_errors():
+                yield
 
     @contextlib.contextmanager
     def _trial(self, what: str) -> Iterator[None]:

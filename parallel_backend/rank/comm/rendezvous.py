@@ -27,7 +27,8 @@ class StoreFile:
             raise self._error("removed") from error
 
     def check(self) -> None:
-        """StoreError if it was removed, replaced or cut."""
+        """StoreError if it was removed, replaced or cut. From any thread."""
+        known = self._size  # first: another thread's check may see more of the file than this one, and before this one ends
         held = os.fstat(self._held)
         try:
             present = os.path.samestat(held, os.stat(self._path))
@@ -35,9 +36,9 @@ class StoreFile:
             present = False
         if not present:
             raise self._error("removed")
-        if held.st_size < self._size:
+        if held.st_size < known:
             raise self._error("cut short")
-        self._size = held.st_size
+        self._size = max(self._size, held.st_size)
 
     def _error(self, what: str) -> StoreError:
         return StoreError(

@@ -76,7 +76,7 @@ def _reason(folder: Path) -> str | None:
     """As `not_private`, after the folder has been made if it was not there."""
     try:
         if not folder.exists():
-            folder.mkdir(mode=0o700, parents=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # ranks start at once, and another one may make it now
         return not_private(folder)
     except OSError as error:
         return f"{folder} cannot be made or looked at ({error.strerror})"

@@ -256,13 +256,14 @@ class FaultSession:
         finally:
             self._cancelling = False
         if fault.variant == "unloads":
-            self.registry.unload()
-            assert not any(self.bytes_on_cards()), f"bytes left on the cards: {self.bytes_on_cards()}"
+            self.unload()
 
-    @staticmethod
-    def bytes_on_cards() -> list[int]:
-        """Bytes that ranks have on emulated cards."""
-        return machine.reserved_elsewhere
+    def unload(self) -> None:
+        """AssertionError if ranks then have something on emulated cards, or have registered host memory with them."""
+        self.registry.unload()
+        if self.cards:
+            left, locked = machine.reserved_elsewhere, machine.registered_elsewhere
+            assert not any(left) and not locked, f"bytes left: {left} on the cards, {locked} page-locked"
 
     def _wait_for_error(self, wait: Callable[[], bool]) -> None:
         """As long as it may take; what the pool then says is what a prompt would."""

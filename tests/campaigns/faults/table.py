@@ -161,6 +161,11 @@ def ending(fault: Fault, kind: Kind) -> str:
     return RIGHT if fault.phase == "closing" else kind.ending
 
 
+def lives(fault: Fault, kind: Kind) -> bool:
+    """Whether the ranks stay. Those that are cancelled while they load are ended, since they read no messages meanwhile."""
+    return kind.lives and (fault.kind, fault.phase) != ("cancelled", "loading")
+
+
 def within(fault: Fault, kind: Kind) -> str:
     """What bounds the time to the error. A rank that has given no sign of life yet may be importing torch."""
     return START if kind.within == SILENCE and fault.phase in ("start", "rendezvous") else kind.within

@@ -24,7 +24,7 @@ from parallel_backend.processes.watchdog import START_SECONDS
 from . import garbage, rank
 from .fault import Fault
 from .session import ALONE, FaultSession
-from .table import AT_ONCE, EITHER, ERROR, KINDS, PATIENCE, RIGHT, SILENCE, START, Kind, ending, says, within
+from .table import AT_ONCE, EITHER, ERROR, KINDS, PATIENCE, RIGHT, SILENCE, START, Kind, ending, lives, says, within
 
 LIMIT = 5.0
 """Seconds from a fault to the error, or what is added to the time for which the watchdog waits."""
@@ -250,7 +250,7 @@ class Trial:
             return
         if not after.value:
             verdict.problems.append("the next prompt's result is wrong")
-        if self.kind.lives and before and self._pids() != before:
+        if lives(self.fault, self.kind) and before and self._pids() != before:
             verdict.problems.append("the ranks were started anew")
         left = self.session.left_over(self.fault.degrees, self.factor * SETTLE)
         verdict.problems += [f"left over: {what}" for what in left]

@@ -112,6 +112,10 @@ class CudaGraph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         assert here.capture is None
         self._pool = pool or graph_pool_handle()
+        if _users.get(self._pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool have ended")
+        _users[self._pool] = _users.get(self._pool, 0) + 1
+        weakref.finalize(self, _leave, self._pool)
         here.capture = self._capture = Capture(stream, capture_error_mode)
 
     def capture_end(self) -> None:
@@ -150,10 +154,16 @@ class CudaGraph:
 
 _graphs: "weakref.WeakSet[CudaGraph]" = weakref.WeakSet()
 _numbers = itertools.count(1)
+_users: dict[Pool, int] = {}
+"""Graphs that have been captured into a pool and have not ended. None are left: torch lets no other one in."""
 
 
 def graph_pool_handle() -> Pool:
     return next(_numbers), 0
+
+
+def _leave(pool: Pool) -> None:
+    _users[pool] -= 1
 
 
 def _freed(of: Gpu, nbytes: int) -> None:

@@ -1,6 +1,11 @@
-"""Page-locked memory of the host, and copies between it and a device that take their time."""
+"""Page-locked memory of the host, and copies between it and a device that take their time.
+
+A tensor in such memory is a HostTensor from when it is made, or from the first copy to it if its memory was registered: so
+the host's reads of what has not come are seen. Those of other processes, and by Gloo, are not: they get POISON.
+"""
 
 import bisect
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -8,8 +13,11 @@ from typing import Any
 
 import numpy
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .machine import machine
+from .operators import leaves, mutated_by, operator_of
 from .streams import Stream
 
 PAGE = 4096
@@ -19,6 +27,8 @@ LARGE = 16 << 20
 """Sources of copies above so many bytes are not compared with what they were."""
 POISON = 0xFF
 """In memory that a copy has not yet come to: a NaN in every floating dtype."""
+HANDED_OUT = ("numpy", "__array__", "__dlpack__", "tolist")
+"""Methods by which values leave torch without an operator."""
 
 
 class PageLocked:
@@ -34,6 +44,11 @@ class PageLocked:
     def nbytes(self) -> int:
         return sum(size for size, _ in self._ranges.values())
 
+    @property
+    def registered(self) -> int:
+        """Bytes that were registered by hand."""
+        return sum(size for size, by_hand in self._ranges.values() if by_hand)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor in page-locked memory, which stays so as long as anything lies in it."""
         count = int(numpy.prod(shape, dtype=numpy.int64)) * torch.empty(0, dtype=dtype).element_size()
@@ -45,10 +60,10 @@ class PageLocked:
         address = memory.ctypes.data
         self._add(address, count, False)
         weakref.finalize(memory, self._remove, address)
-        return torch.from_numpy(memory).view(dtype).view(tuple(shape))
+        return watched(torch.from_numpy(memory).view(dtype).view(tuple(shape)))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        address = torch._C.TensorBase.data_ptr(tensor)
+        address = torch._C.TensorBase.data_ptr(plain(tensor))
         with self._lock:
             at = bisect.bisect_right(self._starts, address) - 1
             return at >= 0 and address < self._starts[at] + self._ranges[self._starts[at]][0]
@@ -86,26 +101,28 @@ class PageLocked:
         with self._lock:
             bisect.insort(self._starts, address)
             self._ranges[address] = size, by_hand
+            machine.note_registered(self.registered)
 
     def _remove(self, address: int) -> None:
         with self._lock:
             if self._ranges.pop(address, None) is not None:
                 self._starts.remove(address)
+                machine.note_registered(self.registered)
 
 
 page_locked = PageLocked()
 
 
 class PendingCopy:
-    """A copy of which the host does not know that it is over. `tensor`: the host's."""
+    """A copy of which the host does not know that it is over. `tensor`: the host's, which is contiguous."""
 
     def __init__(self, stream: Stream, tensor: torch.Tensor, what: str, where: str):
-        self.stream, self.tick, self.tensor = stream, stream.tick, tensor
+        self.stream, self.tick, self.tensor = stream, stream.tick, plain(tensor)
         self._what, self._where = what, where
 
     def overlaps(self, address: int, size: int) -> bool:
-        storage = self.tensor.untyped_storage()
-        return address < storage.data_ptr() + storage.nbytes() and storage.data_ptr() < address + size
+        start = self.tensor.data_ptr()
+        return address < start + self.tensor.nbytes and start < address + size
 
     def over(self) -> None:
         """The host has waited for it."""
@@ -121,7 +138,7 @@ class Upload(PendingCopy):
     def __init__(self, stream: Stream, source: torch.Tensor, where: str):
         super().__init__(stream, source, "a copy to the device", where)
         with torch.inference_mode():
-            self._before = bytes_of(source).clone() if source.nbytes < LARGE else None
+            self._before = bytes_of(self.tensor).clone() if source.nbytes < LARGE else None
 
     def over(self) -> None:
         if self._before is not None and not torch.equal(bytes_of(self.tensor), self._before):
@@ -135,13 +152,72 @@ class Download(PendingCopy):
         super().__init__(stream, target, "a copy to the host", where)
         self._values = values
         with torch.inference_mode():
-            bytes_of(target).fill_(POISON)
+            bytes_of(self.tensor).fill_(POISON)
+        watched(target)
 
     def over(self) -> None:
         with torch.inference_mode():
             if not bool((bytes_of(self.tensor) == POISON).all()):
                 machine.record.violation(f"page-locked memory was changed under {self}")
             self.tensor.copy_(self._values)
+
+
+class HostTensor(torch.Tensor):
+    """A tensor in page-locked memory. A read by the host of what a copy has not yet brought is a violation."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        awaited = [entry for of in machine.gpus for entry in of.pending if isinstance(entry, Download)]
+        with torch._C.DisableTorchFunctionSubclass(), _Reads(awaited) if awaited else contextlib.nullcontext():
+            if getattr(func, "__name__", "") in HANDED_OUT:
+                _note_read(args[0], awaited)
+            found = func(*args, **(kwargs or {}))
+        for each in leaves([found]):
+            if each.device.type == "cpu" and page_locked.has(each):
+                watched(each)
+        return found
+
+
+class _Reads(TorchDispatchMode):
+    """Notes what the operators of this thread read of what `awaited` has not yet brought."""
+
+    def __init__(self, awaited: "list[Download]"):
+        super().__init__()
+        self._awaited = awaited
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        about, tensors = operator_of(func), [*leaves(args), *leaves(kwargs.values())]
+        to_device = any(tensor.is_cuda for tensor in tensors) or torch.device(kwargs.get("device") or "cpu").type == "cuda"
+        if not (about.view or about.like or to_device):  # the last are the device's to read: tensors.py sees them
+            written = list(map(id, mutated_by(func, args, kwargs)))
+            for tensor in tensors:
+                if id(tensor) not in written:
+                    _note_read(tensor, self._awaited)
+        return func(*args, **kwargs)
+
+
+def _note_read(tensor: torch.Tensor, awaited: "list[Download]") -> None:
+    tensor = plain(tensor)
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    for entry in awaited:
+        if entry.overlaps(tensor.data_ptr(), extent * tensor.element_size()):
+            machine.record.violation(f"the host reads memory that has not come: {entry}")
+
+
+def watched(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, a HostTensor from now on if it has no class of its own."""
+    if type(tensor) is torch.Tensor:
+        tensor.__class__ = HostTensor
+    return tensor
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Another one with the same values, which nobody watches."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

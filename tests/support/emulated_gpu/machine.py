@@ -75,13 +75,15 @@ class Record:
 
 
 class Reserved:
-    """Bytes of each device that each process has reserved, in a file that all of them map."""
+    """Bytes that each process has reserved of each device, and registered of the host, in a file that all of them map."""
 
     LINES, DEVICES = 256, 16
+    HOST = DEVICES
+    """In the place of a device's number."""
 
     def __init__(self, file: Path):
         if not file.exists():
-            file.write_bytes(bytes(8 * self.LINES * (1 + self.DEVICES)))
+            file.write_bytes(bytes(8 * self.LINES * (2 + self.DEVICES)))
         with file.open("r+b") as opened:
             self._table = numpy.frombuffer(mmap.mmap(opened.fileno(), 0), numpy.int64).reshape(self.LINES, -1)
         self._pid, self._line = 0, 0
@@ -93,7 +95,7 @@ class Reserved:
             self._line = self._pid % self.LINES
             while self._table[self._line, 0] not in (0, self._pid) and _lives(int(self._table[self._line, 0])):
                 self._line = (self._line + 1) % self.LINES
-            self._table[self._line] = [self._pid, *[0] * self.DEVICES]
+            self._table[self._line] = [self._pid, *[0] * (1 + self.DEVICES)]
         self._table[self._line, 1 + device] = nbytes
 
     def by_others(self, device: int) -> int:
@@ -184,6 +186,7 @@ class Machine:
         self.lock = threading.RLock()
         self.gpus: list[Gpu] = []
         self.record: Any = None
+        self.reserved_by: Any = None
         self.folder: Any = None
         """Of the files that its processes share."""
         self.sync_debug_mode = 0
@@ -194,13 +197,23 @@ class Machine:
         """Bytes of each device that other processes have."""
         return [of.reserved_by_others for of in self.gpus]
 
+    @property
+    def registered_elsewhere(self) -> int:
+        """Bytes of host memory that other processes have registered, which page-locks them."""
+        return self.reserved_by.by_others(Reserved.HOST)
+
+    def note_registered(self, nbytes: int) -> None:
+        """So many are in this process."""
+        if self.gpus:
+            self.reserved_by.set(Reserved.HOST, nbytes)
+
     @contextlib.contextmanager
     def of(self, cards: tuple[Card, ...], folder: Path) -> Iterator[None]:
         """`folder`: see Machine.folder."""
         assert not self.gpus, "there are emulated devices already"
         self.folder = folder
-        self.record, reserved_by = Record(folder / "violations"), Reserved(folder / "memory")
-        self.gpus = [Gpu(index, card, reserved_by) for index, card in enumerate(cards)]
+        self.record, self.reserved_by = Record(folder / "violations"), Reserved(folder / "memory")
+        self.gpus = [Gpu(index, card, self.reserved_by) for index, card in enumerate(cards)]
         self.sync_debug_mode = 0
         try:
             yield

@@ -5,8 +5,8 @@ composite operators come as their parts, but for a few whose CPU path gives the 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .host import Download, Upload, page_locked
 from .machine import machine, merge, where
 from .memory import Store, stores
+from .operators import leaves, mutated_by, operator_of
 from .streams import Stream, current_stream, here, index_of, stop
 
 READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"))
@@ -23,14 +24,6 @@ SIZED_BY_VALUES = frozenset(
     ("nonzero", "nonzero_numpy", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "argwhere", "bincount")
 )
 INDEXING = frozenset(("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"))
-WHOLE = frozenset(("scaled_dot_product_attention", "linear", "matmul"))
-LIKE = frozenset(
-    (
-        *("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    )
-)
-"""Operators that read shape and dtype of their first argument, and no value."""
 
 
 class CudaTensor(torch.Tensor):
@@ -51,6 +44,9 @@ class CudaTensor(torch.Tensor):
             device=torch.device("cuda", index),
         )
         made.inner, made.store = inner, store or _store_of(inner, index)
+        # Lazy: torch resolves them before an operator comes to __torch_dispatch__, which no longer looks at `inner`'s.
+        torch._C._set_conj(made, inner.is_conj())
+        torch._C._set_neg(made, inner.is_neg())
         return made
 
     def __init__(self, *_: Any, **__: Any):
@@ -124,28 +120,8 @@ class CudaTensor(torch.Tensor):
 _KNOWN = {CudaTensor, torch.Tensor, torch.nn.Parameter}
 
 
-class _Operator(NamedTuple):
-    """What its schema says of an operator."""
-
-    name: str
-    composite: bool
-    mutated: tuple[str, ...]
-    view: bool
-    like: bool
-
-
-@functools.cache
-def _operator(func: OpOverload) -> _Operator:
-    schema, key = func._schema, torch._C.DispatchKey.CompositeImplicitAutograd
-    name = schema.name.removeprefix("aten::")
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) and key not in func.py_kernels
-    mutated = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    view = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
-    return _Operator(name, composite and name not in WHOLE, mutated, view, name in LIKE)
-
-
 def _dispatch(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    about = _operator(func)
+    about = operator_of(func)
     if about.name == "copy_":
         return copy(*args, **kwargs)
     if about.name == "_to_copy":
@@ -162,7 +138,7 @@ def _dispatch(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def run(func: OpOverload, args: tuple, kwargs: dict[str, Any], work: Callable[..., Any] | None = None) -> Any:
     """An operator on the current stream of its tensors' device. `work`: computes it, in the place of the CPU's kernel."""
-    about = _operator(func)
+    about = operator_of(func)
     tensors = [*leaves(args), *leaves(kwargs.values())]
     index = _device_of(about.name, tensors)
     kwargs = dict(kwargs)
@@ -176,7 +152,7 @@ def run(func: OpOverload, args: tuple, kwargs: dict[str, Any], work: Callable[..
         kwargs["pin_memory"] = False
     stream = current_stream(index)
     _note_stops(about.name, args, stream)
-    mutated = [] if about.view or about.like else _mutated(func, about, args, kwargs)
+    mutated = [] if about.view or about.like else [t for t in mutated_by(func, args, kwargs) if isinstance(t, CudaTensor)]
     reads = [] if about.view or about.like else [t for t in tensors if isinstance(t, CudaTensor) and not _among(t, mutated)]
     begin(stream, reads, mutated)
     inner_args, inner_kwargs = [bare(each) for each in args], {name: bare(each) for name, each in kwargs.items()}
@@ -258,7 +234,7 @@ def _to_device(target: CudaTensor, source: torch.Tensor, non_blocking: bool) -> 
             if isinstance(entry, Download) and entry.overlaps(source.data_ptr(), source.nbytes):
                 machine.record.violation(f"a copy to the device from memory that has not come: {entry}")
         if locked and straight and non_blocking:
-            stream.gpu.pending.append(Upload(stream, source.detach(), where()))
+            stream.gpu.pending.append(Upload(stream, source, where()))
     if not non_blocking:
         stream.reach()
 
@@ -271,7 +247,7 @@ def _to_host(target: torch.Tensor, source: CudaTensor, non_blocking: bool) -> No
         if stream.capture is not None:
             raise NotImplementedError("a copy to the host in a graph")
         with machine.lock, torch.inference_mode(source.inner.is_inference()):
-            stream.gpu.pending.append(Download(stream, target.detach(), source.inner.clone(), where()))
+            stream.gpu.pending.append(Download(stream, target, source.inner.clone(), where()))
         return
     stop("a copy to the host")
     stream.reach()
@@ -353,14 +329,6 @@ def fresh(inner: torch.Tensor, device: Any) -> CudaTensor:
     return CudaTensor(inner, index_of(device))
 
 
-def leaves(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from leaves(value)
-
-
 def new_in(found: Any, *given: Any) -> list[torch.Tensor]:
     """Of an operation's outputs, one for each piece of memory that it was not given."""
     known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(given)}
@@ -422,15 +390,6 @@ def _note_stops(name: str, args: tuple, stream: Stream) -> None:
 
 def _among(tensor: torch.Tensor, tensors: list[CudaTensor]) -> bool:
     return any(tensor is other for other in tensors)
-
-
-def _mutated(func: OpOverload, about: _Operator, args: tuple, kwargs: dict[str, Any]) -> list[CudaTensor]:
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments if about.mutated else ()):
-        if argument.name in about.mutated:
-            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            found += leaves([value])
-    return [tensor for tensor in found if isinstance(tensor, CudaTensor)]
 
 
 def _refresh(tensor: CudaTensor) -> None:
