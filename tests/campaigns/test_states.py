@@ -13,7 +13,7 @@ pytestmark = pytest.mark.threads
 
 EXAMPLES = 200
 """Within which a planted fault has to be found."""
-QUICK, SLOW = "keys of a cancelled run stay", "another sound has the conditioning of the last"
+QUICK, SLOW = "keys of a cancelled run stay", "models of ranks that were killed stay"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Which mutants there are, by room."""
 
 from .mutant import Mutant
+from .two_events import TABLES, TWO_EVENTS
 
 CORE = "parallel_backend/core/"
 WIRE = "parallel_backend/wire/"
@@ -770,4 +771,6 @@ MUTANTS = (
     *PLANNING_MUTANTS,
     *ACCEPTANCE_MUTANTS,
     *NODE_MUTANTS,
+    *TWO_EVENTS,
+    *TABLES,
 )
