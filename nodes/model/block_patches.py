@@ -16,6 +16,7 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import Config
 
 from ..ui.other_nodes import name_of
+from .attention_choice import OVERRIDE, chosen_attention
 
 SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 """A replacement for a block that returns its input: the block is skipped."""
@@ -30,12 +31,12 @@ POSITIVE, NEGATIVE = 0, 1
 
 
 def block_changes(
-    family: Family, config: Config, options: dict[str, Any], entries: int
-) -> tuple[BlockChanges, dict[str, dict[str, Any]]]:
+    family: Family, config: Config, options: dict[str, Any], entries: int, attention: str
+) -> tuple[BlockChanges, dict[str, Any]]:
     """(the changes inside the blocks of a model call with `entries` batch entries, the remaining functions).
 
-    The remaining functions are transformer_options' entries "patches" and "patches_replace" without the functions that
-    became changes and those that have no effect on the native model.
+    The remaining functions are transformer_options' entries "patches", "patches_replace" and OVERRIDE without the functions
+    that became changes and those that have no effect on the native model. `attention`: the model's, see Setup.
     """
     skipped, replaced = _skipped(family, config, options.get("patches_replace", {}))
     guidance: NormalizedGuidance | None = None
@@ -48,7 +49,12 @@ def block_changes(
                 guidance = _normalized(function, options.get("cond_or_uncond"), entries)
             elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
                 patches.setdefault(name, []).append(function)
-    return BlockChanges(skipped, guidance), {"patches": patches, "patches_replace": replaced}
+    left: dict[str, Any] = {"patches": patches, "patches_replace": replaced}
+    kernel = ""
+    if (override := options.get(OVERRIDE)) is not None:
+        chosen = chosen_attention(override, attention)
+        kernel, left[OVERRIDE] = ("", override) if chosen is None else (chosen, None)
+    return BlockChanges(skipped, guidance, kernel), left
 
 
 def is_known(name: re.Pattern[str], function: Callable[..., Any]) -> bool:

@@ -281,9 +281,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, latents, options):
             band = None
-        changes, patches = block_changes(family, config, options, len(latents[0]))
+        changes, patches = block_changes(family, config, options, len(latents[0]), self.setup.attention)
         unknown = [name for name in inputs if name not in family.inputs.accepts]
-        refuse_what_does_not_reach_the_ranks(options | patches, unknown, family, self.setup.attention)
+        refuse_what_does_not_reach_the_ranks(options | patches, unknown, family)
         check_latents(family, config, latents)
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)

@@ -4,13 +4,11 @@ The tables list the entries of `transformer_options` that do reach them or need 
 (samplers, context windows, patchers, models), and those of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
 """
 
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel_backend.core.attention_kernels import wanted
 from parallel_backend.families import Family
 
 from ..ui.other_nodes import definition, named, nodes_of, nodes_that_set
@@ -77,9 +75,6 @@ model is refused as such."""
 HARMLESS = ("crossattn_controlnet",)
 """Arguments of a model call that native models ignore."""
 
-EXACT_KERNELS = ("attention_pytorch", "attention_flash", "attention_xformers", "attention_split", "attention_sub_quad")
-"""ComfyUI's attention kernels that differ from each other, and from the ranks' exact kernels, by rounding only."""
-
 INSTEAD = {
     r"(?<!kv)(?<!kv )cache": "Take Parallel Step Cache in its place",
     "compile": "Switch on `compile` in Parallel DiT Loader in its place",
@@ -111,16 +106,14 @@ class Unread:
         return f"{self.what} ({function.__qualname__} of {function.__module__})" if function else self.what
 
 
-def refuse_what_does_not_reach_the_ranks(
-    options: Mapping[str, Any], unknown: Iterable[str], family: Family, attention: str
-) -> None:
+def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: Iterable[str], family: Family) -> None:
     """ValueError, with node and entry, for anything that changes the native model's result and does not reach the ranks.
 
-    `options`: a call's transformer_options, without the patches that reach the ranks (block_patches.py). `unknown`: names of
-    arguments that the family does not take. `attention`: the ranks' kernel (core/attention_kernels.py).
+    `options`: a call's transformer_options, without the functions that reach the ranks. `unknown`: names of
+    arguments that the family does not take.
     """
     conditioning = (Unread(f"'{name}' conditioning") for name in unknown if name not in HARMLESS)
-    refuse_unread([*unread(options, family, attention), *conditioning])
+    refuse_unread([*unread(options, family), *conditioning])
 
 
 def refuse_unread(refused: Iterable[Unread]) -> None:
@@ -136,26 +129,18 @@ def refuse_unread(refused: Iterable[Unread]) -> None:
     )
 
 
-def unread(options: Mapping[str, Any], family: Family, attention: str) -> Iterator[Unread]:
+def unread(options: Mapping[str, Any], family: Family) -> Iterator[Unread]:
     """Entries of transformer_options that change the native model's result and that the ranks do not read."""
     for name, value in options.items():
         if name in ("patches", "patches_replace"):
             yield from _patches(name, value)
         elif name == "optimized_attention_override":
-            if value is not None and not (chooses_exact_kernel(value) and wanted(attention)[0].exact):
+            if value is not None:
                 yield Unread("an attention kernel set on the MODEL", value)
         elif value is None or name in BOOKKEEPING or name in FOR_PATCHES or name.startswith(OURS):
             continue
         elif name not in READ_BY or (_is_read(name, family) and _asks(name, value)):
             yield Unread(f"the entry '{name}' of transformer_options", entry=name)
-
-
-def chooses_exact_kernel(override: Any) -> bool:
-    """Whether an override of ComfyUI's attention, set by Model Attention Backend for instance, is one of EXACT_KERNELS."""
-    if getattr(override, "__module__", None) != "comfy.model_patcher":
-        return False
-    chosen = inspect.getclosurevars(override).nonlocals.get("optimized_attention")
-    return getattr(chosen, "__name__", None) in EXACT_KERNELS
 
 
 def _patches(table: str, patches: Mapping[str, Any]) -> Iterator[Unread]:

@@ -5,7 +5,7 @@ run. `auto/sage` is a wish: for the widget's `auto` the nodes name ComfyUI's ker
 """
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,15 @@ KERNELS = {
 }
 """Kernels by name, in the widget's order."""
 
+SAGE_VARIANTS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "fp16_cuda": ("sageattn_qk_int8_pv_fp16_cuda", {"pv_accum_dtype": "fp32"}),
+    "fp16_triton": ("sageattn_qk_int8_pv_fp16_triton", {}),
+    "fp8_cuda": ("sageattn_qk_int8_pv_fp8_cuda", {"pv_accum_dtype": "fp32+fp32"}),
+    "fp8_cuda++": ("sageattn_qk_int8_pv_fp8_cuda", {"pv_accum_dtype": "fp32+fp16"}),
+}
+"""Ways of SageAttention 2 that a node may choose -> function of the package and its options. Otherwise the package chooses
+by the GPU."""
+
 ATTENTION = (AUTO, *KERNELS)
 """Values of the widget `attention`."""
 
@@ -99,7 +108,12 @@ def wanted(attention: str) -> tuple[AttentionKernel, bool]:
     """The kernel that `attention` names, and whether it is a demand, without a fallback."""
     if attention == AUTO:
         return KERNELS[SDPA], False
-    return KERNELS[attention.removeprefix(f"{AUTO}/")], attention in KERNELS
+    return KERNELS[attention.removeprefix(f"{AUTO}/").partition(".")[0]], attention in KERNELS
+
+
+def variant_of(attention: str) -> str:
+    """The key of SAGE_VARIANTS in `attention`, or empty."""
+    return attention.partition(".")[2]
 
 
 def known_devices(devices: Iterable[str]) -> list[str]:

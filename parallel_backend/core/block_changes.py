@@ -32,6 +32,9 @@ class BlockChanges:
     skipped: tuple[str, ...] = ()
     """Blocks "<list>.<index>" that return their input (skip layer guidance)."""
     guidance: NormalizedGuidance | None = None
+    attention: str = ""
+    """The kernel of all layers: a key of attention_kernels.KERNELS, or `sage.` and one of SAGE_VARIANTS. A rank that cannot
+    run it takes torch's. Empty: the kernel that the model was loaded with."""
 
     @property
     def together(self) -> bool:

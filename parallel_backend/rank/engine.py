@@ -125,7 +125,7 @@ class Engine:
             peak_bytes=self.stage.store.peak_bytes,
             blocks=self._block_watch.drain(),
             graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
-            attention=self.stage.attention.kernel.report(),
+            attention=self.stage.attention_report(),
             arithmetic=self.stage.arithmetic,
             streamed_bytes=streamed,
             streaming_wait_seconds=waited_for_weights,

@@ -8,12 +8,13 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checked
 from parallel_backend.checkpoints.fingerprint import check_fingerprint
+from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
-from parallel_backend.rank.attention.kernel_choice import choose_kernel
+from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
@@ -93,7 +94,11 @@ class LoadedStage:
         plan = stage.plan
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype, store)
-        kernel = choose_kernel(setup.attention, device, setup.dtype, family.sizes.head_size(config), degrees.ring > 1)
+        self._choose = functools.partial(
+            choose_kernel, device=device, dtype=setup.dtype, head_size=family.sizes.head_size(config), ring=degrees.ring > 1
+        )
+        kernel = self._choose(setup.attention)
+        self._kernels = {"": kernel}
         sharing = family.sizes.heads(config) // (family.sizes.key_heads(config) or family.sizes.heads(config))
         self.attention = AttentionContext(
             degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing, setup.transfer_dtype
@@ -115,6 +120,17 @@ class LoadedStage:
         """Between a receive and a send this rank computes without transfers."""
         degrees = self._degrees
         return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
+
+    def kernel_of(self, attention: str) -> RankKernel:
+        """The attention kernel of a call. `attention`: see BlockChanges. The first call with another kernel tries it."""
+        if attention not in self._kernels:
+            self._kernels[attention] = self._choose(f"{AUTO}/{attention}")
+        return self._kernels[attention]
+
+    def attention_report(self) -> str:
+        """The kernels that computed since the last report, in words for the user."""
+        used = [kernel for kernel in self._kernels.values() if kernel.used] or [self._kernels[""]]
+        return "; ".join(filter(None, (kernel.report() for kernel in used)))
 
     @property
     def without_graphs(self) -> str:

@@ -59,8 +59,10 @@ class StageForward:
         state = MicroStepState(step, conditioning, stage.module_cache, buffer)
         forward = functools.partial(self._forward, state)
         try:
-            # No graph where residuals are copied from the host, or blocks wait for streamed weights: a graph has neither.
-            if self._graphs is None or step.residuals or stage.store.streams:
+            # No graph where residuals are copied from the host, blocks wait for streamed weights, or a node has chosen a
+            # kernel that is launched elsewhere: a graph has none of them.
+            kernel = stage.kernel_of(conditioning.changes.attention).kernel
+            if self._graphs is None or step.residuals or stage.store.streams or not kernel.graphs:
                 return forward(inputs)
             return self._graphs.run(state, inputs, forward)
         finally:
@@ -73,6 +75,7 @@ class StageForward:
         text, image = self._shards(step, conditioning)
         text_span, image_span = text[stage.place], image[stage.place]
         text_mask, text_ends = (conditioning.tensors.get(name) for name in (TEXT_MASK, TEXT_ENDS))
+        stage.attention.kernel = stage.kernel_of(conditioning.changes.attention)
         stage.attention.step = AttentionStep(
             text_tokens=conditioning.text_tokens,
             text=text,

@@ -10,7 +10,7 @@ from tests.nodes.rows import COMPUTED, HARMLESS, KINDS, PASSED, REFUSED, VERSION
 
 def unread(module, family, name, value):
     """What of transformer_options is refused."""
-    return list(module("model.reach").unread({name: value}, family, "auto"))
+    return list(module("model.reach").unread({name: value}, family))
 
 
 VALUES = {
@@ -69,7 +69,7 @@ def remaining(module, family, table, name):
     functions = [sample_function] if table == "patches" else {name: {key: sample_function}}
     options = {table: {name: functions} if table == "patches" else functions}
     config = next(with_(family, ""))[0]
-    _, left = module("model.block_patches").block_changes(family, config, options, 1)
+    _, left = module("model.block_patches").block_changes(family, config, options, 1, "auto")
     return [each for entry, value in left.items() for each in unread(module, family, entry, value)]
 
 
@@ -117,7 +117,7 @@ def test_conditioning(module, family):
 def refusing(reach, family, name):
     """An argument that the family does not know is refused by its name, but for harmless ones."""
     if name in reach.HARMLESS:
-        reach.refuse_what_does_not_reach_the_ranks({}, [name], family, "auto")
+        reach.refuse_what_does_not_reach_the_ranks({}, [name], family)
         return
     with pytest.raises(ValueError, match=f"'{name}' conditioning"):
-        reach.refuse_what_does_not_reach_the_ranks({}, [name], family, "auto")
+        reach.refuse_what_does_not_reach_the_ranks({}, [name], family)

@@ -22,7 +22,7 @@ def trials(monkeypatch):
     """`trials[kernel]`: what that kernel's trial says from now on; every call is in `trials["called"]`."""
     said = {"called": []}
 
-    def answer(kernel, device, dtype, head_size, lse):
+    def answer(kernel, device, dtype, head_size, lse, variant=""):
         said["called"].append((kernel.name, str(device), dtype, head_size, lse))
         return said.get(kernel.name)
 

@@ -82,6 +82,25 @@ def sageattn_2(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, ret
     return both if return_lse else both[0]
 
 
+def sageattn_qk_int8_pv_fp8_cuda(
+    q,
+    k,
+    v,
+    tensor_layout="HND",
+    is_causal=False,
+    qk_quant_gran="per_thread",
+    sm_scale=None,
+    pv_accum_dtype="fp32+fp16",
+    smooth_k=True,
+    smooth_v=False,
+    return_lse=False,
+    **kwargs: Any,
+):
+    """Of release 2, which others of its ways are called like."""
+    both = _sage(q, k, v, tensor_layout, sm_scale)
+    return both if return_lse else both[0]
+
+
 def int8_attention(q, k, v, *, scale=None, attn_mask=None):
     """comfy_kitchen: heads first, masks that broadcast to [B, H, q, k]."""
     if not all(q.shape) or not all(k.shape):

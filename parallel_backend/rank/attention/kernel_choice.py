@@ -6,11 +6,11 @@ call shows that.
 
 import importlib
 import logging
-from types import ModuleType
+from typing import Any
 
 import torch
 
-from parallel_backend.core.attention_kernels import KERNELS, SDPA, AttentionKernel, wanted
+from parallel_backend.core.attention_kernels import KERNELS, SDPA, AttentionKernel, variant_of, wanted
 from parallel_backend.core.dtypes import compute_dtype, compute_name
 
 from .kernels import sdpa
@@ -34,10 +34,11 @@ class RankKernel:
     kernels/interface.py; in addition several query heads in a row may share a head of keys and values.
     """
 
-    def __init__(self, kernel: AttentionKernel, device: torch.device, refused: str = ""):
-        """`refused`: why this is not the kernel that the user asked for, in words of the report."""
-        self.kernel, self._device, self._refused = kernel, device, refused
-        self._module = _module(kernel)
+    def __init__(self, kernel: AttentionKernel, device: torch.device, refused: str = "", variant: str = ""):
+        """`refused`: why this is not the kernel that the user asked for, in words of the report. `variant`: a key of
+        SAGE_VARIANTS, or empty."""
+        self.kernel, self._device, self._refused, self._variant = kernel, device, refused, variant
+        self._module = _module(kernel, variant)
         self._failures: dict[tuple[int, torch.dtype, bool], str | None] = {}
         self._dtypes: set[str] = set()  # since the last report, as are the next two
         self._lacked: set[str] = set()
@@ -65,11 +66,16 @@ class RankKernel:
             return "it returns no log-sum-exp"
         key = head_size, dtype, lse
         if key not in self._failures:
-            self._failures[key] = failure = trial(self.kernel, self._device, dtype, head_size, lse)
+            self._failures[key] = failure = trial(self.kernel, self._device, dtype, head_size, lse, self._variant)
             if failure is not None:
                 form = " with a log-sum-exp" if lse else ""
                 log.warning("%s: heads of %d in %s%s: %s", self.kernel.title, head_size, _name(dtype), form, failure)
         return self._failures[key]
+
+    @property
+    def used(self) -> bool:
+        """A call has come since the last report."""
+        return bool(self._dtypes)
 
     def report(self) -> str:
         """The kernels that computed since the last report, for the user. Empty on CPUs, which have one kernel."""
@@ -85,7 +91,7 @@ class RankKernel:
         text += f", since {self._refused}" if self._refused else ""
         return text + (", on ROCm, where Parallel DiT has never been tried" if torch.version.hip else "")
 
-    def _for(self, q_BQHD: torch.Tensor, k_BKhD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> ModuleType:
+    def _for(self, q_BQHD: torch.Tensor, k_BKhD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> Any:
         """The module of the kernel that computes this call."""
         if not q_BQHD.numel() or not k_BKhD.numel():
             return sdpa
@@ -117,7 +123,7 @@ def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: i
     """
     kernel, demanded = wanted(attention)
     compute = compute_dtype(dtype, device)
-    chosen, failure = RankKernel(kernel, device), None
+    chosen, failure = RankKernel(kernel, device, variant=variant_of(attention)), None
     if kernel.name != SDPA:
         if not kernel.possible(str(device), dtype):
             failure = "is not installed here or cannot serve this device and dtype"
@@ -139,7 +145,9 @@ def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: i
     return chosen
 
 
-def trial(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_size: int, lse: bool) -> str | None:
+def trial(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_size: int, lse: bool, variant: str = ""
+) -> str | None:
     """Why a kernel cannot be used for heads of this size; None if its results are those of SDPA on the CPU in fp32.
 
     Queries, keys and values are strided as Ulysses' all-to-all leaves them. Also with a mask, if the kernel takes masks.
@@ -152,7 +160,7 @@ def trial(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, hea
         try:
             tried_K3BHD = rows_K3BHD.to(device, dtype, copy=True)
             arguments = *_queries_keys_values(tried_K3BHD), None if mask_BK is None else mask_BK.to(device), None
-            module = _module(kernel)
+            module = _module(kernel, variant)
             results = module.attend_lse(*arguments) if lse else (module.attend(*arguments),)
             results = [part.float().cpu() for part in results]  # waits: CUDA raises a failed launch at the next wait
             unchanged = torch.equal(tried_K3BHD, rows_K3BHD.to(device, dtype))
@@ -172,8 +180,10 @@ def _queries_keys_values(rows_K3BHD: torch.Tensor) -> tuple[torch.Tensor, torch.
     return q_BKHD[:, :TRIAL_QUERIES], k_BKHD, v_BKHD
 
 
-def _module(kernel: AttentionKernel) -> ModuleType:
-    return importlib.import_module(f".kernels.{kernel.name}", __package__)
+def _module(kernel: AttentionKernel, variant: str) -> Any:
+    """What has `attend` and, where the kernel returns it, `attend_lse`."""
+    module = importlib.import_module(f".kernels.{kernel.name}", __package__)
+    return module.Variant(variant) if variant else module
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,6 +6,8 @@ its `sageattn` drops options that it does not know, and centres a copy of the ke
 
 import inspect
 
+from parallel_backend.core.attention_kernels import SAGE_VARIANTS
+
 
 def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
     from sageattention import sageattn
@@ -22,3 +24,29 @@ def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
     options = {"tensor_layout": "NHD", "is_causal": False, "sm_scale": scale, "smooth_k": False, "return_lse": True}
     out_BQHD, lse_BHQ = sageattn(q_BQHD, k_BKHD, v_BKHD, **options)
     return out_BQHD, lse_BHQ.transpose(1, 2)  # a natural logarithm
+
+
+class Variant:
+    """One way of release 2 in the place of the package's own choice: this module's functions."""
+
+    def __init__(self, variant: str):
+        """`variant`: a key of SAGE_VARIANTS."""
+        self._name, self._options = SAGE_VARIANTS[variant]
+
+    def attend(self, q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
+        return self._call(q_BQHD, k_BKHD, v_BKHD, scale)
+
+    def attend_lse(self, q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
+        out_BQHD, lse_BHQ = self._call(q_BQHD, k_BKHD, v_BKHD, scale, return_lse=True)
+        return out_BQHD, lse_BHQ.transpose(1, 2)
+
+    def _call(self, q_BQHD, k_BKHD, v_BKHD, scale, **options):
+        """ImportError where the installed release has no such function."""
+        import sageattention
+
+        function = getattr(sageattention, self._name, None)
+        if function is None:
+            raise ImportError(f"this release of sageattention has no {self._name}")
+        return function(
+            q_BQHD, k_BKHD, v_BKHD, tensor_layout="NHD", is_causal=False, sm_scale=scale, **self._options, **options
+        )

@@ -1,0 +1,87 @@
+"""Kernels that other nodes have chosen for a MODEL's attention, by name for the ranks.
+
+Such a node puts a function into transformer_options, which the native model calls in the place of ComfyUI's attention. It
+cannot run on the ranks. One that is known by its name becomes the name of the same kernel (BlockChanges.attention).
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from parallel_backend.core.attention_kernels import KERNELS, SAGE_VARIANTS, SDPA, wanted
+
+from ..ui.other_nodes import name_of
+
+OVERRIDE = "optimized_attention_override"
+"""The entry of transformer_options."""
+CORE = re.compile(r"model_patcher\.ModelPatcher\.set_model_optimized_attention\.<locals>\.optimized_attention_override")
+"""What ModelPatcher puts there for nodes, Model Attention Backend for instance."""
+SAGE_KJ = re.compile(r"model_optimization_nodes\.PathchSageAttentionKJ\.patch\.<locals>\.attention_override_sage")
+"""KJNodes' Patch Sage Attention."""
+FLASH_KJ = re.compile(r"model_optimization_nodes\.PatchFlashAttentionKJ\.patch\.<locals>\.attention_override_flash")
+"""KJNodes' Patch Flash Attention."""
+NATIVE = {
+    "attention_pytorch": SDPA,
+    "attention_split": SDPA,
+    "attention_sub_quad": SDPA,
+    "attention_xformers": "xformers",
+    "attention_flash": "flash",
+    "attention_sage": "sage",
+    "attention_comfy_kitchen_int8": "comfy_kitchen",
+}
+"""ComfyUI's attention functions -> the ranks' kernels, which differ from them by rounding only."""
+
+
+def chosen_attention(override: Any, loaded: str) -> str | None:
+    """`BlockChanges.attention` for an override of ComfyUI's attention. None: it is of no kernel that is known.
+
+    `loaded`: the `attention` that the ranks' model was loaded with. It stays where both kernels are exact.
+    """
+    kernel = _kernel(override)
+    if kernel is None:
+        return None
+    exact = KERNELS[kernel.partition(".")[0]].exact
+    return "" if exact and wanted(loaded)[0].exact else kernel
+
+
+def _kernel(override: Any) -> str | None:
+    if not callable(override):
+        return None
+    name = name_of(override)
+    if CORE.fullmatch(name):
+        return NATIVE.get(getattr(_inside(override).get("optimized_attention"), "__name__", ""))
+    if FLASH_KJ.fullmatch(name):
+        return "flash"
+    if SAGE_KJ.fullmatch(name):
+        return _sage(override)
+    return None
+
+
+def _sage(override: Callable[..., Any]) -> str | None:
+    """By the function of the package that KJNodes' function calls, and the numbers' formats that it asks for."""
+    for function in _functions(override):
+        called, texts = _inside(function), function.__code__.co_consts
+        for variant, (name, options) in SAGE_VARIANTS.items():
+            if name in called and all(value in texts for value in options.values()):
+                return f"sage.{variant}"
+        if "sageattn" in called:
+            return "sage"
+    return None
+
+
+def _functions(override: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The function and those that it calls by its closure, also behind decorators."""
+    pending, seen = [override], set()
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        function = getattr(function, "_torchdynamo_orig_callable", function)
+        if inspect.isfunction(function) and function not in seen:
+            seen.add(function)
+            yield function
+            pending += [value for value in _inside(function).values() if callable(value)]
+
+
+def _inside(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables of a function's closure."""
+    return dict(inspect.getclosurevars(function).nonlocals)

@@ -1,0 +1,146 @@
+"""Kernels that other nodes put on a MODEL: known by the names of their functions, which are made here as the nodes do."""
+
+import functools
+
+import pytest
+
+from parallel_backend.core.attention_kernels import KERNELS, SAGE_VARIANTS
+from parallel_backend.families import FAMILIES
+
+FLUX, CONFIG = FAMILIES["flux"], {"num_layers": 1, "num_single_layers": 1}
+
+
+def in_module(function, module, qualname):
+    function.__module__, function.__qualname__ = module, qualname
+    return function
+
+
+def by_core(name):
+    """As ModelPatcher.set_model_optimized_attention."""
+
+    def optimized_attention(): ...
+
+    optimized_attention.__name__ = name
+
+    def optimized_attention_override(_, *args, **kwargs):
+        return optimized_attention(*args, **kwargs)
+
+    where = "ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override"
+    return in_module(optimized_attention_override, "comfy.model_patcher", where)
+
+
+def by_kj(mode):
+    """As Patch Sage Attention of KJNodes: a function of the package behind two closures and two decorators."""
+    if mode == "auto":
+
+        def sageattn(): ...
+
+        def sage_func(q):
+            return sageattn(q, is_causal=False)
+
+    elif mode == "fp16_triton":
+
+        def sageattn_qk_int8_pv_fp16_triton(): ...
+
+        def sage_func(q):
+            return sageattn_qk_int8_pv_fp16_triton(q)
+
+    elif mode == "fp16_cuda":
+
+        def sageattn_qk_int8_pv_fp16_cuda(): ...
+
+        def sage_func(q):
+            return sageattn_qk_int8_pv_fp16_cuda(q, pv_accum_dtype="fp32")
+
+    elif mode == "fp8_cuda":
+
+        def sageattn_qk_int8_pv_fp8_cuda(): ...
+
+        def sage_func(q):
+            return sageattn_qk_int8_pv_fp8_cuda(q, pv_accum_dtype="fp32+fp32")
+
+    elif mode == "fp8_cuda++":
+
+        def sageattn_qk_int8_pv_fp8_cuda(): ...
+
+        def sage_func(q):
+            return sageattn_qk_int8_pv_fp8_cuda(q, pv_accum_dtype="fp32+fp16")
+
+    else:
+
+        def sageattn3_blackwell(): ...
+
+        def sage_func(q):
+            return sageattn3_blackwell(q)
+
+    @functools.wraps(sage_func)
+    def uncompiled(*args):
+        return sage_func(*args)
+
+    def attention_sage(q):
+        return uncompiled(q)
+
+    @functools.wraps(attention_sage)
+    def new_attention(*args):
+        return attention_sage(*args)
+
+    def attention_override_sage(func, *args):
+        return new_attention.__wrapped__(*args)
+
+    where = "PathchSageAttentionKJ.patch.<locals>.attention_override_sage"
+    return in_module(attention_override_sage, "/custom_nodes/kjnodes.nodes.model_optimization_nodes", where)
+
+
+def flash_by_kj():
+    where = "PatchFlashAttentionKJ.patch.<locals>.attention_override_flash"
+    return in_module(lambda func, *args: None, "kjnodes.nodes.model_optimization_nodes", where)
+
+
+@pytest.mark.parametrize(
+    ("name", "over_exact", "over_sage"),
+    [
+        ("attention_pytorch", "", "sdpa"),
+        ("attention_split", "", "sdpa"),
+        ("attention_flash", "", "flash"),
+        ("attention_sage", "sage", "sage"),
+        ("attention_comfy_kitchen_int8", "comfy_kitchen", "comfy_kitchen"),
+        ("attention3_sage", None, None),
+        ("attention_of_a_newer_comfyui", None, None),
+    ],
+)
+def test_comfyuis_own_kernels(module, name, over_exact, over_sage):
+    chosen = module("model.attention_choice").chosen_attention
+    assert chosen(by_core(name), "auto") == chosen(by_core(name), "flash") == over_exact
+    assert chosen(by_core(name), "auto/sage") == chosen(by_core(name), "sage") == over_sage
+
+
+@pytest.mark.parametrize("mode", ["auto", *SAGE_VARIANTS])
+def test_patch_sage_attention_is_known_by_the_function_that_it_calls(module, mode):
+    chosen = module("model.attention_choice").chosen_attention(by_kj(mode), "auto")
+    assert chosen == ("sage" if mode == "auto" else f"sage.{mode}")
+
+
+def test_patch_flash_attention(module):
+    chosen = module("model.attention_choice").chosen_attention
+    assert (chosen(flash_by_kj(), "auto"), chosen(flash_by_kj(), "auto/sage")) == ("", "flash")
+
+
+@pytest.mark.parametrize("other", [by_kj("sageattn3"), lambda func, *args: func(*args), "text", by_core("attention3_sage")])
+def test_another_one_is_left_to_be_refused(module, other):
+    patches = module("model.block_patches")
+    assert module("model.attention_choice").chosen_attention(other, "auto") is None
+    changes, left = patches.block_changes(FLUX, CONFIG, {"optimized_attention_override": other}, 1, "auto")
+    assert (changes.attention, left["optimized_attention_override"]) == ("", other)
+    refused = list(module("model.reach").unread(left, FLUX))
+    assert [each.what for each in refused] == ["an attention kernel set on the MODEL"]
+
+
+def test_a_known_one_becomes_the_calls_kernel(module):
+    options = {"optimized_attention_override": by_kj("fp8_cuda")}
+    changes, left = module("model.block_patches").block_changes(FLUX, CONFIG, options, 1, "auto")
+    assert changes.attention == "sage.fp8_cuda"
+    assert not list(module("model.reach").unread(options | left, FLUX))
+
+
+def test_every_native_kernel_has_its_row(module):
+    assert set(module("model.attention_choice").NATIVE.values()) <= set(KERNELS)
