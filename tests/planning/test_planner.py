@@ -24,7 +24,15 @@ from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
 from parallel_backend.planning import planner, prediction
-from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
+from parallel_backend.planning.calibrated_costs import (
+    LEAST_GROWTH,
+    BlockCost,
+    CalibratedCosts,
+    Calibration,
+    DeviceCost,
+    pairs_of,
+    through,
+)
 from parallel_backend.planning.calibration import calibrate, calibration_key, calibration_of, contexts
 from parallel_backend.planning.calibration_file import cached
 from parallel_backend.planning.machine import Device, Machine
@@ -386,7 +394,7 @@ def test_more_memory_never_removes_a_mode(world, what, memory, more):
 def test_a_block_is_found_from_two_lengths(fixed, token, pairs):
     cost = BlockCost(fixed, token, pairs)
     found = through([(tokens, cost.fixed + cost.work(tokens, tokens)) for tokens in (1088, 320)], pairs)
-    if cost.work(1088, 1088) > 0.05 * fixed:
+    if (work := cost.work(1088, 1088)) > LEAST_GROWTH * (fixed + work):
         assert (found.fixed, found.token) == pytest.approx((fixed, token), rel=1e-4, abs=1e-9)
 
 
