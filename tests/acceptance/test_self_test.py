@@ -24,7 +24,7 @@ from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.wire.rank_settings import SelfTest
-from testing.cases import all_cases
+from testing.cases import OF_EACH_FORM, all_cases
 from tests.support.fake_cuda import ADA, AMPERE, fake_cuda
 
 CPUS = Settings(("cpu", "cpu"))
@@ -239,7 +239,10 @@ def test_decibels():
     assert not model_file.decibels(exact * float("nan"), exact) >= 0
 
 
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.family not in OF_EACH_FORM)) for case in all_cases()],
+)
 def test_every_family_has_a_problem_to_sample(case, tmp_path):
     """As many tokens as asked for, or as few as a square has; conditioning that the family itself takes for its own."""
     checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "file.safetensors"))

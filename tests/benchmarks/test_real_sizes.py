@@ -36,7 +36,7 @@ STATE = TOKENS * HIDDEN * 2
     ("real", "degrees"),
     [
         pytest.param(FLUX, Degrees(), id="one rank"),
-        pytest.param(FLUX, Degrees(tensor=2), id="tensor"),
+        pytest.param(FLUX, Degrees(tensor=2), id="tensor", marks=pytest.mark.slow),
         pytest.param(FLUX, Degrees(patch=2, patch_mode="displaced"), id="patch", marks=pytest.mark.slow),
         pytest.param(KREA_2.with_depths(8), Degrees(pipe=2), id="pipe", marks=pytest.mark.slow),
     ],
@@ -111,6 +111,7 @@ def test_one_rank_does_no_more_than_comfyuis_own_class(name, measured):
         assert rank[what] <= 1.05 * native[what]
 
 
+@pytest.mark.slow
 def test_kernels_of_one_rank_are_those_of_the_result():
     """Of the smallest real model, traced now: a norm, a rotation or a gate that is taken apart again shows here."""
     (found,), (expected,) = figures(REAL_MODELS["flux-dev"], Degrees()).figures, committed()["flux-dev, one rank"]["ranks"]

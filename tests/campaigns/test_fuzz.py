@@ -41,14 +41,17 @@ def test_streams_of_messages():
     sound(runner.run("streams", messages.streams(MESSAGES), 500, SEED), "refused", "ended")
 
 
+@pytest.mark.slow
 def test_safetensors(models, tmp_path):
     sound(runner.run("safetensors", files.safetensors(models, tmp_path), 200, SEED), "refused", "opened")
 
 
+@pytest.mark.slow
 def test_gguf(models, tmp_path):
     sound(runner.run("gguf", files.gguf(models, tmp_path), 200, SEED), "refused", "opened")
 
 
+@pytest.mark.slow
 def test_folders(models, tmp_path):
     sound(runner.run("folders", files.folders(models, tmp_path), 100, SEED), "refused", "opened")
 

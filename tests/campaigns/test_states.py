@@ -13,7 +13,7 @@ pytestmark = pytest.mark.threads
 
 EXAMPLES = 200
 """Within which a planted fault has to be found."""
-QUICK, SLOW = "keys of a cancelled run stay", "models of ranks that were killed stay"
+DEFAULT = ("keys of a cancelled run stay", "models of ranks that were killed stay")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_for_longer(world: World):
     assert {"room for all", "room for one", "refused"} <= found.happened.keys()
 
 
-MARKS = {QUICK: (), SLOW: pytest.mark.slow}
+MARKS = dict.fromkeys(DEFAULT, pytest.mark.slow)
 """Of plants; the others are in the full tier."""
 
 

@@ -190,6 +190,17 @@ SAFETENSORS = {
 VARIANTS = ("scaled, old, prefixed", "scaled, in the header", "scaled, in the header, prefixed", "fp8 folder, sharded")
 GGUF = tuple(f"GGUF {kind}" for kind in (*GGUF_BLOCKS, "mixed"))
 FORMATS = (*SAFETENSORS, *VARIANTS, *GGUF)
+SLOW = (
+    "scaled, old, e5m2",
+    "scaled, new, e5m2",
+    "GGUF Q2_K",
+    "GGUF Q3_K",
+    "GGUF Q5_0",
+    "GGUF Q5_1",
+    "GGUF Q5_K",
+    "GGUF IQ4_XS",
+)
+"""Not in the quick tier: of each kind another one is."""
 ON_RANKS = (
     "fp8 e4m3",
     "fp8 e5m2",
@@ -282,7 +293,7 @@ def expected(files):
     return make
 
 
-@pytest.mark.parametrize("what", FORMATS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what in SLOW)) for what in FORMATS])
 def test_the_weights_are_those_of_the_expanded_form_and_stay_packed(files, expected, what):
     path, other = files(what)
     reference, output = expected(what)
@@ -298,7 +309,7 @@ def test_the_weights_are_those_of_the_expanded_form_and_stay_packed(files, expec
     assert sum(p.nbytes for p in reference.parameters()) > 0.95 * nbytes(other)
 
 
-@pytest.mark.parametrize("what", FORMATS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what in SLOW)) for what in FORMATS])
 def test_quantised_files_hold_other_values_than_the_model_they_were_made_from(files, whole, what):
     """The control: a format that was not applied, or a scale that was left out, would show."""
     stored = load_file(files(what)[1])

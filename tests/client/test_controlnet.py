@@ -62,6 +62,12 @@ SHOWN = {*MODES[2:4], Degrees(tensor=2), Degrees(batch=2)}
 """Those that other families than the first have in the default tier; the others put residuals on ranks by the same code."""
 assert {case.name for case in CASES} == set(NAMES)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
+first_in_quick = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case is not CASES[0])) for case in CASES],
+    indirect=True,
+)
+"""Every case, the first one alone in the quick tier."""
 
 
 def node_module(name: str):
@@ -138,6 +144,11 @@ def nothing() -> None:
     """A poll that has nothing to look at."""
 
 
+def in_tiers(degrees: Degrees) -> list[pytest.MarkDecorator]:
+    """Marks of a mode's row, of a case that is not the first: one mode is in the quick tier, that with most borders."""
+    return [pytest.mark.slow] * (degrees != Degrees(pipe=3)) + [pytest.mark.full] * (degrees not in SHOWN)
+
+
 @pytest.mark.parametrize(
     ("case", "degrees"),
     [
@@ -145,7 +156,7 @@ def nothing() -> None:
             case,
             degrees,
             id=f"{case.name}-{degrees}",
-            marks=() if case is CASES[0] or degrees in SHOWN else pytest.mark.full,
+            marks=() if case is CASES[0] else in_tiers(degrees),
         )
         for case in CASES
         for degrees in MODES
@@ -166,7 +177,7 @@ def test_residuals_give_diffusers_forward_with_them(case, degrees, pools, made, 
         assert tiny.relative(remote.predict(ModelCall(*given), nothing), expected) > 0.05  # the control: they do something
 
 
-@every_case
+@first_in_quick
 def test_each_blocks_residual_is_added_once_whatever_the_stage(case, pools, made):
     """At a border it is the sending stage that adds it: none twice, none never."""
     model, file = made(case)
@@ -296,7 +307,7 @@ def test_pipefusion_that_only_warms_up_equals_diffusers(case, size, degrees, poo
     assert tiny.relative(without, expected) > 0.02
 
 
-@every_case
+@first_in_quick
 def test_bands_with_old_keys_depend_on_the_schedule_alone(case, pools, made):
     _, file = made(case)
     x, sigmas, tensors, residuals = sampling(case, case.odd, 4)

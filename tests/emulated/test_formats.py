@@ -14,20 +14,16 @@ from tests.campaigns.transport.cases import nothing
 from tests.checkpoints.test_formats import CONFIG, dtype_of, files, whole  # noqa: F401 (fixtures)
 from tests.support.cpu_and_gpu import Both
 
-pytestmark = pytest.mark.threads
+pytestmark = [pytest.mark.threads, pytest.mark.slow]
 
 GIVEN = tiny.inputs(CONFIG)
 MODES = (Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
-QUICK = ("GGUF Q8_0",)
-DEFAULT = ("GGUF Q4_K", "bf16", "fp8 e4m3", "scaled, old", "scaled, new, by row", "GGUF mixed", "fp16")
+DEFAULT = ("GGUF Q8_0", "GGUF Q4_K", "bf16", "fp8 e4m3", "scaled, old", "scaled, new, by row", "GGUF mixed", "fp16")
 FULL = ("fp8 e5m2", "scaled, in the header, prefixed", "fp8 folder, sharded", "GGUF Q4_0", "GGUF Q6_K", "scaled, new, e5m2")
 
 
 def of_formats() -> list[pytest.param]:
-    return [
-        pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK) + [pytest.mark.full] * (what in FULL))
-        for what in (*QUICK, *DEFAULT, *FULL)
-    ]
+    return [pytest.param(what, marks=pytest.mark.full if what in FULL else ()) for what in (*DEFAULT, *FULL)]
 
 
 @pytest.mark.parametrize("what", of_formats())

@@ -182,7 +182,7 @@ class LeftOut:
 
 
 LEFT_OUT = (
-    LeftOut("blocks do not wait for their weights", streamed, replaced(CudaTicket, "wait", nothing_done), quick=True),
+    LeftOut("blocks do not wait for their weights", streamed, replaced(CudaTicket, "wait", nothing_done)),
     LeftOut("copies do not wait for blocks", streamed, replaced(CudaCopies, "copy", copies_do_not_wait)),
     LeftOut("a copy's event is recorded before it", streamed, replaced(CudaCopies, "copy", recorded_before), True),
     LeftOut(
@@ -206,10 +206,15 @@ LEFT_OUT = (
 
 
 @pytest.fixture(scope="module")
-def sound(both: Both, files: Files) -> Callable[[Run], list[torch.Tensor]]:
-    """What a run gives with nothing left out, in which nothing is to be seen: the control."""
+def sound(both: Both, files: Files, request) -> Callable[[Run], list[torch.Tensor]]:
+    """What a run gives with nothing left out, in which nothing is to be seen: the control. Of runs that a test asks for."""
+    asked = {
+        item.callspec.params["case"].run
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
     # All before the first is left out: what that leaves behind may be freed, and noted, in a later run.
-    found = {run: both.on_gpu(lambda *_, run=run: run(both, files)) for run in {case.run for case in LEFT_OUT}}
+    found = {run: both.on_gpu(lambda *_, run=run: run(both, files)) for run in asked}
     return found.__getitem__
 
 

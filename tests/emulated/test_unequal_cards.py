@@ -35,7 +35,7 @@ def of_two() -> list[pytest.param]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("degrees", of_two())
 def test_unequal_cards(both: Both, files: Files, degrees, dtype):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:

@@ -36,13 +36,17 @@ every_form = pytest.mark.parametrize("case", of_each_form(CASES), indirect=True)
 Choices = Callable[[Case], Iterable[Any]]
 
 
-def cases_with(name: str, choices: Choices, further: Choices = lambda case: ()) -> pytest.MarkDecorator:
-    """Every case with each of its `choices`, as the argument `name`; in the full tier also with the `further` ones."""
+def cases_with(
+    name: str, choices: Choices, further: Choices = lambda case: (), quick: Choices | None = None
+) -> pytest.MarkDecorator:
+    """Every case with each of its `choices`, as the argument `name`; in the full tier also with the `further` ones.
+    In the quick tier with the `quick` ones of its choices; None: with all."""
     params = [
-        pytest.param(case, choice, id=f"{case.name}-{choice}", marks=marks)
+        pytest.param(case, choice, id=f"{case.name}-{choice}", marks=marks or in_quick)
         for case in CASES
         for offered, marks in ((choices, ()), (further, pytest.mark.full))
         for choice in offered(case)
+        for in_quick in [() if quick is None or choice in quick(case) else pytest.mark.slow]
     ]
     return pytest.mark.parametrize(("case", name), params, indirect=["case"])
 
@@ -57,22 +61,27 @@ def shows_its_form(case: Case) -> bool:
     return case.family in OF_EACH_FORM and not is_further(case)
 
 
-def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees]]:
-    """Of a case: modes for every tier, those for the full tier.
+def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees], list[Degrees]]:
+    """Of a case: modes for the default tier, those for the full tier, and those of the first for the quick one too.
 
     What a family itself decides is how its blocks are cut into stages, its layers over tensor ranks, its tokens over
     sequence ranks, and what of a prompt belongs to which batch entry. The last two are shown by a product, with two ways
     of sequence ranks in turn; a family of each form has the third. A family's further cases have other inputs and
-    perhaps other layers, but attention of the same kind: stages and tensor ranks are enough. PipeFusion's comes last:
-    bands have use for the ranks as it leaves them.
+    perhaps other layers, but attention of the same kind: stages or tensor ranks, in turn, are enough. PipeFusion's comes
+    last: bands have use for the ranks as it leaves them. The quick tier has all but one of a family of each form, and
+    tensor ranks of each other one, whose layers are its own.
     """
     single = {axis: Degrees(**{axis: 2}) for axis in ("ulysses", "tensor", "pipe", "batch", "ring")}
     single["patch"] = Degrees(patch=2, patch_mode="displaced")
-    other = ("ring", "patch")[CASES.index(case) % 2]
-    product = replace(single[other], batch=2)
-    alone = ("ulysses", "tensor", "pipe") if shows_its_form(case) else ("tensor", "pipe")
-    every = [product] * (not is_further(case)) + [single[axis] for axis in alone]
-    return every, [degrees for degrees in PAIRS if degrees not in every]
+    turn = CASES.index(case) % 2
+    if is_further(case):
+        every, quick = [single[("tensor", "pipe")[turn]]], []
+    else:
+        product = replace(single[("ring", "patch")[turn]], batch=2)
+        alone = ("ulysses", "tensor", "pipe") if shows_its_form(case) else ("tensor", "pipe")
+        every = [product, *(single[axis] for axis in alone)]
+        quick = [product, single["tensor"], single["pipe"]] if shows_its_form(case) else [single["tensor"]]
+    return every, [degrees for degrees in PAIRS if degrees not in every], quick
 
 
 def banded_modes(case: Case, *modes: Degrees) -> list[Degrees]:
@@ -183,7 +192,12 @@ def sizes(case: Case) -> tuple[list[str], list[str]]:
     return ([], ["whole"]) if elsewhere else (["whole"], [])
 
 
-@cases_with("size", lambda case: sizes(case)[0], lambda case: sizes(case)[1] + (["odd"] if case.odd else []))
+@cases_with(
+    "size",
+    lambda case: sizes(case)[0],
+    lambda case: sizes(case)[1] + (["odd"] if case.odd else []),
+    quick=lambda case: () if is_further(case) else ("whole",),
+)
 def test_one_rank_equals_diffusers(case, size, pools, made, given_and_expected, measured):
     latent = case.latent if size == "whole" else case.odd
     compare(case, pools, made, given_and_expected, Degrees(), latent, measured)
@@ -209,7 +223,7 @@ def test_the_comparison_sees_every_input(case, pools, made):
         assert tiny.relative(remote.predict(ModelCall(*given), lambda: None), expected) > 10 * TOLERANCE
 
 
-@cases_with("degrees", lambda case: modes_of_two(case)[0], lambda case: modes_of_two(case)[1])
+@cases_with("degrees", *(lambda case, tier=tier: modes_of_two(case)[tier] for tier in range(3)))
 def test_exact_modes_equal_diffusers(case, degrees, pools, made, given_and_expected, measured):
     compare(case, pools, made, given_and_expected, degrees, case.odd or case.latent, measured)
 
@@ -248,7 +262,7 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, 
     assert 2 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 3)) < 0.5  # keys were old
 
 
-@every_form
+@pytest.mark.parametrize("case", of_each_form(CASES, quick=("flux", "z-image", "wan", "ltx-2")), indirect=True)
 def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
     model, file, _ = made(case)
     x, timestep, tensors = case.inputs()

@@ -74,6 +74,7 @@ def test_the_client_imports_nothing_heavy_and_starts_nothing():
     assert run(CLIENT_SIDE) == ["[]", "1 []"]
 
 
+@pytest.mark.slow
 def test_a_rank_imports_the_models_and_neither_comfyui_nor_the_nodes(tmp_path):
     """ComfyUI's modules are empty ones here: an import that is guarded against their absence would be seen too."""
     for name in COMFYUI:
@@ -82,6 +83,7 @@ def test_a_rank_imports_the_models_and_neither_comfyui_nor_the_nodes(tmp_path):
     assert run(RANK_SIDE, tmp_path) == ["", "True True", "", "True"]
 
 
+@pytest.mark.slow
 def test_a_rank_starts_without_what_only_pipelines_want_although_it_is_installed():
     assert run(STARTED_RANK) == ["[] True"]
 

@@ -105,6 +105,7 @@ def test_reader_reads_real_held_out_digits():
     assert (read == labels.numpy()).mean() > 0.98
 
 
+@pytest.mark.slow
 def test_sampled_pictures():
     pytest.importorskip("sklearn")
     from scripts import digits

@@ -488,6 +488,7 @@ def test_what_is_named_fits_and_is_the_least_change(flux_file):
     assert ("extrapolate off" in found) == half
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), st.floats(0.05, 1.2), st.integers(1, 6), st.integers(0, 2))
 def test_degrees_that_are_named_do_fit(flux_file, pipe, share, entries, kept):
     request, now = replace(LARGE, entries=entries, kept=kept), Degrees(pipe=pipe)

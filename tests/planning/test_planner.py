@@ -335,6 +335,7 @@ def small(prompts: int, text: int, warm_up: int) -> Workload:
 workloads = st.builds(small, st.sampled_from([1, 2]), st.sampled_from([0, 300]), st.integers(0, 5))
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(worlds, workloads, links, st.floats(1, 100), st.integers(0, 4), st.floats(1e8, 1e12))
 def test_more_bandwidth_is_never_slower(world, what, link, factor, socket, bridge):
@@ -371,6 +372,7 @@ def test_every_candidate_uses_all_devices_and_holds_no_more_than_the_model(world
             assert min(counts) >= 0
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(worlds, workloads, links, st.floats(1, 10), st.floats(0, 1e-3))
 def test_a_slower_block_is_never_faster(world, what, link, factor, fixed):

@@ -176,6 +176,7 @@ def test_a_run_in_bands_compiles_once_for_each_size_and_the_next_run_nothing(ran
     assert rank.graphs == 12  # the control: another size is compiled
 
 
+@pytest.mark.slow
 def test_adapters_are_compiled_once_and_another_strength_is_not(ranks, flux_file, traced):
     inputs = tiny.inputs(tiny.FLUX)
     generator = torch.Generator().manual_seed(3)

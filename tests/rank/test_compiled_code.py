@@ -136,6 +136,7 @@ def test_without_a_home_or_scratch_a_new_folder_is_made(home, shared, monkeypatc
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_torch_reads_nothing_from_a_folder_that_another_user_has_made(home, shared):
     """All of a rank's own: the cache with pickles and libraries, Triton's, and the compiled headers."""
     code = (

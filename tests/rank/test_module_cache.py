@@ -88,7 +88,12 @@ class Runs:
         return outputs
 
 
-@pytest.fixture(scope="module", params=of_each_form(CASES))
+QUICK = ("flux", "sd3", "z-image", "hunyuan-dit", "wan", "minimax-h3")
+"""Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; with refiners, long
+skips, a video and experts."""
+
+
+@pytest.fixture(scope="module", params=of_each_form(CASES, quick=QUICK))
 def runs(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param.name) / "model.safetensors"
     return Runs(request.param, request.param.save(request.param.model(), path))

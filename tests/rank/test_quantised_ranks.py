@@ -98,13 +98,15 @@ def predict(pools, path, degrees, case, dtype="fp32"):
     return pools.load(path, degrees, dtype).predict(ModelCall(*case.inputs()), lambda: None)
 
 
+def in_tiers(family: str, kind: str) -> list[pytest.MarkDecorator]:
+    """Marks of a row: the quick tier has one that is rounded and one that is expanded, of the first family."""
+    quick, default = family == "flux" and kind in IN_BOTH, family == "flux" or kind in IN_BOTH
+    return [] if quick else [pytest.mark.slow] if default else [pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        pytest.param(family, kind, marks=() if family == "flux" or kind in IN_BOTH else pytest.mark.full)
-        for family in CASES
-        for kind in KINDS
-    ],
+    [pytest.param(family, kind, marks=in_tiers(family, kind)) for family in CASES for kind in KINDS],
 )
 def test_every_mode_is_as_far_from_the_plain_model_as_one_rank(pools, made, files, measured, family, kind):
     case, (quantised, values) = CASES[family], files(family, kind)

@@ -36,8 +36,9 @@ OF_DIFFUSERS = {
 lengths, for the tokens of each expert."""
 AROUND = " close_run"
 """The function by which a run's figures are read, after its micro-steps."""
-QUICK = ("flux-kontext", "ltx-video-0.9.5", "qwen-image-masked-text")
-CASES = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full) for case in all_cases()]
+MARKS = {"ltx-video-0.9.5": ()} | dict.fromkeys(("flux-kontext", "qwen-image-masked-text"), pytest.mark.slow)
+"""Case -> its tiers; the others are in the full one."""
+CASES = [pytest.param(case, id=case.name, marks=MARKS.get(case.name, pytest.mark.full)) for case in all_cases()]
 
 
 @pytest.fixture

@@ -110,10 +110,15 @@ def test_bytes_sent(pools, flux_file, dtype):
     "degrees",
     [
         Degrees(ulysses=2),
-        Degrees(ulysses=3),
-        Degrees(ulysses=2, ring=2),
-        Degrees(ulysses=2, tensor=2),
-        Degrees(ulysses=2, batch=2),
+        *(
+            pytest.param(degrees, marks=pytest.mark.slow)
+            for degrees in (
+                Degrees(ulysses=3),
+                Degrees(ulysses=2, ring=2),
+                Degrees(ulysses=2, tensor=2),
+                Degrees(ulysses=2, batch=2),
+            )
+        ),
     ],
     ids=name,
 )
