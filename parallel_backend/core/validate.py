@@ -92,6 +92,11 @@ def check_model(
             f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of this file inside of groups of values that "
             f"are quantised together. Use tensor_parallel_degree {smaller}, and other degrees for the other GPUs."
         )
+    if degrees.gathers and degrees.ulysses > whole:
+        raise ValueError(
+            f"ulysses_exchange is 'all-gather' and ulysses_degree is {degrees.ulysses}, but this model has {whole} groups of "
+            f"attention heads that share keys: each GPU needs at least one. Use 'all-to-all', or ulysses_degree <= {whole}."
+        )
     fewest = whole // degrees.tensor * (heads // whole)  # query heads of a rank on the tensor axis
     if degrees.ulysses > fewest:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .base.blocks import Projections
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
@@ -79,7 +80,11 @@ FLUX = Family(
         key_map=_key_map,
         aliases=flux_blocks.NORM_ALIASES,
     ),
-    blocks=replace(flux_blocks.BLOCKS, residuals={"input": flux_blocks.DOUBLE, "output": flux_blocks.SINGLE}),
+    blocks=replace(
+        flux_blocks.BLOCKS,
+        lists=tuple(replace(spec, projections=Projections()) for spec in flux_blocks.BLOCKS.lists),
+        residuals={"input": flux_blocks.DOUBLE, "output": flux_blocks.SINGLE},
+    ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
     inputs=Inputs(
         conditioning=_conditioning,

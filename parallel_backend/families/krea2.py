@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .base.blocks import BlockList, Blocks
+from .base.blocks import BlockList, Blocks, Projections
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
@@ -168,7 +168,7 @@ KREA2 = Family(
         key_map=_key_map,
     ),
     blocks=Blocks(
-        lists=(BlockList(BLOCKS, returns=("image",), joined=True, by_token={"temb": _modulation}),),
+        lists=(BlockList(BLOCKS, returns=("image",), joined=True, by_token={"temb": _modulation}, projections=Projections()),),
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("img_in", "text_fusion", "txt_in"),
         epilogue=("final_layer",),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .base.blocks import BlockList, Blocks
+from .base.blocks import BlockList, Blocks, Projections
 from .base.family import Family, Finish, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Latents
@@ -151,7 +151,7 @@ MINIMAX_H3 = Family(
         header=HEADER,
     ),
     blocks=Blocks(
-        lists=(BlockList(BLOCKS, returns=("image",), joined=True),),
+        lists=(BlockList(BLOCKS, returns=("image",), joined=True, projections=Projections(rotary_argument="rotary_emb")),),
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("proj_in", "audio_proj_in", "context_embedder", "token_refiner"),
         epilogue=("norm_out", "proj_out", "audio_proj_out"),

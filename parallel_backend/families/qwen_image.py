@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .base.blocks import BlockList, Blocks
+from .base.blocks import BlockList, Blocks, Projections
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
@@ -116,7 +116,7 @@ QWEN_IMAGE = Family(
     native_classes=("QwenImage",),
     file=FileLayout(detect=_detect, configure=_configure, key_map=_key_map, ignored=(EDIT_2511,)),
     blocks=Blocks(
-        lists=(BlockList(BLOCKS, by_token={"modulate_index": _modulate_index}),),
+        lists=(BlockList(BLOCKS, by_token={"modulate_index": _modulate_index}, projections=Projections()),),
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("img_in", "txt_norm", "txt_in"),
         epilogue=("norm_out", "proj_out"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .base.blocks import Blocks
+from .base.blocks import Blocks, Projections
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ArgumentCut, Config, Shapes, StepInputs
@@ -100,7 +100,7 @@ WAN = Family(
         max_settings={"rope_max_seq_len": 1 << 16},
     ),
     blocks=Blocks(
-        lists=(block_list("blocks", cuts=CUTS),),
+        lists=(block_list("blocks", cuts=CUTS, projections=Projections(rotary_argument="rotary_emb")),),
         counts=lambda config: {"blocks": config["num_layers"]},
         prologue=("patch_embedding",),
         epilogue=("norm_out", "proj_out"),

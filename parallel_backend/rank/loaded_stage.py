@@ -12,8 +12,10 @@ from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.families.base.tensor_plan import gathered_plan
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
+from parallel_backend.rank.attention.gathered_heads import heads_by_rank, install_gathered_heads
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
 from parallel_backend.rank.comm.peers import Peers
@@ -76,13 +78,11 @@ class LoadedStage:
         self.traffic = Traffic(device, heartbeat)
         self.link = StageLink(self.mesh.link(sends=False), self.mesh.link(sends=True), device, self.traffic)
         self.receives_early = receives_early(degrees)
-        plan = TensorPlan(
-            family.tensor_plan,
-            family.sizes.heads(config),
-            family.sizes.head_size(config),
-            self.tensor,
-            family.sizes.key_heads(config),
-        )
+        heads, key_heads = family.sizes.heads(config), family.sizes.key_heads(config) or family.sizes.heads(config)
+        cuts, axis = family.tensor_plan, self.tensor
+        if degrees.gathers:
+            cuts, axis = gathered_plan(family.tensor_plan, family.blocks.lists), axes["ulysses"]
+        plan = TensorPlan(cuts, heads, family.sizes.head_size(config), axis, key_heads, cuts_outside=not degrees.gathers)
         span = load.stage_blocks[self.pipe.index]
         host = HostStore(rank, device, degrees, checkpoint, peers)
         resident = load.resident[rank] if load.resident else None
@@ -99,12 +99,20 @@ class LoadedStage:
         )
         kernel = self._choose(setup.attention)
         self._kernels = {"": kernel}
-        sharing = family.sizes.heads(config) // (family.sizes.key_heads(config) or family.sizes.heads(config))
         self.attention = AttentionContext(
-            degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing, setup.transfer_dtype
+            degrees,
+            axes,
+            kernel,
+            self.traffic,
+            family.forward.drops_mask,
+            heads // key_heads,
+            setup.transfer_dtype,
+            heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
         )
-        install_parallel_attention([(module, over) for module, over, _ in stage.attention], self.attention)
-        if not setup.compile:  # a compiled block cannot call a layer earlier than its code does
+        install_parallel_attention(stage.attention, self.attention)
+        if degrees.gathers:
+            install_gathered_heads(stage.attention, self.attention, family.blocks.text_first)
+        elif not setup.compile:  # a compiled block cannot call a layer earlier than its code does
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
         self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)

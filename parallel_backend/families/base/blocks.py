@@ -42,6 +42,30 @@ class Values:
 
 
 @dataclass(frozen=True)
+class Projections:
+    """Layers by which an attention module makes queries, keys and values, for Ulysses by all-gather.
+
+    Names of layers in the module, and of arguments of its forward. Each layer is called once with its stream's input, and
+    made of rows for each head (COLUMN in the tensor plan). The processor reads how many heads there are from the layers'
+    outputs or the module's `heads`, and how many of its tokens are text from its inputs (rank/attention/gathered_heads.py).
+    """
+
+    image: tuple[str, ...] = ("to_q", "to_k", "to_v")
+    """For the image stream, or for all tokens where the module gets them as one sequence."""
+    text: tuple[str, ...] = ("add_q_proj", "add_k_proj", "add_v_proj")
+    """For a separate text stream. A module without these layers has no such stream."""
+    image_argument: str = "hidden_states"
+    text_argument: str = "encoder_hidden_states"
+    rotary_argument: str = "image_rotary_emb"
+    """A tensor [1 or b, s, ...] of the module's tokens, in the order of the joint sequence; or a pair of such tensors, of the
+    image's and of the text's tokens."""
+
+    def has_text(self, module: object) -> bool:
+        """Whether the attention module has a text stream of its own."""
+        return all(getattr(module, name, None) is not None for name in self.text)
+
+
+@dataclass(frozen=True)
 class BlockList:
     """One of the class's lists of blocks: the arguments of its blocks, and what they return."""
 
@@ -74,6 +98,9 @@ class BlockList:
     """How the modules in `attention` that are JOINT or IMAGE compute their values. None: a layer computes them together with
     something else, or they change before attention."""
 
+    projections: Projections | None = None
+    """Those of the modules in `attention` that are JOINT or IMAGE. None: Ulysses ranks cannot gather their inputs."""
+
     prologue: bool = False
     """The whole list belongs to the first stage (refiners). Its blocks have no number among the model's blocks."""
 
@@ -85,6 +112,11 @@ class BlockList:
         """Long skips: after `done` of the list's `count` blocks, how many of the first blocks have an output that a later
         block still reads. Those outputs cross to the next stage with the hidden states."""
         return 0
+
+
+def gathers(over: str, spec: BlockList) -> bool:
+    """Whether Ulysses ranks can gather the inputs of the list's attention modules that mix `over`."""
+    return spec.projections is not None and over in (JOINT, IMAGE)
 
 
 @dataclass(frozen=True)

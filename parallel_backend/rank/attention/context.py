@@ -58,6 +58,8 @@ class AttentionStep:
     """The video's tokens by frame. None for pictures."""
     guidance: NormalizedGuidance | None = None
     """Normalized guidance in the layers that mix text and image."""
+    tables: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By identity, rotary tables of this rank's tokens, and those of all Ulysses ranks' (gathered_heads.py)."""
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 
@@ -155,13 +157,15 @@ class AttentionContext:
         drops_mask: bool,
         sharing: int,
         transfer_dtype: str,
+        heads: tuple[Span, ...] = (),
     ):
         """`drops_mask`: see Family. `sharing`: query heads in a row that share a head of keys and values, which the class
-        repeats for each of them. `transfer_dtype`: how Ulysses and displaced patches pack what they send.
+        repeats for each of them. `transfer_dtype`: how Ulysses and displaced patches pack what they send. `heads`: those of
+        each Ulysses rank, where the ranks gather hidden states (gathered_heads.py).
         """
         self.patch, self.ring, self.ulysses, self.tensor = axes["patch"], axes["ring"], axes["ulysses"], axes["tensor"]
         self.naive = degrees.naive
-        self.kernel, self.traffic, self.drops_mask, self.sharing = kernel, traffic, drops_mask, sharing
+        self.kernel, self.traffic, self.drops_mask, self.sharing, self.heads = kernel, traffic, drops_mask, sharing, heads
         self.codec, self.changes = codec_for(transfer_dtype), changes_for(transfer_dtype)
         self.step: AttentionStep | None = None
         self.early_values: EarlyValues | None = None

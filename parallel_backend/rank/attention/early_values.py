@@ -5,7 +5,6 @@ when it calls the values' layer, the layer returns the output that the hook has 
 attention is exact. As in cache-dit's asynchronous Ulysses and in CoCoDiff (arXiv 2604.14561).
 """
 
-import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -14,37 +13,12 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, Values
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, BlockList, Values
 from parallel_backend.rank.comm.staging import staged
 
+from .computed_layer import adopted
 from .context import AttentionContext
 from .ulysses import start_sequence_to_heads
-
-
-class ComputedLayer(nn.Module):
-    """Mixed into the class of a layer that computes values."""
-
-    computed: tuple[torch.Tensor, torch.Tensor] | None
-    """Input and output for the forward's next call of the layer. None once they have been used."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.computed is None:
-            return super().__call__(x)
-        (computed_x, out), self.computed = self.computed, None
-        assert computed_x is x, "values were computed of another input than the layer's"
-        return out
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layer's output for `x` early, and keep it until the block's forward calls the layer."""
-        out = self(x)
-        self.computed = x, out
-        return out
-
-
-@functools.cache
-def _computed(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind` with the same name, made once per class."""
-    return type(kind.__name__, (ComputedLayer, kind), {})
 
 
 class ValuesFirst:
@@ -55,11 +29,11 @@ class ValuesFirst:
     ):
         """`over`: JOINT, IMAGE, or CAUSAL_TEXT, where the text does not run."""
         self._over, self._context, self._head_size, self._text_first = over, context, head_size, text_first
-        self._layers, self._arguments = [_adopted(getattr(module, values.image))], [values.image_argument]
+        self._layers, self._arguments = [adopted(getattr(module, values.image))], [values.image_argument]
         if getattr(module, values.text, None) is None:
             getattr(module, values.query).register_forward_pre_hook(lambda _layer, inputs: self._begin(inputs))
             return
-        self._layers.append(_adopted(getattr(module, values.text)))
+        self._layers.append(adopted(getattr(module, values.text)))
         self._arguments.append(values.text_argument)
         if text_first:  # the order of tokens in attention
             self._layers.reverse()
@@ -104,13 +78,8 @@ class ValuesFirst:
         context.early_values = finish
 
 
-def _adopted(layer: Any) -> ComputedLayer:
-    layer.__class__, layer.computed = _computed(type(layer)), None
-    return layer
-
-
 def install_early_values(
-    modules: Sequence[tuple[nn.Module, str, Values | None]], context: AttentionContext, head_size: int, text_first: bool
+    modules: Sequence[tuple[nn.Module, str, BlockList]], context: AttentionContext, head_size: int, text_first: bool
 ) -> None:
     """Hook a stage's attention modules where values travel between Ulysses ranks, and no other transfer can come between.
 
@@ -121,6 +90,6 @@ def install_early_values(
     # of two groups are under way and the ranks' devices begin them in different orders.
     if context.ulysses.size == 1 or context.tensor.size > 1:
         return
-    for module, over, values in modules:
-        if values is not None and over in (JOINT, IMAGE, CAUSAL_TEXT):
-            ValuesFirst(module, over, values, context, head_size, text_first)
+    for module, over, spec in modules:
+        if spec.values is not None and over in (JOINT, IMAGE, CAUSAL_TEXT):
+            ValuesFirst(module, over, spec.values, context, head_size, text_first)

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from parallel_backend.core.block_changes import NormalizedGuidance
-from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, PAIRED
+from parallel_backend.core.spans import Span, split
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, PAIRED, BlockList, gathers
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 
 from .context import AttentionContext, AttentionStep
+from .gathered_heads import in_rank_order, joint_lengths
 from .kv_buffer import Arriving
 from .paired_attention import paired_attention
 from .ring import ring_attention
@@ -48,6 +49,10 @@ class ParallelAttention:
     """Tokens that the layer mixes, see `BlockList.attention`."""
     head_size: int = 0
     """Channels of one stream's head. 0 where `over` is not PAIRED."""
+    gathered: bool = False
+    """Queries, keys and values come with the tokens of all Ulysses ranks, and with this rank's heads (gathered_heads.py)."""
+    streams: bool = False
+    """Those that are gathered are of two streams: the tokens of all ranks' text lie together, and those of the image."""
 
     def attend(
         self,
@@ -88,6 +93,8 @@ class ParallelAttention:
     def _attend(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
         """As `attend`, without guidance."""
         context = self.context
+        if self.gathered:
+            return self._attend_gathered(step, q_BQHD, k_BKHD, v_BKHD, scale)
         if not step.runs:
             return torch.empty_like(q_BQHD)
         axis, heads = context.ulysses, q_BQHD.shape[2]
@@ -103,7 +110,7 @@ class ParallelAttention:
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
             return attend(step, q_BQHD, k_BKHD, v_BKHD, scale, Span(0, heads))
-        groups = head_groups(heads, axis.size, self._groups(step, q_BQHD))
+        groups = head_groups(heads, axis.size, self._groups(step, q_BQHD, heads // axis.size))
         shared = (axis, context.traffic, context.codec)
         early, context.early_values = context.early_values, None
         sent = (q_BQHD, k_BKHD, v_BKHD) if early is None else (q_BQHD, k_BKHD)
@@ -126,6 +133,28 @@ class ParallelAttention:
             finish()
         return out_BQHD
 
+    def _attend_gathered(self, step: AttentionStep, q_BShD, k_BShD, v_BShD, scale) -> torch.Tensor:
+        """As `attend`, of all Ulysses ranks' tokens and this rank's heads. The output has this rank's tokens and all heads."""
+        context, axis = self.context, self.context.ulysses
+        queries, own = joint_lengths(step, context), context.heads[axis.index]
+        if self.streams:
+            q_BShD, k_BShD, v_BShD = in_rank_order((q_BShD, k_BShD, v_BShD), step, context)
+        shape = (len(q_BShD), queries[axis.index], context.heads[-1].stop, q_BShD.shape[-1])
+        out_BQHD, finishing = q_BShD.new_empty(shape), []
+        if not step.runs:
+            return out_BQHD
+        attend = self._attend_fresh if step.buffer is None else self._attend_buffered
+        groups = self._groups(step, q_BShD, shape[2] // axis.size)
+        for group in zip(*(split(heads, groups) for heads in context.heads), strict=True):
+            span = group[axis.index]
+            rows = span.shift(-own.start).slice
+            out_BQhD = attend(step, q_BShD[:, :, rows], k_BShD[:, :, rows], v_BShD[:, :, rows], scale, span)
+            # Behind the next group's attention, if there is one: nothing but these transfers is under way here.
+            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, axis, context.traffic))
+        for finish in finishing:
+            finish()
+        return out_BQHD
+
     def _guided(self, step: AttentionStep, guidance: NormalizedGuidance, out_BQHD: torch.Tensor) -> torch.Tensor:
         """Guides the image's tokens of `out_BQHD`, in place. See NormalizedGuidance."""
         context = self.context
@@ -139,9 +168,8 @@ class ParallelAttention:
         image[positive] = image[negative] = normalized(image[positive], image[negative], *settings, add_up)
         return out_BQHD
 
-    def _groups(self, step: AttentionStep, q_BQHD: torch.Tensor) -> int:
-        """Number of head groups, see HEAD_GROUPS."""
-        heads = q_BQHD.shape[2] // self.context.ulysses.size
+    def _groups(self, step: AttentionStep, q_BQHD: torch.Tensor, heads: int) -> int:
+        """Number of groups of a rank's `heads`, see HEAD_GROUPS."""
         groups = HEAD_GROUPS[q_BQHD.device.type]
         work = len(q_BQHD) * sum(step.lengths) * (heads // groups)
         whole = not step.overlap or step.buffer is not None or step.causal or heads < groups
@@ -311,16 +339,18 @@ def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.cat(present, dim=1) if present else None
 
 
-def install_parallel_attention(modules: Sequence[tuple[Any, str]], context: AttentionContext) -> None:
+def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList]], context: AttentionContext) -> None:
     """Give each of diffusers' attention modules a ParallelAttention, and route diffusers' native backend through it.
 
     Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
     """
-    for layer, (module, over) in enumerate(modules):
+    for layer, (module, over, spec) in enumerate(modules):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
         head_size = module.inner_dim // module.heads if over == PAIRED else 0
-        module.processor._parallel_config = ParallelAttention(context, layer, over, head_size)
+        gathered = bool(context.heads) and gathers(over, spec)
+        streams = gathered and spec.projections is not None and spec.projections.has_text(module)
+        module.processor._parallel_config = ParallelAttention(context, layer, over, head_size, gathered, streams)
         module.processor._attention_backend = AttentionBackendName.NATIVE
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]

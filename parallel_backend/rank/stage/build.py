@@ -18,7 +18,7 @@ from parallel_backend.core import kitchen
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
-from parallel_backend.families.base.blocks import Values
+from parallel_backend.families.base.blocks import BlockList
 from parallel_backend.families.base.step_inputs import GUIDANCE
 
 from .block_slots import StageIO
@@ -36,8 +36,8 @@ class Stage:
     """A stage's model, with its weights in place."""
 
     model: nn.Module
-    attention: list[tuple[nn.Module, str, Values | None]]
-    """(attention module, its value in BlockList.attention, BlockList.values), in the order in which they run."""
+    attention: list[tuple[nn.Module, str, BlockList]]
+    """(attention module, its value in BlockList.attention, its list), in the order in which they run."""
     stage_io: StageIO
     plan: TensorPlan | None
     """The plan for this model: see TensorPlan.with_outside."""

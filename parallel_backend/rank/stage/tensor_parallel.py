@@ -32,9 +32,13 @@ class TensorPlan:
     """Heads of keys and values. None: as many as `heads`."""
     outside: frozenset[str] = frozenset()
     """Linear layers outside of the plan's lists that are cut by GATHER, see `with_outside`."""
+    cuts_outside: bool = True
+    """False: layers outside of the plan's lists are whole."""
 
     def with_outside(self, model: nn.Module, weight_readers: tuple[str, ...]) -> "TensorPlan":
         """The plan for `model`, whose large linear layers outside of the blocks are cut too (base/tensor_plan.py)."""
+        if not self.cuts_outside:
+            return self
         layers = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
         cut = (name for name, layer in layers if cut_outside(self.plan, name, tuple(layer.weight.shape), weight_readers))
         return replace(self, outside=frozenset(cut))
@@ -72,7 +76,7 @@ class TensorPlan:
         for name, module in model.named_modules():
             if name.partition(".")[0] not in self.plan and name not in self.outside:
                 continue
-            if hasattr(module, "processor"):
+            if hasattr(module, "processor") and self._cuts_any(name, module):
                 module.heads = module.num_heads = local_heads
                 module.num_kv_heads = local_key_heads
                 module.inner_dim = local_heads * self.head_size
@@ -97,6 +101,10 @@ class TensorPlan:
                 sizes = [len(span) for span in split(Span(0, module.out_features), self.axis.size)]
                 module.register_forward_hook(functools.partial(_gather, sizes, self.axis, traffic))
             module.out_features, module.in_features = module.weight_shape
+
+    def _cuts_any(self, name: str, module: nn.Module) -> bool:
+        """Whether a layer of `module` is cut."""
+        return any(self.layer_cut(f"{name}.{layer}.weight") for layer, _ in module.named_modules() if layer)
 
     def _cut_table(
         self, cut: LayerCut, _module: nn.Module, _input: tuple, tables: tuple[torch.Tensor, ...]
