@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from parallel_backend.core.attention_kernels import ATTENTION, AUTO
-from parallel_backend.core.degrees import PATCH_MODES, TRANSFER_DTYPES
+from parallel_backend.core.degrees import EXCHANGES, PATCH_MODES, TRANSFER_DTYPES
 
 from .model.diffusion_model import RemoteDiffusionModel
 from .ui.input_checks import validate
@@ -22,6 +22,7 @@ class ParallelConfig:
     comm_overlap: bool = True
     patch_warmup_steps: int = 1
     transfer_dtype: str = "full"
+    ulysses_exchange: str = EXCHANGES[0]
 
 
 def config_of(stub: RemoteDiffusionModel) -> ParallelConfig:
@@ -79,6 +80,13 @@ class UlyssesConfig:
                     "the traffic of bf16, a quarter of fp32, for a slightly different picture. int8 is closer. residual: "
                     "patch_mode displaced sends what changed since the last step, in 4 bits a value, and ulysses_degree "
                     "int8.",
+                ),
+                "ulysses_exchange": choice(
+                    list(EXCHANGES),
+                    EXCHANGES[0],
+                    "How ulysses_degree exchanges tokens, exact either way. all-gather sends a quarter less between two "
+                    "GPUs, and each holds less of the weights: try it where links are slow. Parallel Doctor and degrees "
+                    "auto compare both. For Flux.1, Qwen-Image, Krea 2, Wan and MiniMax H3.",
                 ),
             },
         }

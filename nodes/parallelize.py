@@ -104,7 +104,11 @@ def _parallel(
     if not isinstance(config, ParallelConfig):
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
     config_degrees = Degrees(
-        patch=config.patch_degree, patch_mode=config.patch_mode, ring=config.ring_degree, ulysses=config.ulysses_degree
+        patch=config.patch_degree,
+        patch_mode=config.patch_mode,
+        ring=config.ring_degree,
+        ulysses=config.ulysses_degree,
+        exchange=config.ulysses_exchange,
     )
     possible = possible_devices("auto")
     on_gpus = possible[0] != "cpu"

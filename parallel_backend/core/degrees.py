@@ -60,8 +60,8 @@ class Degrees:
             raise ValueError(f"ulysses_exchange is '{self.exchange}'; it is one of {', '.join(EXCHANGES)}.")
         if self.gathers and self.tensor > 1:
             raise ValueError(
-                f"ulysses_exchange is 'all-gather' and tensor_parallel_degree is {self.tensor}: both cut the layers that make "
-                "queries and keys. Set ulysses_exchange to 'all-to-all', or tensor_parallel_degree to 1."
+                f"ulysses_exchange is 'all-gather' and tensor_parallel_degree is {self.tensor}: both cut the layers that "
+                "make queries and keys. Set ulysses_exchange to 'all-to-all', or tensor_parallel_degree to 1."
             )
         if self.patch > 1 and self.patch_mode == "none":
             raise ValueError(

@@ -1,6 +1,7 @@
 """Checks of degrees, devices, dtypes and attention kernels against each other. Errors name the widget."""
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from .attention_kernels import ATTENTION, AUTO, KERNELS, known_devices, wanted
 from .degrees import AXES, Degrees
@@ -22,7 +23,7 @@ def factors(world: int, axes: int) -> Iterator[tuple[int, ...]]:
 def all_degrees(world: int) -> Iterator[Degrees]:
     """All degrees of `world` ranks that combine. Patches are displaced."""
     for sizes in factors(world, len(AXES)):
-        named = dict(zip(AXES, sizes, strict=True))
+        named: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
         if named["patch"] == 1 or named["pipe"] == 1:
             yield Degrees(**named, patch_mode="displaced" if named["patch"] > 1 else "none")
 
@@ -69,11 +70,18 @@ def _mixed(devices: Sequence[str]) -> bool:
 
 
 def check_model(
-    degrees: Degrees, *, heads: int, blocks: int, key_heads: int | None = None, tensor_degrees: Collection[int] | None = None
+    degrees: Degrees,
+    *,
+    heads: int,
+    blocks: int,
+    key_heads: int | None = None,
+    tensor_degrees: Collection[int] | None = None,
+    can_gather: bool = False,
 ) -> None:
     """Raise ValueError, naming the widget, if a model with so many attention heads and blocks cannot be cut by `degrees`.
 
     `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all.
+    `can_gather`: Ulysses ranks can gather this model's hidden states.
     """
     if degrees.pipe > blocks:
         raise ValueError(
@@ -92,10 +100,13 @@ def check_model(
             f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of this file inside of groups of values that "
             f"are quantised together. Use tensor_parallel_degree {smaller}, and other degrees for the other GPUs."
         )
+    if degrees.gathers and not can_gather:
+        raise ValueError("ulysses_exchange is 'all-gather', which this kind of model does not have yet. Use 'all-to-all'.")
     if degrees.gathers and degrees.ulysses > whole:
         raise ValueError(
-            f"ulysses_exchange is 'all-gather' and ulysses_degree is {degrees.ulysses}, but this model has {whole} groups of "
-            f"attention heads that share keys: each GPU needs at least one. Use 'all-to-all', or ulysses_degree <= {whole}."
+            f"ulysses_exchange is 'all-gather' and ulysses_degree is {degrees.ulysses}, but this model has {whole} groups "
+            "of attention heads that share keys: each GPU needs at least one. Use 'all-to-all', or ulysses_degree <= "
+            f"{whole}."
         )
     fewest = whole // degrees.tensor * (heads // whole)  # query heads of a rank on the tensor axis
     if degrees.ulysses > fewest:
@@ -104,6 +115,22 @@ def check_model(
             + (f", {fewest} for each of tensor_parallel_degree {degrees.tensor}" if degrees.tensor > 1 else "")
             + f": each GPU needs at least one. Use ulysses_degree <= {fewest}; ring_degree has no such "
             "limit."
+        )
+
+
+def check_exchange(degrees: Degrees, transfer_dtype: str, compiled: bool) -> None:
+    """Raise ValueError for settings with which Ulysses ranks cannot gather hidden states."""
+    if not degrees.gathers:
+        return
+    if transfer_dtype in ("int8", "fp8"):
+        raise ValueError(
+            f"transfer_dtype is '{transfer_dtype}' and ulysses_exchange is 'all-gather', which sends full values only. Set "
+            "transfer_dtype to 'full', or ulysses_exchange to 'all-to-all'."
+        )
+    if compiled:
+        raise ValueError(
+            "compile is on and ulysses_exchange is 'all-gather': a compiled block cannot wait for hidden states in front of "
+            "its attention. Turn compile off, or set ulysses_exchange to 'all-to-all'."
         )
 
 

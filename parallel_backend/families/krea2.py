@@ -168,7 +168,9 @@ KREA2 = Family(
         key_map=_key_map,
     ),
     blocks=Blocks(
-        lists=(BlockList(BLOCKS, returns=("image",), joined=True, by_token={"temb": _modulation}, projections=Projections()),),
+        lists=(
+            BlockList(BLOCKS, returns=("image",), joined=True, by_token={"temb": _modulation}, projections=Projections()),
+        ),
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("img_in", "text_fusion", "txt_in"),
         epilogue=("final_layer",),

@@ -15,7 +15,7 @@ from parallel_backend.core.spans import Span, split, split_carrying
 from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
 from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
-from .model_sizes import ModelSizes, rank_weights
+from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
 
 USABLE_MEMORY = 0.95
 """Share of free memory that an estimate may fill. The rest is the allocator's slack: torch's rounds large sizes up to 2 MB
@@ -148,7 +148,7 @@ def memory_of(
     ends = 2 * (at.pipe < degrees.pipe - 1) + (at.pipe > 0)
     staged = ends * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
-        rank_weights(sizes, degrees.tensor, span).total,
+        rank_weights(sizes, degrees, span).total,
         sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0),
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
@@ -176,8 +176,8 @@ def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request,
         return sum(buffer_bytes(*part) + _arriving_bytes(*part) for part in parts)
 
     return [
-        size // degrees.tensor + max(kept(Span(index, index + 1), at) for at in places)
-        for index, size in enumerate(sizes.block_bytes)
+        size + max(kept(Span(index, index + 1), at) for at in places)
+        for index, size in enumerate(weights_of_blocks(sizes, degrees))
     ]
 
 

@@ -14,7 +14,7 @@ from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import JOINT, PAIRED
-from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
+from parallel_backend.families.base.tensor_plan import cut_of, cut_outside, gathered_plan
 
 from .traced_states import TRACED, TracedStates
 
@@ -57,6 +57,8 @@ class ModelSizes:
     """What a run takes, for models that were traced with real sizes."""
     lists: tuple[int, ...] = ()
     """For each block, the number of its block list. Empty: all are of one."""
+    gathered: tuple[int, ...] = ()
+    """Of `block_bytes`, the layers that Ulysses ranks share where they gather hidden states. Empty: the model cannot."""
 
     @property
     def weight_bytes(self) -> int:
@@ -75,6 +77,7 @@ class ModelSizes:
             blocks=len(self.block_bytes),
             key_heads=self.key_heads,
             tensor_degrees=self.tensor_degrees,
+            can_gather=bool(self.gathered),
         )
 
     def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
@@ -161,6 +164,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         text_head_size=text_hidden and text_hidden // family.sizes.heads(config),
         traced=TRACED.get((family.name, family.sizes.hidden(config))),
         lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
+        gathered=_gathered_bytes(checkpoint, lists, dtype),
     )
 
 
@@ -177,10 +181,20 @@ def block_lists(checkpoint: Checkpoint) -> list[str]:
     return [name for name, count in counts.items() for _ in range(count)]
 
 
-def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
-    """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
+def _gathered_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str) -> tuple[int, ...]:
+    """ModelSizes.gathered."""
+    if not checkpoint.can_gather:
+        return ()
+    plan = gathered_plan(checkpoint.family.tensor_plan, checkpoint.family.blocks.lists)
+    return tuple(block_bytes(checkpoint, lists, dtype, 1, lambda target: cut_of(plan, target) is not None))
+
+
+def block_bytes(
+    checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int, which: Callable[[str], bool] = lambda target: True
+) -> list[int]:
+    """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists. `which`: those that count."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
-    for target in checkpoint.key_map:
+    for target in filter(which, checkpoint.key_map):
         name, _, rest = target.partition(".")
         if name in lists:
             sizes[name, int(rest.partition(".")[0])] += checkpoint.nbytes(target, dtype) // tensor
@@ -224,13 +238,22 @@ def ends_bytes(
     return first, last, shared
 
 
-def rank_weights(sizes: ModelSizes, tensor: int, span: Span) -> RankWeights:
-    """The weights of one of `tensor` ranks of the stage with the blocks `span`."""
+def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
+    """Bytes of each block's weights on one of the ranks that have it."""
+    if not degrees.gathers:
+        return tuple(size // degrees.tensor for size in sizes.block_bytes)
+    parts = zip(sizes.block_bytes, sizes.gathered, strict=True)
+    return tuple(size - part + math.ceil(part / degrees.ulysses) for size, part in parts)
+
+
+def rank_weights(sizes: ModelSizes, degrees: Degrees, span: Span) -> RankWeights:
+    """The weights of a rank of the stage with the blocks `span`."""
+    tensor = degrees.tensor
     first, last, shared = (end - part + part // tensor for end, part in zip(sizes.ends, sizes.cut_ends, strict=True))
     ends = shared + (first if span.start == 0 else 0) + (last if span.stop == len(sizes.block_bytes) else 0)
-    return RankWeights(ends, tuple(size // tensor for size in sizes.block_bytes[span.slice]))
+    return RankWeights(ends, weights_of_blocks(sizes, degrees)[span.slice])
 
 
 def weights_by_rank(sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...]) -> list[RankWeights]:
     """The weights of each rank. `spans`: the blocks of each stage."""
-    return [rank_weights(sizes, degrees.tensor, spans[degrees.coordinate(rank).pipe]) for rank in range(degrees.world)]
+    return [rank_weights(sizes, degrees, spans[degrees.coordinate(rank).pipe]) for rank in range(degrees.world)]

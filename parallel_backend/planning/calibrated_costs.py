@@ -166,6 +166,8 @@ class CalibratedCosts:
         if axis == "tensor":
             size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
             return 2 * self.workload.sums.get(block, SUMS) * size * (count - 1) / count
+        if axis == "ulysses" and mode.degrees.gathers:
+            return sum(self._gathered(mode, block, kind, entries))
         if axis == "ulysses":
             # Keys and values travel repeated, once for each query head, as the class has them. Queries and results are as
             # many bytes: layers in which one stream attends to the other come in pairs.
@@ -180,6 +182,13 @@ class CalibratedCosts:
             group = group_size(sizes.head_size)
             sent *= change_bytes(group, group, bits) / (group * sizes.itemsize)
         return sent
+
+    def _gathered(self, mode: Mode, block: str, kind: StepKind, entries: int) -> tuple[float, float]:
+        """Bytes that a Ulysses rank sends for one block where hidden states are gathered: before and behind attention."""
+        degrees, count, sizes = mode.stage_degrees, mode.degrees.ulysses, self.workload.sizes
+        states = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
+        keys = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(), kind, entries)
+        return states * (count - 1) * len(self._layers(block)), keys / 2 / degrees.sequence * (count - 1) / count
 
     def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
         """Bytes of the keys and values of all tokens that a micro-step computes for a block, on the rank with most heads."""
@@ -202,10 +211,13 @@ class CalibratedCosts:
         degrees, links, layers = mode.degrees, self.machine.links, len(self._layers(block))
         waits = overlapped = 0.0
         if degrees.ulysses > 1:
-            groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", block, kind, entries) / layers
-            waits += layers * sum(
-                links.exchange(groups, part * sent) for part in (ULYSSES_INPUT_SHARE, 1 - ULYSSES_INPUT_SHARE)
-            )
+            groups = _groups(mode, "ulysses", members)
+            if degrees.gathers:
+                parts = self._gathered(mode, block, kind, entries)
+            else:
+                sent = self._bytes(mode, "ulysses", block, kind, entries)
+                parts = ULYSSES_INPUT_SHARE * sent, (1 - ULYSSES_INPUT_SHARE) * sent
+            waits += layers * sum(links.exchange(groups, part / layers) for part in parts)
         if degrees.ring > 1:
             steps, groups = layers * (degrees.ring - 1), _groups(mode, "ring", members)
             shift = links.shift(groups, self._bytes(mode, "ring", block, kind, entries) / steps)

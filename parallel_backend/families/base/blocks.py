@@ -57,8 +57,8 @@ class Projections:
     image_argument: str = "hidden_states"
     text_argument: str = "encoder_hidden_states"
     rotary_argument: str = "image_rotary_emb"
-    """A tensor [1 or b, s, ...] of the module's tokens, in the order of the joint sequence; or a pair of such tensors, of the
-    image's and of the text's tokens."""
+    """A tensor [1 or b, s, ...] of the module's tokens, in the order of the joint sequence. Or a pair of such tensors: of
+    the image's tokens, and of the text's."""
 
     def has_text(self, module: object) -> bool:
         """Whether the attention module has a text stream of its own."""

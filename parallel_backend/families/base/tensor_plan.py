@@ -79,7 +79,7 @@ def cut_of(plan: LayerCuts, parameter: str) -> LayerCut | None:
 
 
 def gathered_plan(plan: LayerCuts, lists: Iterable[BlockList]) -> dict[str, dict[str, LayerCut]]:
-    """The layers that Ulysses ranks cut by heads where they gather hidden states (BlockList.projections), cut as by `plan`."""
+    """The layers that Ulysses ranks cut by heads where they gather hidden states (BlockList.projections), as `plan` does."""
     cuts: dict[str, dict[str, LayerCut]] = {}
     for spec in lists:
         if spec.projections is None:

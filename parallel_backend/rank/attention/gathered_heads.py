@@ -1,7 +1,7 @@
-"""Ulysses by all-gather: each rank gets the hidden states of all tokens, and makes queries, keys and values of its own heads.
+"""Ulysses by all-gather: a rank gets the hidden states of all tokens, and makes queries, keys and values of its own heads.
 
-All-to-all sends three tensors of which a rank computes all heads for its own tokens. Here one tensor travels, that of which
-they are made, and the rank has the layers of its heads alone: as many products, and at two ranks two thirds of the bytes.
+All-to-all sends three tensors, of which a rank has computed all heads for its own tokens. Here one tensor travels, that of
+which they are made. A rank has the layers of its heads alone: as many products, and at two ranks two thirds of the bytes.
 A head's queries, keys and values depend on its own rows of a layer only, so attention is exact. As in Megatron-LM's sequence
 parallelism (arXiv 2205.05198), of which this is the part before attention; behind it each
 rank gets all heads of its own tokens, as with all-to-all.

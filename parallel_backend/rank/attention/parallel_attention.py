@@ -134,7 +134,7 @@ class ParallelAttention:
         return out_BQHD
 
     def _attend_gathered(self, step: AttentionStep, q_BShD, k_BShD, v_BShD, scale) -> torch.Tensor:
-        """As `attend`, of all Ulysses ranks' tokens and this rank's heads. The output has this rank's tokens and all heads."""
+        """As `attend`, of all Ulysses ranks' tokens and this rank's heads. Returns this rank's tokens and all heads."""
         context, axis = self.context, self.context.ulysses
         queries, own = joint_lengths(step, context), context.heads[axis.index]
         if self.streams:
