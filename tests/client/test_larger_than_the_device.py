@@ -60,7 +60,10 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2)], ids=str)
+GATHERED = Degrees(ulysses=2, exchange="all-gather")
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2), GATHERED], ids=str)
 def test_what_does_not_fit_is_streamed(degrees, small_devices, thread_pools, flux_file):
     expected = results(thread_pools.load(flux_file, degrees))
     model = load(small_devices, flux_file, degrees)

@@ -25,6 +25,7 @@ from testing import tiny
 from testing.cases import all_cases
 
 DEGREES = [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2)]
+GATHERED = Degrees(ulysses=2, exchange="all-gather")
 CONFIGS = {"flux": tiny.FLUX, "sd3": tiny.SD3 | {"dual_attention_layers": (0, 2)}}
 REFERENCES = {"flux": tiny.reference, "sd3": tiny.sd3_reference}
 LIMIT = 1e-5
@@ -132,7 +133,7 @@ def check(model, deltas, path, family, given, folder, measured=lambda *_: None) 
     [
         pytest.param(family, degrees, id=f"{family}-{degrees}", marks=() if family == "flux" or cuts else pytest.mark.full)
         for family in CONFIGS
-        for degrees in DEGREES
+        for degrees in (*DEGREES, *([GATHERED] if family == "flux" else []))
         for cuts in [degrees.pipe > 1 or degrees.tensor > 1]  # blocks or weights: what a family has of its own
     ],
 )

@@ -70,7 +70,8 @@ def nothing() -> None:
 
 
 def name(degrees: Degrees) -> str:
-    return "-".join(f"{axis}{size}" for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1)
+    axes = "-".join(f"{axis}{size}" for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1)
+    return f"{axes} by all-gather" if degrees.gathers else axes
 
 
 PRODUCTS = [
@@ -80,6 +81,12 @@ PRODUCTS = [
     if math.prod(sizes) == world and 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
 ]
 """All of axes at 2 and 4 ranks."""
+
+GATHERED = [
+    Degrees(ulysses=2, patch_mode="displaced", exchange="all-gather", **others)
+    for others in ({}, {"pipe": 2}, {"ring": 2}, {"patch": 2}, {"batch": 2})
+] + [Degrees(ulysses=4, exchange="all-gather")]
+"""Ulysses by all-gather, alone and with each other axis that it goes with."""
 
 
 def product(degrees: Degrees) -> Case:
@@ -292,6 +299,7 @@ def links(ranks: int) -> Case:
 
 def all_of_them() -> Iterator[Case]:
     yield from map(product, PRODUCTS)
+    yield from map(product, GATHERED)
     yield naive()
     for degrees in (Degrees(ring=3), Degrees(ulysses=3), Degrees(tensor=3)):
         yield product(degrees)
