@@ -1,6 +1,8 @@
 """Which ranks and models the registry keeps, and which it ends, without any."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,10 +117,10 @@ def loaded(registry, monkeypatch):
     monkeypatch.setattr(registry_module, "load_model", FakeModel)
     monkeypatch.setattr(registry_module, "open_checkpoint", open_checkpoint)
 
-    def load(name, *devices, make_room=no_room):
+    def load(name, *devices, make_room=no_room, owner=None):
         devices = devices or DEVICES
         key = Setup(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa")
-        return key, registry.model(key, nobody, make_room=make_room)
+        return key, registry.model(key, nobody, make_room=make_room, owner=owner)
 
     return load
 
@@ -131,6 +133,22 @@ def test_working_ranks_are_kept(registry):
     pool = registry.pool_for(DEVICES, nobody)
     assert registry.pool_for(DEVICES, nobody) is registry.pool_for(None, nobody) is registry.pool is pool
     assert not pool.closed
+
+
+def test_nothing_of_models_of_failed_ranks_is_kept_beside_the_next_model(loaded):
+    """Their owner, a node's model, holds weights in host memory."""
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    failed = loaded("one", owner=owner)[1]
+    failed.pool.error = RankError("rank 1 (cpu) was killed by signal 9")
+    left = [weakref.ref(failed), weakref.ref(owner)]
+    del failed, owner
+    loaded("other")
+    gc.collect()
+    assert [each() for each in left] == [None, None]
 
 
 @pytest.mark.parametrize("devices", [DEVICES, None], ids=["the same devices", "any devices"])

@@ -348,6 +348,26 @@ def test_a_merge_into_a_block_that_is_in_its_slot_shows_in_the_next_call(flux, w
     assert torch.equal(streamed, resident)
 
 
+def test_a_merge_leaves_memory_alone_until_the_copy_from_it_is_over(flux):
+    """The block that is copied for the next micro-step is merged into for the second time, into the same memory."""
+    name, model, copies = "transformer_blocks.0.norm1.linear.bias", Alone(flux, 1, rate=1e7), []
+    copy, shape = model.copies.copy, model.checkpoint.shape(name)
+
+    def noted(into, source):
+        before, ticket = source.clone(), copy(into, source)
+        copies.append((into, before, ticket))
+        return ticket
+
+    model.store.overwrite(name, torch.zeros(shape))
+    model.copies.copy = noted
+    model.output()
+    model.store.overwrite(name, torch.ones(shape))
+    assert copies
+    for into, before, ticket in copies[-slots.SLOTS :]:
+        ticket.finish()
+        assert torch.equal(into, before)
+
+
 def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_them(flux, whole, monkeypatch):
     """All that others need go, and a later request takes them along, once there is room."""
     room = [-1]

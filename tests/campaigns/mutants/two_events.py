@@ -43,8 +43,6 @@ TWO_EVENTS = (
         "if not each.model.on_ranks]:",
         "if each is None]:",
         ("tests/client/test_registry.py",),
-        ("tests/client/test_several_models.py",),
-        "default",
     ),
     Mutant(
         "only the first exact step renews what changes are relative to",
