@@ -95,6 +95,7 @@ MODES = {
     "pipefusion M=2": Mode(Degrees(pipe=WORLD), 2),
     "pipefusion M=4": Mode(Degrees(pipe=WORLD), 4),
     "ulysses": Mode(Degrees(ulysses=WORLD)),
+    "ulysses, all-gather": Mode(Degrees(ulysses=WORLD, exchange="all-gather")),
     "ring": Mode(Degrees(ring=WORLD)),
     "tensor": Mode(Degrees(tensor=WORLD)),
     "displaced": Mode(Degrees(patch=WORLD, patch_mode="displaced"), 1),

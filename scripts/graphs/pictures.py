@@ -99,7 +99,7 @@ def flux_dev_ulysses_pipefusion() -> Graph:
     """FLUX.1 dev on four GPUs, two stages of two that share the tokens, by ComfyUI's custom sampling nodes."""
     config = Node(
         "UlyssesConfig",
-        (320, 254),
+        (320, 278),
         {
             "ulysses_degree": 2,
             "ring_degree": 1,
@@ -109,6 +109,7 @@ def flux_dev_ulysses_pipefusion() -> Graph:
             "comm_overlap": True,
             "patch_warmup_steps": 1,
             "transfer_dtype": "full",
+            "ulysses_exchange": "all-to-all",
         },
         (("parallel_config", "PARALLEL_CONFIG"),),
     )

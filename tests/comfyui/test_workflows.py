@@ -157,7 +157,7 @@ def test_every_input_has_a_tooltip_and_later_ones_are_optional(definitions):
     assert not bare
     later = {
         "ParallelDiTLoader": {"stage_split": "auto", "compile": False},
-        "UlyssesConfig": {"patch_warmup_steps": 1, "transfer_dtype": "full"},
+        "UlyssesConfig": {"patch_warmup_steps": 1, "transfer_dtype": "full", "ulysses_exchange": "all-to-all"},
     }
     for node, widgets in later.items():
         optional = {name: said for name, _, said, required in declared(ours[node]) if not required}
