@@ -72,9 +72,8 @@ def main(results: Results) -> None:
         """How far its picture is from that of a loader with the degrees that it chose."""
         degrees, devices = key_of(model).degrees, ",".join(key_of(model).devices)
         mode = degrees.patch_mode if degrees.patch > 1 else "none"
-        config = node(
-            "UlyssesConfig", degrees.ulysses, degrees.ring, mode, degrees.patch, "auto", True, ulysses_exchange=degrees.exchange
-        )
+        sequence = (degrees.ulysses, degrees.ring, mode, degrees.patch)
+        config = node("UlyssesConfig", *sequence, "auto", True, ulysses_exchange=degrees.exchange)
         same = parallel(FILE, degrees.pipe, degrees.batch, devices, config, degrees.tensor, "even")
         ours = sample(wrap(model), prompts, latent, cfg=cfg)
         return difference(ours, sample(wrap(same), prompts, latent, cfg=cfg))
