@@ -105,7 +105,7 @@ class AutoDegrees:
 
     def _planned(self, setup: Setup, sampling: Sampling, warm_up: int) -> Setup:
         shape, devices, steps = sampling.shapes[0], setup.devices, max(1, sampling.steps)
-        run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype)
+        run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype, setup.compile)
         workload = workload_of(self.checkpoint, setup.dtype, devices[0], *run)
         if len(devices) == 1:
             return replace(setup, degrees=Degrees())

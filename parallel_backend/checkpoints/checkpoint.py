@@ -24,7 +24,6 @@ from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
-from parallel_backend.families.base.blocks import gathers
 from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
 from parallel_backend.families.others import other_model
@@ -128,13 +127,8 @@ class Checkpoint:
             blocks=self.family.blocks.total(config),
             key_heads=sizes.key_heads(config),
             tensor_degrees=self.tensor_degrees,
-            can_gather=self.can_gather,
+            can_gather=self.family.blocks.can_gather,
         )
-
-    @property
-    def can_gather(self) -> bool:
-        """Ulysses ranks can gather hidden states before attention (BlockList.projections)."""
-        return any(gathers(over, spec) for spec in self.family.blocks.lists for over in spec.attention.values())
 
     @cached_property
     def tensor_degrees(self) -> frozenset[int] | None:

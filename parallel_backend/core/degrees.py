@@ -24,7 +24,7 @@ PATCH_MODES = ("none", "displaced", "naive")
 
 EXCHANGES = ("all-to-all", "all-gather")
 """What Ulysses ranks send before attention. all-to-all: queries, keys and values of the other ranks' heads. all-gather: the
-hidden states that these are made of, of which each rank makes those of its own heads."""
+hidden states, from which each rank makes the queries, keys and values of its own heads."""
 
 TRANSFER_DTYPES = ("full", "int8", "fp8", "residual")
 """Encoding of transfers. full: the compute dtype. int8, fp8: one byte a value under Ulysses (transfer_codec.py). residual:

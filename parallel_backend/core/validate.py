@@ -118,20 +118,25 @@ def check_model(
         )
 
 
-def check_exchange(degrees: Degrees, transfer_dtype: str, compiled: bool) -> None:
-    """Raise ValueError for settings with which Ulysses ranks cannot gather hidden states."""
-    if not degrees.gathers:
-        return
-    if transfer_dtype in ("int8", "fp8"):
-        raise ValueError(
+def against_gathering(transfer_dtype: str, compiled: bool) -> str:
+    """Why Ulysses ranks cannot gather hidden states with these settings, for the user. Empty: they can."""
+    if transfer_dtype != "full":
+        return (
             f"transfer_dtype is '{transfer_dtype}' and ulysses_exchange is 'all-gather', which sends full values only. Set "
             "transfer_dtype to 'full', or ulysses_exchange to 'all-to-all'."
         )
     if compiled:
-        raise ValueError(
+        return (
             "compile is on and ulysses_exchange is 'all-gather': a compiled block cannot wait for hidden states in front of "
             "its attention. Turn compile off, or set ulysses_exchange to 'all-to-all'."
         )
+    return ""
+
+
+def check_exchange(degrees: Degrees, transfer_dtype: str, compiled: bool) -> None:
+    """Raise ValueError if Ulysses ranks are to gather hidden states, and cannot with these settings."""
+    if degrees.gathers and (reason := against_gathering(transfer_dtype, compiled)):
+        raise ValueError(reason)
 
 
 def check_attention(attention: str, devices: Sequence[str], dtype: str) -> None:

@@ -58,7 +58,7 @@ class ModelSizes:
     lists: tuple[int, ...] = ()
     """For each block, the number of its block list. Empty: all are of one."""
     gathered: tuple[int, ...] = ()
-    """Of `block_bytes`, the layers that Ulysses ranks share where they gather hidden states. Empty: the model cannot."""
+    """Of `block_bytes`, the layers that Ulysses ranks share where they gather hidden states. Empty: they cannot."""
 
     @property
     def weight_bytes(self) -> int:
@@ -183,7 +183,7 @@ def block_lists(checkpoint: Checkpoint) -> list[str]:
 
 def _gathered_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str) -> tuple[int, ...]:
     """ModelSizes.gathered."""
-    if not checkpoint.can_gather:
+    if not checkpoint.family.blocks.can_gather:
         return ()
     plan = gathered_plan(checkpoint.family.tensor_plan, checkpoint.family.blocks.lists)
     return tuple(block_bytes(checkpoint, lists, dtype, 1, lambda target: cut_of(plan, target) is not None))

@@ -18,8 +18,6 @@ from .modes import Mode
 from .prediction import Sent, StepCost, StepKind
 from .workload import SUMS, Workload
 
-ULYSSES_INPUT_SHARE = 0.75
-"""Part of Ulysses' bytes that travels before attention, as queries, keys and values in one message; the rest after it."""
 LEAST_GROWTH = 0.05
 """The least part of the longer timed sequence's seconds that counts as growing with the tokens."""
 
@@ -166,14 +164,8 @@ class CalibratedCosts:
         if axis == "tensor":
             size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
             return 2 * self.workload.sums.get(block, SUMS) * size * (count - 1) / count
-        if axis == "ulysses" and mode.degrees.gathers:
-            return sum(self._gathered(mode, block, kind, entries))
         if axis == "ulysses":
-            # Keys and values travel repeated, once for each query head, as the class has them. Queries and results are as
-            # many bytes: layers in which one stream attends to the other come in pairs.
-            repeated = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(tensor=degrees.tensor), kind, entries)
-            packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
-            return 2 * repeated * packed / degrees.sequence * (count - 1) / count
+            return sum(self._ulysses_bytes(mode, block, kind, entries))
         keys = self._keys(mode, block, sizes, degrees, kind, entries) / degrees.patch
         if axis == "ring":
             return keys / count * (count - 1)
@@ -183,12 +175,18 @@ class CalibratedCosts:
             sent *= change_bytes(group, group, bits) / (group * sizes.itemsize)
         return sent
 
-    def _gathered(self, mode: Mode, block: str, kind: StepKind, entries: int) -> tuple[float, float]:
-        """Bytes that a Ulysses rank sends for one block where hidden states are gathered: before and behind attention."""
+    def _ulysses_bytes(self, mode: Mode, block: str, kind: StepKind, entries: int) -> tuple[float, float]:
+        """Bytes that a Ulysses rank sends for one block: before attention, and behind it."""
         degrees, count, sizes = mode.stage_degrees, mode.degrees.ulysses, self.workload.sizes
+        # By all-to-all keys and values travel repeated, once for each query head, as the class has them. Queries and results
+        # are as many bytes: layers in which one stream attends to the other come in pairs.
+        repeated = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(tensor=degrees.tensor), kind, entries)
+        packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
+        results = repeated / 2 * packed / degrees.sequence * (count - 1) / count
+        if not degrees.gathers:
+            return 3 * results, results
         states = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
-        keys = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(), kind, entries)
-        return states * (count - 1) * len(self._layers(block)), keys / 2 / degrees.sequence * (count - 1) / count
+        return states * (count - 1) * len(self._layers(block)), results
 
     def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
         """Bytes of the keys and values of all tokens that a micro-step computes for a block, on the rank with most heads."""
@@ -211,12 +209,7 @@ class CalibratedCosts:
         degrees, links, layers = mode.degrees, self.machine.links, len(self._layers(block))
         waits = overlapped = 0.0
         if degrees.ulysses > 1:
-            groups = _groups(mode, "ulysses", members)
-            if degrees.gathers:
-                parts = self._gathered(mode, block, kind, entries)
-            else:
-                sent = self._bytes(mode, "ulysses", block, kind, entries)
-                parts = ULYSSES_INPUT_SHARE * sent, (1 - ULYSSES_INPUT_SHARE) * sent
+            groups, parts = _groups(mode, "ulysses", members), self._ulysses_bytes(mode, block, kind, entries)
             waits += layers * sum(links.exchange(groups, part / layers) for part in parts)
         if degrees.ring > 1:
             steps, groups = layers * (degrees.ring - 1), _groups(mode, "ring", members)

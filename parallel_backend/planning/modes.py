@@ -68,8 +68,7 @@ def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, 
 
 def _with_exchanges(workload: Workload, all_of_them: Iterable[Degrees]) -> Iterator[Degrees]:
     """The degrees, each with every way in which its Ulysses ranks can exchange tokens."""
-    can_gather = bool(workload.sizes.gathered) and workload.sizes.transfer_dtype in ("full", "residual")
     for degrees in all_of_them:
         yield degrees
-        if can_gather and degrees.ulysses > 1 and degrees.tensor == 1:
+        if workload.sizes.gathered and degrees.ulysses > 1 and degrees.tensor == 1:
             yield replace(degrees, exchange="all-gather")

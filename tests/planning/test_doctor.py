@@ -18,7 +18,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split_carrying
-from parallel_backend.core.validate import check_model
+from parallel_backend.core.validate import check_exchange, check_model
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -523,6 +523,20 @@ def test_cancel_ends_it(pools, flux_file):
 
 CASES = all_cases()
 DEFAULT = ("flux-dev", "ltx-2.3", "minimax-h3", "qwen-image-edit", "sd3.5-medium", "wan-2.1-t2v", "wan-vace")
+
+
+@pytest.mark.parametrize(
+    ("transfer_dtype", "compiled", "gathers"),
+    [("full", False, True), ("full", True, False), ("int8", False, False), ("residual", False, False)],
+)
+def test_hidden_states_are_gathered_only_with_settings_that_loading_allows(flux_file, transfer_dtype, compiled, gathers):
+    what = workload_of(
+        open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), 1, 4, 8, transfer_dtype=transfer_dtype, compiled=compiled
+    )
+    modes, _ = possible(what, 2)
+    assert any(mode.degrees.gathers for mode in modes) == gathers
+    for mode in modes:
+        check_exchange(mode.degrees, transfer_dtype, compiled)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_exchange, check_model
-from parallel_backend.families.base.blocks import gathers
 from parallel_backend.placement.model_sizes import model_sizes, weights_by_rank
 from testing import tiny
 from testing.cases import all_cases
@@ -26,11 +25,7 @@ ALL_GATHER = "all-gather"
 TOLERANCE = 1e-5
 
 
-def can_gather(case: Case) -> bool:
-    return any(gathers(over, spec) for spec in case.row.blocks.lists for over in spec.attention.values())
-
-
-CASES = [case for case in all_cases() if can_gather(case)]
+CASES = [case for case in all_cases() if case.row.blocks.can_gather]
 
 
 def degrees_of(case: Case) -> Degrees:
@@ -77,7 +72,7 @@ def test_bytes_sent(pools, flux_file):
         sent = sum(stats.bytes_sent["ulysses"] for stats in model.close_run(model.open_run(), lambda: None))
         states = layers * batch * tokens * width * (ranks - 1)
         results = layers * batch * tokens * width * (ranks - 1) // ranks
-        tables = 2 * tokens * head // 2 * 4 * (ranks - 1)  # for two streams in order, and for one
+        tables = tokens * head // 2 * 4 * (ranks - 1)
         assert sent == pytest.approx(4 * (states + results + tables), rel=0.01)  # heads and tokens of ranks may be uneven
 
 
@@ -104,13 +99,15 @@ def test_quantised_layers_are_cut_by_rows(pools, tmp_path, kind):
     assert tiny.relative(gathered, by_all_to_all) <= (2e-2 if kind == "int8, rotated" else TOLERANCE)
 
 
-def test_what_does_not_go_with_it_is_refused(pools, flux_file, tmp_path):
+def test_what_does_not_go_with_it_is_refused():
     with pytest.raises(ValueError, match=r"^ulysses_exchange is 'all-gather' and tensor_parallel_degree is 2"):
         replace(FLUX, tensor=2)
     with pytest.raises(ValueError, match=r"^ulysses_exchange is 'both'"):
         Degrees(ulysses=2, exchange="both")
     with pytest.raises(ValueError, match=r"^transfer_dtype is 'int8' and ulysses_exchange"):
         check_exchange(FLUX, "int8", compiled=False)
+    with pytest.raises(ValueError, match=r"^transfer_dtype is 'residual' and ulysses_exchange"):
+        check_exchange(FLUX, "residual", compiled=False)
     with pytest.raises(ValueError, match=r"^compile is on and ulysses_exchange"):
         check_exchange(FLUX, "full", compiled=True)
     check_exchange(Degrees(ulysses=2), "int8", compiled=True)

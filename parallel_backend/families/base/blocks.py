@@ -152,6 +152,11 @@ class Blocks:
     native_patches: tuple[str, ...] = ()
     """Patches of other nodes that ComfyUI's native model runs ("attn1_patch"). It ignores others."""
 
+    @property
+    def can_gather(self) -> bool:
+        """Ulysses ranks can gather hidden states before attention (BlockList.projections)."""
+        return any(gathers(over, spec) for spec in self.lists for over in spec.attention.values())
+
     def total(self, config: Config) -> int:
         """Number of the model's blocks."""
         return sum(self.counts(config).values())

@@ -22,6 +22,18 @@ from .prefix_keys import PrefixKeys
 
 
 @dataclass
+class GatheredTable:
+    """A rotary table of all Ulysses ranks' tokens."""
+
+    own: torch.Tensor
+    """This rank's part, kept so that no other table takes its identity."""
+    parts: list[torch.Tensor]
+    """By rank."""
+    joined: dict[bool, torch.Tensor] = field(default_factory=dict)
+    """False: the ranks' parts in order. True: all ranks' text and all ranks' image lie together."""
+
+
+@dataclass
 class AttentionStep:
     """Which tokens the present micro-step (one band or a whole call) computes. Alike on all ranks of a stage."""
 
@@ -58,8 +70,8 @@ class AttentionStep:
     """The video's tokens by frame. None for pictures."""
     guidance: NormalizedGuidance | None = None
     """Normalized guidance in the layers that mix text and image."""
-    tables: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By identity, rotary tables of this rank's tokens, and those of all Ulysses ranks' (gathered_heads.py)."""
+    tables: dict[int, "GatheredTable"] = field(default_factory=dict)
+    """By identity of a rotary table of this rank's tokens: that of all Ulysses ranks' tokens (gathered_heads.py)."""
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 

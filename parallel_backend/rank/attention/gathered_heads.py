@@ -23,7 +23,7 @@ from parallel_backend.families.base.blocks import BlockList, Projections, gather
 from parallel_backend.rank.comm.collectives import start_gather
 
 from .computed_layer import ComputedLayer, adopted
-from .context import AttentionContext, AttentionStep
+from .context import AttentionContext, AttentionStep, GatheredTable
 
 Lengths = list[int]
 """Tokens of a stream by Ulysses rank."""
@@ -74,21 +74,24 @@ class GatheredHeads:
                 layer.computed = x_BsC, torch.cat(by_rank, dim=1)
 
     def _tables(self, table: Any, text: Lengths, image: Lengths) -> Any:
-        """Rotary tables of all ranks' tokens, from this rank's. Gathered once a micro-step. See Projections."""
+        """Rotary tables of all ranks' tokens, from this rank's. Each is gathered once a micro-step. See Projections."""
         step, axis = self._context.step, self._context.ulysses
         assert step is not None
         if isinstance(table, tuple):
             return tuple(self._tables(each, [], lengths) for each, lengths in zip(table, (image, text), strict=True))
-        key = id(table), bool(text)
-        if key not in step.tables:
+        if id(table) not in step.tables:
             lengths = [sum(pair) for pair in zip(text, image, strict=True)] if text else image
             parts = start_gather(table, lengths, 1, axis, self._context.traffic).wait()
-            if text:  # each stream's tokens of all ranks, as the layers' outputs have them
+            step.tables[id(table)] = GatheredTable(table, parts)
+        gathered, by_stream = step.tables[id(table)], bool(text)
+        if by_stream not in gathered.joined:
+            parts = gathered.parts
+            if by_stream:  # as the outputs of the streams' layers lie behind each other
                 first, second = (text, image) if self._text_first else (image, text)
                 pairs = [part.split(list(pair), dim=1) for part, *pair in zip(parts, first, second, strict=True)]
                 parts = [part for stream in zip(*pairs, strict=True) for part in stream]
-            step.tables[key] = table, torch.cat(parts, dim=1)
-        return step.tables[key][1]
+            gathered.joined[by_stream] = torch.cat(parts, dim=1)
+        return gathered.joined[by_stream]
 
 
 def stream_lengths(step: AttentionStep, context: AttentionContext) -> tuple[Lengths, Lengths]:

@@ -110,7 +110,7 @@ class ParallelAttention:
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
             return attend(step, q_BQHD, k_BKHD, v_BKHD, scale, Span(0, heads))
-        groups = head_groups(heads, axis.size, self._groups(step, q_BQHD, heads // axis.size))
+        groups = head_groups(split(Span(0, heads), axis.size), self._groups(step, q_BQHD, heads // axis.size))
         shared = (axis, context.traffic, context.codec)
         early, context.early_values = context.early_values, None
         sent = (q_BQHD, k_BKHD, v_BKHD) if early is None else (q_BQHD, k_BKHD)
@@ -144,12 +144,11 @@ class ParallelAttention:
         if not step.runs:
             return out_BQHD
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
-        groups = self._groups(step, q_BShD, shape[2] // axis.size)
-        for group in zip(*(split(heads, groups) for heads in context.heads), strict=True):
+        for group in head_groups(context.heads, self._groups(step, q_BShD, shape[2] // axis.size)):
             span = group[axis.index]
             rows = span.shift(-own.start).slice
             out_BQhD = attend(step, q_BShD[:, :, rows], k_BShD[:, :, rows], v_BShD[:, :, rows], scale, span)
-            # Behind the next group's attention, if there is one: nothing but these transfers is under way here.
+            # Results travel while the next group computes. No other transfer is under way meanwhile.
             finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, axis, context.traffic))
         for finish in finishing:
             finish()

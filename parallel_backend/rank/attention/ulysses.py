@@ -111,7 +111,7 @@ def _start(
     return codec.start_all_to_all(size, x_N, send, receive, axis, traffic)
 
 
-def head_groups(heads: int, ranks: int, groups: int) -> list[list[Span]]:
-    """Heads by group and Ulysses rank. No group is empty if each rank has at least `groups` heads."""
-    by_rank = [split(of_rank, groups) for of_rank in split(Span(0, heads), ranks)]
-    return [[parts[group] for parts in by_rank] for group in range(groups)]
+def head_groups(by_rank: Sequence[Span], groups: int) -> list[list[Span]]:
+    """The heads of each Ulysses rank -> heads by group and rank. No group is empty if each rank has `groups` heads."""
+    parts = [split(of_rank, groups) for of_rank in by_rank]
+    return [[of_rank[group] for of_rank in parts] for group in range(groups)]
