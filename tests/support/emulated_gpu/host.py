@@ -16,6 +16,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from testing.thread_ranks import RankThread
+
 from .machine import machine
 from .operators import leaves, mutated_by, operator_of
 from .streams import Stream
@@ -37,6 +39,7 @@ class PageLocked:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ranges: dict[int, tuple[int, bool]] = {}  # start -> (bytes, registered by hand)
+        self._ranks: dict[int, RankThread] = {}  # start -> the rank that registered it, if it is a thread
         self._lock = threading.RLock()
         self.budget: int | None = None
 
@@ -46,7 +49,8 @@ class PageLocked:
 
     @property
     def registered(self) -> int:
-        """Bytes that were registered by hand."""
+        """Bytes that were registered by hand, but for ranks that have ended: a process takes its own with it."""
+        self._forget_the_dead()
         return sum(size for size, by_hand in self._ranges.values() if by_hand)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -71,6 +75,7 @@ class PageLocked:
     def register(self, address: int, size: int, _flags: int) -> int:
         """cudaHostRegister. Whole pages are locked, and none twice."""
         first, last = address // PAGE, (address + size - 1) // PAGE
+        self._forget_the_dead()
         with self._lock:
             for start, (length, by_hand) in self._ranges.items():
                 if by_hand and first <= (start + length - 1) // PAGE and start // PAGE <= last:
@@ -94,6 +99,11 @@ class PageLocked:
                         machine.record.violation(f"memory is no longer page-locked while a copy uses it: {entry}")
         return 0
 
+    def _forget_the_dead(self) -> None:
+        with self._lock:
+            for start in [start for start, rank in self._ranks.items() if not rank.is_alive()]:
+                self._remove(start)
+
     def _room(self, size: int) -> bool:
         return self.budget is None or self.nbytes + size <= self.budget
 
@@ -101,10 +111,13 @@ class PageLocked:
         with self._lock:
             bisect.insort(self._starts, address)
             self._ranges[address] = size, by_hand
+            if by_hand and isinstance(thread := threading.current_thread(), RankThread):
+                self._ranks[address] = thread
             machine.note_registered(self.registered)
 
     def _remove(self, address: int) -> None:
         with self._lock:
+            self._ranks.pop(address, None)
             if self._ranges.pop(address, None) is not None:
                 self._starts.remove(address)
                 machine.note_registered(self.registered)
