@@ -22,6 +22,7 @@ from tests.support import nccl_on_one_card
 DEVICES = ("cuda:0", "cuda:0")
 MODES = [
     *(Degrees(**{axis: 2}) for axis in ("ulysses", "ring", "tensor", "pipe", "batch")),
+    Degrees(ulysses=2, exchange="all-gather"),
     Degrees(patch=2, patch_mode="displaced"),
     Degrees(patch=2, patch_mode="naive"),
 ]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,9 @@ pytestmark = pytest.mark.threads
 
 
 @pytest.fixture(autouse=True)
-def on_windows(monkeypatch):
+def on_windows(monkeypatch, tmp_path):
+    # A folder is in use there if a file in it cannot be removed, as one here always can: other tests' ranks would lose theirs.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delattr(signal, "SIGUSR1")
     monkeypatch.delattr(os, "memfd_create")
