@@ -215,6 +215,7 @@ LATENTS = {4: (36, 32), 5: (3, 20, 20)}
 
 def peak_bytes(work) -> int:
     """Of what torch's allocator gave out on the CPU while `work` ran, at the highest."""
+    gc.collect()  # else what other tests left could be freed meanwhile, and be taken off
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

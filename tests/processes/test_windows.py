@@ -38,7 +38,7 @@ pytestmark = pytest.mark.threads
 
 @pytest.fixture(autouse=True)
 def on_windows(monkeypatch, tmp_path):
-    # A folder is in use there if a file in it cannot be removed, as one here always can: other tests' ranks would lose theirs.
+    # A folder is in use there if a file in it cannot be removed, as one here always can: other tests' ranks lost theirs.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delattr(signal, "SIGUSR1")
