@@ -2,6 +2,7 @@
 
 from .loader import CHECKPOINTS, file_path, load_model, safetensors_names, widgets
 from .model.all_in_one import clip_and_vae
+from .model.early_start import start_ranks_of
 from .ui.input_checks import coerce, renamed_input, short, validate
 from .ui.widgets import CATEGORY
 
@@ -27,4 +28,5 @@ class ParallelCheckpointLoader:
             raise ValueError(f"ckpt_name: {short(ckpt_name)} is not in models/{CHECKPOINTS}. Refresh the node list.")
         with renamed_input("model_name", "ckpt_name"):
             model = load_model(path, values)
+        start_ranks_of(model)
         return (model, *clip_and_vae(path))

@@ -19,6 +19,7 @@ from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
+from .model.early_start import start_ranks_of
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
@@ -159,7 +160,7 @@ class ParallelDiTLoader:
     FUNCTION = "load"
     DESCRIPTION = (
         "Loads a diffusion transformer split over several GPUs. The MODEL works with KSampler and every other sampler; "
-        "the processes start with the first use and stay for the next prompts."
+        "the processes start while other nodes run, and stay for the next prompts."
     )
 
     @classmethod
@@ -171,8 +172,9 @@ class ParallelDiTLoader:
         return widgets("model_name", (model_names(), {"default": BUNDLED, "tooltip": tooltip}))
 
     def load(self, model_name, **values):
-        path = model_path(coerce("model_name", model_name, "STRING", {}))
-        return (load_model(path, values),)
+        model = load_model(model_path(coerce("model_name", model_name, "STRING", {})), values)
+        start_ranks_of(model)
+        return (model,)
 
 
 def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:

@@ -13,6 +13,7 @@ from .loader import SETUP_WIDGETS, load_model
 from .model.carry_over import carry_over
 from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.diffusion_model import RemoteDiffusionModel
+from .model.early_start import start_ranks_of
 from .model.native_source import NativeSource, native_source
 from .model.native_weights import check_not_rewritten, give_back_memory, unload
 from .model.patcher import RemoteModelPatcher
@@ -91,6 +92,7 @@ class ParallelizeModel:
             if degrees.pipe > 1 and not has_pipefusion(parallel):
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True)
             say(f"Parallel DiT: {degrees} on {', '.join(parallel.model.diffusion_model.setup.devices)}")
+        start_ranks_of(parallel)
         return (parallel,)
 
 

@@ -27,6 +27,7 @@ class Pools:
     def __init__(self, start: Callable[[tuple[str, ...], SelfTest], Pool], verdicts: P2PVerdicts):
         self._start, self._verdicts = start, verdicts
         self._pools: tuple[Pool, ...] = ()  # in the order of their last use
+        self._begun: set[tuple[str, ...]] = set()  # devices of pools that have been begun for a use to come
 
     @property
     def working(self) -> tuple[Pool, ...]:
@@ -40,6 +41,7 @@ class Pools:
         between consumer cards is the most frequent cause. P2P then stays off for these devices, see P2PVerdicts.
         """
         pool = self._on(devices)
+        self._begun.discard(devices)
         try:
             return action(pool)
         except LinksDown as error:
@@ -58,16 +60,27 @@ class Pools:
         self._verdicts.keep(devices)
         return result
 
+    def begin(self, devices: tuple[str, ...]) -> None:
+        """Begin to start ranks on these devices, unless there are ranks on any of them. Does not wait for them.
+
+        If they fail, the next use has their error, as if it had started them: it may have to start others without P2P.
+        """
+        self.end_failed()
+        if all(apart(pool.devices, devices) for pool in self._pools):
+            self._on(devices)
+            self._begun.add(devices)
+
     def end_failed(self) -> None:
-        """Drop pools that have failed."""
+        """Drop pools that have failed, but for those that wait for their first use."""
         for pool in self._pools:
-            if pool.error is not None:
+            if pool.error is not None and pool.devices not in self._begun:
                 self.end(pool.devices)
 
     def end(self, devices: tuple[str, ...], politely: bool = True) -> None:
         """End the ranks on these devices, if there are any. `politely`: see Pool.close."""
         ended = [pool for pool in self._pools if pool.devices == devices]
         self._pools = tuple(pool for pool in self._pools if pool not in ended)
+        self._begun.discard(devices)
         for pool in ended:
             pool.close(politely)
 
@@ -86,7 +99,7 @@ class Pools:
         self.end_failed()
         for other in self._pools:
             if other.devices != devices and not apart(other.devices, devices):
-                self.end(other.devices)
+                self.end(other.devices, politely=other.ready.done())
         pool = next((pool for pool in self._pools if pool.devices == devices), None)
         if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))

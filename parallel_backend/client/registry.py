@@ -281,6 +281,18 @@ class Registry:
         model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
+    def begin(self, devices: tuple[str, ...]) -> None:
+        """Begin to start ranks on these devices, for a use to come, unless there are ranks on any of them.
+
+        Never waits. Does nothing while another thread loads a model: what it needs of the devices comes first.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._exiting:
+                    self._pools.begin(devices)
+            finally:
+                self._lock.release()
+
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
         """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None."""
         with self._lock:

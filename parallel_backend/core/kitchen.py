@@ -55,10 +55,11 @@ def fused_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Fused |
     if operation is None:
         log.info("this comfy-kitchen has no %s", name)
         return None
+    kernel = DirectCall(name)
     with torch.inference_mode():
         arguments = TRIALS[name](dtype)
         try:
-            found = operation(*(_on(device, each) for each in arguments))
+            found = kernel(*(_on(device, each) for each in arguments))
             same = all(
                 torch.allclose(one.float(), other.to(device).float(), atol=TOLERANCE, rtol=TOLERANCE)
                 for one, other in zip(_tensors(found), _tensors(operation(*arguments)), strict=True)
@@ -69,7 +70,35 @@ def fused_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Fused |
     if not same:
         log.warning("comfy-kitchen's %s gives other values here than on the CPU", name)
         return None
-    return operation
+    return kernel
+
+
+class DirectCall:
+    """comfy-kitchen's operation `name`, without torch's and its own dispatch, which cost more of the host than the launch.
+
+    The package looks at the shapes of each call to choose among its implementations. Here it is asked once for each form.
+    """
+
+    FORMS = 64
+    """Forms of arguments whose implementations are kept. A run has a few for each operation."""
+
+    def __init__(self, name: str):
+        import comfy_kitchen
+
+        self._name, self._registry = name, comfy_kitchen.registry
+        schema = getattr(torch.ops.comfy_kitchen, name).default._schema
+        self._names = [argument.name for argument in schema.arguments]
+        self._found: dict[tuple[Any, ...], Fused] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        form = tuple((each.shape, each.stride()) if isinstance(each, torch.Tensor) else each for each in arguments)
+        named = dict(zip(self._names, arguments, strict=False))  # the last ones have defaults
+        if (found := self._found.get(form)) is None:
+            found = self._registry.get_implementation(self._name, kwargs=named)
+            if len(self._found) == self.FORMS:
+                self._found.clear()
+            self._found[form] = found
+        return found(**named)
 
 
 def try_kernels(dtype: torch.dtype, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Which ranks and models the registry keeps, and which it ends, without any."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -171,6 +172,75 @@ def test_ranks_on_some_of_the_devices_are_ended(registry):
     other = registry.pool_for(("cpu",), nobody)
     assert pool.closed
     assert not other.closed
+
+
+def test_ranks_that_were_begun_are_those_of_the_next_use(registry, loaded):
+    registry.begin(DEVICES)
+    begun = registry.pool
+    registry.begin(DEVICES)
+    assert registry.pool is begun
+    assert loaded("one")[1].pool is begun
+
+
+def test_ranks_are_not_begun_where_others_are(registry, loaded):
+    used = loaded("one")[1].pool
+    registry.begin(("cpu",))
+    assert registry.pool is used
+    assert not used.closed
+
+
+def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(registry):
+    """A rank that starts reads no messages: to ask it would take seconds."""
+    registry.begin(DEVICES)
+    begun = registry.pool
+    begun.ready = Future()
+    registry.pool_for(("cpu",), nobody)
+    assert begun.closed
+    assert not begun.politely
+
+
+def test_ranks_are_not_begun_during_a_load_nor_at_exit(registry):
+    with in_another_thread(registry):
+        registry.begin(DEVICES)
+    assert registry.pool is None
+    registry.exit()
+    registry.begin(DEVICES)
+    assert registry.pool is None
+
+
+def in_another_thread(registry):
+    """Context in which another thread holds the registry's lock, as it does while it loads a model."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with registry._lock:
+            held.set()
+            done.wait()
+
+    @contextlib.contextmanager
+    def holding():
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    return holding()
+
+
+def test_ranks_that_were_begun_and_failed_are_tried_without_p2p_by_their_first_use(registry, monkeypatch):
+    """Their failure is not found a second time, which may take a minute."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
+    made = []
+    monkeypatch.setattr(registry_module, "Pool", lambda *given, **named: made.append(FakePool(*given, **named)) or made[-1])
+    registry.begin(DEVICES)
+    made[0].error = made[0].ready.exception()
+    assert not registry.pool_for(DEVICES, nobody).self_test.p2p
+    assert [pool.self_test.p2p for pool in made] == [True, False]
 
 
 def test_models_on_devices_that_are_apart_stay_both(registry, loaded):

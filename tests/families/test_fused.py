@@ -1,6 +1,7 @@
 """Fused arithmetic equals diffusers', by torch's operations and by comfy-kitchen's, which on a CPU are torch's too."""
 
 import copy
+import functools
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -25,11 +26,11 @@ LIMIT = 1e-5
 
 def kernels():
     """Context in which every fused operation is comfy-kitchen's; gives a count of the calls by name."""
-    called = Counter()
+    called, direct = Counter(), functools.cache(kitchen.DirectCall)
 
     def kernel(name, x):
         called[name] += 1
-        return getattr(torch.ops.comfy_kitchen, name) if x.numel() else None
+        return direct(name) if x.numel() else None
 
     assert kitchen.kitchen().tensors is not None
     return called, mock.patch.object(fused, "_kernel", kernel)
@@ -151,7 +152,7 @@ def test_a_kernel_is_tried_before_it_is_used(name, monkeypatch, caplog):
 
     assert tried() is None  # there are no CUDA kernels here
     monkeypatch.setattr(kitchen, "_has_cuda_kernels", lambda: True)
-    assert tried() is getattr(torch.ops.comfy_kitchen, name)
+    assert isinstance(tried(), kitchen.DirectCall)
     monkeypatch.setattr(kitchen, "_on", lambda device, value: value + 1 if isinstance(value, torch.Tensor) else value)
     assert tried() is None
     assert "gives other values here than on the CPU" in caplog.text
@@ -162,3 +163,19 @@ def test_a_kernel_is_tried_before_it_is_used(name, monkeypatch, caplog):
     monkeypatch.setattr(kitchen, "_on", refuse)
     assert tried() is None
     assert "no kernel image" in caplog.text
+
+
+def test_an_implementation_is_chosen_for_each_form_of_arguments(monkeypatch):
+    x, vectors = torch.randn(1, 3, 8), torch.randn(2, 1, 1, 8)
+    asked, kernel = [], kitchen.DirectCall("adaln")
+    choose = kernel._registry.get_implementation
+
+    def noted(name, kwargs):
+        asked.append(tuple(kwargs["x"].shape))
+        return choose(name, kwargs=kwargs)
+
+    monkeypatch.setattr(kernel._registry, "get_implementation", noted)
+    for each in (x, x + 1, x[:, :2], x):
+        assert torch.equal(kernel(each, *vectors, 1e-6), torch.ops.comfy_kitchen.adaln(each, *vectors, 1e-6))
+    ours = [shape for place, shape in enumerate(asked) if place in (0, 3)]
+    assert ours == [(1, 3, 8), (1, 2, 8)]

@@ -146,6 +146,16 @@ def adopt(model: nn.Module, classes: Mapping[type, type]) -> None:
             module.__class__ = kind
 
 
+def give_processor(attention: nn.Module, processor: Any) -> None:
+    """Have an attention module of diffusers call this processor with the arguments that it gets, and do nothing else.
+
+    The class's own forward reads the processor's signature in each call, to leave out arguments that it does not have.
+    """
+    attention.set_processor(processor)  # type: ignore[operator]
+    # Not bound to this processor: a compiled block gets another one.
+    attention.forward = lambda *args, **named: attention.processor(attention, *args, **named)  # type: ignore[operator]
+
+
 def _kernel(name: str, x: torch.Tensor) -> kitchen.Fused | None:
     """comfy-kitchen's kernel for `x`. None: there is none here."""
     if not x.is_cuda or x.element_size() != 2 or not x.numel() or torch.compiler.is_compiling():

@@ -120,4 +120,4 @@ def fuse(model: Any) -> None:
     """See Family.fused_module."""
     fused.adopt(model, CLASSES)
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
-        block.attn.set_processor(Attention())
+        fused.give_processor(block.attn, Attention())

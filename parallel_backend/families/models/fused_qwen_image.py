@@ -105,4 +105,4 @@ def fuse(model: Any) -> None:
     """See Family.fused_module. `pos_embed` has to return Rotations."""
     fused.adopt(model, {original.QwenImageTransformerBlock: Block})
     for block in model.transformer_blocks:
-        block.attn.set_processor(Attention())
+        fused.give_processor(block.attn, Attention())

@@ -5,13 +5,13 @@ when it calls the values' layer, the layer returns the output that the hook has 
 attention is exact. As in cache-dit's asynchronous Ulysses and in CoCoDiff (arXiv 2604.14561).
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallel_backend.core.signatures import method_parameters
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, BlockList, Values
 from parallel_backend.rank.comm.staging import staged
@@ -38,11 +38,11 @@ class ValuesFirst:
         if text_first:  # the order of tokens in attention
             self._layers.reverse()
             self._arguments.reverse()
-        self._signature = inspect.signature(type(module).forward)
+        self._parameters = method_parameters(type(module).forward)
         module.register_forward_pre_hook(self._begin_with_arguments, with_kwargs=True)
 
-    def _begin_with_arguments(self, module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
-        arguments = self._signature.bind(module, *inputs, **named).arguments
+    def _begin_with_arguments(self, _module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
+        arguments = dict(zip(self._parameters, inputs, strict=False)) | named
         self._begin([arguments[name] for name in self._arguments])
 
     def _begin(self, inputs_BsC: Sequence[torch.Tensor]) -> None:

@@ -11,13 +11,13 @@ of a rank's own tokens run while those of the others arrive. When the forward ca
 output for all tokens, and the rotary table that it is given is that of all tokens.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallel_backend.core.signatures import method_parameters
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.blocks import BlockList, Projections, gathers
 from parallel_backend.rank.comm.collectives import start_gather
@@ -43,7 +43,7 @@ class GatheredHeads:
         self._image = [adopted(getattr(module, name)) for name in projections.image]
         self._has_text = projections.has_text(module)
         self._text = [adopted(getattr(module, name)) for name in projections.text if self._has_text]
-        self._parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._parameters = method_parameters(type(module).forward)
         module.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, _module: nn.Module, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -9,7 +9,6 @@ first slot of a list cuts its arguments down. The last slot puts its results int
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallel_backend.core.signatures import method_parameters
 from parallel_backend.families.base.blocks import BlockList
 from parallel_backend.families.base.step_inputs import Rows, StepInputs
 
@@ -108,13 +108,11 @@ class BlockSlot:
     def __init__(self, spec: BlockList, stage_io: StageIO, block_class: type[nn.Module], index: int, count: int):
         self.spec, self.stage_io, self.name = spec, stage_io, f"{spec.name}.{index}"
         self.first, self.last = index == 0, index == count - 1
-        self.signature = inspect.signature(block_class.forward)
+        self._names = method_parameters(block_class.forward)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A block's arguments by name, including those in its `**kwargs`."""
-        bound = self.signature.bind(None, *args, **kwargs).arguments
-        rest = bound.pop("kwargs", {})
-        return {name: value for name, value in bound.items() if name not in ("self", "args")} | rest
+        """A block's arguments by name, including those in its `**kwargs`, without those in its `*args`."""
+        return dict(zip(self._names, args, strict=False)) | kwargs
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A block's arguments by name, cut to the rank's tokens."""

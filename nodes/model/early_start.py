@@ -1,0 +1,14 @@
+"""Starts a model's ranks while other nodes, such as text encoders, still compute for its first picture."""
+
+from parallel_backend.client.registry import registry
+from parallel_backend.core.devices import on_ray
+
+from ..ui.prompt_graph import feeds_a_sampler
+from .patcher import RemoteModelPatcher
+
+
+def start_ranks_of(model: RemoteModelPatcher) -> None:
+    """Begin to start the ranks of `model`, if the prompt samples with it. Never waits; starts nothing on a Ray cluster."""
+    devices = model.model.diffusion_model.devices
+    if not any(map(on_ray, devices)) and feeds_a_sampler():
+        registry().begin(devices)

@@ -1,0 +1,54 @@
+"""The graph of the prompt that ComfyUI is executing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from comfy_execution.utils import get_executing_context
+
+from .other_nodes import COMFYUI
+
+Graph = Mapping[str, Mapping[str, Any]]
+"""A prompt in ComfyUI's API form: number of a node -> its class_type and inputs, of which links are [number, output]."""
+
+
+def feeds_a_sampler() -> bool:
+    """Whether latents are going to be made, in this prompt, from what the node that is being executed returns.
+
+    False if there is no such node: nodes may be run from Python, and a node may have made others that the prompt lacks.
+    """
+    context = get_executing_context()
+    if context is None:
+        return False
+    from server import PromptServer
+
+    running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    for _, prompt_id, graph, _, outputs, *_ in running:
+        if prompt_id == context.prompt_id:
+            return is_sampled(graph, context.node_id, outputs)
+    return False
+
+
+def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:
+    """Whether some node on the way to `outputs` makes latents of what node `loader` returns, perhaps over other nodes."""
+    return any(
+        loader in _sources(graph, [node])
+        for node in _sources(graph, outputs)
+        if node != loader and _makes_latents(graph[node])
+    )
+
+
+def _sources(graph: Graph, nodes: list[str]) -> set[str]:
+    """These nodes and all whose outputs they take, over others too."""
+    found: set[str] = set()
+    waiting = [node for node in nodes if node in graph]
+    while waiting:
+        if (node := waiting.pop()) not in found:
+            found.add(node)
+            links = (value[0] for value in graph[node]["inputs"].values() if isinstance(value, list) and len(value) == 2)
+            waiting += [source for source in links if source in graph]
+    return found
+
+
+def _makes_latents(node: Mapping[str, Any]) -> bool:
+    kind = COMFYUI.NODE_CLASS_MAPPINGS.get(node["class_type"])
+    return kind is not None and "LATENT" in kind.RETURN_TYPES

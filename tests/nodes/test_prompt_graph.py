@@ -1,0 +1,70 @@
+"""Whether what a node returns is sampled in the prompt that is being executed."""
+
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+KINDS = {"Loader": ("MODEL",), "LoRA": ("MODEL",), "KSampler": ("LATENT",), "Empty": ("LATENT",), "Decode": ("IMAGE",)}
+
+
+def node(kind, **inputs):
+    return {"class_type": kind, "inputs": inputs}
+
+
+GRAPH = {
+    "1": node("Loader", name="a.safetensors", sizes=[1, 2]),
+    "2": node("LoRA", model=["1", 0], strength=1.0),
+    "3": node("Empty", width=64),
+    "4": node("KSampler", model=["2", 0], latent=["3", 0]),
+    "5": node("Decode", samples=["4", 0]),
+    "6": node("Loader", name="b.safetensors"),
+    "7": node("Report", model=["6", 0]),
+    "8": node("Unknown", model=["6", 0]),
+}
+
+
+@pytest.fixture
+def graph(module):
+    graph = module("ui.prompt_graph")
+    kinds = {name: SimpleNamespace(RETURN_TYPES=types) for name, types in (KINDS | {"Report": ("STRING",)}).items()}
+    with mock.patch.object(graph.COMFYUI, "NODE_CLASS_MAPPINGS", kinds):
+        yield graph
+
+
+@pytest.mark.parametrize(
+    ("loader", "outputs", "sampled"),
+    [
+        ("1", ["5"], True),
+        ("1", ["7"], False),
+        ("6", ["5", "7", "8"], False),
+        ("6", ["5"], False),
+        ("3", ["5"], True),
+        ("4", ["5"], False),
+        ("made by another node", ["5"], False),
+    ],
+    ids=[
+        "over others",
+        "in a part that is not asked for",
+        "not sampled",
+        "not used",
+        "latents",
+        "the sampler itself",
+        "not in it",
+    ],
+)
+def test_a_node_is_sampled_if_latents_are_made_of_it(graph, loader, outputs, sampled):
+    assert graph.is_sampled(GRAPH, loader, outputs) is sampled
+
+
+def test_the_prompt_that_is_executed_is_looked_at(graph, monkeypatch):
+    others = (1, "another", {}, {}, ["5"], {})
+    queue = SimpleNamespace(get_current_queue_volatile=lambda: ([others, (2, "mine", GRAPH, {}, ["5"])], []))
+    server = SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=queue)))
+    monkeypatch.setitem(sys.modules, "server", server)
+    assert not graph.feeds_a_sampler()  # nodes are run from Python
+    for prompt, sampled in (("mine", True), ("another", False), ("ended", False)):
+        context = SimpleNamespace(prompt_id=prompt, node_id="1")
+        monkeypatch.setattr(graph, "get_executing_context", lambda context=context: context)
+        assert graph.feeds_a_sampler() is sampled
