@@ -1,7 +1,9 @@
-"""Packages that an import is to do without."""
+"""Packages that an import is to do without, and torch's compiler."""
 
 import importlib.util
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,21 @@ def test_an_error_within_ends_it_too(package):
 def test_what_has_been_imported_stays():
     with blocked_imports("json"):
         assert importlib.import_module("json") is sys.modules["json"] is not None
+
+
+@pytest.mark.slow
+def test_a_rank_starts_without_torchs_compiler_which_still_compiles_afterwards():
+    """In a process of its own: here the compiler may have been imported."""
+    text = """
+import sys, torch
+from parallel_backend.rank.start.import_blocker import without_compiler
+disable = torch.compiler.disable
+with without_compiler():
+    import diffusers.models.transformers
+    import parallel_backend.rank.worker
+assert torch.compiler.disable is disable
+assert not {"torch._dynamo", "sympy"} & sys.modules.keys(), "imported all the same"
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1)).item() == 1
+assert "torch._dynamo" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", text], check=True, cwd=Path(__file__).parents[2])

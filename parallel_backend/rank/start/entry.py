@@ -10,7 +10,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from .compiled_code import keep_compiled_code_private
 from .environment import set_rank_environment
-from .import_blocker import blocked_imports
+from .import_blocker import blocked_imports, without_compiler
 from .log import write_log
 from .parent_watch import end_with_parent
 
@@ -31,9 +31,10 @@ def main(settings: RankSettings, connection: Connection, make_worker: "Callable[
     set_rank_environment(settings.devices[settings.rank])
     keep_compiled_code_private(scratch=folder)
     # Only diffusers' schedulers and pipelines need these packages. They would take a third of a rank's start inside ComfyUI.
-    with blocked_imports("scipy", "transformers"):
-        import diffusers.utils  # noqa: F401  # finds out which packages are installed, once for all
-    from parallel_backend.rank.worker import run
+    with blocked_imports("scipy", "transformers"), without_compiler():
+        import diffusers.models.transformers  # noqa: F401  # also finds out which packages are installed, once for all
+
+        from parallel_backend.rank.worker import run
 
     gc.freeze()  # else each collection visits 300,000 objects of torch and diffusers: 0.25 s at each unloading
     run(settings, connection, make_worker)
