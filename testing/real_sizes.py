@@ -15,7 +15,7 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.rank.stage.meta_model import meta_model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RealModel:
     """A model and what is made with it, in bf16.
 

@@ -5,6 +5,7 @@ same to every figure. Stages that differ in their blocks are traced whole.
 """
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_model import KV_COPIES, MemoryNeed, Request, memory_by_rank
-from parallel_backend.placement.model_sizes import model_sizes
+from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
 from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from testing.hollow.account import Account
@@ -116,9 +117,7 @@ def _beside_kept(found: Trace, real: RealModel, degrees: Degrees) -> list[int]:
 def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list[MemoryNeed], list[int], list[float]]:
     """By rank, the memory model's bytes of such a run, of these the keys and values that it keeps, and the bytes of a hidden
     state of the rank's tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = open_checkpoint(real.save(Path(folder) / "model.safetensors"))
-        sizes = model_sizes(checkpoint, "bf16", "cuda")
+    sizes = _sizes(real)
     spans = even_stages(len(sizes.block_bytes), degrees.pipe)
     tokens = request.image + (request.text if sizes.joint else request.padding)
     states = [
@@ -127,6 +126,14 @@ def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list
     ]
     needs = memory_by_rank(sizes, degrees, spans, (request,))
     return needs, [need.buffers + need.arriving for need in needs], [state * sizes.token_bytes for state in states]
+
+
+@functools.lru_cache(maxsize=8)
+def _sizes(real: RealModel) -> ModelSizes:
+    """The sizes of this model. Its class takes seconds to build, and modes ask for it one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(real.save(Path(folder) / "model.safetensors"))
+        return model_sizes(checkpoint, "bf16", "cuda")
 
 
 def _whole(pool: Pool, model: RemoteTransformer, real: RealModel, accounts: Sequence[Account]) -> list[Figures]:

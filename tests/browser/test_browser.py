@@ -285,6 +285,7 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     assert shown_picture(server, editor).size == (64, 64)
 
 
+@pytest.mark.full
 def test_run_on_several_gpus_says_what_it_leaves(on_two_cards, server):
     """A template with four loaders, of which two are bypassed, and whose files are not here."""
     editor, page = on_two_cards, on_two_cards.page
@@ -298,6 +299,7 @@ def test_run_on_several_gpus_says_what_it_leaves(on_two_cards, server):
     assert editor.saved() == before
 
 
+@pytest.mark.full
 def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
     server.post("/settings", {"Comfy.Locale": "zh"})
     editor.page.reload()

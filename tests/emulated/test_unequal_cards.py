@@ -9,6 +9,7 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.core.degrees import Degrees
 from testing import tiny
 from tests.campaigns.transport.cases import CONFIG, PRODUCTS, Files, name, nothing
 from tests.support.cpu_and_gpu import Both, both_kinds
@@ -26,17 +27,25 @@ def both() -> Iterator[Both]:
         yield made
 
 
-def of_two() -> list[pytest.param]:
-    """Every mode at two ranks."""
-    return [
-        pytest.param(degrees, id=name(degrees), marks=[] if degrees.ring == 2 else pytest.mark.slow)
+HALF = (Degrees(pipe=2), Degrees(ring=2))
+"""Modes that the default tier has in fp16 too: in all others the kernels that differ are called in the same way."""
+
+
+@pytest.mark.parametrize(
+    ("degrees", "dtype"),
+    [
+        pytest.param(
+            degrees,
+            dtype,
+            id=f"{name(degrees)}-{dtype}",
+            marks=[pytest.mark.slow] * ((degrees.ring, dtype) != (2, "fp32"))
+            + [pytest.mark.full] * (dtype == "fp16" and degrees not in HALF),
+        )
         for degrees in PRODUCTS
         if degrees.world == 2
-    ]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("degrees", of_two())
+        for dtype in ("fp32", "fp16")
+    ],
+)
 def test_unequal_cards(both: Both, files: Files, degrees, dtype):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
         model = load(files.flux(), degrees, dtype=dtype)

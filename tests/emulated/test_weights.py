@@ -58,9 +58,9 @@ def in_tiers(*cases: tuple[Degrees, bool, bool]) -> list[pytest.param]:
 @pytest.mark.parametrize(
     "degrees",
     in_tiers(
-        (Degrees(), False, True),
+        (Degrees(), False, False),
         (PIPE, True, True),
-        (Degrees(ulysses=2), False, True),
+        (Degrees(ulysses=2), False, False),
         (Degrees(tensor=2), False, True),
         (Degrees(ring=2), False, False),
         (DISPLACED, False, True),
