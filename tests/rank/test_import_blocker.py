@@ -44,14 +44,43 @@ def test_a_rank_starts_without_torchs_compiler_which_still_compiles_afterwards()
     """In a process of its own: here the compiler may have been imported."""
     text = """
 import sys, torch
-from parallel_backend.rank.start.import_blocker import without_compiler
+from parallel_backend.rank.start.import_blocker import UNUSED, light_imports
 disable = torch.compiler.disable
-with without_compiler():
+with light_imports():
     import diffusers.models.transformers
     import parallel_backend.rank.worker
 assert torch.compiler.disable is disable
-assert not {"torch._dynamo", "sympy"} & sys.modules.keys(), "imported all the same"
+assert not {"torch._dynamo", "sympy", *UNUSED} & sys.modules.keys(), "imported all the same"
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1)).item() == 1
 assert "torch._dynamo" in sys.modules
 """
+    run(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._dynamo.utils import is_compile_supported",
+        "import torch._dynamo.config as config; assert config.recompile_limit > 0",
+        "import torch._dynamo; assert callable(torch._dynamo.reset)",
+        "from torch._dynamo import allow_in_graph, OptimizedModule",
+    ],
+)
+def test_who_needs_the_compiler_itself_gets_it(line):
+    """As torchvision does, and packages of attention kernels may."""
+    text = f"""
+import sys, torch
+from parallel_backend.rank.start.import_blocker import without_compiler
+with without_compiler():
+    {line}
+import torch._dynamo, torch._dynamo.utils
+assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.__spec__.name == "torch._dynamo"
+assert torch._dynamo.utils.__spec__.origin.endswith("utils.py") and not hasattr(torch._dynamo, "give_way")
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1)).item() == 1
+"""
+    run(text)
+
+
+def run(text: str) -> None:
     subprocess.run([sys.executable, "-c", text], check=True, cwd=Path(__file__).parents[2])

@@ -112,7 +112,7 @@ class BlockSlot:
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A block's arguments by name, including those in its `**kwargs`, without those in its `*args`."""
-        return dict(zip(self._names, args, strict=False)) | kwargs
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A block's arguments by name, cut to the rank's tokens."""

@@ -10,7 +10,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from .compiled_code import keep_compiled_code_private
 from .environment import set_rank_environment
-from .import_blocker import blocked_imports, without_compiler
+from .import_blocker import light_imports
 from .log import write_log
 from .parent_watch import end_with_parent
 
@@ -30,8 +30,7 @@ def main(settings: RankSettings, connection: Connection, make_worker: "Callable[
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
     set_rank_environment(settings.devices[settings.rank])
     keep_compiled_code_private(scratch=folder)
-    # Only diffusers' schedulers and pipelines need these packages. They would take a third of a rank's start inside ComfyUI.
-    with blocked_imports("scipy", "transformers"), without_compiler():
+    with light_imports():
         import diffusers.models.transformers  # noqa: F401  # also finds out which packages are installed, once for all
 
         from parallel_backend.rank.worker import run
