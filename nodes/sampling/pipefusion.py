@@ -154,7 +154,9 @@ class PipeFusion:
             (*model.pool.notes, *filter(None, (stub.run.second_try.line,))),
             cut.patching.along if cut.patching.video else None,
         )
-        say("; ".join(filter(None, (f"Parallel DiT: {self.last.summary}", *self.last.notes, stub.run.idle))))
+        log.info("Parallel DiT: %s", self.last.summary)
+        how, *rest = self.last.shown
+        say("\n".join((f"Parallel DiT: {how}", *rest, *filter(None, (stub.run.idle,)))))
         return result
 
     def _expected(self, sampling: Sampling) -> Request | None:

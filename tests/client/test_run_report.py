@@ -3,6 +3,8 @@
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
+
 from parallel_backend.client.reports.run_report import RunReport
 from parallel_backend.core.degrees import Degrees
 
@@ -53,13 +55,34 @@ def test_bytes_are_of_all_ranks_by_axis():
 
 
 def test_it_says_which_calls_were_exact():
-    assert report().what == "1 model calls exact (warm-up), 3 pipelined in 4 bands with keys one step old"
+    assert report().what == "1 model call exact (warm-up), 3 pipelined in 4 bands with keys one step old"
     video = dataclasses.replace(report(), along="frames")
-    assert video.what == "1 model calls exact (warm-up), 3 pipelined in 4 bands of frames with keys one step old"
+    assert video.what == "1 model call exact (warm-up), 3 pipelined in 4 bands of frames with keys one step old"
     assert report(calls=None, reason="of a mask").what == "all model calls exact, since of a mask"
     displaced = report(Degrees(patch=2, patch_mode="displaced"))
-    assert displaced.what == "1 model calls exact (warm-up), 3 in displaced patches with keys one step old"
+    assert displaced.what == "1 model call exact (warm-up), 3 in displaced patches with keys one step old"
     assert "never see each other" in report(Degrees(patch=2, patch_mode="naive")).what
+
+
+@pytest.mark.parametrize(
+    ("run", "how"),
+    [
+        ({}, "close to exact: 4 bands, 1 exact step first"),
+        ({"along": "frames", "calls": (2, 3)}, "close to exact: 4 bands of frames, 2 exact steps first"),
+        ({"calls": None}, "exact, on 4 ranks"),
+        ({"calls": None, "degrees": Degrees()}, "exact, on 1 rank"),
+        ({"degrees": Degrees(patch=2, patch_mode="displaced")}, "close to exact: displaced patches, 1 exact step first"),
+        ({"degrees": Degrees(patch=2, patch_mode="naive")}, "naive patches, a control"),
+    ],
+    ids=str,
+)
+def test_the_node_shows_how_and_how_long(run, how):
+    assert dataclasses.replace(report(), **run).shown == (how, "2.0 s, 0.50 s a step")
+
+
+def test_the_node_shows_what_a_user_should_know_on_lines_of_its_own():
+    run = dataclasses.replace(report(calls=None, reason="of a mask"), cache="step cache: 3 of 4", notes=("P2P off",))
+    assert run.shown[2:] == ("not in bands: of a mask", "step cache: 3 of 4", "P2P off")
 
 
 def test_what_is_to_be_known_of_the_ranks_is_below_the_summary():

@@ -134,7 +134,7 @@ def test_conditioning_with_an_area_runs_exact_and_says_so(found, mode):
 @pytest.mark.parametrize(
     ("case", "calls"),
     [
-        ("displaced report", "1 model calls exact (warm-up), 7 in displaced patches with keys one step old"),
+        ("displaced report", "1 model call exact (warm-up), 7 in displaced patches with keys one step old"),
         (
             "displaced report, 3 warm-up steps",
             "3 model calls exact (warm-up), 5 in displaced patches with keys one step old",

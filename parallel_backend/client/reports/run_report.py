@@ -45,12 +45,34 @@ class RunReport:
         exact, banded = self.calls
         how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} bands"
         how += f" of {self.along}" if self.along else ""
-        return f"{exact} model calls exact (warm-up), {banded} {how} with keys one step old"
+        calls = "model call" if exact == 1 else "model calls"
+        return f"{exact} {calls} exact (warm-up), {banded} {how} with keys one step old"
 
     @property
     def summary(self) -> str:
-        """The first line of the report, which the sampler's node shows."""
+        """The first line of the report."""
         return f"{self.degrees}, {self.what}" + (f", {self.cache}" if self.cache else "")
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Lines for the sampler's node, which shows some 40 characters of each: how, how long, what the user should know."""
+        exact, _ = self.calls or (0, 0)
+        bands = f"{self.bands} bands" + (f" of {self.along}" if self.along else "")
+        warm_up = f", {exact} exact {'step' if exact == 1 else 'steps'} first"
+        if self.degrees.naive:
+            how = "naive patches, a control"
+        elif self.calls is None:
+            how = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
+        else:
+            how = f"close to exact: {'displaced patches' if self.degrees.displaced else bands}{warm_up}"
+        lines = (how, f"{self.seconds:.1f} s, {self._step_seconds:.2f} s a step")
+        cut = "patches" if self.degrees.displaced else "bands"
+        why = f"not in {cut}: {self.reason}" if self.calls is None and self.reason else None
+        return (*lines, *filter(None, (why, self.cache)), *self.notes)
+
+    @property
+    def _step_seconds(self) -> float:
+        return self.seconds / max(1, self.steps)
 
     def __str__(self) -> str:
         busy, waited, under_way = (
@@ -61,7 +83,7 @@ class RunReport:
         lines = [
             self.summary,
             *self.notes,
-            f"{self.seconds:.2f} s, {self.seconds / max(1, self.steps):.3f} s per step",
+            f"{self.seconds:.2f} s, {self._step_seconds:.3f} s per step",
             f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
         ]
         if under_way:
