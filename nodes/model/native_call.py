@@ -29,6 +29,7 @@ NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("Kandinsky5", "Kandinsky5Image"), "kandinsky5.model:Kandinsky5"),
     **dict.fromkeys(("Lumina2", "ZImage"), "lumina.model:NextDiT"),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
+    "Anima": "anima.model:Anima",
     "Chroma": "chroma.model:Chroma",
     "ErnieImage": "ernie.model:ErnieImageModel",
     "HiDream": "hidream.model:HiDreamImageTransformer2DModel",

@@ -20,18 +20,19 @@ class NativeText:
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
-        self._results: list[tuple[torch.Tensor, Any, torch.Tensor]] = []  # (text, all that the result depends on, result)
+        self._results: list[tuple[Any, list[Any], torch.Tensor]] = []  # (name of the patches, what was given, result)
 
     def preprocess(
-        self, patches: Mapping[str, list[Patch]], name: Any, text: torch.Tensor, unprocessed: bool = False
+        self, patches: Mapping[str, list[Patch]], name: Any, text: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
         """Text [B, T, C] of the text encoder -> text for the ranks, in the same dtype and on the same device.
 
-        `patches`: a ModelPatcher's, some of them for these weights. `name` stands for the patches.
+        `patches`: a ModelPatcher's, some of them for these weights. `name` stands for the patches. `more`, `named`: what
+        ComfyUI's BaseModel gives its own model beside the text.
         """
-        dependencies = name, unprocessed, text.dtype, text.device
-        for known_text, known_dependencies, result in self._results:
-            if known_dependencies == dependencies and torch.equal(known_text, text):
+        given = [text, *more, *sorted(named.items())]
+        for known_name, known, result in self._results:
+            if known_name == name and _same(known, given):
                 return result
 
         def weights(prefix: str) -> dict[str, torch.Tensor]:
@@ -43,6 +44,15 @@ class NativeText:
 
         text_model = self._checkpoint.family.text_model
         assert text_model is not None  # other families' models have no `preprocess_text_embeds`
-        result = text_model.run(self._checkpoint.config, weights, text, unprocessed)
-        self._results = [(text, dependencies, result), *self._results[: KEPT - 1]]
+        result = text_model.run(self._checkpoint.config, weights, text, *more, **named)
+        self._results = [(name, given, result), *self._results[: KEPT - 1]]
         return result
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether values are equal, tensors also in dtype and device."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other

@@ -1,6 +1,7 @@
 """The registry of families. Each family has a file in this folder and a row here."""
 
 from . import (
+    anima,
     chroma,
     cogvideox,
     cosmos_predict2,
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Family] = {
         kandinsky5.KANDINSKY5_IMAGE,
         ideogram4.IDEOGRAM4,
         hidream.HIDREAM,
+        anima.ANIMA,
         cosmos_predict2.COSMOS_PREDICT2,
         cogvideox.COGVIDEOX,
         cogvideox.COGVIDEOX_15,

@@ -29,8 +29,6 @@ _ATTENTION = {
     **{f"norm_{part}": f"{part}_norm" for part in "qk"},
     "to_out.0": "output_proj",
 }
-ANIMA = "llm_adapter."
-"""Beginning of keys that Anima has in addition to these."""
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -93,7 +91,7 @@ COSMOS_PREDICT2 = Family(
     class_module="parallel_backend.families.models.cosmos",
     native_classes=("CosmosT2IPredict2", "CosmosI2VPredict2"),
     file=FileLayout(
-        detect=lambda shapes: "blocks.0.mlp.layer1.weight" in shapes and not any(key.startswith(ANIMA) for key in shapes),
+        detect=lambda shapes: "blocks.0.mlp.layer1.weight" in shapes,  # behind Anima, whose files have these layers too
         configure=_configure,
         key_map=_key_map,
         ignored=(r"pos_embedder\..*", r"accum_.*", r".*\._extra_state"),  # in NVIDIA's files

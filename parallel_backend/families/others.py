@@ -47,7 +47,6 @@ OTHERS = (
     OtherModel("Hunyuan3D 2.1", SOLID, ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),
     OtherModel("TripoSplat", SOLID, ("cam_out_layer.weight", "repo_layers.0.final_map.weight")),
     OtherModel("HiDream-O1", TO_COME, ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
-    OtherModel("Anima", TO_COME, ("llm_adapter.blocks.0.cross_attn.q_proj.weight",)),
     OtherModel("Boogu-Image", TO_COME, ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
     OtherModel("OmniGen2", TO_COME, ("time_caption_embed.timestep_embedder.linear_1.bias",)),
     OtherModel("Lens", TO_COME, (f"{BLOCK}attn.norm_added_q.weight", f"{BLOCK}img_mlp.w1.weight")),

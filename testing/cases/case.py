@@ -58,7 +58,8 @@ class Case:
     output has the latent's shape, so that a sampler can be tried without ComfyUI, which adds the other channels.
     `fine_time`: a timestep in bf16 is as good. `rounds_time`: ComfyUI's class itself rounds the timestep to the compute
     dtype, and ours with it. `full`: tables of all cases have it in the full tier only: it is a further variant of a
-    model that another case shows in the default tier. `marks`: keys without values of a single file.
+    model that another case shows in the default tier. `in_folders`: there are diffusers folders of the family. `marks`: keys
+    without values of a single file.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Case:
     fine_time: bool = False
     rounds_time: bool = False
     full: bool = False
+    in_folders: bool = True
     marks: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 

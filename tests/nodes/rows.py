@@ -291,6 +291,7 @@ CONDITIONING: Mapping[str, Rows] = {
     "kandinsky-5-image": rows(passed="y", harmless="attention_mask", refused="time_dim_replace"),
     "ideogram-4": rows(passed="attention_mask", refused="y"),
     "hidream-i1": rows(passed="encoder_hidden_states_llama3 image_cond y"),
+    "anima": rows(refused="t5xxl_ids t5xxl_weights y"),
     "cosmos-predict2": rows(computed="denoise_mask", harmless="fps", refused="y"),
     "cogvideox": rows(harmless="ofs", refused="y"),
     "cogvideox-1.5": rows(passed="ofs", refused="y"),

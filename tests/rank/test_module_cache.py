@@ -32,7 +32,10 @@ BIG = 64
 """Values of the largest weight from which on a module counts in these tiny models."""
 
 
-NOT_KEPT = {"ltx-video": r"time_embed.*", "cosmos-predict2": r"transformer_blocks\.\d+\.norm\d\.linear_\d"}
+NOT_KEPT = {
+    "ltx-video": r"time_embed.*",
+    **dict.fromkeys(("anima", "cosmos-predict2"), r"transformer_blocks\.\d+\.norm\d\.linear_\d"),
+}
 """They have a time for each token where a video begins with a picture."""
 
 

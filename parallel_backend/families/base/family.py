@@ -120,6 +120,10 @@ class Inputs:
         return self.padded(sum(lengths)) if lengths else 0
 
 
+TextWeights = Callable[[str], dict[str, torch.Tensor]]
+"""Prefix of keys in the original layout -> those tensors, by the rest of the key, in the text's dtype and on its device."""
+
+
 @dataclass(frozen=True)
 class TextModel:
     """Layers of a single file that a prompt's text passes once, in ComfyUI's process (BaseModel's `preprocess_text_embeds`).
@@ -130,9 +134,8 @@ class TextModel:
     prefixes: tuple[str, ...]
     """Keys of its tensors, in the original layout, begin with one of these."""
 
-    run: Callable[[Config, Callable[[str], dict[str, torch.Tensor]], torch.Tensor, bool], torch.Tensor]
-    """(configuration, weights, text [B, T, C], whether the text encoder marks the text as unprocessed) -> text [B, T', C'].
-    `weights`: prefix of keys -> tensors by the rest of the key, in the text's dtype and on its device."""
+    run: Callable[..., torch.Tensor]
+    """(configuration, TextWeights, text [B, T, C], and what else ComfyUI's BaseModel gives) -> text [B, T', C']."""
 
 
 class CacheScope(Enum):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..base.family import TextModel
+from ..base.family import TextModel, TextWeights
 from ..base.step_inputs import Config
 
 STREAMS = ("video", "audio")
@@ -31,11 +31,8 @@ HEADER: Mapping[str, Callable[[Config], tuple[Any, ...]]] = {
 }
 _NAMES = {"attn1.q_norm.": "attn1.norm_q.", "attn1.k_norm.": "attn1.norm_k."}  # original -> diffusers
 
-Weights = Callable[[str], dict[str, torch.Tensor]]
-"""Prefix of keys in the original layout -> those tensors, by the rest of the key, like the text in dtype and device."""
 
-
-def through_connectors(config: Config, weights: Weights, text: torch.Tensor, unprocessed: bool) -> torch.Tensor:
+def through_connectors(config: Config, weights: TextWeights, text: torch.Tensor, unprocessed: bool = False) -> torch.Tensor:
     """The text encoder's output [B, T, C] -> the blocks' text [B, T', V + A]: channels for the video, then for the sound.
 
     Text that has already passed connectors is returned unchanged. `unprocessed`: the encoder marks it as not having passed.
@@ -52,7 +49,7 @@ def through_connectors(config: Config, weights: Weights, text: torch.Tensor, unp
 
 
 @torch.inference_mode()
-def _connector(weights: Weights, prefix: str, heads: int, config: Config, x: torch.Tensor) -> torch.Tensor:
+def _connector(weights: TextWeights, prefix: str, heads: int, config: Config, x: torch.Tensor) -> torch.Tensor:
     from diffusers.pipelines.ltx2.connectors import LTX2RotaryPosEmbed1d, LTX2TransformerBlock1d
 
     registers = weights(f"{prefix}learnable_registers").get("")

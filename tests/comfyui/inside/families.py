@@ -8,6 +8,7 @@ its masks.
 """
 
 import json
+import pkgutil
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -66,10 +67,11 @@ def detecting(entries: dict):
     """ComfyUI's model detection finds these entries of a unet_config, whatever the file has.
 
     Those under "classes" are by class of its supported_models: sizes by which that class is told from others, or which it
-    takes for granted.
+    takes for granted. Those under "modules" are further arguments of classes of layers, by their full names.
     """
     detect, sizes = comfy.model_detection.detect_unet_config, entries.get("classes", {})
-    entries = {name: value for name, value in entries.items() if name != "classes"}
+    modules = entries.get("modules", {})
+    entries = {name: value for name, value in entries.items() if name not in ("classes", "modules")}
 
     def detect_small(*arguments, **keywords):
         found = detect(*arguments, **keywords)
@@ -78,6 +80,8 @@ def detecting(entries: dict):
     comfy.model_detection.detect_unet_config = detect_small
     try:
         with ExitStack() as stack:
+            for name, told in modules.items():
+                stack.enter_context(patch(name, partial(pkgutil.resolve_name(name), **told)))
             for name, told in sizes.items():
                 if (kind := getattr(comfy.supported_models, name, None)) is not None:  # an older ComfyUI may lack it
                     granted = {entry: value for entry, value in told.items() if entry in kind.unet_extra_config}
