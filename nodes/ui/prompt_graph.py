@@ -21,7 +21,9 @@ def feeds_a_sampler() -> bool:
         return False
     from server import PromptServer
 
-    running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    if (queue := PromptServer.instance.prompt_queue) is None:  # a server without one, such as of a script that runs nodes
+        return False
+    running, _ = queue.get_current_queue_volatile()
     for _, prompt_id, graph, _, outputs, *_ in running:
         if prompt_id == context.prompt_id:
             return is_sampled(graph, context.node_id, outputs)

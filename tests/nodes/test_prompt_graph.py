@@ -64,6 +64,11 @@ def test_the_prompt_that_is_executed_is_looked_at(graph, monkeypatch):
     server = SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=queue)))
     monkeypatch.setitem(sys.modules, "server", server)
     assert not graph.feeds_a_sampler()  # nodes are run from Python
+    context = SimpleNamespace(prompt_id="mine", node_id="1")
+    with mock.patch.object(graph, "get_executing_context", lambda: context):
+        server.PromptServer.instance.prompt_queue = None
+        assert not graph.feeds_a_sampler()  # nodes are run by a script with a server of its own
+        server.PromptServer.instance.prompt_queue = queue
     for prompt, sampled in (("mine", True), ("another", False), ("ended", False)):
         context = SimpleNamespace(prompt_id=prompt, node_id="1")
         monkeypatch.setattr(graph, "get_executing_context", lambda context=context: context)

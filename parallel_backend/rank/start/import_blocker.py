@@ -31,6 +31,9 @@ UNUSED = ("scipy", "torchvision", "transformers")
 @contextmanager
 def light_imports() -> Iterator[None]:
     """Within it diffusers is imported without what a rank does not need of it: see UNUSED and `without_compiler`."""
+    if "diffusers" in sys.modules:  # which has found out what is installed, and imports it later
+        yield
+        return
     with blocked_imports(*UNUSED), without_compiler():
         yield
 
