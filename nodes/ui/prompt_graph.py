@@ -46,8 +46,8 @@ def _sources(graph: Graph, nodes: list[str]) -> set[str]:
     while waiting:
         if (node := waiting.pop()) not in found:
             found.add(node)
-            links = (value[0] for value in graph[node]["inputs"].values() if isinstance(value, list) and len(value) == 2)
-            waiting += [source for source in links if source in graph]
+            links = (value for value in graph[node]["inputs"].values() if isinstance(value, list) and len(value) == 2)
+            waiting += [source for source, _ in links if isinstance(source, str) and source in graph]
     return found
 
 

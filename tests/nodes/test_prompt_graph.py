@@ -14,7 +14,7 @@ def node(kind, **inputs):
 
 
 GRAPH = {
-    "1": node("Loader", name="a.safetensors", sizes=[1, 2]),
+    "1": node("Loader", name="a.safetensors", sizes=[1, 2], points=[[1, 2], [3, 4]]),
     "2": node("LoRA", model=["1", 0], strength=1.0),
     "3": node("Empty", width=64),
     "4": node("KSampler", model=["2", 0], latent=["3", 0]),
