@@ -77,12 +77,12 @@ class Pools:
                 self.end(pool.devices)
 
     def end(self, devices: tuple[str, ...], politely: bool = True) -> None:
-        """End the ranks on these devices, if there are any. `politely`: see Pool.close."""
+        """End the ranks on these devices, if there are any. `politely`: see Pool.close; not if they are still starting."""
         ended = [pool for pool in self._pools if pool.devices == devices]
         self._pools = tuple(pool for pool in self._pools if pool not in ended)
         self._begun.discard(devices)
         for pool in ended:
-            pool.close(politely)
+            _close(pool, politely)
 
     def close(self) -> None:
         """End all ranks."""
@@ -92,14 +92,14 @@ class Pools:
     def end_all(self, politely: bool) -> None:
         """End all ranks, on a thread that need not have the registry's lock: the pools stay where they are."""
         for pool in self._pools:
-            pool.close(politely)
+            _close(pool, politely)
 
     def _on(self, devices: tuple[str, ...]) -> Pool:
         """The pool on these devices, now the one used last. Ends pools that have failed or share some of the devices."""
         self.end_failed()
         for other in self._pools:
             if other.devices != devices and not apart(other.devices, devices):
-                self.end(other.devices, politely=other.ready.done())
+                self.end(other.devices)
         pool = next((pool for pool in self._pools if pool.devices == devices), None)
         if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
@@ -108,6 +108,11 @@ class Pools:
             pool = self._start(devices, self_test)
         self._pools = (*(other for other in self._pools if other is not pool), pool)
         return pool
+
+
+def _close(pool: Pool, politely: bool) -> None:
+    """As Pool.close. Ranks that are still starting read no messages: to ask them would take seconds."""
+    pool.close(politely and pool.ready.done())
 
 
 def apart(these: tuple[str, ...], others: tuple[str, ...]) -> bool:

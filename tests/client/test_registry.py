@@ -189,12 +189,16 @@ def test_ranks_are_not_begun_where_others_are(registry, loaded):
     assert not used.closed
 
 
-def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(registry):
+@pytest.mark.parametrize("exits", [False, True], ids=["other ranks", "exit"])
+def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(registry, exits):
     """A rank that starts reads no messages: to ask it would take seconds."""
     registry.begin(DEVICES)
     begun = registry.pool
     begun.ready = Future()
-    registry.pool_for(("cpu",), nobody)
+    if exits:
+        registry.exit()
+    else:
+        registry.pool_for(("cpu",), nobody)
     assert begun.closed
     assert not begun.politely
 
