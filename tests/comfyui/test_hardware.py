@@ -8,7 +8,7 @@ from tests.support import fake_cuda
 
 pytestmark = pytest.mark.comfyui
 
-NOT_IN_FP16 = "cosmos-predict2"
+NOT_IN_FP16 = ("anima", "cosmos-predict2")
 """Whose hidden states ComfyUI keeps in fp32 where it computes in fp16. Ours are of one dtype, and leave fp16 out."""
 CARDS = [name for name, card in vars(fake_cuda).items() if isinstance(card, fake_cuda.Card)]
 
