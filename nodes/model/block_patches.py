@@ -7,7 +7,8 @@ the native model never calls has no effect here either. All other functions are 
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
@@ -17,6 +18,7 @@ from parallel_backend.families.base.step_inputs import Config
 
 from ..ui.other_nodes import name_of
 from .attention_choice import OVERRIDE, chosen_attention
+from .sparse_attention import below, is_block_patch, is_sparse, sparse_attention
 
 SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 """A replacement for a block that returns its input: the block is skipped."""
@@ -31,14 +33,20 @@ POSITIVE, NEGATIVE = 0, 1
 
 
 def block_changes(
-    family: Family, config: Config, options: dict[str, Any], entries: int, attention: str
+    family: Family,
+    config: Config,
+    options: dict[str, Any],
+    entries: int,
+    attention: str,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[BlockChanges, dict[str, Any]]:
     """(the changes inside the blocks of a model call with `entries` batch entries, the remaining functions).
 
     The remaining functions are transformer_options' entries "patches", "patches_replace" and OVERRIDE without the functions
-    that became changes and those that have no effect on the native model. `attention`: the model's, see Setup.
+    that became changes and those that have no effect on the native model. `attention`: the model's, see Setup. `arguments`:
+    the call's other ones by name.
     """
-    skipped, replaced = _skipped(family, config, options.get("patches_replace", {}))
+    skipped, replaced, of_blocks = _skipped(family, config, options.get("patches_replace", {}))
     guidance: NormalizedGuidance | None = None
     patches: dict[str, list[Any]] = {}
     for name, functions in options.get("patches", {}).items():
@@ -50,11 +58,21 @@ def block_changes(
             elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
                 patches.setdefault(name, []).append(function)
     left: dict[str, Any] = {"patches": patches, "patches_replace": replaced}
-    kernel = ""
-    if (override := options.get(OVERRIDE)) is not None:
+    kernel, override, sparse = "", options.get(OVERRIDE), None
+    # The override of the newest such node is on top, and decides. That of a VSA node leaves attention to its block patches.
+    deciding = override if is_sparse(override) else of_blocks
+    if deciding is not None:
+        sparse = sparse_attention(deciding, family, config, options, arguments)
+        if sparse is not None and sparse.cubes and of_blocks is None:
+            sparse = None
+    while override is not None and is_sparse(override):
+        override = below(override)
+    if override is not None:
         chosen = chosen_attention(override, attention)
         kernel, left[OVERRIDE] = ("", override) if chosen is None else (chosen, None)
-    return BlockChanges(skipped, guidance, kernel), left
+    else:
+        left[OVERRIDE] = None
+    return BlockChanges(skipped, guidance, kernel, sparse), left
 
 
 def is_known(name: re.Pattern[str], function: Callable[..., Any]) -> bool:
@@ -62,10 +80,12 @@ def is_known(name: re.Pattern[str], function: Callable[..., Any]) -> bool:
     return name.fullmatch(name_of(function)) is not None
 
 
-def _skipped(family: Family, config: Config, replaced: dict[str, dict]) -> tuple[tuple[str, ...], dict[str, dict]]:
-    """(blocks "<list>.<index>" that are skipped, the other replacements)."""
+def _skipped(
+    family: Family, config: Config, replaced: dict[str, dict]
+) -> tuple[tuple[str, ...], dict[str, dict], Callable[..., Any] | None]:
+    """(blocks "<list>.<index>" that are skipped, the other replacements, one that makes a block's attention sparse)."""
     native, counts = family.blocks.native, family.blocks.counts(config)
-    skipped = []
+    skipped, sparse = [], None
     remaining: dict[str, dict[Any, Any]] = {}
     for name, functions in replaced.items():
         for block, function in functions.items():
@@ -73,9 +93,11 @@ def _skipped(family: Family, config: Config, replaced: dict[str, dict]) -> tuple
                 kind, index = block[:2]
                 if kind in native and index < counts[native[kind]]:
                     skipped.append(f"{native[kind]}.{index}")
+            elif is_block_patch(function):
+                sparse = function
             elif not is_known(PERTURBED, function):
                 remaining.setdefault(name, {})[block] = function
-    return tuple(sorted(skipped)), remaining
+    return tuple(sorted(skipped)), remaining, sparse
 
 
 def _normalized(function: Callable[..., Any], prompts: list[int] | None, entries: int) -> NormalizedGuidance | None:

@@ -4,7 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.model_patcher
@@ -38,6 +38,7 @@ from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .run_shapes import PART, Shapes, is_for_all
 from .sampling_run import SamplingRun, tell
+from .sparse_attention import IN_BANDS
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
@@ -281,7 +282,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, latents, options):
             band = None
-        changes, patches = block_changes(family, config, options, len(latents[0]), self.setup.attention)
+        changes, patches = block_changes(family, config, options, len(latents[0]), self.setup.attention, inputs)
+        if band is not None and changes.sparse is not None:
+            # Changes decide which keys and values of the run a band sees, and those of full attention are the same ones.
+            self.run.tell_once(IN_BANDS)
+            changes = replace(changes, sparse=None)
         unknown = [name for name in inputs if name not in family.inputs.accepts]
         refuse_what_does_not_reach_the_ranks(options | patches, unknown, family)
         check_latents(family, config, latents)

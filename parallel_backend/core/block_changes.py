@@ -6,6 +6,7 @@ They are sent with the call's conditioning. The stage that owns a block applies 
 from dataclasses import dataclass
 
 from .spans import Span
+from .sparse_attention import SparseAttention
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class BlockChanges:
     attention: str = ""
     """The kernel of all layers: a key of attention_kernels.KERNELS, or `sage.` and one of SAGE_VARIANTS. A rank that cannot
     run it takes torch's. Empty: the kernel that the model was loaded with."""
+    sparse: SparseAttention | None = None
+    """Layers see a part of the keys. None: all keys."""
 
     @property
     def together(self) -> bool:

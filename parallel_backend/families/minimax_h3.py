@@ -16,8 +16,8 @@ from .base.step_inputs import REFERENCES, Config, Shapes
 from .base.tensor_plan import COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut
 from .parts.conditioning import count_blocks
 from .parts.key_map import WEIGHT, KeyMap
-from .parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning, videos
-from .parts.minimax_layout import PATCHING, SOUND_CHANNELS
+from .parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning, reference_runs, videos
+from .parts.minimax_layout import PATCHING, SOUND_CHANNELS, segments
 from .parts.minimax_tokens import arguments
 
 BLOCKS = "transformer_blocks"
@@ -30,16 +30,19 @@ _OUTSIDE = {  # diffusers module <- original module
     "audio_proj_out": "final_layer.audio_out",
 }
 _TIME = {"time_embedder.linear_1": "time_embedder.proj_in", "time_embedder.linear_2": "time_embedder.proj_out"}
+GATE = "attn.to_gate_compress"
+"""Layer of FastH3's blocks, which video sparse attention (VSA) alone reads."""
 _BLOCK_PLAN = {
     **dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), COLUMN_BY_HEADS),
     "attn.to_out.0": ROW_BY_HEADS,
+    GATE: COLUMN_BY_HEADS,
     "ff.net.0.proj": LayerCut(CutKind.COLUMN, (WIDTH, WIDTH)),  # SwiGLU: value and gate
     "ff.net.2": ROW,
 }
 HEADER = HeaderConfig(  # arguments of ComfyUI's class, which ignores others
     values={
         **header_arguments("hidden_size", "num_layers", "num_attention_heads", "attention_head_dim"),
-        **header_arguments("text_dim", "time_embed_dim", "adaln_curve_grid"),
+        **header_arguments("text_dim", "time_embed_dim", "adaln_curve_grid", "gate_compress"),
         "image_model": lambda _config: ("minimax_h3",),
         "token_refiner_num_layers": lambda config: (config["num_refiner_layers"],),
         "ffn_hidden_size": lambda config: (config["ffn_dim"],),
@@ -87,6 +90,7 @@ def _configure(shapes: Shapes) -> Config:
         "time_embed_dim": width,
         "rope_freq_dim": shapes["rope.inv_freq"][0],
         "adaln_curve_grid": rows,
+        "gate_compress": f"blocks.0.{GATE}.weight" in shapes,
     }
 
 
@@ -103,6 +107,8 @@ def _key_map(config: Config) -> dict[str, Source]:
         _block_keys(block, config)
     for block in keys.each(BLOCKS, "blocks", config["num_layers"]):
         block.same("adaln_proj.linear")
+        if config.get("gate_compress"):
+            block.same(GATE, parameters=WEIGHT)
         _block_keys(block, config)
     return keys.sources
 
@@ -130,6 +136,9 @@ class _Inputs(Inputs):
     def references(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
         return videos(call)
 
+    def reference_runs(self, call: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        return reference_runs(call.get("minimax_payload") or {})
+
     def carried(self, latents: Latents, timestep: torch.Tensor, call: dict[str, Any]) -> tuple[Latents, Finish]:
         return carried(latents, timestep, call)
 
@@ -156,6 +165,7 @@ MINIMAX_H3 = Family(
         prologue=("proj_in", "audio_proj_in", "context_embedder", "token_refiner"),
         epilogue=("norm_out", "proj_out", "audio_proj_out"),
         native={"double_block": BLOCKS},
+        segments=segments,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], hidden=lambda config: config["hidden_size"]),
     inputs=_Inputs(
@@ -178,7 +188,7 @@ MINIMAX_H3 = Family(
     ),
     tensor_plan={
         BLOCKS: _BLOCK_PLAN | {"adaln_proj.linear": GATHER},
-        "token_refiner": {f"*.{layer}": cut for layer, cut in _BLOCK_PLAN.items()},
+        "token_refiner": {f"*.{layer}": cut for layer, cut in _BLOCK_PLAN.items() if layer != GATE},
     },
     patching=PATCHING,
     native_values=lambda _config: {

@@ -12,6 +12,7 @@ from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families.base.tensor_plan import gathered_plan
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
@@ -135,10 +136,21 @@ class LoadedStage:
             self._kernels[attention] = self._choose(f"{AUTO}/{attention}")
         return self._kernels[attention]
 
+    def lacks_for_sparse(self, settings: SparseAttention) -> str:
+        """What this model's ranks lack for block-sparse attention, in words of the report. Empty: nothing."""
+        degrees = self._degrees
+        if degrees.ring > 1 or degrees.patch > 1:
+            return "whole sequences: a ring_degree and a patch_degree of 1"
+        if settings.cubes and degrees.gathers:
+            return "hidden states of the rank's own tokens: ulysses_exchange all-to-all"
+        if settings.cubes and self.compiler is not None:
+            return "blocks that are not compiled"
+        return ""
+
     def attention_report(self) -> str:
         """The kernels that computed since the last report, in words for the user."""
         used = [kernel for kernel in self._kernels.values() if kernel.used] or [self._kernels[""]]
-        return "; ".join(filter(None, (kernel.report() for kernel in used)))
+        return "; ".join(filter(None, (*(kernel.report() for kernel in used), self.attention.sparse_calls.report())))
 
     @property
     def without_graphs(self) -> str:

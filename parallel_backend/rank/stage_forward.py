@@ -10,11 +10,13 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import PAIRED
+from parallel_backend.families.base.segments import CallTokens
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_ENDS, TEXT_MASK, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.frame_rows import FrameRows
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.prefix_keys import PrefixKeys
+from parallel_backend.rank.attention.sparse import SparseStep
 from parallel_backend.rank.stage.block_slots import StageDone
 from parallel_backend.rank.stage.build import keep_timestep_exact
 from parallel_backend.wire.sampling import Step
@@ -60,9 +62,10 @@ class StageForward:
         forward = functools.partial(self._forward, state)
         try:
             # No graph where residuals are copied from the host, blocks wait for streamed weights, or a node has chosen a
-            # kernel that is launched elsewhere: a graph has none of them.
+            # kernel that is launched elsewhere: a graph has none of them. Nobody has captured a block-sparse kernel yet.
             kernel = stage.kernel_of(conditioning.changes.attention).kernel
-            if self._graphs is None or step.residuals or stage.store.streams or not kernel.graphs:
+            sparse = conditioning.changes.sparse is not None
+            if self._graphs is None or step.residuals or stage.store.streams or not kernel.graphs or sparse:
                 return forward(inputs)
             return self._graphs.run(state, inputs, forward)
         finally:
@@ -91,6 +94,7 @@ class StageForward:
             image_padding=self._family.image_padding(conditioning.grid),
             frames=self._frame_rows(conditioning),
             guidance=conditioning.changes.guidance,
+            sparse=self._sparse(state, text, image),
         )
         rows = self._rows(conditioning, image_span, text_span)
         residuals = self._residuals(step, conditioning, image_span)
@@ -195,6 +199,41 @@ class StageForward:
         if "frames" not in kept:
             kept["frames"] = order.places_in_class(grid, order.span) // math.prod(grid[1:])
         return FrameRows(kept["frames"], self._stage.device, kept)
+
+    def _sparse(self, state: MicroStepState, text: tuple[Span, ...], image: tuple[Span, ...]) -> SparseStep | None:
+        """Block-sparse attention of the micro-step. None: it attends in full. `text`, `image`: see AttentionStep."""
+        conditioning, stage = state.conditioning, self._stage
+        settings = conditioning.changes.sparse
+        if settings is None:
+            return None
+        stage.attention.sparse_calls.title = settings.title
+        if lacks := stage.lacks_for_sparse(settings):
+            stage.attention.sparse_calls.lacked.add(lacks)
+            return None
+        if state.buffer is not None or not conditioning.is_whole(state.step):
+            stage.attention.sparse_calls.lacked.add("whole sequences, and bands have a part of the queries")
+            return None
+        order = conditioning.token_order
+        kept = conditioning.kept[order.span]
+        if "sparse" not in kept:
+            tokens = CallTokens(
+                conditioning.text_tokens,
+                conditioning.companion_tokens,
+                order.image,
+                settings.references,
+                order.references,
+            )
+            rows = []
+            for of_text, of_image in zip(text, image, strict=True):
+                runs = [
+                    (False, torch.arange(of_text.start, of_text.stop)),
+                    (True, order.places_in_class(conditioning.grid, of_image)),
+                ]
+                rows += runs if self._family.blocks.text_first else runs[::-1]
+            order_of = self._family.blocks.segments
+            segments = None if order_of is None else order_of(tokens)
+            kept["sparse"] = SparseStep(settings, segments, rows, conditioning.grid, stage.device)
+        return kept["sparse"]
 
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries, with empty text if the micro-step does not compute text.

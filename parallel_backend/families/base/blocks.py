@@ -7,6 +7,7 @@ from typing import Any
 
 from parallel_backend.core.spans import Span
 
+from .segments import Segments
 from .step_inputs import ArgumentCut, Config, StepInputs
 
 JOINT, IMAGE = "joint", "image"
@@ -140,6 +141,10 @@ class Blocks:
 
     text_first: bool = True
     """Order of the joint sequence: [text, image], or else [image, text]."""
+
+    segments: Segments | None = None
+    """The order of the joint sequence in ComfyUI's native model, for block-sparse attention. None: nobody has looked, or it
+    has tokens that these do not. Layers over the image alone need none."""
 
     residuals: Mapping[str, str] = field(default_factory=dict)
     """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list after whose blocks it is added. For Z-Image

@@ -104,6 +104,10 @@ class Inputs:
         """Latents in a call's arguments that become reference tokens (REFERENCES)."""
         return call.get("ref_latents") or ()
 
+    def reference_runs(self, call: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """SparseAttention.references. Read only of families whose `Blocks.segments` need them."""
+        return ()
+
     def carried(self, latents: Latents, timestep: torch.Tensor, call: dict[str, Any]) -> tuple[Latents, Finish]:
         """A call's latents in the sampler's form -> latents in the model's form, and the function that brings the model's
         outputs into the sampler's form."""

@@ -86,10 +86,11 @@ class OutputNorm(nn.Module):
 
 
 class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
-    """Constructor arguments as diffusers' class, and `adaln_curve_grid`: rows of a pruned file's table, else None."""
+    """Constructor arguments as diffusers' class, `adaln_curve_grid`: rows of a pruned file's table, else None, and
+    `gate_compress`: the blocks have FastH3's layer for video sparse attention."""
 
     @extends(original.MiniMaxH3Transformer3DModel)
-    def __init__(self, *, adaln_curve_grid: int | None = None, **published: Any):
+    def __init__(self, *, adaln_curve_grid: int | None = None, gate_compress: bool = False, **published: Any):
         super().__init__(**published)
         if adaln_curve_grid is not None:
             del self.time_embedder
@@ -99,6 +100,8 @@ class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
         for block in blocks:
             block.__class__ = Block
             block.attn.set_processor(Attention())
+            if gate_compress:  # read by rank/attention, and by nobody where attention is in full
+                block.attn.to_gate_compress = nn.Linear(self.config["hidden_size"], block.attn.inner_dim, bias=False)
         self.norm_out = OutputNorm(self.norm_out)
 
     def forward(

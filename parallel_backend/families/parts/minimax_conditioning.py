@@ -3,6 +3,7 @@
 ComfyUI's BaseModel passes one payload with keyframes, references and tags that mark text tokens of pictures.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..base.family import Finish
 from ..base.patching import Latents
 from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config
 from .conditioning import text
-from .minimax_layout import SOUND_TIME, VISUAL_TIME, References, place_references
+from .minimax_layout import CHANNELS, SOUND_TIME, VISUAL_TIME, References, place_references
 
 SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
 """Entries of ComfyUI's transformer_options -> usual values: shifts of the noise schedules of video and sound."""
@@ -62,6 +63,31 @@ def videos(call: Mapping[str, Any]) -> list[torch.Tensor]:
     references = [block["latent"] for block in payload.get("refs") or () if block["kind"] != "audio"]
     frames = (frame.get("latent") for frame in payload.get("keyframes") or ())
     return references + [latent for latent in frames if latent is not None]
+
+
+def reference_runs(payload: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """(first, end) of each keyframe, reference picture, video and sound among the tokens of `place_references`, in the order
+    of ComfyUI's sequence, in which keyframes come first."""
+
+    def sound(latent: torch.Tensor) -> int:
+        return CHANNELS * latent.shape[-1]
+
+    def video(latent: torch.Tensor) -> int:
+        return latent.shape[2] * (latent.shape[3] // 2) * (latent.shape[4] // 2)
+
+    references: list[int] = []
+    for block in payload.get("refs") or ():
+        if block["kind"] != "image" and block["ref_audio_t"]:
+            references.append(sound(block["audio_latent"]))
+        if block["kind"] != "audio":
+            references.append(video(block["latent"]))
+    keyframes: list[int] = []
+    for frame in payload.get("keyframes") or ():
+        keyframes += [video(latent)] if (latent := frame.get("latent")) is not None else []
+        keyframes += [sound(latent)] if (latent := frame.get("audio_latent")) is not None else []
+    ends = list(itertools.accumulate((*references, *keyframes), initial=0))
+    runs = list(itertools.pairwise(ends))
+    return *runs[len(references) :], *runs[: len(references)]
 
 
 def _kinds(tags: torch.Tensor, words: int) -> torch.Tensor:

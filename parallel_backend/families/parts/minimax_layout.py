@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from einops import rearrange
 
+from parallel_backend.core.spans import Span
+
 from ..base.patching import Companion, Patching
+from ..base.segments import SOUND, VIDEO, CallTokens, Segment
 
 FRAMES = (1, 4, 4, 4, 4)
 """Pictures in each of a video's latent frames. The pattern repeats."""
@@ -72,6 +75,17 @@ def sound_places(start: float, frames: int, columns: torch.Tensor) -> torch.Tens
     places[:, :, 0] = start + torch.arange(frames, dtype=torch.float64)
     places[0, :, 2], places[1, :, 2] = columns[0], columns[-1]
     return places.flatten(0, 1)
+
+
+def segments(call: CallTokens) -> list[Segment]:
+    """ComfyUI's order: text, keyframes and references, sound, video."""
+    runs = [Span(start, end).shift(call.image) for start, end in call.references]
+    return [
+        Segment(Span(call.companion, call.text), of_image=False),
+        *(Segment(run, of_image=True) for run in runs),
+        Segment(Span(0, call.companion), of_image=False, kind=SOUND),
+        Segment(Span(0, call.image), of_image=True, kind=VIDEO),
+    ]
 
 
 @dataclass

@@ -19,6 +19,7 @@ from .frame_rows import FrameRows
 from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer, Piece
 from .prefix_keys import PrefixKeys
+from .sparse import SparseCalls, SparseStep
 
 
 @dataclass
@@ -70,6 +71,8 @@ class AttentionStep:
     """The video's tokens by frame. None for pictures."""
     guidance: NormalizedGuidance | None = None
     """Normalized guidance in the layers that mix text and image."""
+    sparse: SparseStep | None = None
+    """Block-sparse attention. None: in full."""
     tables: dict[int, "GatheredTable"] = field(default_factory=dict)
     """By identity of a rotary table of this rank's tokens: that of all Ulysses ranks' tokens (gathered_heads.py)."""
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
@@ -181,6 +184,9 @@ class AttentionContext:
         self.codec, self.changes = codec_for(transfer_dtype), changes_for(transfer_dtype)
         self.step: AttentionStep | None = None
         self.early_values: EarlyValues | None = None
+        self.gate: torch.Tensor | None = None
+        """VSA's gate [B, s, H x D] of the layer that runs, made of this rank's tokens."""
+        self.sparse_calls = SparseCalls()
 
     def ulysses_ranks(self, patch: int, ring: int) -> range:
         """Sequence ranks at these indices of the patch and ring axes. Sequence ranks count up by ulysses, ring, patch."""

@@ -79,7 +79,7 @@ class ValuesFirst:
 
 
 def install_early_values(
-    modules: Sequence[tuple[nn.Module, str, BlockList]], context: AttentionContext, head_size: int, text_first: bool
+    modules: Sequence[tuple[nn.Module, str, BlockList, str]], context: AttentionContext, head_size: int, text_first: bool
 ) -> None:
     """Hook a stage's attention modules where values travel between Ulysses ranks, and no other transfer can come between.
 
@@ -90,6 +90,6 @@ def install_early_values(
     # of two groups are under way and the ranks' devices begin them in different orders.
     if context.ulysses.size == 1 or context.tensor.size > 1:
         return
-    for module, over, spec in modules:
+    for module, over, spec, _ in modules:
         if spec.values is not None and over in (JOINT, IMAGE, CAUSAL_TEXT):
             ValuesFirst(module, over, spec.values, context, head_size, text_first)

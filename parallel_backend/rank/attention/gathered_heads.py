@@ -122,10 +122,10 @@ def in_rank_order(
 
 
 def install_gathered_heads(
-    modules: Sequence[tuple[nn.Module, str, BlockList]], context: AttentionContext, text_first: bool
+    modules: Sequence[tuple[nn.Module, str, BlockList, str]], context: AttentionContext, text_first: bool
 ) -> None:
     """Hook a stage's attention modules whose layers are cut over the Ulysses ranks (gathered_plan)."""
-    for module, over, spec in modules:
+    for module, over, spec, _ in modules:
         if gathers(over, spec):
             assert spec.projections is not None
             GatheredHeads(module, over, spec.projections, context, text_first)

@@ -4,6 +4,7 @@ Order: Ulysses' all-to-all in; keys and values of other ring and patch ranks, or
 attention kernel; Ulysses' all-to-all out. Queries and keys are normalised and have rotary embedding applied.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, PAIRED, BlockList, gathers
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, PAIRED, BlockList, gathers
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
@@ -26,6 +27,7 @@ from .kv_buffer import Arriving
 from .paired_attention import paired_attention
 from .ring import ring_attention
 from .sdpa_redirect import SdpaProcessor
+from .sparse import Layout, SparseStep
 from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_heads
 
 HEAD_GROUPS = {"cuda": 2, "cpu": 1}
@@ -33,6 +35,9 @@ HEAD_GROUPS = {"cuda": 2, "cpu": 1}
 
 One on a CPU: the cores that would compute also move the data, so nothing overlaps.
 """
+
+COARSE_GATE = "to_gate_compress"
+"""Layer of an attention module that makes VSA's gate [B, s, heads x D] of the module's input (arXiv 2505.13389)."""
 
 LEAST_WORK = 1 << 14
 """Least batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
@@ -53,6 +58,8 @@ class ParallelAttention:
     """Queries, keys and values come with the tokens of all Ulysses ranks, and with this rank's heads (gathered_heads.py)."""
     streams: bool = False
     """Those that are gathered are of two streams: the tokens of all ranks' text lie together, and those of the image."""
+    block: str = ""
+    """The layer's block, "<list>.<index>"."""
 
     def attend(
         self,
@@ -107,26 +114,32 @@ class ParallelAttention:
             kept = slice(sides[0], q_BQHD.shape[1] - sides[1])
             out_BQHD = self._attend(step, q_BQHD[:, kept], k_BKHD[:, kept], v_BKHD[:, kept], scale)
             return F.pad(out_BQHD, (0, 0, 0, 0, *sides))
+        gate_BQHD = None if context.gate is None else context.gate.unflatten(-1, q_BQHD.shape[2:])
+        context.gate = None
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
+            if gate_BQHD is not None:
+                attend = functools.partial(self._attend_fresh, gate_BShD=gate_BQHD)
             return attend(step, q_BQHD, k_BKHD, v_BKHD, scale, Span(0, heads))
         groups = head_groups(split(Span(0, heads), axis.size), self._groups(step, q_BQHD, heads // axis.size))
         shared = (axis, context.traffic, context.codec)
         early, context.early_values = context.early_values, None
-        sent = (q_BQHD, k_BKHD, v_BKHD) if early is None else (q_BQHD, k_BKHD)
-        tokens = (queries, keys, keys)[: len(sent)]
+        sent = [q_BQHD, k_BKHD, *([v_BKHD] if early is None else []), *([] if gate_BQHD is None else [gate_BQHD])]
+        tokens = [queries, *[keys] * (len(sent) - 1)]  # a gate is there where queries and keys are of the same tokens
         # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the first group in,
         # then for each group the next one in before this one's attention, and its output out behind it.
         ready = start_sequence_to_heads(sent, tokens, groups[0], *shared)
         values_BKhD = None if early is None else early()
         out_BQHD, finishing = torch.empty_like(q_BQHD, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):
-            qkv, span = ready(), group[axis.index]
+            received, span = list(ready()), group[axis.index]
+            if gate_BQHD is not None:
+                attend = functools.partial(self._attend_fresh, gate_BShD=received.pop())
             if values_BKhD is not None:  # of all groups' heads, since the early transfer is not cut into groups
-                qkv = (*qkv, values_BKhD[:, :, span.shift(-groups[0][axis.index].start).slice])
+                received.append(values_BKhD[:, :, span.shift(-groups[0][axis.index].start).slice])
             if number < len(groups):
                 ready = start_sequence_to_heads(sent, tokens, groups[number], *shared)
-            q_BQhD, k_BKhD, v_BKhD = qkv
+            q_BQhD, k_BKhD, v_BKhD = received
             out_BQhD = attend(step, q_BQhD, k_BKhD, v_BKhD, scale, span)
             finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, *shared))
         for finish in finishing:
@@ -184,8 +197,11 @@ class ParallelAttention:
             return repeated_BKhD
         return tuple(x_BKhD[:, :, ::sharing] for x_BKhD in repeated_BKhD)
 
-    def _attend_fresh(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span) -> torch.Tensor:
-        """Attention over keys and values of this call only. `heads`: those of the layer that the tensors have."""
+    def _attend_fresh(
+        self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span, gate_BShD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention over keys and values of this call only. `heads`: those of the layer that the tensors have. `gate_BShD`:
+        see SparseStep.attend."""
         context = self.context
         patch, ring = context.patch, context.ring
         patches = [patch.index] if context.naive else list(range(patch.size))
@@ -216,6 +232,10 @@ class ParallelAttention:
         if self.over == CAUSAL_TEXT and ring.size == 1:
             k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
         if ring.size == 1:
+            if step.sparse is not None:
+                layout = self._sparse_layout(step, step.sparse, q_BQhD, k_BKhD, masks[0])
+                if layout is not None:
+                    return step.sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, gate_BShD, scale)
             return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, masks[0], scale)
         attend, held = context.kernel.attend_lse, None
         if self.over == CAUSAL_TEXT and q_BQhD.shape[1]:
@@ -223,6 +243,29 @@ class ParallelAttention:
         return ring_attention(
             q_BQhD, k_BKhD, v_BKhD, lengths, masks, attend, scale, step.overlap, ring, context.traffic, held
         )
+
+    def _sparse_layout(
+        self, step: AttentionStep, sparse: SparseStep, q_BQhD, k_BKhD, mask: torch.Tensor | None
+    ) -> Layout | None:
+        """The blocks, where ComfyUI's node would make this call of attention block-sparse. None: it attends in full.
+
+        A reason that users may want to know goes into the report.
+        """
+        calls, settings = self.context.sparse_calls, sparse.settings
+        if self.over not in (JOINT, IMAGE) or mask is not None or self.context.sharing > 1 or self.block in settings.full:
+            return None
+        if q_BQhD.shape != k_BKhD.shape or q_BQhD.shape[1] < settings.least_tokens:
+            return None
+        if lacks := sparse.lacks(q_BQhD):
+            calls.lacked.add(lacks)
+            return None
+        # In layers over the image, tokens in the place of text are the image's padding.
+        layout = sparse.joint if self.over == JOINT else None if step.text_tokens else sparse.image
+        if layout is None:
+            calls.lacked.add("the order of tokens in ComfyUI's model, which is not known for this family")
+            return None
+        calls.sparse += 1
+        return layout
 
     def _attend_buffered(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span) -> torch.Tensor:
         """Attention over the K/V buffer, after fresh keys and values are written to it. `heads`: see _attend_fresh."""
@@ -338,19 +381,31 @@ def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.cat(present, dim=1) if present else None
 
 
-def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList]], context: AttentionContext) -> None:
+def _compute_gate(context: AttentionContext, block: str, module: Any, inputs: tuple) -> None:
+    """Hook in front of an attention module: VSA's gate is made of the module's input, where the step's attention is VSA."""
+    step = context.step
+    if step is None or step.sparse is None:
+        return
+    settings = step.sparse.settings
+    if settings.cubes and block not in settings.full:
+        context.gate = getattr(module, COARSE_GATE)(inputs[0])
+
+
+def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList, str]], context: AttentionContext) -> None:
     """Give each of diffusers' attention modules a ParallelAttention, and route diffusers' native backend through it.
 
     Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
     """
-    for layer, (module, over, spec) in enumerate(modules):
+    for layer, (module, over, spec, block) in enumerate(modules):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
         head_size = module.inner_dim // module.heads if over == PAIRED else 0
         gathered = bool(context.heads) and gathers(over, spec)
         streams = gathered and spec.projections is not None and spec.projections.has_text(module)
-        module.processor._parallel_config = ParallelAttention(context, layer, over, head_size, gathered, streams)
+        module.processor._parallel_config = ParallelAttention(context, layer, over, head_size, gathered, streams, block)
         module.processor._attention_backend = AttentionBackendName.NATIVE
+        if getattr(module, COARSE_GATE, None) is not None and not gathered:
+            module.register_forward_pre_hook(functools.partial(_compute_gate, context, block))
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]
     if getattr(native, "knows_parallel_attention", False):

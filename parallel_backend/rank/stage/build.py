@@ -36,8 +36,9 @@ class Stage:
     """A stage's model, with its weights in place."""
 
     model: nn.Module
-    attention: list[tuple[nn.Module, str, BlockList]]
-    """(attention module, its value in BlockList.attention, its list), in the order in which they run."""
+    attention: list[tuple[nn.Module, str, BlockList, str]]
+    """(attention module, its value in BlockList.attention, its list, its block "<list>.<index>"), in the order in which they
+    run."""
     stage_io: StageIO
     plan: TensorPlan | None
     """The plan for this model: see TensorPlan.with_outside."""

@@ -70,10 +70,10 @@ def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Mod
 
 def fill_slots(
     model: nn.Module, spec: BlockList, stage_io: StageIO, local: range, whole_latent: bool, only: Collection[str] = ()
-) -> list[tuple[nn.Module, str, BlockList]]:
+) -> list[tuple[nn.Module, str, BlockList, str]]:
     """Replace all blocks of a list by stand-ins, except the stage's, whose indices are `local`. `only`: see loading.Load.
 
-    Returns (attention module, its value in BlockList.attention, its list) of the stage's blocks, in order.
+    Returns (attention module, its value in BlockList.attention, its list, its block) of the stage's blocks, in order.
     """
     blocks = getattr(model, spec.name)
     attention = []
@@ -84,7 +84,7 @@ def fill_slots(
         elif index in local:
             slot.attach(block, whole_latent)
             modules = dict(block.named_modules())
-            attention += [(modules[name], over, spec) for name, over in spec.attention.items() if name in modules]
+            attention += [(modules[name], over, spec, slot.name) for name, over in spec.attention.items() if name in modules]
         else:
             blocks[index] = Upstream(slot) if index < local.start else Downstream(slot)
     return attention

@@ -1,0 +1,66 @@
+"""ComfyUI's node *Model Sparse Attention*, as settings for the ranks.
+
+The node puts an override of attention on the MODEL, and for MiniMax H3 a patch around each block. Neither can run on the
+ranks. Both have the node's settings, and the ranks call the same kernel of comfy-kitchen with them.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from parallel_backend.core.sparse_attention import SparseAttention
+from parallel_backend.families import Family
+from parallel_backend.families.base.step_inputs import Config
+
+from ..ui.other_nodes import name_of
+
+OVERRIDE = re.compile(r"nodes_sparse_attention\.make_attention_override\.<locals>\.override")
+"""The node's override of attention, which calls the override that was there before where it is not sparse."""
+BLOCK = re.compile(r"nodes_sparse_attention\.make_h3_block_patch\.<locals>\.block_patch")
+"""The node's patch around a block of MiniMax H3."""
+OFF = "off"
+"""Of the widget sink_conditioning."""
+IN_BANDS = (
+    "Model Sparse Attention has no effect under PipeFusion, whose bands have a part of the queries each: attention is in "
+    "full. Take pipefusion_degree 1 with a ulysses_degree to have both sparse attention and several GPUs."
+)
+
+
+def is_sparse(override: Any) -> bool:
+    return callable(override) and OVERRIDE.fullmatch(name_of(override)) is not None
+
+
+def below(override: Callable[..., Any]) -> Any:
+    """The override that was there before the node's. None: there was none."""
+    return inspect.getclosurevars(override).nonlocals.get("previous")
+
+
+def is_block_patch(function: Callable[..., Any]) -> bool:
+    return BLOCK.fullmatch(name_of(function)) is not None
+
+
+def sparse_attention(
+    function: Callable[..., Any], family: Family, config: Config, options: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> SparseAttention | None:
+    """The settings of a model call. None: the call is outside of the node's start_percent and end_percent.
+
+    `function`: the node's override or block patch. `options`: the call's transformer_options. `arguments`: further ones of
+    the call.
+    """
+    patch = inspect.getclosurevars(function).nonlocals["patch"]
+    sigma = float(options["sigmas"].flatten()[0])
+    if not patch.sigma_end <= sigma <= patch.sigma_start:
+        return None
+    counts = family.blocks.counts(config).items()
+    full = [f"{name}.{index}" for name, count in counts for index in patch.dense_blocks if index < count]
+    return SparseAttention(
+        tau=patch.tau,
+        kept=patch.topk_ratio,
+        extra_tokens=patch.extra_tokens,
+        least_tokens=patch.min_tokens,
+        full=tuple(sorted(full)),
+        sinks="" if patch.sink_conditioning == OFF else patch.sink_conditioning,
+        cubes=patch.vsa,
+        references=family.inputs.reference_runs(arguments),
+    )

@@ -1,0 +1,43 @@
+"""Settings of block-sparse attention in a model call, as ComfyUI's node *Model Sparse Attention* has them.
+
+A query block of 64 tokens sees some blocks of keys token by token, and of the others one summary each, or nothing. Three
+ways to choose them: by a threshold (Sol-Attn, arXiv 2607.24027), so many of the best ones (SLA), and so many of the best
+cubes of a video, with a learned share of the summaries (VSA, of FastVideo). comfy-kitchen's `sol_attn` computes all three.
+"""
+
+from dataclasses import dataclass
+
+HEAD_SIZE = 128
+"""Channels of a head in comfy-kitchen's kernels."""
+KEYS, KEYS_AND_ROWS = "exact_kv", "exact_kv_and_rows"
+"""Values of `sinks`."""
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """How the layers of one model call attend."""
+
+    tau: float = 1.3
+    """A block is seen exactly if its score is more than so many standard deviations above the mean."""
+    kept: float = 0.0
+    """Share of the blocks of keys that are seen exactly, from 0 to 1, in place of `tau`. 0: by `tau`."""
+    extra_tokens: int = 0
+    """Further tokens that each query block sees exactly."""
+    least_tokens: int = 0
+    """Shorter sequences attend in full."""
+    full: tuple[str, ...] = ()
+    """Blocks "<list>.<index>" that attend in full."""
+    sinks: str = ""
+    """KEYS: all queries see the tokens in front of the video exactly. KEYS_AND_ROWS: those of the video's own sound also see
+    all keys. Empty: neither. Families whose sequence has no such tokens ignore it."""
+    cubes: bool = False
+    """Blocks are cubes of the video (VSA)."""
+    references: tuple[tuple[int, int], ...] = ()
+    """(first, end) among the call's reference tokens, for each run of one picture, video or sound, in ComfyUI's order."""
+
+    @property
+    def title(self) -> str:
+        """For the report."""
+        if self.cubes:
+            return f"VSA, {self.kept:.1%} of the cubes"
+        return f"SLA, {self.kept:.1%} of the blocks" if self.kept else f"Sol-Attn, tau {self.tau:g}"

@@ -1,0 +1,216 @@
+"""Block-sparse attention on a rank: whole sequences of the rank's heads, in ComfyUI's order of tokens.
+
+Which keys a query block sees depends on how tokens lie in blocks of 64. So the rows of all ranks are brought into the order
+of ComfyUI's sequence first. Heads do not depend on each other: under Ulysses and tensor parallelism each rank computes what
+one device computes for the same heads.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.core.spans import Span
+from parallel_backend.core.sparse_attention import HEAD_SIZE, KEYS_AND_ROWS, SparseAttention
+from parallel_backend.families.base.segments import SOUND, VIDEO, Segment
+
+BLOCK = 64
+"""Tokens of a block of queries or keys."""
+CUBE = (4, 4, 4)
+"""Frames, rows and columns of a block of VSA, whose tokens are in this order."""
+
+
+def refusal(device: torch.device, dtype: torch.dtype, head_size: int, cubes: bool) -> str:
+    """Why ComfyUI would attend in full with such tensors, in words of the report. Empty: it would not."""
+    try:
+        import comfy_kitchen
+
+        there = comfy_kitchen.sol_attn_is_available(device)
+    except (ImportError, AttributeError):  # a release without it
+        there = False
+    if not there:
+        return "comfy-kitchen's kernel, which this device or the installed release does not have"
+    if head_size != HEAD_SIZE:
+        return f"heads of {HEAD_SIZE}, not {head_size}"
+    if cubes and dtype != torch.bfloat16:
+        return "bf16"
+    return ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of all ranks go. Rows are those of Ulysses' result, in rank order."""
+
+    source_N: torch.Tensor | None
+    """int64: row of each place of the blocks; -1: an empty place. None: the rows are in order."""
+    place_S: torch.Tensor | None
+    """int64: place of each row, the inverse."""
+    lengths_n: torch.Tensor | None
+    """int32: tokens of each block, which are its first. None: all blocks are full but the last."""
+    keys: tuple[int, int] = (0, 0)
+    """First block of keys that all queries see exactly, and the one behind the last."""
+    rows: tuple[int, int] = (0, 0)
+    """Blocks of queries that see all keys."""
+
+
+@dataclass
+class SparseCalls:
+    """Which layers' calls have been sparse since the last report."""
+
+    title: str = ""
+    sparse: int = 0
+    lacked: set[str] = field(default_factory=set)
+
+    def report(self) -> str:
+        """In words for the user. Empty: nothing was to be sparse."""
+        lacked = sorted(self.lacked)
+        if not self.sparse and not lacked:
+            return ""
+        text = f"block-sparse ({self.title})" if self.sparse else f"in full in place of {self.title}"
+        text += f"{', in full where' if self.sparse else ', since'} it needs {', '.join(lacked)}" if lacked else ""
+        self.sparse, self.lacked = 0, set()
+        return text
+
+
+class SparseStep:
+    """Block-sparse attention of a micro-step that computes a whole call on Ulysses ranks alone."""
+
+    def __init__(
+        self,
+        settings: SparseAttention,
+        segments: Sequence[Segment] | None,
+        rows: Sequence[tuple[bool, torch.Tensor]],
+        grid: tuple[int, ...],
+        device: torch.device,
+    ):
+        """`segments`: of the whole sequence; None: nobody knows. `rows`: for each run of rows in rank order, whether they
+        are of the image, and their numbers in that stream (Segment.tokens). `grid`: the video's tokens by axis."""
+        self.settings, self._segments, self._rows, self._grid, self._device = settings, segments, rows, grid, device
+
+    @cached_property
+    def joint(self) -> Layout | None:
+        """For layers that mix text and image. None: the order of ComfyUI's sequence is not known."""
+        return None if self._segments is None else self._layout(self._segments, self._rows)
+
+    @cached_property
+    def image(self) -> Layout:
+        """For layers that mix the image's tokens."""
+        rows = [each for each in self._rows if each[0]]
+        return self._layout([Segment(Span(0, sum(len(numbers) for _, numbers in rows)), of_image=True)], rows)
+
+    def _layout(self, segments: Sequence[Segment], rows: Sequence[tuple[bool, torch.Tensor]]) -> Layout:
+        row_of = {}
+        for of_image in (False, True):
+            count = sum(len(numbers) for is_image, numbers in rows if is_image == of_image)
+            row_of[of_image] = torch.empty(count, dtype=torch.long)
+        start = 0
+        for of_image, numbers in rows:
+            row_of[of_image][numbers] = torch.arange(start, start + len(numbers))
+            start += len(numbers)
+        runs = [row_of[each.of_image][each.tokens.slice] for each in segments]
+        assert sum(map(len, runs)) == start, "segments have other tokens than ranks"
+        if self.settings.cubes:
+            return self._in_cubes(segments, runs, start)
+        keys, exact_rows = self._sinks(segments)
+        order = torch.cat(runs)
+        if torch.equal(order, torch.arange(start)):
+            return Layout(None, None, None, keys, exact_rows)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(start)
+        return Layout(to_device(order, self._device), to_device(place, self._device), None, keys, exact_rows)
+
+    def _sinks(self, segments: Sequence[Segment]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Blocks of the tokens in front of the video: `Layout.keys` and `rows`, as ComfyUI counts them."""
+        starts = dict(zip((each.kind for each in segments), _starts(segments), strict=True))
+        if not self.settings.sinks or not starts.get(VIDEO):
+            return (0, 0), (0, 0)
+        keys = 0, -(-starts[VIDEO] // BLOCK)
+        if self.settings.sinks != KEYS_AND_ROWS:
+            return keys, (0, 0)
+        return keys, (starts.get(SOUND, 0) // BLOCK, keys[1])
+
+    def _in_cubes(self, segments: Sequence[Segment], runs: Sequence[torch.Tensor], rows: int) -> Layout:
+        """Every segment in front of the video in blocks of its own, then the video's cubes. Each block begins with its
+        tokens, and the rest of it is empty."""
+        blocks, before = [], 0
+        for segment, run in zip(segments, runs, strict=True):
+            if segment.kind == VIDEO:
+                blocks.append(_cubes(run, self._grid))
+                continue
+            padded = run.new_full((-(-len(run) // BLOCK) * BLOCK,), -1)
+            padded[: len(run)] = run
+            blocks.append(padded.view(-1, BLOCK))
+            before += len(blocks[-1])
+        blocks_nB = torch.cat(blocks)
+        source = blocks_nB.flatten()
+        place = source.new_empty(rows)
+        used = source >= 0
+        place[source[used]] = used.nonzero()[:, 0]
+        lengths = (blocks_nB >= 0).sum(1).to(torch.int32)
+        source, place, lengths = (to_device(each, self._device) for each in (source, place, lengths))
+        return Layout(source, place, lengths, (0, before), (0, before))
+
+    def lacks(self, q_BShD: torch.Tensor) -> str:
+        """As `refusal`, of these queries."""
+        return refusal(q_BShD.device, q_BShD.dtype, q_BShD.shape[-1], self.settings.cubes)
+
+    def attend(
+        self, layout: Layout, q_BShD, k_BShD, v_BShD, gate_BShD: torch.Tensor | None, scale: float | None
+    ) -> torch.Tensor:
+        """[B, S, h, D] in rank order. `gate_BShD`: of VSA's summaries, for each token and head. None: it adds none."""
+        import comfy_kitchen
+
+        settings, dtype = self.settings, q_BShD.dtype
+        kernel_dtype = torch.bfloat16 if dtype == torch.float32 and q_BShD.is_cuda else dtype  # as ComfyUI's node
+        tensors = (q_BShD, k_BShD, v_BShD) if gate_BShD is None else (q_BShD, k_BShD, v_BShD, gate_BShD)
+        q, k, v, *gate = (_placed(x_BShD.to(kernel_dtype), layout) for x_BShD in tensors)
+        more: dict[str, Any] = {"coarse_gate": gate[0]} if gate else {}
+        if layout.lengths_n is not None:
+            more |= {"tail": False, "block_len": layout.lengths_n}
+        out_BNhD = comfy_kitchen.sol_attn(
+            q,
+            k,
+            v,
+            tau=settings.tau,
+            scale=scale,
+            sink_blocks=list(layout.keys),
+            sink_q=list(layout.rows),
+            topk_ratio=settings.kept,
+            token_aug=settings.extra_tokens,
+            **more,
+        )
+        return (out_BNhD if layout.place_S is None else out_BNhD[:, layout.place_S]).to(dtype)
+
+
+def _placed(x_BShD: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """[B, N, h, D] in the blocks' order, with zeros in empty places."""
+    if layout.source_N is None:
+        return x_BShD.contiguous()
+    placed_BNhD = x_BShD[:, layout.source_N.clamp_min(0)]
+    if layout.lengths_n is not None:
+        placed_BNhD *= (layout.source_N >= 0)[:, None, None]
+    return placed_BNhD
+
+
+def _starts(segments: Sequence[Segment]) -> list[int]:
+    starts = [0]
+    for each in segments:
+        starts.append(starts[-1] + len(each.tokens))
+    return starts[:-1]
+
+
+def _cubes(run: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+    """[n, BLOCK]: rows of the video's tokens by cube, those that lie outside of the video last, as -1."""
+    assert len(run) == math.prod(grid), "cubes are of the whole video"
+    sides = [-(-side // edge) * edge for side, edge in zip(grid, CUBE, strict=True)]
+    padded = run.new_full(sides, -1)
+    padded[: grid[0], : grid[1], : grid[2]] = run.view(grid)
+    counts = [side // edge for side, edge in zip(sides, CUBE, strict=True)]
+    split = padded.view(counts[0], CUBE[0], counts[1], CUBE[1], counts[2], CUBE[2])
+    cubes_nB = split.permute(0, 2, 4, 1, 3, 5).reshape(-1, BLOCK)
+    order = torch.argsort((cubes_nB < 0).to(torch.int8), dim=1, stable=True)
+    return cubes_nB.gather(1, order)
