@@ -33,7 +33,8 @@ class SparseAttention:
     cubes: bool = False
     """Blocks are cubes of the video (VSA)."""
     references: tuple[tuple[int, int], ...] = ()
-    """(first, end) among the call's reference tokens, for each run of one picture, video or sound, in ComfyUI's order."""
+    """(first, end) among the call's reference tokens, for each run of one picture, video or sound, in ComfyUI's order. Empty
+    for families whose references are all behind the image."""
 
     @property
     def title(self) -> str:

@@ -15,6 +15,7 @@ from .base.blocks import JOINT, BlockList, Blocks
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
 from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes, StepInputs, image_tables
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, rotary_table, text
@@ -172,6 +173,7 @@ COGVIDEOX = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("patch_embed",),
         epilogue=("norm_final", "norm_out", "proj_out"),
+        segments=text_then_image,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

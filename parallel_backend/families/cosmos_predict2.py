@@ -11,6 +11,7 @@ from .base.blocks import Blocks
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
 from .base.tensor_plan import GATHER
 from .parts.conditioning import count_blocks, text
@@ -107,6 +108,7 @@ COSMOS_PREDICT2 = Family(
         prologue=("patch_embed",),
         epilogue=("norm_out", "proj_out"),
         native_patches=("attn1_patch", "attn2_patch", "mlp_patch", "post_input"),
+        segments=text_then_image,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], max_side=lambda config: config["max_size"][-1] // 2),
     inputs=Inputs(

@@ -16,6 +16,7 @@ from .base.blocks import JOINT, BlockList, Blocks, Values
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
+from .base.segments import image_then_text
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 from .parts.conditioning import count_blocks, text_and_pooled
@@ -178,6 +179,7 @@ HIDREAM = Family(
         prologue=("x_embedder",),
         epilogue=("final_layer",),
         text_first=False,
+        segments=image_then_text,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=_Inputs(

@@ -12,6 +12,7 @@ import torch
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
 from .parts import flux_blocks, hunyuan
 from .parts.conditioning import count_blocks, embedded_guidance, example, text_and_pooled
@@ -102,7 +103,9 @@ HUNYUAN_VIDEO = Family(
         aliases=hunyuan.ALIASES,
     ),
     blocks=replace(
-        hunyuan.BLOCKS, lists=(hunyuan.block_list(flux_blocks.DOUBLE, "freqs_cis"), hunyuan.block_list(flux_blocks.SINGLE))
+        hunyuan.BLOCKS,
+        lists=(hunyuan.block_list(flux_blocks.DOUBLE, "freqs_cis"), hunyuan.block_list(flux_blocks.SINGLE)),
+        segments=text_then_image,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -13,6 +13,7 @@ import torch
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks, hunyuan
 from .parts.key_map import WEIGHT, KeyMap
@@ -89,6 +90,7 @@ HUNYUAN_VIDEO_15 = Family(
         prologue=("x_embedder", "context_embedder", "context_embedder_2", "image_embedder"),
         residuals={"input": flux_blocks.DOUBLE},
         native={"double_block": flux_blocks.DOUBLE},
+        segments=text_then_image,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

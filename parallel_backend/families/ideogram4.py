@@ -13,6 +13,7 @@ from .base.blocks import JOINT, BlockList, Blocks
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, hidden, text
@@ -99,6 +100,7 @@ IDEOGRAM4 = Family(
         counts=lambda config: {LAYERS: config["num_layers"]},
         prologue=("input_proj", "llm_cond_norm", "llm_cond_proj"),
         epilogue=("final_layer",),
+        segments=text_then_image,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -15,6 +15,7 @@ from .base.blocks import JOINT, BlockList, Blocks, Values
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
 from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, example, text_and_pooled
@@ -175,6 +176,7 @@ def _family(name: str, native: str, video: bool) -> Family:
             prologue=("visual_embeddings",),
             epilogue=("out_layer",),
             native={"double_block": VISUAL},
+            segments=text_then_image,
         ),
         sizes=Sizes(
             latent_channels=lambda config: (

@@ -13,6 +13,7 @@ from .base.blocks import BlockList, Blocks, Projections
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, text
@@ -175,6 +176,7 @@ KREA2 = Family(
         prologue=("img_in", "text_fusion", "txt_in"),
         epilogue=("final_layer",),
         native_patches=("attn1_patch", "attn1_output_patch", "post_input"),
+        segments=text_then_image,
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"] // 4,

@@ -15,6 +15,7 @@ from .base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, B
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Companion, Patching
+from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROTATION_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 from .parts import ltx2_inputs, ltx2_text
@@ -203,6 +204,7 @@ LTX2 = Family(
         prologue=("proj_in", "audio_proj_in"),
         epilogue=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
         native={"double_block": BLOCKS},
+        segments=text_then_image,
     ),
     sizes=_Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -14,6 +14,7 @@ from .base.blocks import Blocks
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import TABLE_BY_HEADS
 from .parts.conditioning import count_blocks, text
@@ -176,6 +177,7 @@ LTX_VIDEO = Family(
         prologue=("proj_in",),
         epilogue=("norm_out", "proj_out"),
         native={"double_block": BLOCKS},
+        segments=text_then_image,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

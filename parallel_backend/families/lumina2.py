@@ -10,6 +10,7 @@ import torch
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
 from .base.file_layout import FileLayout, Source
+from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit
@@ -110,6 +111,7 @@ LUMINA2 = Family(
         prologue=("x_embedder", next_dit.CONTEXT),
         epilogue=("norm_out",),
         native_patches=("noise_refiner", "double_block"),
+        segments=text_then_image,
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"],

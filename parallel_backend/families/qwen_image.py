@@ -12,6 +12,7 @@ from .base.blocks import BlockList, Blocks, Projections
 from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
+from .base.segments import text_then_image
 from .base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, rotations, text
@@ -123,6 +124,7 @@ QWEN_IMAGE = Family(
         residuals={"input": BLOCKS},
         native={"double_block": BLOCKS},
         native_patches=("attn1_patch", "post_input", "double_block"),
+        segments=text_then_image,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
     inputs=Inputs(

@@ -3,6 +3,7 @@
 Bernini-R's references in context and Fun Control's picture are tokens after the video's.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from .base.blocks import Blocks, Projections
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
+from .base.segments import image_alone
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ArgumentCut, Config, Shapes, StepInputs
 from .parts import wan
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
@@ -85,6 +87,13 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "patch_inputs": references}
 
 
+class _Inputs(Inputs):
+    def reference_runs(self, call: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Fun Control's picture, which ComfyUI has in front of the video."""
+        picture = call.get("reference_latent")
+        return () if picture is None else ((0, picture.shape[-2] // 2 * (picture.shape[-1] // 2)),)
+
+
 WAN = Family(
     name="wan",
     model_class="WanTransformer3DModel",
@@ -106,12 +115,13 @@ WAN = Family(
         epilogue=("norm_out", "proj_out"),
         native={"double_block": "blocks"},
         native_patches=("attn1_patch", "attn2_patch", "double_block"),
+        segments=image_alone,
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"],
         max_side=lambda config: config["rope_max_seq_len"],
     ),
-    inputs=Inputs(
+    inputs=_Inputs(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "context_latents", "reference_latent"),

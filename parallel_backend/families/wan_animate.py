@@ -135,6 +135,7 @@ WAN_ANIMATE = replace(
     blocks=replace(
         WAN.blocks,
         lists=(block_list("blocks", cuts=CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)}),),
+        segments=None,
         native=None,  # a replaced block would skip the face adapter too
     ),
     inputs=replace(

@@ -83,6 +83,7 @@ WAN_ANIMATE_2 = replace(
                 cuts=CUTS | dict.fromkeys(("pose_rotary_emb", "reference"), CUTS["rotary_emb"]),
             ),
         ),
+        segments=None,
         native=None,  # a replaced block would skip the pose too
     ),
     sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),

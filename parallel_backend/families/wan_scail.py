@@ -101,6 +101,7 @@ WAN_SCAIL = replace(
             mask_in_dim=lambda config: (config["mask_channels"],),
         ),
     ),
+    blocks=replace(WAN.blocks, segments=None),
     inputs=replace(
         WAN.inputs,
         conditioning=_conditioning,

@@ -143,8 +143,8 @@ class Blocks:
     """Order of the joint sequence: [text, image], or else [image, text]."""
 
     segments: Segments | None = None
-    """The order of the joint sequence in ComfyUI's native model, for block-sparse attention. None: nobody has looked, or it
-    has tokens that these do not. Layers over the image alone need none."""
+    """The order of the joint sequence in ComfyUI's native model, for block-sparse attention. None: attention stays in full,
+    as where the native model gives a mask, or has tokens that these are not."""
 
     residuals: Mapping[str, str] = field(default_factory=dict)
     """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list after whose blocks it is added. For Z-Image

@@ -33,15 +33,26 @@ class Segment:
     kind: str = REST
 
 
-Segments = Callable[[CallTokens], list[Segment]]
+Segments = Callable[[CallTokens], list[Segment] | None]
+"""The segments of a call in the order of the joint sequence. None: attention stays in full."""
 
 
 def text_then_image(call: CallTokens) -> list[Segment]:
     return [Segment(Span(0, call.text), of_image=False), _image(call)]
 
 
-def image_then_text(call: CallTokens) -> list[Segment]:
+def image_then_text(call: CallTokens) -> list[Segment] | None:
+    if call.reference_tokens:  # HiDream-E1 has them beside the picture, in the same rows
+        return None
     return [_image(call), Segment(Span(0, call.text), of_image=False)]
+
+
+def image_alone(call: CallTokens) -> list[Segment]:
+    """References in `CallTokens.references` are in front of the video, all others behind it."""
+    if not call.references:
+        return [_image(call)]
+    runs = [Span(start, end).shift(call.image) for start, end in call.references]
+    return [*(Segment(run, of_image=True) for run in runs), Segment(Span(0, call.image), of_image=True)]
 
 
 def _image(call: CallTokens) -> Segment:

@@ -11,6 +11,7 @@ import torch
 
 from ..base.blocks import BlockList, Blocks
 from ..base.family import CacheScope, cached
+from ..base.segments import text_then_image
 from ..base.step_inputs import Config, Shapes, StepInputs
 from ..base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, HEADS, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut, LayerCuts
 from .conditioning import count_blocks, hidden
@@ -72,6 +73,7 @@ BLOCKS = Blocks(
     epilogue=("norm_out", "proj_out"),
     native=NATIVE_BLOCKS,
     native_patches=("attn1_patch", "attn1_output_patch", "post_input"),
+    segments=text_then_image,
 )
 """Blocks of Flux.1 without ControlNet. Rows replace the fields in which their class differs."""
 

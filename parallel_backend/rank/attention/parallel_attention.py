@@ -252,7 +252,7 @@ class ParallelAttention:
         A reason that users may want to know goes into the report.
         """
         calls, settings = self.context.sparse_calls, sparse.settings
-        if self.over not in (JOINT, IMAGE) or mask is not None or self.context.sharing > 1 or self.block in settings.full:
+        if self.over not in (JOINT, IMAGE) or mask is not None or self.block in settings.full:
             return None
         if q_BQhD.shape != k_BKhD.shape or q_BQhD.shape[1] < settings.least_tokens:
             return None
@@ -262,7 +262,7 @@ class ParallelAttention:
         # In layers over the image, tokens in the place of text are the image's padding.
         layout = sparse.joint if self.over == JOINT else None if step.text_tokens else sparse.image
         if layout is None:
-            calls.lacked.add("the order of tokens in ComfyUI's model, which is not known for this family")
+            calls.lacked.add("a family in which it has been compared with ComfyUI's model")
             return None
         calls.sparse += 1
         return layout

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.core.spans import Span
 from parallel_backend.core.sparse_attention import HEAD_SIZE, KEYS_AND_ROWS, SparseAttention
 from parallel_backend.families.base.segments import SOUND, VIDEO, Segment
 
@@ -97,10 +96,11 @@ class SparseStep:
         return None if self._segments is None else self._layout(self._segments, self._rows)
 
     @cached_property
-    def image(self) -> Layout:
+    def image(self) -> Layout | None:
         """For layers that mix the image's tokens."""
-        rows = [each for each in self._rows if each[0]]
-        return self._layout([Segment(Span(0, sum(len(numbers) for _, numbers in rows)), of_image=True)], rows)
+        if self._segments is None:
+            return None
+        return self._layout([each for each in self._segments if each.of_image], [each for each in self._rows if each[0]])
 
     def _layout(self, segments: Sequence[Segment], rows: Sequence[tuple[bool, torch.Tensor]]) -> Layout:
         row_of = {}

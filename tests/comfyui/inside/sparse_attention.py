@@ -1,0 +1,53 @@
+"""Model Sparse Attention on every family's MODEL, native and on ranks in threads. Run by serve.py.
+
+In place of comfy-kitchen's kernel stands attention in which a token sees those before it: it depends on the order of tokens
+as block-sparse attention does, and in a sequence of any length.
+"""
+
+import sys
+from contextlib import ExitStack
+from functools import partial
+from unittest import mock
+
+import comfy_kitchen
+import nodes_sparse_attention
+from boot import BASE, PACK, Results, comfy, difference, parallel, sequence, torch
+from families import detecting, read, sample
+
+sys.path.insert(0, str(PACK))
+from parallel_backend.client.registry import registry
+from parallel_backend.rank.attention import sparse
+from testing.thread_ranks import thread_ranks
+
+
+def causal(q, k, v, scale=None, **_settings):
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale).transpose(1, 2)
+
+
+def main(results: Results, names: list[str], least: dict[str, int]) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(comfy_kitchen, "sol_attn", causal, create=True))
+        stack.enter_context(mock.patch.object(sparse, "refusal", lambda *_: ""))
+        start = stack.enter_context(thread_ranks())
+        stack.enter_context(mock.patch.object(registry(), "start_of", lambda _devices: start))
+        stack.callback(registry().close)
+        for name in names:
+            results.case(name, partial(compare, name, least[name]))
+
+
+def compare(name: str, least: int) -> dict:
+    settings = nodes_sparse_attention.settings(min_tokens=least)
+    *_, described = read(name)
+    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
+    with detecting(described["detected"]):
+        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        expected = sample(nodes_sparse_attention.apply(native, settings), name)
+        in_full = sample(native, name)
+        found = {}
+        for mode, model in {
+            "one rank": parallel(f"{name}.safetensors", pipe=1, devices="cpu"),
+            "ulysses": parallel(f"{name}.safetensors", pipe=1, config=sequence(ulysses=2)),
+        }.items():
+            found[mode] = difference(expected, sample(nodes_sparse_attention.apply(model, settings), name))
+    return found | {"in full": difference(expected, in_full)}

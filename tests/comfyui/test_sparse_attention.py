@@ -1,0 +1,40 @@
+"""Core's Model Sparse Attention on ranks sees tokens in the order of ComfyUI's native model, in every family that has it."""
+
+import math
+
+import pytest
+
+from tests.comfyui.test_families import CASES, has_class, save_case
+
+pytestmark = pytest.mark.comfyui
+
+FULL_THERE = ("hidream-e1", "qwen-image-masked-text")
+"""Which the native model, or the ranks, compute in full: with a mask, and with references between the picture's rows."""
+SPARSE = [case for case in CASES if case.row.blocks.segments and not case.native.newer and case.name not in FULL_THERE]
+DEFAULT = ("flux-kontext", "hunyuan-video", "hidream-i1", "krea2", "wan-2.2-fun-control", "ltx-2.3", "minimax-h3-pruned")
+"""One of each kind of sequence: references, image first, shared keys, a video alone, sound apart and inside."""
+SHOWS = 5e-3
+
+
+@pytest.fixture(scope="module")
+def found(request, comfyui, inside, base):
+    chosen = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    cases = [case for case in {case.name: case for case in chosen}.values() if has_class(comfyui, case)]
+    for case in cases:
+        save_case(case, base)
+    # Text is shorter: what refines it in front of the blocks attends in full.
+    least = {case.name: math.prod(case.row.patching.grid(case.native.latent)) for case in cases}
+    return inside.run("sparse_attention", names=sorted(least), least=least)[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.full) for case in SPARSE],
+)
+def test_ksampler_equals_the_native_model_with_the_same_node(found, case, measured):
+    result = found[case.name]
+    assert "error" not in result, result
+    assert result["in full"] > SHOWS, "attention of all tokens gives the same"
+    for mode in ("one rank", "ulysses"):
+        measured(f"sparse attention, largest difference, {case.name}", result[mode])
+        assert result[mode] <= case.native.limit, mode
