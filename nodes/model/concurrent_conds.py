@@ -18,6 +18,7 @@ import comfy.samplers
 import torch
 
 from ..ui.node_text import say
+from .sparse_attention import is_callback
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
         return "another node's apply_model wrapper may keep a state from one to the next"
     if model.diffusion_model.wrappers(model_options, is_model_options=True):
         return "another node's wrapper around the diffusion model may keep a state from one to the next"
-    if model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE):
+    callbacks = model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE)
+    if not all(map(is_callback, callbacks)):
         return "another node is told of each"
     return None
 

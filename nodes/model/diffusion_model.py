@@ -4,7 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_patcher
@@ -38,7 +38,6 @@ from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .run_shapes import PART, Shapes, is_for_all
 from .sampling_run import SamplingRun, tell
-from .sparse_attention import IN_BANDS
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
@@ -48,6 +47,9 @@ TAKING_TURNS = (
     "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
     "devices, or load it with a native loader."
 )
+
+ASKED_FOR = frozenset({"MiniMaxH3"})
+"""Classes of ComfyUI's supported_models by whose native class a node tells models apart (Model Sparse Attention)."""
 
 BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""
@@ -116,6 +118,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         if "in_channels" in checkpoint.config:  # RenormCFG reads it
             self.in_channels = checkpoint.config["in_channels"]
         self._finished = True
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """What isinstance sees beside the type: the native model's class where a node asks for it."""
+        return self.native if self.native_kind in ASKED_FOR else type(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """ValueError if another node replaces one of the native model's layers or functions.
@@ -283,10 +290,6 @@ class RemoteDiffusionModel(torch.nn.Module):
         if band is not None and not band.takes(self, latents, options):
             band = None
         changes, patches = block_changes(family, config, options, len(latents[0]), self.setup.attention, inputs)
-        if band is not None and changes.sparse is not None:
-            # Changes decide which keys and values of the run a band sees, and those of full attention are the same ones.
-            self.run.tell_once(IN_BANDS)
-            changes = replace(changes, sparse=None)
         unknown = [name for name in inputs if name not in family.inputs.accepts]
         refuse_what_does_not_reach_the_ranks(options | patches, unknown, family)
         check_latents(family, config, latents)

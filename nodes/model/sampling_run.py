@@ -45,17 +45,9 @@ class SamplingRun:
     """The message that the user got about replicas with nothing to do."""
     loaded: Callable[[], RemoteTransformer | None] = lambda: None
     """Weak reference to the model on the ranks that answered the last call."""
-    told: set[str] = field(default_factory=set)
-    """Messages that the user has got in this run."""
     loads: int = 0
     """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
     second_try: SecondTry = field(default_factory=lambda: SecondTry(tell))
-
-    def tell_once(self, text: str) -> None:
-        """As `tell`, once in the run."""
-        if text not in self.told:
-            self.told.add(text)
-            tell(text)
 
     def tried(self, load: Callable[[], RemoteTransformer], work: Callable[[RemoteTransformer], T]) -> T:
         """`work(load())`. If a device of that model runs out of memory in it, both are done again, once in the run."""

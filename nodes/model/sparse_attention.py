@@ -19,12 +19,10 @@ OVERRIDE = re.compile(r"nodes_sparse_attention\.make_attention_override\.<locals
 """The node's override of attention, which calls the override that was there before where it is not sparse."""
 BLOCK = re.compile(r"nodes_sparse_attention\.make_h3_block_patch\.<locals>\.block_patch")
 """The node's patch around a block of MiniMax H3."""
+PREPARE = re.compile(r"nodes_sparse_attention\.apply_block_sparse_attention\.<locals>\.<lambda>")
+"""The node's callback before each evaluation, which puts its override on top again. Evaluations may come in any order."""
 OFF = "off"
 """Of the widget sink_conditioning."""
-IN_BANDS = (
-    "Model Sparse Attention has no effect under PipeFusion, whose bands have a part of the queries each: attention is in "
-    "full. Take pipefusion_degree 1 with a ulysses_degree to have both sparse attention and several GPUs."
-)
 
 
 def is_sparse(override: Any) -> bool:
@@ -38,6 +36,10 @@ def below(override: Callable[..., Any]) -> Any:
 
 def is_block_patch(function: Callable[..., Any]) -> bool:
     return BLOCK.fullmatch(name_of(function)) is not None
+
+
+def is_callback(function: Callable[..., Any]) -> bool:
+    return PREPARE.fullmatch(name_of(function)) is not None
 
 
 def sparse_attention(

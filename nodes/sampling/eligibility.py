@@ -14,10 +14,12 @@ from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.families.base.family import Family
 from parallel_backend.families.parts.references import reference_tokens
 
+from ..model.attention_choice import OVERRIDE
 from ..model.concurrent_conds import evaluate_concurrently
 from ..model.diffusion_model import RemoteDiffusionModel
 from ..model.fun_control import fun_controls
 from ..model.run_shapes import Shapes, shapes_of_run
+from ..model.sparse_attention import is_sparse
 from ..ui.other_nodes import OURS, definition, name_of, named, nodes_of
 from .known_local import PIXEL_WISE_GUIDERS, PIXEL_WISE_MASKS, WHOLE_GUIDERS, is_known_guidance, looks_at_the_whole
 from .known_samplers import why_global
@@ -153,6 +155,8 @@ def why_not_banded(sampling: Sampling) -> str | None:
         return f"the guider {type(guider).__name__} may look at the whole latent"
     if (reason := why_global(sampler)) is not None:
         return reason
+    if is_sparse(options.get("transformer_options", {}).get(OVERRIDE)):
+        return "Model Sparse Attention needs whole sequences. With a ulysses_degree in its place they are shared out too"
     if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
         return "random inpaint noise is drawn for the whole latent"
     for kind, function in functions_of(options):

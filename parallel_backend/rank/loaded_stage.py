@@ -17,8 +17,8 @@ from parallel_backend.families.base.tensor_plan import gathered_plan
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
 from parallel_backend.rank.attention.gathered_heads import heads_by_rank, install_gathered_heads
+from parallel_backend.rank.attention.install import install_parallel_attention
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
-from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfers import Traffic

@@ -241,3 +241,48 @@ def test_h3_equals_one_process(name, degrees, pools, fast, expected_of_h3, measu
         measured(f"relative error of sparse attention, {name}", error := tiny.relative(one, other))
         assert error <= TOLERANCE
     assert tiny.relative(output[0], expected_of_h3["full"][0]) > 1e-3, "nothing was left out"
+
+
+FALLBACKS = {
+    "ring": (Degrees(ring=2), "sol", {}, "a ring_degree and a patch_degree of 1"),
+    "patches": (Degrees(patch=2, patch_mode="displaced"), "sla", {}, "a ring_degree and a patch_degree of 1"),
+    "VSA by all-gather": (Degrees(ulysses=2, exchange="all-gather"), "vsa", {}, "ulysses_exchange all-to-all"),
+    "short": (Degrees(ulysses=2), "sol", {"least_tokens": 1000}, ""),
+    "dense_blocks": (Degrees(ulysses=2), "vsa", {"full": tuple(f"transformer_blocks.{index}" for index in range(3))}, ""),
+}
+
+
+@pytest.mark.parametrize(("degrees", "name", "changed", "words"), FALLBACKS.values(), ids=FALLBACKS)
+def test_what_cannot_be_sparse_is_in_full_and_says_why(degrees, name, changed, words, pools, fast, expected_of_h3):
+    latents, timestep, tensors, runs = inputs_of_h3()
+    settings = replace(H3_SETTINGS[name], references=runs, **changed)
+    output, model = of_ranks(pools, fast[1], degrees, ModelCall(latents, timestep, tensors), settings)
+    for one, other in zip(output, expected_of_h3["full"], strict=True):
+        assert tiny.relative(one, other) <= TOLERANCE
+    (engine,) = model.pool.ranks.workers[0].engines.values()
+    said = engine.stage.attention_report()
+    assert said.startswith("in full in place of ") == bool(words)
+    assert words in said
+
+
+def test_without_the_kernel_it_is_in_full(pools, fast, expected_of_h3, monkeypatch):
+    """As in ComfyUI, whose node looks for it at each call."""
+    monkeypatch.undo()
+    latents, timestep, tensors, runs = inputs_of_h3()
+    output, model = of_ranks(
+        pools, fast[1], Degrees(ulysses=2), ModelCall(latents, timestep, tensors), replace(VSA, references=runs)
+    )
+    assert tiny.relative(output[0], expected_of_h3["full"][0]) <= TOLERANCE
+    (engine,) = model.pool.ranks.workers[0].engines.values()
+    assert "comfy-kitchen's kernel" in engine.stage.attention_report()
+    assert engine.stage.attention_report() == ""
+
+
+def test_calls_of_sparse_and_full_attention_in_turn(pools, fast, expected_of_h3):
+    """As at the node's start_percent, with the prompt kept on the ranks."""
+    latents, timestep, tensors, runs = inputs_of_h3()
+    model = pools.load(fast[1], Degrees(ulysses=2))
+    for name in ("full", "vsa", "full", "sol", "vsa"):
+        settings = None if name == "full" else replace(H3_SETTINGS[name], references=runs)
+        call = ModelCall(latents, timestep, tensors, changes=BlockChanges(sparse=settings))
+        assert tiny.relative(model.predict(call, lambda: None)[0], expected_of_h3[name][0]) <= TOLERANCE

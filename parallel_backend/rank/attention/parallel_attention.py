@@ -5,17 +5,14 @@ attention kernel; Ulysses' all-to-all out. Queries and keys are normalised and h
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, PAIRED, BlockList, gathers
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, PAIRED
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
@@ -26,7 +23,6 @@ from .gathered_heads import in_rank_order, joint_lengths
 from .kv_buffer import Arriving
 from .paired_attention import paired_attention
 from .ring import ring_attention
-from .sdpa_redirect import SdpaProcessor
 from .sparse import Layout, SparseStep
 from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_heads
 
@@ -35,9 +31,6 @@ HEAD_GROUPS = {"cuda": 2, "cpu": 1}
 
 One on a CPU: the cores that would compute also move the data, so nothing overlaps.
 """
-
-COARSE_GATE = "to_gate_compress"
-"""Layer of an attention module that makes VSA's gate [B, s, heads x D] of the module's input (arXiv 2505.13389)."""
 
 LEAST_WORK = 1 << 14
 """Least batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
@@ -379,42 +372,3 @@ def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
     """[B, K] of several ranges of ranks. A micro-step has a mask for all of them or for none."""
     present = [mask for mask in masks if mask is not None]
     return torch.cat(present, dim=1) if present else None
-
-
-def _compute_gate(context: AttentionContext, block: str, module: Any, inputs: tuple) -> None:
-    """Hook in front of an attention module: VSA's gate is made of the module's input, where the step's attention is VSA."""
-    step = context.step
-    if step is None or step.sparse is None:
-        return
-    settings = step.sparse.settings
-    if settings.cubes and block not in settings.full:
-        context.gate = getattr(module, COARSE_GATE)(inputs[0])
-
-
-def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList, str]], context: AttentionContext) -> None:
-    """Give each of diffusers' attention modules a ParallelAttention, and route diffusers' native backend through it.
-
-    Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
-    """
-    for layer, (module, over, spec, block) in enumerate(modules):
-        if not hasattr(module.processor, "_parallel_config"):
-            module.processor = SdpaProcessor(module.processor)
-        head_size = module.inner_dim // module.heads if over == PAIRED else 0
-        gathered = bool(context.heads) and gathers(over, spec)
-        streams = gathered and spec.projections is not None and spec.projections.has_text(module)
-        module.processor._parallel_config = ParallelAttention(context, layer, over, head_size, gathered, streams, block)
-        module.processor._attention_backend = AttentionBackendName.NATIVE
-        if getattr(module, COARSE_GATE, None) is not None and not gathered:
-            module.register_forward_pre_hook(functools.partial(_compute_gate, context, block))
-    registry = _AttentionBackendRegistry._backends
-    native = registry[AttentionBackendName.NATIVE]
-    if getattr(native, "knows_parallel_attention", False):
-        return
-
-    def dispatch(query, key, value, attn_mask=None, scale=None, _parallel_config=None, **options):
-        if not hasattr(_parallel_config, "attend"):
-            return native(query, key, value, attn_mask=attn_mask, scale=scale, _parallel_config=_parallel_config, **options)
-        return _parallel_config.attend(query, key, value, scale, attn_mask)
-
-    dispatch.knows_parallel_attention = True
-    registry[AttentionBackendName.NATIVE] = dispatch

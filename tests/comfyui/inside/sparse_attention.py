@@ -50,4 +50,5 @@ def compare(name: str, least: int) -> dict:
             "ulysses": parallel(f"{name}.safetensors", pipe=1, config=sequence(ulysses=2)),
         }.items():
             found[mode] = difference(expected, sample(nodes_sparse_attention.apply(model, settings), name))
-    return found | {"in full": difference(expected, in_full)}
+    kinds = [isinstance(each.model.diffusion_model, type(native.model.diffusion_model)) for each in (native, model)]
+    return found | {"in full": difference(expected, in_full), "told apart": kinds}
