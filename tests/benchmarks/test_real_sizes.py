@@ -36,8 +36,8 @@ STATE = TOKENS * HIDDEN * 2
     ("real", "degrees"),
     [
         pytest.param(FLUX, Degrees(), id="one rank"),
-        pytest.param(FLUX, Degrees(tensor=2), id="tensor", marks=pytest.mark.slow),
-        pytest.param(FLUX, Degrees(patch=2, patch_mode="displaced"), id="patch", marks=pytest.mark.slow),
+        pytest.param(FLUX, Degrees(tensor=2), id="tensor", marks=[pytest.mark.slow, pytest.mark.full]),
+        pytest.param(FLUX, Degrees(patch=2, patch_mode="displaced"), id="patch", marks=[pytest.mark.slow, pytest.mark.full]),
         pytest.param(KREA_2.with_depths(8), Degrees(pipe=2), id="pipe", marks=pytest.mark.slow),
     ],
 )

@@ -18,6 +18,7 @@ from tests.support.cpu_and_gpu import Both
 pytestmark = pytest.mark.threads
 
 QUICK = "pipe2-rank 0's card"
+DEFAULT = (QUICK, "tensor2-rank 0's card", "ulysses2-rank 0's card")
 
 
 def of_two() -> Iterator[pytest.param]:
@@ -25,7 +26,7 @@ def of_two() -> Iterator[pytest.param]:
     for degrees in PRODUCTS:
         for own in range(2):
             id = f"{name(degrees)}-rank {own}'s card"
-            marks = [pytest.mark.slow] * (id != QUICK) + [pytest.mark.full] * (own > 0)
+            marks = [pytest.mark.slow] * (id != QUICK) + [pytest.mark.full] * (id not in DEFAULT)
             if degrees.world == 2:
                 yield pytest.param(degrees, own, id=id, marks=marks)
 

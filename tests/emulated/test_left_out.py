@@ -205,6 +205,17 @@ LEFT_OUT = (
 )
 
 
+DEFAULT = (
+    *("copies do not wait for blocks", "a piece of a file is filled again too early"),
+    *("an output is sent before it has come", "a replay waits for nothing"),
+)
+"""One for each module that waits, beside those of the quick tier."""
+
+
+def tier(case: LeftOut) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow, *([] if case.name in DEFAULT else [pytest.mark.full])]
+
+
 @pytest.fixture(scope="module")
 def sound(both: Both, files: Files, request) -> Callable[[Run], list[torch.Tensor]]:
     """What a run gives with nothing left out, in which nothing is to be seen: the control. Of runs that a test asks for."""
@@ -219,7 +230,7 @@ def sound(both: Both, files: Files, request) -> Callable[[Run], list[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.slow) for case in LEFT_OUT]
+    "case", [pytest.param(case, id=case.name, marks=() if case.quick else tier(case)) for case in LEFT_OUT]
 )
 def test_clocks_see_what_is_left_out(both: Both, files: Files, sound, case: LeftOut):
     expected = sound(case.run)

@@ -16,15 +16,13 @@ QUICK = (
     *("product ring2", "product tensor2", "product patch2", "product batch2", "product pipe2-ulysses2", "ControlNet pipe2"),
 )
 DEFAULT = (
-    *("product pipe2", "product ulysses2", "transfers in fp8", "pipe2 beside pipe2"),
-    *("product patch2-ulysses2", "product pipe2-tensor2", "product batch2-pipe2", "naive patches"),
-    *("masked text ring2-ulysses2", "transfers of changes", "without overlap pipe2", "ControlNet ulysses2"),
-    *("cancel pipe2", "cancel patch2", "two calls at once batch2-pipe2", "links of 2"),
+    *("product pipe2", "product ulysses2", "transfers in fp8", "naive patches", "transfers of changes"),
+    *("ControlNet ulysses2", "cancel patch2", "two calls at once batch2-pipe2", "links of 2"),
 )
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
 QUICK_FAMILIES = ("wan-2.1-t2v",)
-DEFAULT_FAMILIES = (*("qwen-image", "wan-vace", "ltx-2.3", "krea2", "hunyuan-dit-1.2"),)
-"""Two streams, a third one, sound, whole text and shared keys, long skips. Others make the same transfers as one of these,
+DEFAULT_FAMILIES = ("ltx-2.3", "hunyuan-dit-1.2")
+"""Sound, and long skips. Others make the same transfers as one of these,
 and the strict transport has all of them."""
 
 

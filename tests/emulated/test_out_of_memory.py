@@ -50,7 +50,7 @@ def places(step: int, *marks: pytest.MarkDecorator, first: int = 1, ranks: tuple
 @pytest.mark.parametrize(
     ("first", "step", "ranks"),
     [
-        *(places(197), places(61, pytest.mark.slow)),
+        *(places(197), places(61, pytest.mark.slow, pytest.mark.full)),
         *(
             places(PIECES, pytest.mark.slow, pytest.mark.full, first=first, ranks=(rank,))
             for rank in range(2)

@@ -61,7 +61,7 @@ def in_tiers(*cases: tuple[Degrees, bool, bool]) -> list[pytest.param]:
         (Degrees(), False, False),
         (PIPE, True, True),
         (Degrees(ulysses=2), False, False),
-        (Degrees(tensor=2), False, True),
+        (Degrees(tensor=2), False, False),
         (Degrees(ring=2), False, False),
         (DISPLACED, False, True),
         (Degrees(batch=2), False, False),
@@ -99,7 +99,7 @@ def test_streamed_weights_of_uneven_stages(both: Both, files: Files, stage_split
 
 
 @pytest.mark.parametrize(
-    "degrees", in_tiers((PIPE, True, True), (Degrees(ulysses=2), False, False), (Degrees(tensor=2), False, True))
+    "degrees", in_tiers((PIPE, True, True), (Degrees(ulysses=2), False, False), (Degrees(tensor=2), False, False))
 )
 def test_weights_give_way_and_come_back(both: Both, files: Files, degrees):
     """All of a device's, between runs and between a run's opening and its first call; then a part of one device's."""
@@ -142,7 +142,7 @@ def deltas(model: RemoteTransformer, every: int, rank: int | None) -> list[Delta
 
 @pytest.mark.parametrize("offload", [Offload(), EVERYTHING], ids=["resident", "streamed"])
 @pytest.mark.parametrize(
-    "degrees", in_tiers((PIPE, True, True), (Degrees(tensor=2), False, True), (Degrees(ulysses=2), False, False))
+    "degrees", in_tiers((PIPE, True, True), (Degrees(tensor=2), False, False), (Degrees(ulysses=2), False, False))
 )
 def test_adapters(both: Both, files: Files, degrees, offload):
     """Of low rank, full, at another strength, and dropped."""

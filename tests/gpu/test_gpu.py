@@ -267,7 +267,17 @@ def test_packed_blocks_expand_as_on_a_cpu(kind, dtype):
     assert torch.equal(GgufBlocks(kind).expand(packed.to(DEVICE), dtype).cpu(), expected)
 
 
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+DEFAULT = (
+    *("flux-dev", "flux2-dev", "sd3.5-medium", "qwen-image", "qwen-image-2.1", "wan-2.1-t2v", "wan-vace", "ltx-2.3"),
+    *("minimax-h3-pruned", "z-image", "krea2", "hunyuan-video-1.5", "chroma"),
+)
+"""Models that people use, on emulated devices. On a GPU all of them run."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.full) for case in all_cases()],
+)
 def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measured):
     """The limit is that of `test_one_rank_equals_diffusers`, for its reason."""
     model = case.model()
