@@ -189,7 +189,7 @@ class SparseStep:
 def _placed(x_BShD: torch.Tensor, layout: Layout) -> torch.Tensor:
     """[B, N, h, D] in the blocks' order, with zeros in empty places."""
     if layout.source_N is None:
-        return x_BShD.contiguous()
+        return x_BShD  # the kernel takes strides
     placed_BNhD = x_BShD[:, layout.source_N.clamp_min(0)]
     if layout.lengths_n is not None:
         placed_BNhD *= (layout.source_N >= 0)[:, None, None]
