@@ -128,6 +128,7 @@ class Checkpoint:
             key_heads=sizes.key_heads(config),
             tensor_degrees=self.tensor_degrees,
             can_gather=self.family.blocks.can_gather,
+            file=short(self.path.name),
         )
 
     @cached_property

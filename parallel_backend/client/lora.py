@@ -199,6 +199,20 @@ class Adaptation:
             self._deltas.replace((), poll)
             self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
 
+    def drop_soon(self) -> list[int]:
+        """As `drop`, without waiting for the ranks. Bytes that come free, by rank; none while they are being sent."""
+        if not self._lock.acquire(blocking=False):
+            return [0] * len(self.bytes)
+        try:
+            freed, self.bytes = self.bytes, [0] * len(self.bytes)
+            if any(freed):
+                self._name, self._strengths = object(), ()
+                self._deltas.replace((), lambda: None)
+                self._pool.ask(AdaptersSent(), Adapted).add_done_callback(self._answered)
+            return freed
+        finally:
+            self._lock.release()
+
     def _all_in_place(self, poll: Poll) -> list[Adapted]:
         """The ranks' replies, in rank order, once they have done what they were sent."""
         answered = self._pool.ask(AdaptersSent(), Adapted)

@@ -134,13 +134,21 @@ class RemoteTransformer:
         return max(0, whole - sum(self.resident.host_bytes))
 
     def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
-        """Free `nbytes` of `device`, see giving_way.hand_over. Bytes that come free. None: the weights cannot move."""
+        """Free `nbytes` of `device`, see giving_way.hand_over. Bytes that come free. None: the weights cannot move.
+
+        Where its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
+        """
         ranks = [rank for rank, name in enumerate(self.pool.devices) if name == device]
         if not all(self._memory.has_host[rank] for rank in ranks):
             return None
-        freed = hand_over(self.resident, ranks, nbytes, not self._memory.memory_check.offload.streams, working)
+        added, idle = 0, not (working or self._memory.in_run or self._posting.busy)
+        if idle and sum(self.resident.expected()[rank] for rank in ranks) < nbytes:
+            freed = self._adaptation.drop_soon()
+            added = sum(freed[rank] for rank in ranks)
+        if (rest := nbytes - added) > 0:
+            added += hand_over(self.resident, ranks, rest, not self._memory.memory_check.offload.streams, working)
         self._memory.gave_way()
-        return freed
+        return added
 
     def give_way(self, device: str, nbytes: float, poll: Poll) -> int:
         """Free `nbytes` of `device` for another program, see giving_way.give_way. Bytes that came free.

@@ -77,11 +77,12 @@ def check_model(
     key_heads: int | None = None,
     tensor_degrees: Collection[int] | None = None,
     can_gather: bool = False,
+    file: str = "this file",
 ) -> None:
     """Raise ValueError, naming the widget, if a model with so many attention heads and blocks cannot be cut by `degrees`.
 
     `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all.
-    `can_gather`: Ulysses ranks can gather this model's hidden states.
+    `can_gather`: Ulysses ranks can gather this model's hidden states. `file`: the model's, for errors that lie in it.
     """
     if degrees.pipe > blocks:
         raise ValueError(
@@ -97,7 +98,7 @@ def check_model(
     if tensor_degrees is not None and degrees.tensor not in tensor_degrees:
         smaller = ", ".join(str(degree) for degree in sorted(tensor_degrees) if degree < degrees.tensor)
         raise ValueError(
-            f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of this file inside of groups of values that "
+            f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of {file} inside of groups of values that "
             f"are quantised together. Use tensor_parallel_degree {smaller}, and other degrees for the other GPUs."
         )
     if degrees.gathers and not can_gather:

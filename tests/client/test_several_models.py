@@ -9,6 +9,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import Reader
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -54,8 +55,6 @@ def two(pools, flux_file, other_file):
 
 def delta(model: RemoteTransformer):
     """Something to add to a weight."""
-    from parallel_backend.client.lora import Delta
-
     key = next(source.key for source in model.checkpoint.key_map.values() if source.key.endswith("img_in.weight"))
     return Delta(key, torch.ones(model.checkpoint.original_shapes[key]) * 0.01)
 
@@ -225,6 +224,30 @@ def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registr
             moves += len(moved)
     assert moves  # the control: there was no room for both
     assert not opened
+
+
+def test_what_is_added_to_an_idle_model_makes_way_for_another_one_and_comes_back(registries, files):
+    """Or the other one would be streamed, or refused, for a LoRA that is not in use."""
+    keys = [key_of(file, Degrees(ulysses=2)) for file in files[:2]]
+    given, registry = tiny.inputs(SIZES), registries(EmulatedDevice(115 * LARGEST // 100, 1e9))
+    shapes = open_checkpoint(files[0]).original_shapes
+    deltas = [Delta(key, torch.full(shape, 0.01)) for key, shape in list(shapes.items())[::5]]
+
+    def of_first() -> torch.Tensor:
+        registry.begin_run()
+        model = registry.model(keys[0], nothing)
+        model.adapt("additions", deltas, nothing)
+        assert min(model.adapter_bytes) > LARGEST // 10
+        return model.predict(ModelCall(*given), nothing)
+
+    expected = of_first()
+    (other,) = sampled(registry, keys[1])
+    assert torch.equal(other, sampled(registries(), keys[1])[0])
+    assert not any(registry.model(keys[0], nothing).adapter_bytes)
+    second = registry.model(keys[1], nothing)
+    held = zip(second.weight_bytes, second.resident.weights, strict=True)
+    assert all(here >= weights.total for here, weights in held)
+    assert torch.equal(of_first(), expected)
 
 
 def test_pools_of_other_ranks_and_the_same_model_at_other_degrees_stay(registries, files, opened):
