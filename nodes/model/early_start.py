@@ -8,7 +8,9 @@ from .patcher import RemoteModelPatcher
 
 
 def start_ranks_of(model: RemoteModelPatcher) -> None:
-    """Begin to start the ranks of `model`, if the prompt samples with it. Never waits; starts nothing on a Ray cluster."""
-    devices = model.model.diffusion_model.devices
+    """Begin to start the ranks of `model` and to read its files, if the prompt samples with it. Never waits; starts nothing
+    on a Ray cluster."""
+    diffusion_model = model.model.diffusion_model
+    devices = diffusion_model.devices
     if not any(map(on_ray, devices)) and feeds_a_sampler():
-        registry().begin(devices)
+        registry().begin(devices, diffusion_model.checkpoint.files)

@@ -65,15 +65,16 @@ class Checkpoint:
 
     def check_unchanged(self, expected: str = "") -> None:
         """ValueError if the files are no longer as they were when they were opened, or as `expected`."""
-        check_file_state(self._files, expected or self.file_state, self.path.name)
+        check_file_state(self.files, expected or self.file_state, self.path.name)
 
     @property
     def is_unchanged(self) -> bool:
         """The files are still as they were when they were opened."""
-        return file_state(self._files) == self.file_state
+        return file_state(self.files) == self.file_state
 
     @property
-    def _files(self) -> set[Path]:
+    def files(self) -> set[Path]:
+        """All files that have tensors."""
         return {entry.file for entry in self.entries.values()}
 
     @property

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from .memory_guard import MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
+from .read_ahead import ReadAhead
 from .remote_transformer import RemoteTransformer
 from .shortfalls import Shortfalls
 
@@ -62,6 +63,7 @@ class Registry:
         self._shortfalls = Shortfalls()
         self._process = os.getpid()
         self._exiting = False
+        self._reading: ReadAhead | None = None
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
     def model(
@@ -81,6 +83,8 @@ class Registry:
         runs out of memory during loading, the model is loaded once more and streams more of its weights (shortfalls.py).
         """
         with self._lock:
+            if self._reading is not None:
+                self._reading.stop()
             entry = self._models.find(setup)
             if entry is not None and not entry.model.checkpoint.is_unchanged:
                 log.info("Parallel DiT: %s has changed on disk and is read again", setup.path.name)
@@ -281,8 +285,9 @@ class Registry:
         model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
-    def begin(self, devices: tuple[str, ...]) -> None:
-        """Begin to start ranks on these devices, for a use to come, unless there are ranks on any of them.
+    def begin(self, devices: tuple[str, ...], files: Iterable[Path] = ()) -> None:
+        """Begin to start ranks on these devices, for a use to come, unless there are ranks on any of them, and to read the
+        `files` of the model that will be loaded, unless it is on ranks.
 
         Never waits. Does nothing while another thread loads a model: what it needs of the devices comes first.
         """
@@ -290,8 +295,18 @@ class Registry:
             try:
                 if not self._exiting:
                     self._pools.begin(devices)
+                    self._read_ahead(frozenset(files))
             finally:
                 self._lock.release()
+
+    def _read_ahead(self, files: frozenset[Path]) -> None:
+        if not files or any(each.model.checkpoint.files == files for each in self._models):
+            return
+        if self._reading is not None:
+            if self._reading.files == files:
+                return
+            self._reading.stop()
+        self._reading = ReadAhead(files)
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
         """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None."""

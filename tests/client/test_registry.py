@@ -113,7 +113,8 @@ def loaded(registry, monkeypatch):
     """
 
     def open_checkpoint(path):
-        return SimpleNamespace(is_unchanged=True, moves="stuck" not in path.name, refused="large" in path.name)
+        moves, refused = "stuck" not in path.name, "large" in path.name
+        return SimpleNamespace(is_unchanged=True, moves=moves, refused=refused, files={path})
 
     monkeypatch.setattr(registry_module, "load_model", FakeModel)
     monkeypatch.setattr(registry_module, "open_checkpoint", open_checkpoint)
@@ -180,6 +181,32 @@ def test_ranks_that_were_begun_are_those_of_the_next_use(registry, loaded):
     registry.begin(DEVICES)
     assert registry.pool is begun
     assert loaded("one")[1].pool is begun
+
+
+def test_files_are_read_ahead_until_a_model_is_asked_for(registry, loaded, monkeypatch):
+    begun, stopped = [], []
+
+    class Reading:
+        def __init__(self, files):
+            self.files = files
+            begun.append(files)
+
+        def stop(self):
+            stopped.append(self.files)
+
+    monkeypatch.setattr(registry_module, "ReadAhead", Reading)
+    one, other = {Path("one")}, {Path("other")}
+    registry.begin(DEVICES, one)
+    registry.begin(DEVICES, one)
+    assert (begun, stopped) == ([one], [])
+    registry.begin(DEVICES, other)
+    assert (begun, stopped) == ([one, other], [one])
+    loaded("other")
+    assert stopped == [one, other]
+    registry.begin(DEVICES, other)  # its values are on the ranks
+    assert begun == [one, other]
+    registry.begin(DEVICES)
+    assert begun == [one, other]
 
 
 def test_ranks_are_not_begun_where_others_are(registry, loaded):

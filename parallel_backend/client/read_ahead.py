@@ -1,0 +1,48 @@
+"""Has the system read a model's files into free memory, before ranks want their values.
+
+Pages are read, and nothing is kept: no process has the values, and the system gives the memory to whatever needs it. A
+reader that comes meanwhile finds the pages that are there, and reads the others itself.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from parallel_backend.core.host_memory import host_memory
+
+log = logging.getLogger(__name__)
+
+PIECE = 1 << 24
+"""Bytes asked for at once, between two looks whether to stop. The call waits where the disk has enough to do."""
+SHARE = 0.5
+"""Of free host memory that the files may have: pages that are in use, by a text encoder's file, are not to make room."""
+
+
+class ReadAhead:
+    """Reading that is under way. Linux only: elsewhere nothing is read, for there a read takes a core to copy pages."""
+
+    def __init__(self, files: Iterable[Path]):
+        self.files = frozenset(files)
+        self._stopped = threading.Event()
+        if hasattr(os, "posix_fadvise"):
+            threading.Thread(target=self._read, name="parallel-dit read ahead", daemon=True).start()
+
+    def stop(self) -> None:
+        """Read no further. Never waits."""
+        self._stopped.set()
+
+    def _read(self) -> None:
+        try:
+            sizes = {file: file.stat().st_size for file in sorted(self.files)}
+            if sum(sizes.values()) > SHARE * host_memory()[0]:
+                return
+            for file, size in sizes.items():
+                with file.open("rb") as opened:
+                    for start in range(0, size, PIECE):
+                        if self._stopped.is_set():
+                            return
+                        os.posix_fadvise(opened.fileno(), start, PIECE, os.POSIX_FADV_WILLNEED)
+        except OSError as error:  # whoever reads the values has the error
+            log.info("Parallel DiT: nothing is read ahead (%s)", error)
