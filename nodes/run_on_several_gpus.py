@@ -1,7 +1,8 @@
-"""The server's part of the menu entry *Run on several GPUs*: a plan for each loader of a workflow.
+"""The server's part of the menu's entries: a plan for each loader of a workflow.
 
-web/js/run_on_several_gpus.js asks for the plan and changes the workflow. The request is `POST /parallel_dit/plan` with
-{"loaders": [{"class_type": ..., "inputs": {...}}]}, in the form of a prompt. Only headers of files are read.
+web/js/loaders.js asks for the plan. *Run on several GPUs* changes the workflow by it, *Explain this workflow* tells it. The
+request is `POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "inputs": {...}}]}, in the form of a prompt. Only
+headers of files are read.
 """
 
 import asyncio
@@ -52,6 +53,8 @@ class LoaderPlan:
     """The reason why not."""
     file: str = ""
     """The model's name, if known."""
+    weights: int = 0
+    """Bytes of the model's weights on ranks, if it may be taken."""
     pipefusion: str = ""
     """The reason why Apply PipeFusion should stand behind Parallelize Model. Empty if it should not."""
 
@@ -98,11 +101,12 @@ def asked(body: Any) -> list[Mapping[str, Any]]:
 
 
 def answer(loaders: list[Mapping[str, Any]], file_plans: "FilePlans") -> dict[str, Any]:
-    """{"devices": number of them, "why": reason why nothing is gained, or "", "loaders": LoaderPlans as dicts}."""
+    """{"devices": number of them, "cards": [{"name": ..., "memory": bytes}], "why": reason why nothing is gained, or "",
+    "loaders": LoaderPlans as dicts}."""
     try:
         devices = possible_devices("auto")
     except ValueError as error:  # ComfyUI runs on a kind of device that ranks do not support
-        return {"devices": 0, "why": str(error), "loaders": []}
+        return {"devices": 0, "cards": [], "why": str(error), "loaders": []}
     why = ""
     if len(devices) < 2:
         kind = "no GPU" if device_kind(devices[0]) == "cpu" else "one GPU"
@@ -110,7 +114,8 @@ def answer(loaders: list[Mapping[str, Any]], file_plans: "FilePlans") -> dict[st
     elif not loaders_say_it():
         why = f"This version of ComfyUI does not say which file a MODEL is from. {INSTEAD}"
     plans = [loader_plan(each["class_type"], each["inputs"], devices, file_plans) for each in loaders]
-    return {"devices": len(devices), "why": why, "loaders": [asdict(each) for each in plans]}
+    shown = [{"name": name, "memory": nbytes} for name, nbytes in zip(devices, cards(devices).memory, strict=True)]
+    return {"devices": len(devices), "cards": shown, "why": why, "loaders": [asdict(each) for each in plans]}
 
 
 class FilePlans:
@@ -156,7 +161,7 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
     dtypes = checkpoint.family.half_dtypes(checkpoint.config), half_dtypes(devices)
     dtype = resolve_dtype("default", checkpoint.dtype, devices, *dtypes)
     weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes
-    return LoaderPlan(takes=True, file=name, pipefusion=why_pipefusion(weights, cards(devices)))
+    return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=why_pipefusion(weights, cards(devices)))
 
 
 def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:

@@ -235,7 +235,8 @@ def on_two_cards(editor) -> Iterator[Editor]:
             plan | ({"pipefusion": "no card holds the whole model"} if plan["takes"] else {})
             for plan in response.json()["loaders"]
         ]
-        route.fulfill(response=response, json={"devices": 2, "why": "", "loaders": loaders})
+        cards = [{"name": f"cuda:{index}", "memory": 24 * 10**9} for index in range(2)]
+        route.fulfill(response=response, json={"devices": 2, "cards": cards, "why": "", "loaders": loaders})
 
     editor.page.reload()
     editor.page.wait_for_function(READY)
@@ -256,8 +257,14 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     page.evaluate("graph => app.loadGraphData(graph)", graph)
     page.wait_for_function("() => app.rootGraph.subgraphs.size == 1")
     before = editor.saved()
-    editor.menu("Parallel DiT", "Run on several GPUs")
     loader = "Load Diffusion Model (flux1-dev.safetensors) in Text to Image (Flux.1 Dev)"
+    editor.menu("Parallel DiT", "Explain this workflow")
+    page.get_by_text(
+        f"{loader}: 0.0 GB of weights on cuda:0 (24.0 GB), cuda:1 (24.0 GB). Parallelize Model would"
+    ).wait_for()
+    shoot("explain-this-workflow")
+    assert editor.saved() == before
+    editor.menu("Parallel DiT", "Run on several GPUs")
     as_told = "and Apply PipeFusion, as no card holds the whole model"
     page.get_by_text(f"Parallelize Model is now behind {loader}, {as_told}. Undo takes it back.").wait_for()
     behind = ["ApplyPipeFusion", "ParallelizeModel", "UNETLoader"]
@@ -272,6 +279,12 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     shoot("run-on-several-gpus")
     command.click()
     page.get_by_text("On several GPUs already").wait_for()
+    assert editor.model_of("KSampler") == behind
+    editor.menu("Parallel DiT", "Run on one GPU again")
+    page.get_by_text("Taken out: Parallelize Model and Apply PipeFusion. Undo brings it back.").wait_for()
+    assert editor.model_of("KSampler") == ["UNETLoader"]
+    page.keyboard.press("Control+z")
+    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
     assert editor.model_of("KSampler") == behind
     page.evaluate(
         """() => {

@@ -145,14 +145,22 @@ def test_no_page_and_no_entry_is_left_over():
     assert all(list(locale(language)) == NODES for language in LANGUAGES)
 
 
-def test_the_menus_command_has_one_name_in_each_language():
+COMMANDS = {"run_on_several_gpus": ("ID", "TITLE"), "take_out": ("TAKE_OUT",) * 2, "explain_workflow": ("EXPLAIN",) * 2}
+"""Script of a command of the menu -> names of its constants: the command's id, and its title, which may have an ending."""
+
+
+def test_the_menus_commands_have_one_name_in_each_language():
     """The menu translates by the label, the list of shortcuts by the command's id."""
-    script = (ROOT / "web" / "js" / "run_on_several_gpus.js").read_text(encoding="utf-8")
-    english, identity = (re.search(rf'^const {name} = "(.+)";$', script, re.M).group(1) for name in ("TITLE", "ID"))
     menu, commands = (json.loads((ROOT / "locales" / "zh" / f"{name}.json").read_text()) for name in ("main", "commands"))
-    (label,) = commands[identity.replace(".", "_")].values()
-    assert menu == {"menuLabels": {english: label}}
-    assert chinese(label)
+    labels = {}
+    for script, (of_id, of_title) in COMMANDS.items():
+        text = (ROOT / "web" / "js" / f"{script}.js").read_text(encoding="utf-8")
+        (identity,) = re.findall(rf'^(?:export )?const {of_id} = "(.+)";$', text, re.M)
+        (english,) = re.findall(rf'^(?:export )?const {of_title}(?:_TITLE)? = "([^.]+)";$', text, re.M)
+        (labels[english],) = commands.pop(identity.replace(".", "_")).values()
+    assert menu == {"menuLabels": labels}
+    assert not commands
+    assert all(map(chinese, labels.values()))
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

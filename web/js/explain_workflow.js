@@ -1,0 +1,35 @@
+/** Explain this workflow: says what Run on several GPUs would do with each loader of a diffusion model, and changes nothing. */
+import { grouped, look, NO_LOADER, say } from "./loaders.js";
+
+export const EXPLAIN = "ParallelDiT.ExplainWorkflow";
+export const EXPLAIN_TITLE = "Explain this workflow";
+const SECONDS = 60; // to read it
+
+const inGB = (bytes) => `${(bytes / 1e9).toFixed(1)} GB`;
+
+/** What would become of a loader. */
+function said({ name, weights, pipefusion }, cards) {
+    const where = cards.map((card) => `${card.name} (${inGB(card.memory)})`).join(", ");
+    const exact = "every step gives what one GPU gives";
+    const banded =
+        `Apply PipeFusion would come too, as ${pipefusion}: its first step is exact, the others are close to it, and its ` +
+        "widget warmup_steps makes more of them exact";
+    const how = pipefusion ? banded : exact;
+    return `${name}: ${inGB(weights)} of weights on ${where}. Parallelize Model would share out each picture; ${how}.`;
+}
+
+export async function explain() {
+    const found = await look();
+    if (!found) return say(EXPLAIN_TITLE, "warn", NO_LOADER);
+    const { decided, idle, answer } = found;
+    if (answer.why) return say(EXPLAIN_TITLE, "warn", answer.why);
+    for (const each of decided.filter(({ takes }) => takes)) say(EXPLAIN_TITLE, "info", said(each, answer.cards), SECONDS);
+    const already = decided.filter(({ parallel }) => parallel);
+    if (already.length) {
+        const names = already.map(({ name }) => name).join("; ");
+        say(EXPLAIN_TITLE, "info", `On several GPUs already: ${names}.`, SECONDS);
+    }
+    for (const [why, names] of grouped([...decided.filter(({ takes, parallel }) => !takes && !parallel), ...idle], "why")) {
+        say(EXPLAIN_TITLE, "info", `Would stay as it is: ${names}: ${why.replace(/\.$/, "")}.`, SECONDS);
+    }
+}

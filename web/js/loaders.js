@@ -1,0 +1,159 @@
+/**
+ * The loaders of diffusion models in the open workflow, subgraphs included, and the server's plans for them. Shared by the
+ * commands of the menu, which run_on_several_gpus.js registers.
+ */
+import { api } from "../../../scripts/api.js";
+import { app } from "../../../scripts/app.js";
+
+export const NODE = "ParallelizeModel";
+export const PIPELINE = "ApplyPipeFusion";
+export const NO_LOADER = "No loader of a diffusion model is in this workflow.";
+const [NEVER, BYPASS] = [2, 4]; // modes of nodes that do not run
+const SECONDS = { success: 12, info: 8, warn: 15, error: 15 };
+
+const rootGraph = () => app.rootGraph ?? app.graph; // the former since 2025-10
+export const isModel = (slot) => slot?.type === "MODEL";
+export const linkOf = (graph, id) => (id == null ? undefined : graph.links.get(id));
+const runs = (node) => node.mode !== NEVER && node.mode !== BYPASS;
+
+/** Tell the user in a corner of the page. `seconds`: how long, if not as usual. */
+export function say(title, severity, detail, seconds = SECONDS[severity]) {
+    app.extensionManager.toast.add({ severity, summary: title, detail, life: 1000 * seconds });
+}
+
+/** The node of an id of a prompt: numbers of subgraph nodes, outer to inner, and its own. */
+function nodeAt(id) {
+    let [graph, node] = [rootGraph(), undefined];
+    for (const part of id.split(":")) {
+        node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
+        graph = node?.subgraph;
+    }
+    return node ?? undefined;
+}
+
+/** It gives out a MODEL that it was not given. */
+function isLoader(node) {
+    const given = (input) => isModel(input) || isModel(linkOf(node.graph, input.link));
+    return !node.isVirtualNode && !node.subgraph && node.outputs?.some(isModel) && !node.inputs?.some(given);
+}
+
+function isUsed(node) {
+    return node.outputs.some((output) => isModel(output) && output.links?.length);
+}
+
+/** Whether Parallelize Model is somewhere behind a node of the prompt. */
+function isParallel(prompt, id) {
+    const behind = new Set([id]);
+    for (const reached of behind) { // goes on to what is added meanwhile
+        const takes = (value) =>
+            Array.isArray(value) && value[0] === reached && isModel(nodeAt(reached)?.outputs?.[value[1]]);
+        for (const [other, { class_type, inputs }] of Object.entries(prompt)) {
+            if (!Object.values(inputs).some(takes)) continue;
+            if (class_type === NODE) return true;
+            behind.add(other);
+        }
+    }
+    return false;
+}
+
+/** Parallelize Model behind it is there, but bypassed or muted. */
+function isSwitchedOff(node) {
+    const links = node.outputs.filter(isModel).flatMap((output) => output.links ?? []);
+    const targets = links.map((id) => node.graph.getNodeById(linkOf(node.graph, id)?.target_id));
+    return targets.some((target) => target?.type === NODE && !runs(target));
+}
+
+/** Of the open workflow: node -> {ids: where it is in the prompt, which is once for each use of its subgraph}. */
+function loadersOf(prompt) {
+    const found = new Map();
+    for (const id of Object.keys(prompt)) {
+        const node = nodeAt(id);
+        if (!node || !isLoader(node) || !isUsed(node)) continue;
+        found.set(node, [...(found.get(node) ?? []), id]);
+    }
+    return found;
+}
+
+/** All nodes of the open workflow, those of its subgraphs too. */
+export function allNodes() {
+    const graphs = [rootGraph(), ...(rootGraph().subgraphs?.values() ?? [])];
+    return graphs.flatMap((graph) => graph.nodes ?? graph._nodes);
+}
+
+/** Loaders that do not run: bypassed or muted, or in a subgraph that is. */
+function idleLoaders(running) {
+    return allNodes().filter((node) => isLoader(node) && isUsed(node) && !running.has(node));
+}
+
+/** A loader's title, the file that it loads, and the subgraph that it is in. */
+export function nameOf(node, file) {
+    const where = node.graph === rootGraph() ? "" : ` in ${node.graph.name}`;
+    return `${node.title}${file ? ` (${file})` : ""}${where}`;
+}
+
+async function plan(loaders) {
+    const body = JSON.stringify({ loaders });
+    const response = await api.fetchApi("/parallel_dit/plan", { method: "POST", body });
+    const answer = await response.json();
+    if (!response.ok) throw new Error(answer.error);
+    return answer;
+}
+
+/**
+ * What becomes of each loader, by the plans that the server has for its uses, in the order of the prompt's ids:
+ * [{node, name, takes, parallel, why, weights, pipefusion}].
+ */
+function decide(prompt, loaders, plans) {
+    return [...loaders].map(([node, ids]) => {
+        const uses = ids.map((id) => plans.get(id));
+        const files = [...new Set(uses.map((use) => use.file).filter(Boolean))];
+        const about = { node, name: nameOf(node, files.join(", ")), takes: false, parallel: false };
+        if (isSwitchedOff(node)) return { ...about, why: "Parallelize Model behind it is bypassed or muted" };
+        if (uses.every((use) => use.parallel) || ids.some((id) => isParallel(prompt, id))) {
+            return { ...about, parallel: true };
+        }
+        const refused = uses.find((use) => !use.takes);
+        if (refused) return { ...about, why: refused.why };
+        const weights = Math.max(...uses.map((use) => use.weights));
+        return { ...about, takes: true, weights, pipefusion: uses.map((use) => use.pipefusion).find(Boolean) ?? "" };
+    });
+}
+
+/** The names of loaders, by what is said of them. */
+export function grouped(entries, key) {
+    const groups = new Map();
+    for (const entry of entries) groups.set(entry[key], [...(groups.get(entry[key]) ?? []), entry.name]);
+    return [...groups].map(([said, names]) => [said, names.join("; ")]);
+}
+
+
+/**
+ * {decided: what becomes of each loader that runs, idle: [{name, why}] of those that do not, answer: the server's}. None
+ * if the workflow has no loader.
+ */
+export async function look() {
+    const { output: prompt } = await app.graphToPrompt();
+    const loaders = loadersOf(prompt);
+    const idle = idleLoaders(loaders).map((node) => ({ name: nameOf(node), why: "it does not run (bypassed or muted)" }));
+    const ids = [...loaders.values()].flat();
+    if (!ids.length && !idle.length) return null;
+    const answer = await plan(ids.map((id) => ({ class_type: prompt[id].class_type, inputs: prompt[id].inputs })));
+    if (answer.why) return { decided: [], idle, answer };
+    const decided = decide(prompt, loaders, new Map(ids.map((id, index) => [id, answer.loaders[index]])));
+    return { decided, idle, answer };
+}
+
+/** Change the workflow so that one undo takes it back, and nothing else. `work()`: changes it, and returns the graphs. */
+export function change(work) {
+    const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
+    tracker?.captureCanvasState ? tracker.captureCanvasState() : tracker?.checkState?.();
+    app.canvas.emitBeforeChange();
+    try {
+        for (const graph of work()) {
+            graph.updateExecutionOrder(); // or the next run would change the workflow once more, which undo sees
+        }
+    } finally {
+        app.canvas.emitAfterChange();
+        app.canvas.setDirty(true, true);
+    }
+}
