@@ -119,8 +119,8 @@ class RemoteDiffusionModel(torch.nn.Module):
             self.in_channels = checkpoint.config["in_channels"]
         self._finished = True
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """What isinstance sees beside the type: the native model's class where a node asks for it."""
         return self.native if self.native_kind in ASKED_FOR else type(self)
 

@@ -82,6 +82,7 @@ def test_what_connections_take_is_told_apart_from_what_a_process_takes(session, 
 
 
 @pytest.mark.parametrize(("budget", "found", "refused"), [(None, 4.29, False), (700 << 20, 5 * (1 << 27) / 1e9, True)])
+@pytest.mark.slow
 def test_the_drivers_budget_of_page_locked_memory_is_found(session, budget, found, refused):
     """As under WSL 2. What is page-locked after the refusal finds room."""
     page_locked.budget = budget
@@ -113,6 +114,7 @@ def test_graphs_are_replayed_and_equal(session):
 
 @ALONE
 @pytest.mark.parametrize(("working", "why"), [(0, "a replay gave another output"), (2, "replays from calls is")])
+@pytest.mark.slow
 def test_graphs_that_leave_something_out_are_found(session, working, why):
     """`working`: replays that are right, the first of which the rank itself compares. Later ones change nothing."""
     replay, number = CudaGraph.replay, itertools.count(1)

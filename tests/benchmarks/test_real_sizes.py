@@ -53,6 +53,7 @@ def sent(degrees):
     ]
 
 
+@pytest.mark.slow
 def test_bytes_on_each_link():
     """Of a layer Ulysses sends four hidden states of half the tokens, half of each to the other rank; a ring two. Tensor
     ranks add up twice in a double block and once in a single one, and exchange half of the modulation's vectors."""

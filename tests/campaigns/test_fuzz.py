@@ -64,6 +64,7 @@ def test_settings():
     sound(runner.run("settings", settings.make, 400, SEED), "refused", "taken", "cut", "planned")
 
 
+@pytest.mark.slow
 def test_bytes_from_a_rank():
     sound(runner.run("client", ranks.into_client(MESSAGES), 40, SEED), "refused", "ended")
 
@@ -132,6 +133,7 @@ def test_a_decoder_that_believes_everything_is_a_defect(monkeypatch):
     assert report.defects
 
 
+@pytest.mark.slow
 def test_a_reader_that_lets_other_errors_out_is_a_defect(models, tmp_path, monkeypatch):
     def careless(path):
         raise KeyError(path)

@@ -283,6 +283,7 @@ def test_an_answer_from_the_cache_is_seen():
     assert not told(OneAnswer(cached, (PIXELS,))).computed
 
 
+@pytest.mark.slow
 def test_a_cancelled_and_a_deleted_prompt():
     interrupted = [["execution_interrupted", {"node_type": "KSampler", "timestamp": 1500}]]
     session = OneAnswer(interrupted, ())
@@ -294,6 +295,7 @@ def test_a_cancelled_and_a_deleted_prompt():
     assert session.posted == [("/queue", {"delete": ["id"]})]
 
 
+@pytest.mark.slow
 def test_a_failed_prompt():
     failed = [["execution_error", {"node_type": "KSampler", "exception_message": "broken\n", "timestamp": 1500}]]
     found = told(OneAnswer(failed, ()))
@@ -312,6 +314,7 @@ def test_segments_of_shared_memory_are_seen():
         path.unlink()
 
 
+@pytest.mark.slow
 def test_what_outlives_the_server_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "END_SECONDS", 0.2)
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"

@@ -214,6 +214,7 @@ def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both
     both.check(run)
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_left_out_is_noticed_though_the_result_is_right(both: Both, files: Files, monkeypatch):
     """The control of the tables: blocks are computed with while they may still be copied."""
     monkeypatch.setattr(device_copies.CudaTicket, "wait", lambda self: None)

@@ -371,6 +371,7 @@ def test_a_rank_that_falls_silent(pipe_pool):
         pool.send(0, m.Unload())
 
 
+@pytest.mark.slow
 def test_without_the_judge_nobody_would_notice(pipe_pool, monkeypatch):
     """The control of the tests around it."""
     pool, ranks = pipe_pool

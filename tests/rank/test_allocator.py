@@ -54,6 +54,7 @@ def run(first: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+@pytest.mark.slow
 def test_freed_memory_is_kept_and_given_back_when_asked():
     faults, returned = run("keep_freed()")
     assert faults < 1_000

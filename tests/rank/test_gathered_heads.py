@@ -35,7 +35,13 @@ def degrees_of(case: Case) -> Degrees:
     return Degrees(ulysses=min(3, heads), exchange=ALL_GATHER)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+QUICK = ("flux-dev", "qwen-image", "krea2", "wan-2.1-t2v", "minimax-h3-pruned")
+"""One of each family that has it."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_every_family_equals_its_class(case, pools, tmp_path, measured):
     model = case.model()
     given = case.inputs(latent=case.odd or case.latent)

@@ -103,6 +103,7 @@ def test_a_loopback_interface_that_is_really_off_is_named():
     assert re.search(r"interface lo, .* is switched off.*ip link set lo up", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_gloo_without_a_transport_says_which_torch_to_take():
     """As Windows' wheels of torch 2.8 and 2.9 have it: torch's own error, brought about by a transport that is not there."""
     code = (

@@ -138,6 +138,7 @@ def test_naive_patches_move_nothing(remote):
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
+@pytest.mark.slow
 def test_tensor_parallel_adds_up_activations_twice_per_layer(remote, ranks, dtype):
     stats = run(remote(Degrees(tensor=ranks), dtype=dtype), 1, STEPS)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
@@ -147,6 +148,7 @@ def test_tensor_parallel_adds_up_activations_twice_per_layer(remote, ranks, dtyp
     assert moved(stats, "tensor") == [STEPS * expected * (ranks - 1) // ranks] * ranks
 
 
+@pytest.mark.slow
 def test_the_share_of_transfers_that_is_hidden_is_between_none_and_all(remote):
     """Every transfer is under way at least as long as it is waited for; what nothing runs beside is waited for wholly."""
     for degrees, bands in ((Degrees(pipe=2), 4), (Degrees(ulysses=2), 1), (Degrees(patch=2, patch_mode="displaced"), 1)):

@@ -156,6 +156,7 @@ def test_the_store_of_the_rendezvous_is_the_users_alone(pools):
 
 
 @pytest.mark.parametrize("given", [None, "eth7"])
+@pytest.mark.slow
 def test_local_ranks_tell_both_libraries_to_stay_on_loopback(monkeypatch, given):
     """Unless the user has chosen another interface."""
     code = (

@@ -146,6 +146,7 @@ def test_a_segment_that_nobody_was_there_to_take_is_let_go_without_a_word(ends, 
     ends.client.drop(segment.number)
 
 
+@pytest.mark.slow
 def test_memory_goes_with_the_last_who_has_it():
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:parallel-dit")

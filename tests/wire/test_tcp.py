@@ -140,6 +140,7 @@ def test_garbage_is_refused_and_ranks_still_get_in(reception, key, said):
 
 
 @pytest.mark.parametrize("silent", [3, dialling.MAX_UNAUTHENTICATED], ids=["a few", "as many as may"])
+@pytest.mark.slow
 def test_silent_callers_are_hung_up_on_and_ranks_get_in(reception, key, monkeypatch, silent):
     monkeypatch.setattr(dialling, "HANDSHAKE_SECONDS", 1.0)
     silent = [socket.create_connection(reception.address) for _ in range(silent)]
@@ -162,6 +163,7 @@ def is_hung_up_on(connection) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ranks_that_are_not_expected_are_refused(reception, key):
     """One that is there already, and two that there are not."""
     first = Rank(reception.address, key, 0)
@@ -320,6 +322,7 @@ def test_a_stranger_that_calls_without_end_does_not_fill_the_log(reception, capl
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["silent", "half a proof"])
+@pytest.mark.slow
 def test_a_rank_that_nobody_answers_gives_up(key, monkeypatch, answers):
     monkeypatch.setattr(dialling, "DIAL_SECONDS", 0.5)
     with socket.create_server((HOST, 0)) as listening:
