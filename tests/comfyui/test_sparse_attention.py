@@ -21,7 +21,7 @@ FAST = replace(
 """FastH3's layer for VSA is in the file. An older ComfyUI, as here, drops it."""
 OTHERS = (case for case in CASES if case.row.blocks.segments and not case.native.newer)
 SPARSE = [FAST, *(case for case in OTHERS if case.name not in FULL_THERE)]
-DEFAULT = ("flux-kontext", "hunyuan-video", "hidream-i1", "krea2", "wan-2.1-t2v", "ltx-2.3", "minimax-h3-fast")
+DEFAULT = ("flux-kontext", "hidream-i1", "krea2", "wan-2.1-t2v", "ltx-2.3", "minimax-h3-fast")
 """One of each kind of sequence: references, image first, shared keys, a video alone, sound apart and inside."""
 SHOWS = 5e-3
 
