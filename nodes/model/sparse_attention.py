@@ -51,8 +51,8 @@ def sparse_attention(
     the call.
     """
     patch = inspect.getclosurevars(function).nonlocals["patch"]
-    sigma = float(options["sigmas"].flatten()[0])
-    if not patch.sigma_end <= sigma <= patch.sigma_start:
+    sigmas = options.get("sigmas")  # None: no sampler makes the call
+    if sigmas is not None and not patch.sigma_end <= float(sigmas.flatten()[0]) <= patch.sigma_start:
         return None
     counts = family.blocks.counts(config).items()
     full = [f"{name}.{index}" for name, count in counts for index in patch.dense_blocks if index < count]

@@ -759,6 +759,65 @@ NODE_MUTANTS = (
     ),
 )
 
+YOUNGEST = (
+    Mutant(
+        "block-sparse attention in the order of ranks",
+        "parallel_backend/rank/attention/sparse.py",
+        "        if torch.equal(order, torch.arange(start)):",
+        "        if len(order) == start:",
+        ("tests/rank/test_sparse_attention.py",),
+    ),
+    Mutant(
+        "the last tokens in front of a video are no sink",
+        "parallel_backend/rank/attention/sparse.py",
+        "        keys = 0, -(-starts[VIDEO] // BLOCK)",
+        "        keys = 0, starts[VIDEO] // BLOCK",
+        ("tests/rank/test_sparse_attention.py",),
+    ),
+    Mutant(
+        "cubes of a video begin with its empty places",
+        "parallel_backend/rank/attention/sparse.py",
+        "    order = torch.argsort((cubes_nB < 0).to(torch.int8), dim=1, stable=True)",
+        "    order = torch.argsort((cubes_nB >= 0).to(torch.int8), dim=1, stable=True)",
+        ("tests/rank/test_sparse_attention.py",),
+    ),
+    Mutant(
+        "blocks that are to attend in full are sparse",
+        "parallel_backend/rank/attention/parallel_attention.py",
+        " or mask is not None or self.block in settings.full:",
+        " or mask is not None:",
+        ("tests/rank/test_sparse_attention.py",),
+    ),
+    Mutant(
+        "references before keyframes in ComfyUI's sequence",
+        "parallel_backend/families/parts/minimax_conditioning.py",
+        "    return *runs[len(references) :], *runs[: len(references)]",
+        "    return tuple(runs)",
+        ("tests/nodes/test_sparse_attention.py",),
+    ),
+    Mutant(
+        "sparse attention outside of its node's window",
+        "nodes/model/sparse_attention.py",
+        " and not patch.sigma_end <= float(sigmas.flatten()[0]) <= patch.sigma_start:",
+        " and False:",
+        ("tests/nodes/test_sparse_attention.py",),
+    ),
+    Mutant(
+        "additions to an idle model stay on the device",
+        "parallel_backend/client/remote_transformer.py",
+        "        added, idle = 0, not (working or self._memory.in_run or self._posting.busy)",
+        "        added, idle = 0, False",
+        ("tests/client/test_several_models.py",),
+    ),
+    Mutant(
+        "reading ahead goes on beside a load",
+        "parallel_backend/client/registry.py",
+        "            if self._reading is not None:\n                self._reading.stop()\n            entry",
+        "            entry",
+        ("tests/client/test_registry.py",),
+    ),
+)
+
 MUTANTS = (
     *CORE_MUTANTS,
     *WIRE_MUTANTS,
@@ -773,4 +832,5 @@ MUTANTS = (
     *NODE_MUTANTS,
     *TWO_EVENTS,
     *TABLES,
+    *YOUNGEST,
 )
