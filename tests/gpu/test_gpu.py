@@ -27,8 +27,12 @@ from parallel_backend.core.attention_kernels import KERNELS, SDPA
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import host_buffer
 from parallel_backend.core.setup import Offload
+from parallel_backend.core.spans import Span
+from parallel_backend.core.sparse_attention import HEAD_SIZE, SparseAttention
+from parallel_backend.families.base.segments import Segment
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention.kernel_choice import trial
+from parallel_backend.rank.attention.sparse import SparseStep, refusal
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.comm.staging import from_staging, to_staging
 from parallel_backend.wire.lifecycle import Unload, Unloaded
@@ -39,6 +43,7 @@ from testing.models import on_ranks
 from testing.vaes import OnRanks, decoder_of
 from tests.checkpoints.test_formats import encode
 from tests.rank import test_vae
+from tests.rank.test_sparse_attention import block_sparse
 
 DEVICE = "cuda:0"
 ALONE, SHARED, DISTINCT, REVERSED = (DEVICE,), (DEVICE, DEVICE), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")
@@ -307,3 +312,23 @@ def test_a_vae_in_bands_equals_the_whole_on_a_cpu(ranks, devices):
     found = OnRanks(ranks(devices), "bf16", lambda: decoder_of(half)).decode(x, lambda: None)
     assert found.dtype == torch.bfloat16
     assert test_vae.largest(found, test_vae.whole(vae, x)) <= 0.05
+
+
+@pytest.mark.parametrize(
+    "settings", [SparseAttention(tau=0.5), SparseAttention(kept=0.3, extra_tokens=64)], ids=["sol", "sla"]
+)
+def test_block_sparse_attention_is_near_its_formula(request, settings):
+    """comfy-kitchen's kernel, on rows that lie in another order. It computes in int8."""
+    lacks = refusal(torch.device(DEVICE), torch.bfloat16, HEAD_SIZE, cubes=False)
+    if lacks or request.config.getoption("emulated_gpus"):
+        pytest.skip(f"it needs {lacks or 'a GPU'}")
+    segments = [Segment(Span(0, 40), of_image=False), Segment(Span(0, 260), of_image=True)]
+    rows = [(True, torch.arange(260)), (False, torch.arange(40))]
+    step = SparseStep(settings, segments, rows, (1, 13, 20), torch.device(DEVICE))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 2, HEAD_SIZE, generator=generator).bfloat16() for _ in range(3))
+    found = step.attend(step.joint, q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), None, None).cpu().float()
+    order = torch.cat((torch.arange(260, 300), torch.arange(260)))
+    sinks = (0, 0), (0, 0)
+    expected = block_sparse(*(x[:, order].float() for x in (q, k, v)), settings.tau, None, *sinks, settings.kept, 0)
+    assert torch.cosine_similarity(found[:, order].flatten(), expected.flatten(), dim=0) >= 0.99

@@ -33,7 +33,7 @@ LATENT = (24, 5, 22, 18)
 
 @pytest.fixture(autouse=True)
 def kernel_on_cpu(monkeypatch):
-    """comfy-kitchen's own form in torch, of heads of any size. The gpu tests have its kernel."""
+    """comfy-kitchen's own form in torch, of heads of any size. tests/gpu has the kernel itself."""
     monkeypatch.setattr(sparse, "refusal", lambda *_: "")
     kitchen = pytest.importorskip("comfy_kitchen")
     monkeypatch.setattr(kitchen, "sol_attn", block_sparse, raising=False)
