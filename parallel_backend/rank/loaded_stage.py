@@ -110,7 +110,7 @@ class LoadedStage:
             setup.transfer_dtype,
             heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
         )
-        install_parallel_attention(stage.attention, self.attention)
+        install_parallel_attention(stage.attention, self.attention, gates=not setup.compile)
         if degrees.gathers:
             install_gathered_heads(stage.attention, self.attention, family.blocks.text_first)
         elif not setup.compile:  # a compiled block cannot call a layer earlier than its code does

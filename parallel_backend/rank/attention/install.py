@@ -26,10 +26,13 @@ def _compute_gate(context: AttentionContext, block: str, module: Any, inputs: tu
         context.gate = getattr(module, COARSE_GATE)(inputs[0])
 
 
-def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList, str]], context: AttentionContext) -> None:
+def install_parallel_attention(
+    modules: Sequence[tuple[Any, str, BlockList, str]], context: AttentionContext, gates: bool = True
+) -> None:
     """Give each of diffusers' attention modules a ParallelAttention, and route diffusers' native backend through it.
 
-    Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
+    Modules without one, of another model in the process, keep diffusers' behaviour. `gates`: with VSA's gate. False for
+    blocks that are compiled, in which its hook would be traced.
     """
     for layer, (module, over, spec, block) in enumerate(modules):
         if not hasattr(module.processor, "_parallel_config"):
@@ -39,7 +42,7 @@ def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList, str]
         streams = gathered and spec.projections is not None and spec.projections.has_text(module)
         module.processor._parallel_config = ParallelAttention(context, layer, over, head_size, gathered, streams, block)
         module.processor._attention_backend = AttentionBackendName.NATIVE
-        if getattr(module, COARSE_GATE, None) is not None and not gathered:
+        if gates and getattr(module, COARSE_GATE, None) is not None and not gathered:
             module.register_forward_pre_hook(functools.partial(_compute_gate, context, block))
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]
