@@ -163,7 +163,6 @@ def is_hung_up_on(connection) -> bool:
     return True
 
 
-@pytest.mark.slow
 def test_ranks_that_are_not_expected_are_refused(reception, key):
     """One that is there already, and two that there are not."""
     first = Rank(reception.address, key, 0)

@@ -227,6 +227,7 @@ RANK_MUTANTS = (
         "            if step.stale:\n",
         "            if False:\n",
         ("tests/system/test_exactness.py", "-k", "displaced"),
+        tier="default",
     ),
     Mutant(
         "masked calls go to a kernel that takes no mask",

@@ -102,6 +102,7 @@ TWO_EVENTS = (
         "",
         ("tests/rank/test_lora.py",),
         ("tests/campaigns/test_states.py",),
+        tier="default",
     ),
     Mutant(
         "a LoRA keeps the scale of its first use",
@@ -109,6 +110,7 @@ TWO_EVENTS = (
         "Rescale(tuple(same[number].scale",
         "Rescale(tuple(known[number].scale",
         ("tests/rank/test_lora.py",),
+        tier="default",
     ),
     Mutant(
         "modules' outputs outlive a change of weights",
