@@ -16,9 +16,9 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import Config
 
-from ..ui.other_nodes import name_of
+from ..ui.other_nodes import is_known
+from . import sparse_attention as sparse_node
 from .attention_choice import OVERRIDE, chosen_attention
-from .sparse_attention import below, is_block_patch, is_sparse, sparse_attention
 
 SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 """A replacement for a block that returns its input: the block is skipped."""
@@ -58,26 +58,12 @@ def block_changes(
             elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
                 patches.setdefault(name, []).append(function)
     left: dict[str, Any] = {"patches": patches, "patches_replace": replaced}
-    kernel, override, sparse = "", options.get(OVERRIDE), None
-    # The override of the newest such node is on top, and decides. That of a VSA node leaves attention to its block patches.
-    deciding = override if is_sparse(override) else of_blocks
-    if deciding is not None:
-        sparse = sparse_attention(deciding, family, config, options, arguments)
-        if sparse is not None and sparse.cubes and of_blocks is None:
-            sparse = None
-    while override is not None and is_sparse(override):
-        override = below(override)
-    if override is not None:
-        chosen = chosen_attention(override, attention)
-        kernel, left[OVERRIDE] = ("", override) if chosen is None else (chosen, None)
-    else:
-        left[OVERRIDE] = None
+    kernel, override = "", options.get(OVERRIDE)
+    sparse = sparse_node.settings_of(override, of_blocks, family, config, options, arguments)
+    left[OVERRIDE] = override = sparse_node.below(override)
+    if override is not None and (chosen := chosen_attention(override, attention)) is not None:
+        kernel, left[OVERRIDE] = chosen, None
     return BlockChanges(skipped, guidance, kernel, sparse), left
-
-
-def is_known(name: re.Pattern[str], function: Callable[..., Any]) -> bool:
-    """Whether the function (or class) has this name."""
-    return name.fullmatch(name_of(function)) is not None
 
 
 def _skipped(
@@ -93,7 +79,7 @@ def _skipped(
                 kind, index = block[:2]
                 if kind in native and index < counts[native[kind]]:
                     skipped.append(f"{native[kind]}.{index}")
-            elif is_block_patch(function):
+            elif is_known(sparse_node.BLOCK, function):
                 sparse = function
             elif not is_known(PERTURBED, function):
                 remaining.setdefault(name, {})[block] = function

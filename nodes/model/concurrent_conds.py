@@ -18,7 +18,8 @@ import comfy.samplers
 import torch
 
 from ..ui.node_text import say
-from .sparse_attention import is_callback
+from ..ui.other_nodes import is_known
+from .sparse_attention import PREPARE
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
     if model.diffusion_model.wrappers(model_options, is_model_options=True):
         return "another node's wrapper around the diffusion model may keep a state from one to the next"
     callbacks = model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE)
-    if not all(map(is_callback, callbacks)):
+    if not all(is_known(PREPARE, callback) for callback in callbacks):
         return "another node is told of each"
     return None
 

@@ -21,7 +21,8 @@ from parallel_backend.checkpoints.reader import original_values
 from parallel_backend.families import Family
 
 from ..ui.host import refuse
-from .block_patches import FUN_CONTROL, is_known
+from ..ui.other_nodes import is_known
+from .block_patches import FUN_CONTROL
 from .controlnet import Control
 from .lora import PREFIX, Patch
 from .native_call import NativeClass

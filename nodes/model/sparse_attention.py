@@ -13,7 +13,7 @@ from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import Config
 
-from ..ui.other_nodes import name_of
+from ..ui.other_nodes import is_known
 
 OVERRIDE = re.compile(r"nodes_sparse_attention\.make_attention_override\.<locals>\.override")
 """The node's override of attention, which calls the override that was there before where it is not sparse."""
@@ -26,33 +26,39 @@ OFF = "off"
 
 
 def is_sparse(override: Any) -> bool:
-    return callable(override) and OVERRIDE.fullmatch(name_of(override)) is not None
+    """Whether an override of attention is the node's."""
+    return callable(override) and is_known(OVERRIDE, override)
 
 
-def below(override: Callable[..., Any]) -> Any:
-    """The override that was there before the node's. None: there was none."""
-    return inspect.getclosurevars(override).nonlocals.get("previous")
+def below(override: Any) -> Any:
+    """The override that was there before the node's, or the override itself if it is not the node's. None: there is none."""
+    while is_sparse(override):
+        override = inspect.getclosurevars(override).nonlocals.get("previous")
+    return override
 
 
-def is_block_patch(function: Callable[..., Any]) -> bool:
-    return BLOCK.fullmatch(name_of(function)) is not None
-
-
-def is_callback(function: Callable[..., Any]) -> bool:
-    return PREPARE.fullmatch(name_of(function)) is not None
-
-
-def sparse_attention(
-    function: Callable[..., Any], family: Family, config: Config, options: Mapping[str, Any], arguments: Mapping[str, Any]
+def settings_of(
+    override: Any,
+    of_block: Callable[..., Any] | None,
+    family: Family,
+    config: Config,
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> SparseAttention | None:
-    """The settings of a model call. None: the call is outside of the node's start_percent and end_percent.
+    """The settings of a model call. None: it attends in full, as outside of the node's start_percent and end_percent.
 
-    `function`: the node's override or block patch. `options`: the call's transformer_options. `arguments`: further ones of
-    the call.
+    `override`: of attention, by whatever node. `of_block`: the node's patch of a block, if blocks have one. `options`: the
+    call's transformer_options. `arguments`: further ones of the call.
     """
+    # The override of the newest such node is on top, and decides.
+    function = override if is_sparse(override) else of_block
+    if function is None:
+        return None
     patch = inspect.getclosurevars(function).nonlocals["patch"]
     sigmas = options.get("sigmas")  # None: no sampler makes the call
     if sigmas is not None and not patch.sigma_end <= float(sigmas.flatten()[0]) <= patch.sigma_start:
+        return None
+    if patch.vsa and of_block is None:  # for VSA the override leaves attention to the patches of blocks
         return None
     counts = family.blocks.counts(config).items()
     full = [f"{name}.{index}" for name, count in counts for index in patch.dense_blocks if index < count]

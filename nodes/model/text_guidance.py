@@ -14,7 +14,7 @@ import torch
 from parallel_backend.families import Family
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 
-from .block_patches import is_known
+from ..ui.other_nodes import is_known
 from .native_names import NativeNames
 
 GUIDANCE_KEY = "parallel_dit_text_guidance"

@@ -4,7 +4,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -65,6 +65,11 @@ def name_of(source: Any) -> str:
     """
     defined = definition(source)
     return f"{SEPARATORS.split(defined.__module__)[-1]}.{defined.__qualname__}"
+
+
+def is_known(name: re.Pattern[str], function: Callable[..., Any]) -> bool:
+    """Whether the function (or class) has this name, as `name_of` gives it."""
+    return name.fullmatch(name_of(function)) is not None
 
 
 def nodes_that_set(entry: str) -> list[OtherNode]:

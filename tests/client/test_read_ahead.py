@@ -1,4 +1,4 @@
-"""The system is asked for a model's files while ranks start, in pieces, and no longer than nobody else reads them."""
+"""The system is asked to read a model's files while ranks start, piece by piece, until somebody wants the values."""
 
 import os
 import threading

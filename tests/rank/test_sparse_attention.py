@@ -161,7 +161,6 @@ class InComfyUIsOrder:
                 for column in range(0, 9, 4):
                     inside = [(frame + f, row + r, column + c) for f in range(4) for r in range(4) for c in range(4)]
                     blocks.append([video[(f * 11 + r) * 9 + c] for f, r, c in inside if f < 5 and r < 11 and c < 9])
-        blocks = [rows for rows in blocks if rows]
         padded = torch.zeros(4, 1, len(blocks) * BLOCK, *q.shape[2:])
         for number, rows in enumerate(blocks):
             for x, into in zip((q, k, v, gate), padded, strict=True):
@@ -198,9 +197,8 @@ def expected_of_h3(fast):
     latents, timestep, tensors, runs = inputs_of_h3()
     outputs = {}
     for name, settings in {"full": None, **H3_SETTINGS}.items():
-        made = []
 
-        def published(*args, _make=h3.MiniMaxH3Transformer3DModel, _settings=settings, _made=made, **named):
+        def published(*args, _make=h3.MiniMaxH3Transformer3DModel, _settings=settings, **named):
             made_model = _make(*args, **named)
             if _settings is not None:
                 pairs = zip(made_model.transformer_blocks, model.transformer_blocks, strict=True)
