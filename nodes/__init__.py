@@ -9,6 +9,7 @@ from .parallel_config import UlyssesConfig
 from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
+from .ranks_panel import add_routes
 from .run_on_several_gpus import add_route
 from .sampling.auto_degrees import folder, log_folder
 from .self_test import ParallelSelfTest
@@ -20,6 +21,7 @@ from .vae.encode import ParallelVAEEncode
 
 registry().logs, registry().folder = log_folder, folder
 add_route()
+add_routes()
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,

@@ -8,18 +8,22 @@ from typing import Any
 
 import folder_paths
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
 from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.validate import check_exchange
+from parallel_backend.families.others import UnknownModel
 from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.early_start import start_ranks_of
+from .model.own_class import check_own_class, own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
@@ -188,8 +192,11 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
     planned = values["degrees"] == AUTO
     degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
-    checkpoint = open_checkpoint(path)
-    checkpoint.check_degrees(degrees)
+    checkpoint, own = opened(path, devices)
+    if own is None:
+        checkpoint.check_degrees(degrees)
+    else:
+        check_own_class(path.name, degrees, planned, bool(values["compile"]))
     halves = checkpoint.family.half_dtypes(checkpoint.config)
     dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, half_dtypes(devices))
     attention = attention_for(config.attention, devices, dtype)
@@ -204,16 +211,27 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         attention=attention,
         transfer_dtype=config.transfer_dtype,
         offload=offload_of(values["offload"]),
+        own_class=own,
         **{name: values[name] for name in SETUP_WIDGETS},
     )
     if planned:
         return model_to_plan(checkpoint, setup, config.comm_overlap)
-    check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
+    if own is None:  # blocks of an own class are known once it is tried
+        check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
     model = make_model(checkpoint, setup, config.comm_overlap)
     if degrees.displaced:
         # Displaced patches keep keys from step to step, within one sampler's run. PipeFusion Sampler replaces this wrapper.
         model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
     return model
+
+
+def opened(path: Path, devices: tuple[str, ...]) -> tuple[Checkpoint, OwnClass | None]:
+    """The checkpoint, with ComfyUI's own class if no family takes it."""
+    try:
+        return open_checkpoint(path), None
+    except UnknownModel as unknown:
+        own = own_class(path, devices, unknown)
+        return open_own_class(path, own), own
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:

@@ -3,13 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import storage_name
 from parallel_backend.placement.residency import AUTO as STREAMED
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
 
-from .loader import SETUP_WIDGETS, load_model
+from .loader import SETUP_WIDGETS, load_model, opened
 from .model.carry_over import carry_over
 from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.diffusion_model import RemoteDiffusionModel
@@ -89,7 +88,8 @@ class ParallelizeModel:
         if ours is None:
             give_back_memory(model, source.path)
         if degrees is not None:
-            if degrees.pipe > 1 and not has_pipefusion(parallel):
+            own = parallel.model.diffusion_model.setup.own_class
+            if degrees.pipe > 1 and own is None and not has_pipefusion(parallel):
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True)
             say(f"Parallel DiT: {degrees} on {', '.join(parallel.model.diffusion_model.setup.devices)}")
         start_ranks_of(parallel)
@@ -121,8 +121,10 @@ def _parallel(
         )
     devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
     degrees = None
-    if mode != AUTO:
-        checkpoint = open_checkpoint(source.path)
+    checkpoint, own = opened(source.path, devices)
+    if own is not None:
+        degrees = degrees_of("pipefusion" if mode == AUTO else mode, ranks, config_degrees, 1)
+    elif mode != AUTO:
         degrees = degrees_of(mode, ranks, config_degrees, checkpoint.family.sizes.heads(checkpoint.config))
         try:
             checkpoint.check_degrees(degrees)

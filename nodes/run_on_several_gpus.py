@@ -7,7 +7,6 @@ headers of files are read.
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.file_state import file_state
 from parallel_backend.checkpoints.tensor_files import GGUF
 from parallel_backend.core.devices import device_kind
@@ -26,9 +24,10 @@ from parallel_backend.core.host_memory import host_memory
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.planning.before_running import Cards, why_pipefusion
 
-from .loader import CHECKPOINTS, FOLDER, file_path
+from .loader import CHECKPOINTS, FOLDER, file_path, opened
 from .model.native_source import INSTEAD, loaders_say_it
 from .ui.devices import half_dtypes, possible_devices, why_hidden
+from .ui.host import prompt_server
 
 ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
@@ -61,8 +60,7 @@ class LoaderPlan:
 
 def add_route() -> None:
     """Add the route, when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    if server is None:
+    if (server := prompt_server()) is None:
         return
     from aiohttp import web  # installed wherever ComfyUI runs as a server
 
@@ -151,7 +149,7 @@ def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, 
 def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
     """The plan of a loader of the file at `path`, which it calls `name`."""
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint, own = opened(path, devices)
     except ValueError as error:
         return LoaderPlan(file=name, why=str(error).removeprefix("model_name: "))
     if path.suffix.lower() in GGUF:
@@ -161,7 +159,8 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
     dtypes = checkpoint.family.half_dtypes(checkpoint.config), half_dtypes(devices)
     dtype = resolve_dtype("default", checkpoint.dtype, devices, *dtypes)
     weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes
-    return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=why_pipefusion(weights, cards(devices)))
+    pipefusion = "" if own is not None else why_pipefusion(weights, cards(devices))
+    return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=pipefusion)
 
 
 def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:

@@ -40,7 +40,10 @@ CAPTIONS = {
     "wan_2_2": ("Wan 2.2 video · split batch 2", "shown: bundled mini model"),
     "ltx_2_3": ("LTX-2.3 video, sound · PipeFusion 2", "shown: bundled mini model"),
     "minimax_h3": ("MiniMax H3 video, sound · PipeFusion 4", "shown: bundled mini model"),
+    "fasth3": ("FastH3 video, sound · Ulysses 2", "shown: bundled mini model"),
     "parallelize_model": ("Parallelize Model · FLUX.1 dev, LoRA", "shown: bundled mini model"),
+    "qwen_image_2_1": ("Qwen-Image 2.1 · Ulysses 2", "shown: bundled mini model"),
+    "qwen_image_2_1_edit": ("Qwen-Image 2.1 edit · Ulysses 2", "shown: bundled mini model"),
 }
 PROMPTS = ("3 1 4 1", "2 7 1 8", "5 9 2 6", "0 4 7 3")
 SETTINGS = ("num_pipeline_patch", "warmup_steps", "overlap", "extrapolate")

@@ -28,9 +28,12 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
         pictures.pixart_2048,
         pictures.krea_2,
         pictures.qwen_edit_2511,
+        pictures.qwen_image_2_1,
+        pictures.qwen_image_2_1_edit,
         videos.wan_2_2,
         videos.ltx_2_3,
         videos.minimax_h3,
+        videos.fasth3,
     )
 }
 

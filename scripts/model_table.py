@@ -26,6 +26,7 @@ RUNS = {  # preset -> (width, height, steps, what is made)
     "flux2-dev": (1024, 1024, 20, "picture, 1024 x 1024"),
     "krea-2": (1024, 1024, 8, "picture, 1024 x 1024"),
     "qwen-image": (1024, 1024, 20, "picture, 1024 x 1024, two prompts"),
+    "qwen-image-2.1": (1024, 1024, 25, "picture, 1024 x 1024"),
     "wan-2.2-14b": (640, 640, 20, "5 s, 640 x 640, two prompts; one expert"),
     "ltx-2.3": (1280, 704, 8, "5 s, 1280 x 704"),
     "minimax-h3": (864, 480, 20, "5 s, 864 x 480, pruned"),

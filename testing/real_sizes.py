@@ -175,6 +175,29 @@ LTX_23_HEADER = {
     "cross_attention_adaln": True,
     "caption_proj_before_connector": True,
 }
+QWEN_IMAGE_21 = {
+    "in_channels": 64,
+    "out_channels": 64,
+    "num_layers": 32,
+    "attention_head_dim": 128,
+    "num_attention_heads": 32,
+    "context_in_dim": 4096,
+    "mlp_ratio": 3,
+    "axes_dims_rope": (16, 56, 56),
+    "fused_mlp": True,
+}
+
+
+def _qwen_image_21(references: int) -> RealModel:
+    """Made with so many given pictures of the new one's size."""
+    given = {
+        "ref_latents": [torch.zeros(1, 64, 64, 64)] * references,
+        "image_slots": [20 * each for each in range(references)],
+    }
+    made = f"picture, 1024 x 1024, {references} given pictures"
+    return RealModel("qwen-image-2.1", QWEN_IMAGE_21, made, ((64, 64, 64),), (200, 4096), call=given if references else {})
+
+
 REAL_MODELS = {
     "flux-dev": RealModel(
         "flux",
@@ -216,6 +239,14 @@ REAL_MODELS = {
     ),
 }
 """By name."""
+
+
+WITH_REFERENCES = {
+    "qwen-image-2.1": _qwen_image_21(0),
+    "qwen-image-2.1-one-reference": _qwen_image_21(1),
+    "qwen-image-2.1-three-references": _qwen_image_21(3),
+}
+"""A model whose prompt, with its given pictures, is computed once a run."""
 
 
 def save_header(

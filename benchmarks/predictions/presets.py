@@ -136,18 +136,21 @@ MODELS = {
     "z-image": Model(30, 3840, 30, 5.4e9, 0.75e9, 256),
     "flux2-dev": Model(56, 6144, 48, 31.9e9, 0.4e9, 512),
     "qwen-image": Model(60, 3072, 24, 20.4e9, 0.04e9, 256, prompts=2),
+    "qwen-image-2.1": Model(32, 4096, 32, 7.0e9, 0.13e9, 200, operations=26),
     "krea-2": Model(28, 6144, 48, 12.2e9, 0.66e9, 256, operations=23, key_heads=12),
     "wan-2.2-14b": Model(40, 5120, 40, 14.2e9, 0.1e9, 512, joint=False, prompts=2, frames=21),
     "ltx-2.3": Model(48, 4096, 32, 20.6e9, 1.4e9, 1024, joint=False, side=32, frames=16),
     "minimax-h3": Model(50, 5376, 56, 18.2e9, 0.85e9, 512, side=32, frames=37, operations=27),
 }
 """By the name that the command line takes. Their blocks count as alike, although Flux's and HunyuanVideo's are of two kinds:
-both have 12 hidden^2 weights for a token. MiniMax H3 is the pruned model. The frames are those of five seconds.
+both have 12 hidden^2 weights for a token. MiniMax H3 is the pruned model. The frames are those of five seconds. The words of
+Qwen-Image 2.1 count in each step, although they run once a run.
 """
 TRACED_AS = {
     "flux-dev": ("flux", 3072),
     "flux-schnell": ("flux", 3072),
     "qwen-image": ("qwen-image", 3072),
+    "qwen-image-2.1": ("qwen-image-2.1", 4096),
     "krea-2": ("krea2", 6144),
     "wan-2.2-14b": ("wan", 5120),
     "ltx-2.3": ("ltx-2", 4096),

@@ -20,7 +20,7 @@ ALL_RANKS = (1, 2, 4, 8)
 
 
 def newest() -> Path:
-    return max(RESULTS.glob("real_sizes_*.json"))
+    return max(RESULTS.glob("real_sizes_2*.json"))
 
 
 def modes_table(result: dict[str, Any]) -> str:

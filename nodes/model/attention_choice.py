@@ -1,4 +1,4 @@
-"""Kernels that other nodes have chosen for a MODEL's attention, by name for the ranks.
+"""Kernels that other nodes, or a model's file, have chosen for a MODEL's attention, by name for the ranks.
 
 Such a node puts a function into transformer_options, which the native model calls in the place of ComfyUI's attention. It
 cannot run on the ranks. One that is known by its name becomes the name of the same kernel (BlockChanges.attention).
@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from parallel_backend.core.attention_kernels import KERNELS, SAGE_VARIANTS, SDPA, wanted
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.attention_kernels import AUTO, KERNELS, SAGE_VARIANTS, SDPA, wanted
 
 from ..ui.other_nodes import name_of
 
@@ -43,6 +44,15 @@ def chosen_attention(override: Any, loaded: str) -> str | None:
         return None
     exact = KERNELS[kernel.partition(".")[0]].exact
     return "" if exact and wanted(loaded)[0].exact else kernel
+
+
+def preferred_attention(checkpoint: Checkpoint, loaded: str) -> str:
+    """`BlockChanges.attention` that the model's file asks for. Empty: none, or not in every block, or the user's widget
+    `attention` (`loaded`) names a kernel."""
+    kernels = set(checkpoint.attention.values())
+    in_all = len(checkpoint.attention) >= checkpoint.family.blocks.total(checkpoint.config)
+    free = loaded.partition("/")[0] == AUTO
+    return kernels.pop() if free and in_all and len(kernels) == 1 else ""
 
 
 def _kernel(override: Any) -> str | None:

@@ -39,12 +39,13 @@ def block_changes(
     entries: int,
     attention: str,
     arguments: Mapping[str, Any] = MappingProxyType({}),
+    preferred: str = "",
 ) -> tuple[BlockChanges, dict[str, Any]]:
     """(the changes inside the blocks of a model call with `entries` batch entries, the remaining functions).
 
     The remaining functions are transformer_options' entries "patches", "patches_replace" and OVERRIDE without the functions
     that became changes and those that have no effect on the native model. `attention`: the model's, see Setup. `arguments`:
-    the call's other ones by name.
+    the call's other ones by name. `preferred`: the kernel that the model's file asks for, where no node has chosen one.
     """
     skipped, replaced, of_blocks = _skipped(family, config, options.get("patches_replace", {}))
     guidance: NormalizedGuidance | None = None
@@ -58,7 +59,8 @@ def block_changes(
             elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
                 patches.setdefault(name, []).append(function)
     left: dict[str, Any] = {"patches": patches, "patches_replace": replaced}
-    kernel, override = "", options.get(OVERRIDE)
+    override = options.get(OVERRIDE)
+    kernel = preferred if override is None else ""
     sparse = sparse_node.settings_of(override, of_blocks, family, config, options, arguments)
     left[OVERRIDE] = override = sparse_node.below(override)
     if override is not None and (chosen := chosen_attention(override, attention)) is not None:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.ldm.modules.attention
 import comfy.model_patcher
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.reader import text_values
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
@@ -26,6 +28,7 @@ from parallel_backend.processes.pool import Poll
 from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
 from ..ui.other_nodes import calling_nodes, named
+from .attention_choice import preferred_attention
 from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
@@ -47,6 +50,9 @@ TAKING_TURNS = (
     "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
     "devices, or load it with a native loader."
 )
+
+HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
+"""ComfyUI takes notice of the attention that a model's file asks for (0.37 and newer)."""
 
 ASKED_FOR = frozenset({"MiniMaxH3"})
 """Classes of ComfyUI's supported_models by whose native class a node tells models apart (Model Sparse Attention)."""
@@ -117,6 +123,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
         if "in_channels" in checkpoint.config:  # RenormCFG reads it
             self.in_channels = checkpoint.config["in_channels"]
+        self.current_patcher: comfy.model_patcher.ModelPatcher | None = None
+        """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and None again after it."""
         self._finished = True
 
     @property  # type: ignore[misc]
@@ -141,7 +149,11 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         device_settings = self.setup, self.devices, self.comm_overlap
-        return RemoteDiffusionModel(self.checkpoint, *device_settings, self.weights, self.native_kind, self.unet_config)
+        return type(self)(self.checkpoint, *device_settings, self.weights, self.native_kind, self.unet_config)
+
+    def reset_prefix_cache(self, _enabled: bool) -> None:
+        """Called by ComfyUI's own BaseModel of Qwen-Image 2.1 before and after a run, for keys that the native model keeps.
+        Ranks drop what they have kept by themselves when the conditioning or the weights change."""
 
     @functools.cached_property
     def _text(self) -> NativeText:
@@ -168,10 +180,11 @@ class RemoteDiffusionModel(torch.nn.Module):
                 patches, bypass_patches = self.run.patches, self.run.bypass_patches
                 both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
                 return functools.partial(self._text.preprocess, both, self.run.patches_uuid)
+            if name in family.node_tensors:
+                return text_values(self.checkpoint, name, self.dtype, torch.device("cpu"))[""]
             if name == LAYERS and TEXT_GUIDANCE in family.inputs.options:
                 return TextLayers(self.checkpoint, tensors, f"{LAYERS}.")
-            values = family.native_values(self.checkpoint.config)
-            return values[name] if name in values else NativeNames(self.checkpoint, tensors, "").at(name)
+            return NativeNames(self.checkpoint, tensors, "").at(name)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
@@ -289,7 +302,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, latents, options):
             band = None
-        changes, patches = block_changes(family, config, options, len(latents[0]), self.setup.attention, inputs)
+        attention = self.setup.attention
+        preferred = preferred_attention(self.checkpoint, attention) if HEEDS_FILES else ""
+        changes, patches = block_changes(family, config, options, len(latents[0]), attention, inputs, preferred)
         unknown = [name for name in inputs if name not in family.inputs.accepts]
         refuse_what_does_not_reach_the_ranks(options | patches, unknown, family)
         check_latents(family, config, latents)
@@ -304,9 +319,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             if self.setup.degrees.tensor > 1:
                 refuse("guidance of the look at the text (WanVideoNAG)", "It needs a tensor_parallel_degree of 1.")
             inputs[TEXT_GUIDANCE] = options[GUIDANCE_KEY].of(len(latents[0]))
-        if family.patching.companion is not None:
-            inputs |= self._sizes(latents, band)
-        inputs |= {"context": context, "latent": tuple(latents[0].shape)}
+        inputs |= self._sizes(latents, band) | {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, inputs)
         timestep = for_entries(timestep, tensors, len(latents[0]))
         if is_carried:

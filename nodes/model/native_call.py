@@ -6,6 +6,7 @@ called with RemoteDiffusionModel as `self`: it runs the wrappers, and inside the
 
 import importlib
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ _FLUX, _HUNYUAN, _WAN = "flux.model:Flux", "hunyuan_video.model:HunyuanVideo", "
 NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage"), _FLUX),
     **dict.fromkeys(("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V"), _HUNYUAN),
-    **dict.fromkeys(("HunyuanVideo15", "HunyuanImage21"), _HUNYUAN),
-    **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"), _WAN),
+    **dict.fromkeys(("HunyuanVideo15", "HunyuanVideo15_SR_Distilled", "HunyuanImage21", "HunyuanImage21Refiner"), _HUNYUAN),
+    **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"), _WAN),
     **dict.fromkeys(("WAN21_Camera", "WAN22_Camera"), "wan.model:CameraWanModel"),
     "WAN21_Vace": "wan.model:VaceWanModel",
     "WAN22_Animate": "wan.model_animate:AnimateWanModel",
@@ -40,6 +41,7 @@ NATIVE: Mapping[str, str] = {
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",
     "QwenImage": "qwen_image.model:QwenImageTransformer2DModel",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
+    "SeedVR2": "seedvr.model:NaDiT",
     "SD3": "modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",
 }
 """Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
@@ -91,3 +93,8 @@ def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, A
             values[name] = value
     first, second = list(signature.parameters)[1:3]
     return {"x": values.pop(first), "timestep": values.pop(second)} | values
+
+
+def stated_metadata(stated: Mapping[str, Any]) -> dict[str, str] | None:
+    """A file's stated configuration in the form of a header's metadata, which ComfyUI's detection reads."""
+    return {"config": json.dumps({"transformer": dict(stated)})} if stated else None

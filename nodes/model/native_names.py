@@ -1,11 +1,13 @@
 """Attributes and tensor names of the native model, without values, for other nodes that look them up."""
 
+import re
 from typing import Any, NoReturn
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import original_values
+from parallel_backend.families.base.family import name_pattern
 
 from ..ui.host import on_behalf, refuse
 
@@ -27,12 +29,15 @@ class NativeNames:
         vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _prefix=prefix)
 
     def at(self, name: str) -> Any:
-        """The native model's tensor or module of that name. AttributeError if it has none."""
+        """The native model's tensor, module or value of that name. AttributeError if it has none."""
         whole = self._prefix + name
         if whole in self._tensors:
             return self._tensors[whole]
         if any(key.startswith(f"{whole}.") for key in self._tensors):
             return NativeNames(self._checkpoint, self._tensors, f"{whole}.")
+        for pattern, value in self._checkpoint.family.native_values(self._checkpoint.config).items():
+            if re.fullmatch(name_pattern(pattern), whole):
+                return value
         raise AttributeError(
             f"model: '{whole}' of the native model{on_behalf()} is not possible with Parallel DiT's weights, which are on "
             "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with a native loader."

@@ -1,6 +1,5 @@
 """The native MODEL without weights: ComfyUI's own BaseModel for the family, whose diffusion_model asks the ranks."""
 
-import json
 import logging
 import uuid
 import weakref
@@ -24,6 +23,8 @@ from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .fun_control import fun_controls
 from .lora import NativeWeights
+from .native_call import stated_metadata
+from .own_class import OwnClassModel
 from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
 from .reach import Unread, refuse_unread
 from .rope import riflex
@@ -223,7 +224,7 @@ def make_model(
 ) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
-    config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=_metadata(checkpoint))
+    config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=stated_metadata(checkpoint.stated))
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
     if (kind := type(config).__name__) not in checkpoint.family.native_classes:
@@ -236,7 +237,8 @@ def make_model(
     config.set_inference_dtype(dtype, None)
     weights = NativeWeights(checkpoint, tensors, config, dtype)
     model = config.get_model({}, "")
-    model.diffusion_model = RemoteDiffusionModel(
+    kind_of_stub = RemoteDiffusionModel if setup.own_class is None else OwnClassModel
+    model.diffusion_model = kind_of_stub(
         checkpoint, setup, devices or setup.devices, comm_overlap, weights, kind, config.unet_config
     )
     # This process computes nothing. With no memory to reserve, ComfyUI joins conditional and unconditional to one batch.
@@ -248,8 +250,3 @@ def make_model(
     )
     add_concurrent_conds(patcher)
     return patcher
-
-
-def _metadata(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """The file's header in the form that ComfyUI's detection reads."""
-    return {"config": json.dumps({"transformer": dict(checkpoint.stated)})} if checkpoint.stated else None

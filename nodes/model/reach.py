@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from parallel_backend.families import Family
 
 from ..ui.other_nodes import definition, named, nodes_of, nodes_that_set
@@ -18,7 +20,7 @@ OURS = "parallel_dit_"
 
 BOOKKEEPING = frozenset(
     {
-        *("sigmas", "sample_sigmas", "cond_or_uncond", "uuids", "wrappers", "callbacks"),  # samplers
+        *("cond_or_uncond", "uuids", "wrappers", "callbacks"),  # samplers
         *("prefetch_dynamic_vbars", "multigpu_thread_device", "context_window", "easycache"),
         # Notes of a native model for the patches inside it.
         *("block", "block_index", "block_type", "total_blocks", "transformer_index", "img_slice", "grid_sizes"),
@@ -34,11 +36,16 @@ READ_BY: Mapping[str, frozenset[str]] = {
     # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
     "qwen_image21_cache": frozenset(),
+    # The next step's time, for models with mean flow.
+    **dict.fromkeys(
+        ("sigmas", "sample_sigmas"), frozenset({"HunyuanVideo15", "HunyuanVideo15_SR_Distilled", "HunyuanImage21"})
+    ),
     "rope_options": frozenset(
         {
             *("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage", "Lumina2", "ZImage"),
             *("ErnieImage", "Kandinsky5", "Kandinsky5Image", "WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
-            *("WAN21_Camera", "WAN22_Camera", "WAN21_Vace", "WAN22_Animate", "WAN_Animate2", "WAN21_SCAIL", "WAN21_SCAIL2"),
+            *("WAN21_FlowRVS", "WAN21_Camera", "WAN22_Camera", "WAN21_Vace", "WAN22_Animate", "WAN_Animate2"),
+            *("WAN21_SCAIL", "WAN21_SCAIL2"),
         }
     ),
 }
@@ -114,6 +121,32 @@ def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: It
     """
     conditioning = (Unread(f"'{name}' conditioning") for name in unknown if name not in HARMLESS)
     refuse_unread([*unread(options, family), *conditioning])
+
+
+def told_to_own_class(options: Mapping[str, Any], unknown: Iterable[str], family: Family) -> dict[str, Any]:
+    """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. ValueError as
+    `refuse_what_does_not_reach_the_ranks`, also for an entry that cannot be sent."""
+    patches = ("patches", "patches_replace", "optimized_attention_override")
+    others = {
+        name: value
+        for name, value in options.items()
+        if value is not None and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches or name.startswith(OURS))
+    }
+    told = {name: value for name, value in others.items() if is_plain(value)}
+    refuse_what_does_not_reach_the_ranks({name: options[name] for name in patches if name in options}, unknown, family)
+    # A trial has tensors, such as the run's sigmas, on the one side alone, and so finds out whether the class reads them.
+    unsent = (name for name in others if name not in told and not isinstance(others[name], torch.Tensor))
+    refuse_unread(Unread(f"the entry '{name}' of transformer_options", entry=name) for name in unsent)
+    return told
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON has the value."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def refuse_unread(refused: Iterable[Unread]) -> None:

@@ -40,7 +40,11 @@ WRAPPER_KEY = "parallel_dit_pipefusion"
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
     """A clone of the MODEL with PipeFusion, and the wrapper that runs it."""
-    remote_stub(model)
+    if remote_stub(model).setup.own_class is not None:
+        raise ValueError(
+            "model: PipeFusion works for the models that Parallel DiT computes itself. This one runs as ComfyUI's own "
+            "class, by stages and split batch alone: leave this node out."
+        )
     patched = model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
     kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
@@ -155,8 +159,8 @@ class PipeFusion:
             cut.patching.along if cut.patching.video else None,
         )
         log.info("Parallel DiT: %s", self.last.summary)
-        how, *rest = self.last.shown
-        say("\n".join((f"Parallel DiT: {how}", *rest, *filter(None, (stub.run.idle,)))))
+        took, *rest = self.last.shown
+        say("\n".join((f"Parallel DiT: {took}", *rest, *filter(None, (stub.run.idle,)))))
         return result
 
     def _expected(self, sampling: Sampling) -> Request | None:

@@ -1,10 +1,16 @@
-"""Calls into ComfyUI for all nodes: the check for Cancel, and the refusal of what needs weights."""
+"""Calls into ComfyUI for all nodes: its server, the check for Cancel, and the refusal of what needs weights."""
 
-from typing import NoReturn
+import sys
+from typing import Any, NoReturn
 
 import comfy.model_management
 
 from .other_nodes import calling_nodes, named
+
+
+def prompt_server() -> Any:
+    """ComfyUI's PromptServer. None: nodes are run from Python, without the server."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
 
 
 def check_cancelled() -> None:

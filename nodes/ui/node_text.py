@@ -2,6 +2,9 @@
 
 from comfy_execution.utils import get_executing_context
 
+SAID = "parallel_dit.said"
+"""Event by which web/js/node_text.js keeps the line when the run has ended, which newer editors would take away."""
+
 
 def say(text: str) -> None:
     """Show a line of text on the node that is being executed."""
@@ -11,3 +14,4 @@ def say(text: str) -> None:
     from server import PromptServer
 
     PromptServer.instance.send_progress_text(text, context.node_id)
+    PromptServer.instance.send_sync(SAID, {"node": str(context.node_id), "text": text})

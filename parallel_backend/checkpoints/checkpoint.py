@@ -26,8 +26,9 @@ from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
-from parallel_backend.families.others import other_model
+from parallel_backend.families.others import UnknownModel, other_model
 
+from .attention_preferences import take_preferences
 from .class_check import check_class
 from .file_state import check_file_state, file_state
 from .folder import read_config, read_folder
@@ -62,6 +63,8 @@ class Checkpoint:
     """The model's configuration in a single file's header, see HeaderConfig."""
     file_state: str = ""
     """State of its files when they were opened, see file_state.py."""
+    attention: Mapping[str, str] = field(default_factory=dict)
+    """Attention layer, by its name in the file -> the kernel that the file asks for, see attention_preferences.py."""
 
     def check_unchanged(self, expected: str = "") -> None:
         """ValueError if the files are no longer as they were when they were opened, or as `expected`."""
@@ -115,8 +118,9 @@ class Checkpoint:
         return {key: tuple(shape) for key, shape in original.items()} | computed | text
 
     def text_keys(self, prefix: str) -> list[str]:
-        """Keys of the family's text model that begin with `prefix`, as the file has them."""
-        prefixes = () if self.family.text_model is None else self.family.text_model.prefixes
+        """Keys that begin with `prefix` of the family's text model and `node_tensors`, as the file has them."""
+        text_model = self.family.text_model
+        prefixes = self.family.node_tensors + (() if text_model is None else text_model.prefixes)
         return [key for key in self.entries if key.startswith(prefix) and key.startswith(prefixes)]
 
     def check_degrees(self, degrees: Degrees) -> None:
@@ -213,7 +217,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     ValueError, with a text for the user that names the file, if it is no model that can be run.
     """
     checkpoint = open_checked(path)
-    with _refusals(checkpoint.path):
+    with refusals(checkpoint.path):
         check_class(
             short(checkpoint.path.name), checkpoint.family, checkpoint.config, checkpoint.key_map, checkpoint.entries
         )
@@ -225,13 +229,13 @@ def open_checked(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not path.is_dir() and not path.is_file():  # reading a pipe could block for ever
         raise ValueError(f"model_name: {short(path.name)} does not exist at {short(path.parent, 300)}.")
-    with _refusals(path):
+    with refusals(path):
         checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path)
         return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))
 
 
 @contextmanager
-def _refusals(path: Path) -> Iterator[None]:
+def refusals(path: Path) -> Iterator[None]:
     """Context whose errors become a ValueError that names the file, in a line of at most MAX_REFUSAL characters.
 
     Their causes are left out: whoever logs an error logs its causes, with all that the file has put into them.
@@ -247,10 +251,12 @@ def _refusals(path: Path) -> Iterator[None]:
             )
         said = said.removeprefix(NAMED)
         said = said if name in said else f"{name}: {said}"
-        raise ValueError(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
+        kind = UnknownModel if isinstance(error, UnknownModel) else ValueError
+        raise kind(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
 
 
-def _open_single_file(path: Path) -> Checkpoint:
+def entries_of(path: Path) -> tuple[dict[str, Entry], dict[str, Any], dict[str, str]]:
+    """Of a single file: entries without their prefix, the stated configuration, and preferences of attention layers."""
     if path.suffix.lower() not in SAFETENSORS + GGUF:
         raise ValueError(
             f"model_name: {short(path.name)} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never "
@@ -260,17 +266,23 @@ def _open_single_file(path: Path) -> Checkpoint:
     prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
+    entries, attention = take_preferences(short(path.name), entries)
     entries = _with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
-    stated_config = read_stated_config(path)
+    return entries, read_stated_config(path), attention
+
+
+def _open_single_file(path: Path) -> Checkpoint:
+    entries, stated_config, attention = entries_of(path)
     shapes = {key: entry.shape for key, entry in entries.items()}
     candidates = (family for family in FAMILIES.values() if family.file.detect(shapes))
     family = next((family for family in candidates if family.file.takes_header(stated_config)), None)
     if family is None:
-        raise ValueError(_unknown(short(path.name), entries))
+        raise UnknownModel(_unknown(short(path.name), entries))
     for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
     config = _configure(path, family, entries, stated_config)
-    return _checked(Checkpoint(path, family, config, family.file.key_map(config), entries, stated_config))
+    key_map = family.file.key_map(config)
+    return checked(Checkpoint(path, family, config, key_map, entries, stated_config, attention=attention))
 
 
 def _unknown(name: str, entries: dict[str, Entry]) -> str:
@@ -324,7 +336,7 @@ def _open_folder(path: Path) -> Checkpoint:
     entries = _with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
     config = _constructor_arguments(short(path.name), family, config, len(entries))
     key_map = {target: family.file.folder.source(config, target) for target in family.file.key_map(config)}
-    return _checked(Checkpoint(path, family, config, key_map, entries))
+    return checked(Checkpoint(path, family, config, key_map, entries))
 
 
 def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
@@ -336,8 +348,9 @@ def _constructor_arguments(name: str, family: Family, config: dict[str, Any], te
     return arguments | _settings(name, family, arguments, config, tensors)
 
 
-def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint without tensors that the family ignores. ValueError for a missing, unreadable or unused tensor."""
+def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
+    """The checkpoint without tensors that the family ignores. ValueError for a missing, unreadable or unused tensor, and, if
+    `sized`, for sizes of the configuration that do not fit the tensors."""
     name, entries = short(checkpoint.path.name), checkpoint.entries
     missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
@@ -366,7 +379,8 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
             raise ValueError(
                 f"model_name: {name} holds {short(source.key)} as {short(dtype)}, which this version cannot read."
             )
-    check_sizes(name, checkpoint.family, checkpoint.config, [entry.shape for entry in entries.values()])
+    if sized:
+        check_sizes(name, checkpoint.family, checkpoint.config, [entry.shape for entry in entries.values()])
     return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used})
 
 

@@ -100,20 +100,25 @@ def read_stated_config(path: Path) -> dict[str, Any]:
 
 def read_settings(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
     """Layer -> settings of its quantisation, from a small tensor of JSON bytes for each layer."""
-    settings: dict[str, dict[str, Any]] = {}
+    return read_json(entries, _object)
+
+
+def read_json(entries: Mapping[str, Entry], check: Callable[[Any], Any] = lambda value: value) -> dict[str, Any]:
+    """Name -> what its small tensor of JSON bytes says, as `check` gives it. ValueError for a tensor that has none."""
+    values: dict[str, Any] = {}
     for path in {entry.file for entry in entries.values()}:
         keys = {name: entry for name, entry in entries.items() if entry.file == path}
 
-        def read(file: Any, keys: dict[str, Entry] = keys) -> dict[str, dict[str, Any]]:
+        def read(file: Any, keys: dict[str, Entry] = keys) -> dict[str, Any]:
             for name, entry in keys.items():
                 if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
                     raise ValueError(
                         f"what it says of {short(name)} is {entry.dtype} of the shape {short(list(entry.shape))}"
                     )
-            return {name: _object(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
+            return {name: check(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
 
-        settings |= _reading(path, read)
-    return settings
+        values |= _reading(path, read)
+    return values
 
 
 def _header_object(file: Any, entry: str, inside: str) -> dict[str, Any]:

@@ -5,7 +5,15 @@ from dataclasses import replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.setup import Setup
-from parallel_backend.placement.balance import Balance, check_stage_split, divide, even_stages, spill_seconds, timed_rows
+from parallel_backend.placement.balance import (
+    Balance,
+    check_stage_split,
+    divide,
+    even_stages,
+    spill_seconds,
+    stages_by_size,
+    timed_rows,
+)
 from parallel_backend.placement.memory_model import Request, bytes_by_block, bytes_outside_blocks
 from parallel_backend.placement.model_sizes import block_bytes, block_lists, model_sizes
 from parallel_backend.processes.pool import Poll, Pool
@@ -32,6 +40,8 @@ def balance(
     even = (1 / degrees.patch,) * degrees.patch
     if by_hand is not None or stage_split.strip().lower() == "even" or degrees.pipe == degrees.patch == 1:
         return Balance(by_hand or even_stages(len(lists), degrees.pipe), even, None)
+    if setup.own_class is not None:  # nobody knows its blocks' costs, nor has arguments to time them with
+        return Balance(stages_by_size(block_bytes(checkpoint, lists, dtype, 1), degrees.pipe), even, None)
     rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
     probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows), lists, poll)
     sizes, other_bytes = block_bytes(checkpoint, lists, dtype, degrees.tensor), None

@@ -275,6 +275,7 @@ class _Run:
 
 def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False) -> Request:
     """The memory model's record of calls with this conditioning. `kept`, `bands`, `timed`: see memory_model.Request."""
+    tensors, is_looked_at = conditioning.tensors.items(), family.inputs.is_looked_at
     return Request(
         conditioning.layout.grid,
         conditioning.token_order.references,
@@ -282,15 +283,10 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
         family.image_padding(conditioning.layout.grid),
         conditioning.batch,
         conditioning.first_replica,
-        max((tensor.shape[1] for name, tensor in conditioning.tensors.items() if _is_text(name, tensor, family)), default=0),
+        max((tensor.shape[1] for name, tensor in tensors if is_looked_at(name, tensor)), default=0),
         kept,
         bands,
         family.patching.cut(conditioning.layout.along).band_dim,
         timed,
         conditioning.changes.together,
     )
-
-
-def _is_text(name: str, tensor: torch.Tensor, family: Family) -> bool:
-    """Whether the tensor has text tokens [B, T, width] that go to all blocks."""
-    return name in family.inputs.vector_tensors and tensor.ndim == 3

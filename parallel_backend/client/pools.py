@@ -30,6 +30,11 @@ class Pools:
         self._begun: set[tuple[str, ...]] = set()  # devices of pools that have been begun for a use to come
 
     @property
+    def all(self) -> tuple[Pool, ...]:
+        """Those that have failed too, until the next use drops them."""
+        return self._pools
+
+    @property
     def working(self) -> tuple[Pool, ...]:
         """The pools that have not failed, in the order of their last use."""
         return tuple(pool for pool in self._pools if pool.error is None)
@@ -90,9 +95,11 @@ class Pools:
             self.end(pool.devices)
 
     def end_all(self, politely: bool) -> None:
-        """End all ranks, on a thread that need not have the registry's lock: the pools stay where they are."""
+        """End all ranks that this process started, on a thread that need not have the registry's lock: the pools stay where
+        they are. A process that was forked from the one that started a pool has that pool too."""
         for pool in self._pools:
-            _close(pool, politely)
+            if pool.process == os.getpid():
+                _close(pool, politely)
 
     def _on(self, devices: tuple[str, ...]) -> Pool:
         """The pool on these devices, now the one used last. Ends pools that have failed or share some of the devices."""

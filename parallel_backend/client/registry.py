@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.host_memory import room_for_weights
@@ -31,6 +31,7 @@ from parallel_backend.wire.rank_settings import SelfTest
 from .loading import NoRoomToLoad, load_model
 from .memory_guard import MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
+from .overview import PoolOverview, overview_of
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .read_ahead import ReadAhead
@@ -61,7 +62,6 @@ class Registry:
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()))
         self._models = ModelsOnRanks()
         self._shortfalls = Shortfalls()
-        self._process = os.getpid()
         self._exiting = False
         self._reading: ReadAhead | None = None
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
@@ -107,7 +107,7 @@ class Registry:
     def _load(
         self, setup: Setup, poll: Poll, progress: LoadProgress, make_room: MakeRoom, expected: Callable[[], Request | None]
     ) -> RemoteTransformer:
-        checkpoint = open_checkpoint(setup.path)
+        checkpoint = open_checkpoint(setup.path) if setup.own_class is None else open_setup(setup)
         while len(present := list(self._models)) >= MOST_MODELS:
             self._unload(present[0], poll)
 
@@ -271,6 +271,10 @@ class Registry:
         entry = self._models.find(setup)
         return None if entry is None else entry.model
 
+    def overview(self) -> list[PoolOverview]:
+        """The ranks and what they do, for people. Never waits."""
+        return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
+
     def runs_on(self, devices: tuple[str, ...]) -> bool:
         """Whether there are working ranks on exactly these devices. Never waits."""
         return any(pool.devices == devices for pool in self._pools.working)
@@ -353,11 +357,9 @@ class Registry:
     def exit(self) -> None:
         """End all ranks, for the process is about to end. From then on none are started.
 
-        Never waits for a load under way on another thread, whose ranks are killed. Does nothing in a forked process, whose
-        ranks are its parent's.
+        Never waits for a load under way on another thread, whose ranks are killed. A forked process leaves its parent's
+        ranks alone.
         """
-        if os.getpid() != self._process:
-            return
         self._exiting = True
         idle = self._lock.acquire(blocking=False)
         try:

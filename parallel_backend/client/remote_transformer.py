@@ -52,6 +52,8 @@ class RemoteTransformer:
         self.checkpoint, self.setup, self.family, self.degrees = checkpoint, setup, checkpoint.family, setup.degrees
         self.balance, self._memory, self._posting, self._adaptation = balance, memory, posting, adaptation
         self._ranks, self.pool = memory.ranks, memory.ranks.pool
+        self.last_run: list[m.RunStats] = []
+        """By rank, of the last run that was closed."""
         self._runs = itertools.count(1)
         self._ranks.listen(posting.on_output, self._on_failure)
 
@@ -238,7 +240,8 @@ class RemoteTransformer:
         """Free the run's buffers. The statistics of each rank since the last report, in rank order."""
         self._memory.forget(run)
         self._posting.check()
-        return wait_for(self._ranks.ask(m.CloseRun(run), m.RunStats), poll)
+        self.last_run = wait_for(self._ranks.ask(m.CloseRun(run), m.RunStats), poll)
+        return self.last_run
 
     def abandon(self, run: int) -> None:
         """Forget the run's calls, see Posting.abandon. The run stays open."""

@@ -6,7 +6,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.step_inputs import EVERYWHERE, REFERENCES
+from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire import messages as m
 
@@ -41,7 +41,8 @@ class Scatter:
         for stage, blocks in enumerate(stages):
             numbers = {id(tensor): number for number, tensor in enumerate(added[stage])}
             for index, (images, companion) in enumerate(shards):
-                x = call.x[entries, images.slice] if stage == 0 else None
+                has_latent = stage == 0 or self._family.inputs.latent_everywhere
+                x = call.x[entries, images.slice] if has_latent else None
                 if x is not None and len(companion):
                     x = torch.cat((x, call.x[entries, companion.slice]), dim=1)
                 message = m.Step(
@@ -80,7 +81,7 @@ class Scatter:
                 for index in range(degrees.sequence):
                     tensors = {}
                     for name, tensor in conditioning.tensors.items():
-                        everywhere = name in (*family.inputs.vector_tensors, *EVERYWHERE)
+                        everywhere = family.inputs.is_everywhere(name)
                         if stage > 0 and not everywhere:
                             continue
                         whole = everywhere or name == REFERENCES or family.whole_text

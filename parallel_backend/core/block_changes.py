@@ -38,11 +38,13 @@ class BlockChanges:
     run it takes torch's. Empty: the kernel that the model was loaded with."""
     sparse: SparseAttention | None = None
     """Layers see a part of the keys. None: all keys."""
+    one_batch: bool = False
+    """The model combines batch entries by itself."""
 
     @property
     def together(self) -> bool:
         """Whether layers combine batch entries. All entries are then in one micro-step of one replica."""
-        return self.guidance is not None
+        return self.guidance is not None or self.one_batch
 
 
 UNCHANGED = BlockChanges()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .degrees import Degrees
+from .own_class import OwnBlock, OwnClass
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class Setup:
     """The settings from which the planner chose degrees and devices. Empty: the user chose them."""
     cuda_graphs: bool = False
     """Repeated micro-steps are replayed as CUDA graphs, see rank/micro_step_graphs.py."""
+    own_class: OwnClass | None = None
+    """ComfyUI's own class, for a file that no family computes. None: the file's family is found by its tensors."""
+
+    def with_blocks(self, blocks: tuple[OwnBlock, ...]) -> "Setup":
+        """With the blocks of `own_class`, as a trial has found them."""
+        assert self.own_class is not None
+        return replace(self, own_class=replace(self.own_class, blocks=blocks))
 
     def differs_by_plan_alone(self, other: "Setup") -> bool:
         """Whether the two are equal in all settings but those that the planner chooses."""

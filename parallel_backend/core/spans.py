@@ -28,6 +28,11 @@ class Span:
         """The part of the span from `start` on, counted from there."""
         return Span(max(self.start, start), max(self.stop, start)).shift(-start)
 
+    def common(self, other: "Span") -> "Span":
+        """What is in both. Empty if nothing is."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
     def shift(self, by: int) -> "Span":
         return Span(self.start + by, self.stop + by)
 

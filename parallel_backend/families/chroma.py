@@ -16,6 +16,7 @@ from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes
 from .parts import flux_blocks
 from .parts.conditioning import count_blocks, text
+from .parts.epsilons import UNNAMED
 from .parts.key_map import KeyMap
 
 APPROXIMATOR = "distilled_guidance_layer."
@@ -91,4 +92,5 @@ CHROMA = Family(
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={flux_blocks.DOUBLE: flux_blocks.DOUBLE_PLAN, flux_blocks.SINGLE: flux_blocks.SINGLE_PLAN},
+    epsilons=UNNAMED,
 )

@@ -16,6 +16,7 @@ from .base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
 from .base.tensor_plan import GATHER
 from .parts.conditioning import count_blocks, text
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.epsilons import COSMOS
 from .parts.key_map import WEIGHT, KeyMap
 
 NAME, BLOCKS = "Cosmos Predict2", "transformer_blocks"
@@ -124,4 +125,5 @@ COSMOS_PREDICT2 = Family(
     ),
     tensor_plan={BLOCKS: block_plan("ff", norms=False) | {f"{norm}.linear_2": GATHER for norm in _MODULATION}},
     patching=Patching(video=True),
+    epsilons=COSMOS,
 )

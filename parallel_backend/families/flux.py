@@ -16,8 +16,9 @@ from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks
 from .parts.conditioning import embedded_guidance, example, joint_widths, text_and_pooled
+from .parts.epsilons import UNNAMED
 from .parts.key_map import KeyMap
-from .parts.references import ACCEPTS, reference_tensors
+from .parts.references import ACCEPTS, METHODS, UXO, reference_tensors
 from .parts.rope import OPTION, rope_tensors
 
 _EMBEDDERS = {  # diffusers module <- original module
@@ -57,7 +58,7 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", joint_widths(config), call)
-    references = reference_tensors(Patching(), call, method="offset")
+    references = reference_tensors(Patching(), call, method="offset", methods=(*METHODS, UXO))
     return tensors | references | rope_tensors(call) | embedded_guidance(config, call)
 
 
@@ -101,4 +102,5 @@ FLUX = Family(
     ),
     half_dtypes=lambda config: ("bf16",) if config["in_channels"] == FILL_CHANNELS else ("bf16", "fp16"),
     tensor_plan=flux_blocks.MODULATED_PLAN,
+    epsilons=UNNAMED,
 )

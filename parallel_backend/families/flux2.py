@@ -19,6 +19,7 @@ from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import HEADS, ROW, WIDTH, CutKind, LayerCut
 from .parts import flux_blocks
 from .parts.conditioning import text
+from .parts.epsilons import UNNAMED
 from .parts.key_map import WEIGHT, KeyMap
 from .parts.references import ACCEPTS, reference_tensors
 from .parts.rope import OPTION, rope_tensors
@@ -118,4 +119,5 @@ FLUX2 = Family(
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan=_PLAN,
     patching=PATCHING,
+    epsilons=UNNAMED,
 )

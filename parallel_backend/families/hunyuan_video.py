@@ -16,6 +16,7 @@ from .base.segments import text_then_image
 from .base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
 from .parts import flux_blocks, hunyuan
 from .parts.conditioning import count_blocks, embedded_guidance, example, text_and_pooled
+from .parts.epsilons import UNNAMED
 from .parts.key_map import KeyMap
 
 PATCH = [1, 2, 2]
@@ -27,13 +28,11 @@ _GUIDANCE = {"time_text_embed.guidance_embedder": "guidance_in"}
 
 
 def _configure(shapes: Shapes) -> Config:
-    patch, other = list(shapes["img_in.proj.weight"][2:]), None
-    if "vector_in.in_layer.weight" not in shapes:
-        other = "HunyuanImage 2.1's refiner"
-    elif patch != PATCH:
-        other = f"a HunyuanVideo with patches of {patch} instead of {PATCH}"
-    if other is not None:
-        raise ValueError(f"model_name: this is {other}, which this version cannot run. Use a HunyuanVideo T2V or I2V model.")
+    if (patch := list(shapes["img_in.proj.weight"][2:])) != PATCH:
+        raise ValueError(
+            f"model_name: this is a HunyuanVideo with patches of {patch} instead of {PATCH}, which this version cannot run. "
+            "Use a HunyuanVideo T2V or I2V model."
+        )
     config = hunyuan.sizes(shapes)
     return config | {
         "out_channels": shapes["final_layer.linear.weight"][0] // 4,
@@ -97,7 +96,9 @@ HUNYUAN_VIDEO = Family(
     model_class="HunyuanVideoTransformer3DModel",
     native_classes=("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V"),
     file=FileLayout(
-        detect=lambda shapes: hunyuan.has_refiner(shapes) and not (hunyuan.is_video_15(shapes) or hunyuan.is_image(shapes)),
+        detect=lambda shapes: (
+            hunyuan.has_refiner(shapes) and "vector_in.in_layer.weight" in shapes and not hunyuan.is_video_15(shapes)
+        ),
         configure=_configure,
         key_map=_key_map,
         aliases=hunyuan.ALIASES,
@@ -124,4 +125,5 @@ HUNYUAN_VIDEO = Family(
     tensor_plan=flux_blocks.MODULATED_PLAN,
     # Bands of rows: each band has every frame of the motion, and a single picture can be cut too.
     patching=Patching(video=True),
+    epsilons=UNNAMED,
 )

@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5: text and picture to video. Double blocks only; the latent, a picture and its mask are in the channels.
+"""HunyuanVideo 1.5: text and picture to video, and its super resolution. Double blocks only; the latent, a picture and its
+mask are in the channels, for super resolution also the video that is to be made sharper.
 
 Joint sequence [image, text]. The text is CLIP's tokens of the picture and ByT5's of quoted words, if there are any, and the
 prompt, whose refiner takes the whole prompt. Key layouts: ComfyUI's, Tencent's, and diffusers'
@@ -16,22 +17,14 @@ from .base.patching import Patching
 from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks, hunyuan
+from .parts.epsilons import UNNAMED
 from .parts.key_map import WEIGHT, KeyMap
 
 NAME = "HunyuanVideo 1.5"
-SUPER_RESOLUTION = 98
-"""Input channels of the super-resolution model: the latent, the one to be made sharper, a picture and two masks."""
 _PICTURE = {"norm_in": "proj.0", "linear_1": "proj.1", "linear_2": "proj.3", "norm_out": "proj.4"}
 
 
 def _configure(shapes: Shapes) -> Config:
-    if "time_r_in.in_layer.weight" in shapes:
-        raise ValueError(
-            f"model_name: this is a {NAME} with mean flow (distilled, super resolution), which this version cannot run. Use "
-            f"a {NAME} T2V or I2V model without."
-        )
-    if shapes["img_in.proj.weight"][1] == SUPER_RESOLUTION:
-        raise ValueError(f"model_name: this is {NAME}'s super resolution, which this version cannot run.")
     if (patch := list(shapes["img_in.proj.weight"][2:])) != [1, 1, 1]:
         raise ValueError(f"model_name: this is a {NAME} with patches of {patch}, which this version cannot run.")
     config = hunyuan.sizes(shapes)
@@ -40,14 +33,13 @@ def _configure(shapes: Shapes) -> Config:
         "text_embed_2_dim": shapes["byt5_in.layernorm.weight"][0],
         "image_embed_dim": shapes["vision_in.proj.0.weight"][0],
         "rope_axes_dim": flux_blocks.rope_axes(config["attention_head_dim"]),
+        "use_meanflow": hunyuan.mean_flow(shapes),
     }
 
 
 def _key_map(config: Config) -> dict[str, Source]:
-    if config.get("use_meanflow"):
-        raise ValueError(f"model_name: this folder is a {NAME} with mean flow, which this version cannot run.")
-    keys = KeyMap()
-    hunyuan.outside_keys(keys, config, {"time_embed.timestep_embedder": "time_in"})
+    keys, next_time = KeyMap(), {"time_embed.timestep_embedder_r": "time_r_in"} if config.get("use_meanflow") else {}
+    hunyuan.outside_keys(keys, config, {"time_embed.timestep_embedder": "time_in"} | next_time)
     hunyuan.glyph_keys(keys)
     keys.inside("image_embedder.", "vision_in.").copy(_PICTURE)
     keys.copy({"cond_type_embed": "cond_type_embedding"}, WEIGHT)
@@ -76,7 +68,7 @@ HUNYUAN_VIDEO_15 = Family(
     name="hunyuan-video-1.5",
     model_class="HunyuanVideo15Transformer3DModel",
     class_module="parallel_backend.families.models.hunyuan",
-    native_classes=("HunyuanVideo15",),
+    native_classes=("HunyuanVideo15", "HunyuanVideo15_SR_Distilled"),
     file=FileLayout(
         detect=lambda shapes: hunyuan.has_refiner(shapes) and hunyuan.is_video_15(shapes),
         configure=_configure,
@@ -95,8 +87,12 @@ HUNYUAN_VIDEO_15 = Family(
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(
         conditioning=_conditioning,
-        accepts=("y", "guidance", "attention_mask", "txt_byt5", "clip_fea"),  # it embeds neither pooled text nor guidance
+        # It embeds neither pooled text nor guidance.
+        accepts=("y", "guidance", "attention_mask", "txt_byt5", "clip_fea", "disable_time_r"),
+        options=hunyuan.TIME_OPTIONS,
         token_tensors=("context", "glyphs", "picture"),
+        vector_tensors=(hunyuan.NEXT_TIME,),
+        exact=(hunyuan.NEXT_TIME,),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["text_embed_dim"])},
     ),
     forward=Forward(
@@ -108,4 +104,5 @@ HUNYUAN_VIDEO_15 = Family(
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={flux_blocks.DOUBLE: flux_blocks.MODULATED_PLAN[flux_blocks.DOUBLE]},
     patching=Patching(side=1, video=True),
+    epsilons=UNNAMED,
 )

@@ -15,6 +15,7 @@ from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks
 from .parts.conditioning import text
+from .parts.epsilons import UNNAMED
 from .parts.key_map import WEIGHT, KeyMap
 from .parts.references import ACCEPTS, reference_tensors
 from .parts.rope import OPTION, rope_tensors
@@ -75,4 +76,5 @@ LONGCAT_IMAGE = Family(
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan=flux_blocks.MODULATED_PLAN,
+    epsilons=UNNAMED,
 )

@@ -14,6 +14,7 @@ from .base.segments import text_then_image
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit
+from .parts.epsilons import UNNAMED
 from .parts.key_map import WEIGHT, KeyMap
 
 MODULATION = "norm1.linear"
@@ -136,4 +137,5 @@ LUMINA2 = Family(
         ),
     ),
     tensor_plan=next_dit.tensor_plan(_PLAN, MODULATION),
+    epsilons=UNNAMED,
 )

@@ -191,8 +191,10 @@ MINIMAX_H3 = Family(
         "token_refiner": {f"*.{layer}": cut for layer, cut in _BLOCK_PLAN.items() if layer != GATE},
     },
     patching=PATCHING,
-    native_values=lambda _config: {
+    native_values=lambda config: {
         "patch_size": (1, 2, 2),
+        # Model Sparse Attention warns where VSA has no gate, and goes on without it.
+        **({} if config.get("gate_compress") else {f"blocks.*.{GATE}": None}),
         "preprocess_text_embeds": lambda text: text,
         **{name.removeprefix("minimax_h3_"): usual for name, usual in SHIFTS.items()},
     },

@@ -15,6 +15,10 @@ BLOCK = "transformer_blocks.0."
 TO_COME = "a diffusion transformer that this version has no family for"
 
 
+class UnknownModel(ValueError):
+    """No family takes the file."""
+
+
 @dataclass(frozen=True)
 class OtherModel:
     """A kind of model. A file with all of `keys` is one. The first row of OTHERS that fits counts."""
@@ -40,9 +44,6 @@ OTHERS = (
     OtherModel("PixelDiT", TO_COME, ("core.pixel_embedder.proj.weight",)),
     OtherModel("PixelDiT", TO_COME, ("pixel_embedder.proj.weight",)),
     OtherModel("Z-Image in pixel space", TO_COME, ("dec_net.cond_embed.weight", "cap_embedder.1.weight")),
-    OtherModel("SeedVR2", TO_COME, ("blocks.35.mlp.vid.proj_out.weight",)),
-    OtherModel("SeedVR2", TO_COME, ("blocks.35.mlp.all.proj_in_gate.weight",)),
-    OtherModel("SeedVR2", TO_COME, ("blocks.31.mlp.all.proj_in_gate.weight",)),
     OtherModel("Hunyuan3D 2", SOLID, ("latent_in.weight",)),
     OtherModel("Hunyuan3D 2.1", SOLID, ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),
     OtherModel("TripoSplat", SOLID, ("cam_out_layer.weight", "repo_layers.0.final_map.weight")),

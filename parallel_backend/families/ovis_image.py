@@ -19,6 +19,7 @@ from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, GATHER, ROW, WIDTH, CutKind, LayerCut
 from .parts import flux_blocks
 from .parts.conditioning import hidden, text
+from .parts.epsilons import FLOAT32, UNNAMED
 from .parts.key_map import KeyMap
 from .parts.references import ACCEPTS, reference_tensors
 from .parts.rope import OPTION, rope_tensors
@@ -109,4 +110,5 @@ OVIS_IMAGE = Family(
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan=_PLAN,
+    epsilons=UNNAMED | {"context_embedder_norm": FLOAT32},
 )

@@ -138,8 +138,8 @@ def _positions(step: StepInputs) -> torch.Tensor:
     columns) is odd, the reference lies half a token off, so that both have one centre."""
     rows, columns = step.grid[-2:]
     places = step.tensors[POSITIONS][0]
-    odd = places.new_tensor((0.0, rows % 2 / 2, columns % 2 / 2))
-    prefix = (places[:-1, :3] - places[:-1, 3:] * odd)[step.text.slice]
+    index, row, column, is_reference = places[:-1][step.text.slice].unbind(1)
+    prefix = torch.stack((index, row - is_reference * (rows % 2 / 2), column - is_reference * (columns % 2 / 2)), dim=1)
     picture = step.positions(rows // 2 - rows, columns // 2 - columns)
     return torch.cat((prefix, picture + F.pad(places[-1, :1], (0, 2))))
 

@@ -98,13 +98,13 @@ WAN = Family(
     name="wan",
     model_class="WanTransformer3DModel",
     class_module="parallel_backend.families.models.wan",
-    native_classes=("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
+    native_classes=("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"),
     file=FileLayout(
         detect=lambda shapes: wan.kind(shapes) in ("", "reference", *VARIANTS),
         configure=_configure,
         key_map=_key_map,
         # ComfyUI's class makes the same transformer for both types.
-        header=wan.header("t2v", "i2v", in_dim_ref_conv=lambda config: (config["reference_channels"],)),
+        header=wan.header("t2v", "i2v", "flow_rvs", in_dim_ref_conv=lambda config: (config["reference_channels"],)),
         ignored=(r".*\.norm_added_q\.weight",),
         max_settings={"rope_max_seq_len": 1 << 16},
     ),

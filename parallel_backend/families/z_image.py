@@ -15,6 +15,7 @@ from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit
+from .parts.epsilons import UNNAMED
 from .parts.key_map import WEIGHT, KeyMap
 
 MULTIPLE = 32
@@ -134,4 +135,5 @@ Z_IMAGE = Family(
         cached_modules=cached(call=("t_embedder", "*.adaLN_modulation"), prompt=("cap_embedder", f"{next_dit.CONTEXT}.*")),
     ),
     tensor_plan=next_dit.tensor_plan(_PLAN, MODULATION),
+    epsilons=UNNAMED,
 )

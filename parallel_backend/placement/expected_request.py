@@ -17,14 +17,14 @@ def expected_request(
     family, config = checkpoint.family, checkpoint.config
     grid = family.patching.grid(shape)
     example = family.example(config, prompt)
-    looked_at = [example[name] for name in family.inputs.vector_tensors if name in example]
+    looked_at = [tensor.shape[1] for name, tensor in example.items() if family.inputs.is_looked_at(name, tensor)]
     return Request(
         grid=grid,
         references=0,
         text=family.text_tokens(grid, family.patching.usual_companion_tokens(shape), example),
         padding=family.image_padding(grid),
         entries=entries,
-        looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),
+        looked_at=max(looked_at, default=0),
         kept=kept,
         bands=bands,
         band_dim=family.patching.cut(family.patching.best_axis(grid)).band_dim,

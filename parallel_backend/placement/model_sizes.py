@@ -13,7 +13,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import JOINT, PAIRED
+from parallel_backend.families.base.blocks import JOINT, PAIRED, WINDOWS
 from parallel_backend.families.base.tensor_plan import cut_of, cut_outside, gathered_plan
 
 from .traced_states import TRACED, TracedStates
@@ -133,8 +133,9 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
 
     def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
         kinds = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
-        # PAIRED keeps the keys of two streams.
-        return tuple(tokens for kind in kinds for tokens in ((JOINT, JOINT) if kind == PAIRED else (kind,)))
+        # Keys of WINDOWS are those of JOINT; PAIRED keeps the keys of two streams.
+        kept = {WINDOWS: (JOINT,), PAIRED: (JOINT, JOINT)}
+        return tuple(tokens for kind in kinds for tokens in kept.get(kind, (kind,)))
 
     attention, prologue = [], []
     for spec in family.blocks.lists:
@@ -195,9 +196,8 @@ def block_bytes(
     """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists. `which`: those that count."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
     for target in filter(which, checkpoint.key_map):
-        name, _, rest = target.partition(".")
-        if name in lists:
-            sizes[name, int(rest.partition(".")[0])] += checkpoint.nbytes(target, dtype) // tensor
+        if (place := checkpoint.family.blocks.place(target)) is not None:
+            sizes[place] += checkpoint.nbytes(target, dtype) // tensor
     return list(sizes.values())
 
 
@@ -224,7 +224,6 @@ def ends_bytes(
     `which`: the parameters that count. Blocks before the stages' blocks (a prologue list) are weights of the first stage.
     """
     family = checkpoint.family
-    counted = {spec.name for spec in family.blocks.lists if not spec.prologue}
     prologue = {*family.blocks.prologue, *(spec.name for spec in family.blocks.lists if spec.prologue)}
     first = last = shared = 0
     for target in filter(which, checkpoint.key_map):
@@ -233,7 +232,7 @@ def ends_bytes(
             first += size
         elif top in family.blocks.epilogue:
             last += size
-        elif top not in counted:
+        elif family.blocks.place(target) is None:
             shared += size
     return first, last, shared
 

@@ -89,5 +89,12 @@ TRACED: dict[tuple[str, int], TracedStates] = {
         lists=(1.0,),
     ),
     # end of traced
+    # The most of three: without a given picture, with one and with three (real_sizes.WITH_REFERENCES).
+    ("qwen-image-2.1", 4096): TracedStates(
+        tensor=(15.19, 10.16, 7.91, 7.66),
+        ulysses=(15.19, 17.98, 21.04, 27.18),
+        ring=(15.19, 19.96, 21.81, 33.97),
+        patch=(15.19, 14.39, 15.16, 22.44),
+    ),
 }
 """By family and hidden size. In bf16, text to picture or video; smaller models of a family may have other proportions."""

@@ -13,8 +13,9 @@ from .watchdog import Verdict
 
 E = TypeVar("E", bound=BaseException)
 
-ROOT_CAUSE_SECONDS = 1.0
-"""Time to wait for the root cause after a rank reports a failed transfer: the death of another rank explains more."""
+ROOT_CAUSE_SECONDS = 3.0
+"""Time to wait for the root cause after a rank reports a failed transfer: the death of another rank explains more. On a busy
+machine the system takes more than a second to end a killed process."""
 
 
 class RankError(RuntimeError):

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -83,6 +84,8 @@ class Pool:
         self_test: SelfTest = SELF_TEST,
     ):
         self.devices, self.self_test = devices, self_test
+        self.process = os.getpid()
+        """The process that started these ranks."""
         self.threads = threads or max(1, usable_cores() // len(devices))
         self.error: Exception | None = None
         self.segments = itertools.count(1)

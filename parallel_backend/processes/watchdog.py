@@ -71,6 +71,10 @@ class Watchdog:
         beat = self._beats[rank]
         return "" if beat is None else beat.doing
 
+    def beat(self, rank: int) -> m.HeartbeatMessage | None:
+        """The rank's last heartbeat. None: it has sent none."""
+        return self._beats[rank]
+
     def sent(self, message: Any, model: int | None = None) -> None:
         """A message is sent to a rank. `model`: see Envelope."""
         with self._lock:

@@ -11,10 +11,11 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import Family
-from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY
+from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY, TEXT_ENDS
 from parallel_backend.wire.sampling import PutConditioning, Step
 
 from .attention.prefix_keys import PrefixKeys
+from .attention.text_runs import TextRun, text_runs
 
 KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE, ROPE, ROPE_FREQUENCY)
 """Conditioning tensors that keep their dtype: bf16, for one, has not all positions above 256."""
@@ -33,6 +34,8 @@ class RankConditioning:
     """Of calls outside of runs; those of a run are in its K/V buffer."""
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
+    text_runs: tuple[TextRun, ...] = ()
+    """Of a text in layers over CAUSAL_TEXT, the same in all batch entries."""
     kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
 
     @property
@@ -67,6 +70,7 @@ class ConditioningStore:
             name: to_device(tensor, self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()
         }
+        ends = message.tensors.get(TEXT_ENDS)
         token_order = self._family.token_order(message.grid, message.references, message.along)
         self._held[message.id] = RankConditioning(
             message.grid,
@@ -77,6 +81,7 @@ class ConditioningStore:
             PrefixKeys(message.batch),
             message.companion_tokens,
             message.changes,
+            () if ends is None else text_runs(ends[0]),
         )
 
     def forget_prefixes(self) -> None:

@@ -29,10 +29,11 @@ class Engine:
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs, self._texts = RunBuffers(), KeptTexts(stage.family)
         self._traffic, self._link = stage.traffic, stage.link
-        self._ops = stage_ops(stage.pipe.index, stage.pipe.size)
+        self._ops = (Op.COMPUTE,) if stage.own_class else stage_ops(stage.pipe.index, stage.pipe.size)
         self._block_watch = BlockWatch(stage.model, load.only, stage.traffic)
         self._graphs = None
-        if load.setup.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
+        alone = stage.computes_alone and not stage.own_class
+        if load.setup.cuda_graphs and not load.only and alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
         self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()
@@ -166,7 +167,8 @@ class Engine:
         self._traffic.mark(ended, idle=True)
         recorder.add(WORK, label, began, ended)
         recorder.step = OUTSIDE
-        if Op.SEND in self._ops or self.stage.tensor.index > 0:  # tensor ranks have equal outputs
+        last = self.stage.pipe.index == self.stage.pipe.size - 1
+        if not last or self.stage.tensor.index > 0:  # tensor ranks have equal outputs
             return None
         assert output is not None
         return Output(self.rank, step.seq, output)

@@ -17,12 +17,16 @@ def read_memory(
     other models and their runs, and `vae`, of parts of VAEs. `copy_rate`: see DeviceMemoryReport.
     """
     node = platform.node()
+    free, total = device_memory(device)
     if device.type != "cuda":
-        free, total = host_memory()
         return DeviceMemoryReport(rank, node, free, held, 0, total)
-    free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     # By the card's UUID: cuda:0 may be another card in another process.
     place = f"{node} {getattr(torch.cuda.get_device_properties(device), 'uuid', device)}"
     cached, host_free = torch.cuda.memory_reserved(device) - allocated, max(0, room_for_weights(device))
     return DeviceMemoryReport(rank, place, free, allocated - others - vae, cached, total, node, host_free, copy_rate, vae)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Free and all memory of the device; of a CPU's machine. RuntimeError if the device has failed."""
+    return host_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)

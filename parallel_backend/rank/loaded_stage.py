@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checked
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint
+from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
@@ -27,6 +28,7 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
+from parallel_backend.rank.stage.own_class import build_own_stage
 from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
 from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
@@ -61,7 +63,7 @@ class LoadedStage:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         setup = load.setup
-        checkpoint = open_checked(setup.path)
+        checkpoint = open_setup(setup)
         if load.fingerprint:
             check_fingerprint(checkpoint, load.fingerprint)
         checkpoint.check_unchanged(load.file_state)
@@ -89,7 +91,11 @@ class LoadedStage:
         resident = load.resident[rank] if load.resident else None
         self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
         read = functools.partial(store.load, progress=progress)
-        stage = build_stage(checkpoint, span, device, setup.dtype, plan, read, load.only)
+        self.own_class = setup.own_class is not None
+        if self.own_class:
+            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.link)
+        else:
+            stage = build_stage(checkpoint, span, device, setup.dtype, plan, read, load.only)
         self.model, self.stage_io = stage.model, stage.stage_io
         assert stage.plan is not None
         plan = stage.plan
@@ -118,7 +124,7 @@ class LoadedStage:
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
         self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)
         self.compiler = self._compile(checkpoint, degrees.world) if setup.compile else None
-        blocks = own_blocks(self.model, family.blocks.lists)
+        blocks = stage.blocks
         store.watch(blocks)
         for block in blocks.values():
             block.register_forward_hook(lambda *_: heartbeat.done())

@@ -1,7 +1,6 @@
 """The forward of a rank's stage for one micro-step: from message and conditioning to the arguments of the model's class."""
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -13,10 +12,10 @@ from parallel_backend.families.base.blocks import PAIRED
 from parallel_backend.families.base.segments import CallTokens
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_ENDS, TEXT_MASK, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
-from parallel_backend.rank.attention.frame_rows import FrameRows
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.prefix_keys import PrefixKeys
 from parallel_backend.rank.attention.sparse import SparseStep
+from parallel_backend.rank.attention.token_groups import TokenGroups, frames, windows
 from parallel_backend.rank.stage.block_slots import StageDone
 from parallel_backend.rank.stage.build import keep_timestep_exact
 from parallel_backend.wire.sampling import Step
@@ -91,8 +90,10 @@ class StageForward:
             text_mask_BT=None if text_mask is None else text_mask[step.entries.slice],
             prefix=conditioning.prefix if state.buffer is None else PrefixKeys(conditioning.batch),
             text_ends_T=None if text_ends is None else text_ends[0],
+            text_runs=conditioning.text_runs,
             image_padding=self._family.image_padding(conditioning.grid),
-            frames=self._frame_rows(conditioning),
+            frames=self._frames(conditioning),
+            windows=self._windows(conditioning),
             guidance=conditioning.changes.guidance,
             sparse=self._sparse(state, text, image),
         )
@@ -190,15 +191,27 @@ class StageForward:
             kept["rows"] = image.slice if places is None else to_device(places, self._stage.device)
         return Rows(kept["rows"], order.tokens, text, self._family.blocks.text_first)
 
-    def _frame_rows(self, conditioning: RankConditioning) -> FrameRows | None:
+    def _frames(self, conditioning: RankConditioning) -> TokenGroups | None:
         """Frames of the video's tokens, for layers that attend by frame."""
-        if not self._paired:
-            return None
-        grid, order = conditioning.grid, conditioning.token_order
+        return self._groups(conditioning, "frames", lambda: frames(conditioning.grid)) if self._paired else None
+
+    def _windows(self, conditioning: RankConditioning) -> tuple[TokenGroups, ...]:
+        """Windows of the video's tokens, for layers that attend in windows."""
+        if (cuts := self._family.blocks.windows) is None:
+            return ()
+        grid = conditioning.grid
+        return tuple(
+            self._groups(conditioning, f"windows {number}", functools.partial(windows, grid, spans))
+            for number, spans in enumerate(cuts(grid))
+        )
+
+    def _groups(self, conditioning: RankConditioning, name: str, make: Callable[[], torch.Tensor]) -> TokenGroups:
+        """`make`: the group of each token in the class's order."""
+        order = conditioning.token_order
         kept = conditioning.kept[order.span]
-        if "frames" not in kept:
-            kept["frames"] = order.places_in_class(grid, order.span) // math.prod(grid[1:])
-        return FrameRows(kept["frames"], self._stage.device, kept)
+        if name not in kept:
+            kept[name] = make()[order.places_in_class(conditioning.grid, order.span)]
+        return TokenGroups(name, kept[name], self._stage.device, kept)
 
     def _sparse(self, state: MicroStepState, text: tuple[Span, ...], image: tuple[Span, ...]) -> SparseStep | None:
         """Block-sparse attention of the micro-step. None: it attends in full. `text`, `image`: see AttentionStep."""

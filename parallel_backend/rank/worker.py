@@ -1,6 +1,7 @@
 """One rank: a process that handles the client's messages, in order, until the connection ends."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -36,6 +37,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 from .allocator import give_back, keep_freed
 from .block_probe import probe
 from .engine import Engine
+from .free_memory import device_memory
 from .loaded_stage import LoadedStage
 from .outbox import Outbox
 
@@ -339,6 +341,7 @@ def run(settings: RankSettings, connection: Connection, make_worker: Callable[..
             torch.cuda.set_device(settings.device)
         else:
             keep_freed()
+        heartbeat.memory = functools.partial(device_memory, torch.device(settings.device))
         rendezvous = Rendezvous(settings.rendezvous, len(settings.devices), settings.timeout)
         peers = Peers(settings, rendezvous, Guard(heartbeat, rendezvous.check, fail))
         peers.join()

@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass
 class Heartbeat:
-    """The state of a rank. The main thread writes it, but for `_at` and `_passed`, which `beat` writes."""
+    """The state of a rank. The main thread writes it, but for `_at`, `_passed` and `_memory`, which `beat` writes."""
 
     doing: str = START_UP
     """The rank's present work, in the words of an error."""
@@ -42,6 +42,11 @@ class Heartbeat:
     """Number of messages handled, blocks computed, transfers waited for and tensors loaded so far."""
     waiting: bool = False
     """The rank waits for another rank, in a transfer."""
+    memory: Callable[[], tuple[int, int]] | None = None
+    """Returns free and all memory of the rank's device. Called on the thread of `beat`, which keeps the last answer
+    after an exception. None: the rank has not got its device yet."""
+    _memory: tuple[int, int] = (0, 0)
+    """As of the last beat that asked."""
     _marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS))
     """Marks that the device has not passed yet."""
     _at: Mark | None = None
@@ -62,15 +67,19 @@ class Heartbeat:
                 while self._marks and _has_passed(self._marks[0]):
                     self._at = self._marks.popleft()
                     self._passed += 1
+                if self.memory is not None:
+                    # Who computes on a failed device reports it. A thread that ended here would have a rank taken for dead.
+                    with contextlib.suppress(Exception):
+                        self._memory = self.memory()
             finally:
                 self._asking.release()
         progress = self.progress + self._passed
         if not self._marks:
-            return HeartbeatMessage(rank, self.doing, progress, self.waiting)
+            return HeartbeatMessage(rank, self.doing, progress, self.waiting, *self._memory)
         at, following = self._at, self._marks[0]
         if at is None or at.doing is None:  # the device is about to begin the work behind the next mark
-            return HeartbeatMessage(rank, following.doing or self.doing, progress, False)
-        return HeartbeatMessage(rank, at.doing, progress, at.waiting)
+            return HeartbeatMessage(rank, following.doing or self.doing, progress, False, *self._memory)
+        return HeartbeatMessage(rank, at.doing, progress, at.waiting, *self._memory)
 
     def unasked(self) -> AbstractContextManager[Any]:
         """Context in which no mark is asked whether the device has passed it; beats go on. Waits for a question under way.

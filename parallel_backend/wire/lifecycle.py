@@ -22,6 +22,10 @@ class HeartbeatMessage:
     doing: str
     progress: int
     waiting: bool
+    free_bytes: int = 0
+    """Free memory of the rank's device; of a CPU rank's machine."""
+    total_bytes: int = 0
+    """All of that memory. 0: not known yet."""
 
 
 @dataclass(frozen=True)

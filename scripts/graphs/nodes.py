@@ -32,7 +32,22 @@ def parallelize_node(model: Link, gpus: int, mode: str) -> Node:
     return Node("ParallelizeModel", (320, 126), inputs, (MODEL,))
 
 
-def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node, **widgets: Any) -> dict[str, Any]:
+def ulysses_node(degree: int) -> Node:
+    widgets = {
+        "ulysses_degree": degree,
+        "ring_degree": 1,
+        "patch_mode": "none",
+        "patch_degree": 1,
+        "attention": "auto",
+        "comm_overlap": True,
+        "patch_warmup_steps": 1,
+        "transfer_dtype": "full",
+        "ulysses_exchange": "all-to-all",
+    }
+    return Node("UlyssesConfig", (320, 278), widgets, (("parallel_config", "PARALLEL_CONFIG"),))
+
+
+def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node | Link, **widgets: Any) -> dict[str, Any]:
     """KSampler's inputs, which PipeFusion Sampler has too."""
     inputs = {
         "model": model,
@@ -43,7 +58,7 @@ def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node, *
         "scheduler": "simple",
         "positive": positive,
         "negative": negative,
-        "latent_image": latent["LATENT"],
+        "latent_image": latent["LATENT"] if isinstance(latent, Node) else latent,
         "denoise": 1.0,
     }
     return inputs | widgets

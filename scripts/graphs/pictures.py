@@ -20,6 +20,7 @@ from .nodes import (
     report_group,
     sampling_inputs,
     text_node,
+    ulysses_node,
     vae_node,
 )
 
@@ -97,22 +98,7 @@ def parallelize_model() -> Graph:
 
 def flux_dev_ulysses_pipefusion() -> Graph:
     """FLUX.1 dev on four GPUs, two stages of two that share the tokens, by ComfyUI's custom sampling nodes."""
-    config = Node(
-        "UlyssesConfig",
-        (320, 278),
-        {
-            "ulysses_degree": 2,
-            "ring_degree": 1,
-            "patch_mode": "none",
-            "patch_degree": 1,
-            "attention": "auto",
-            "comm_overlap": True,
-            "patch_warmup_steps": 1,
-            "transfer_dtype": "full",
-            "ulysses_exchange": "all-to-all",
-        },
-        (("parallel_config", "PARALLEL_CONFIG"),),
-    )
+    config = ulysses_node(2)
     loader = loader_node("flux1-dev.safetensors", config, pipefusion_degree=2)
     clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
     prompt = text_node(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
@@ -325,3 +311,53 @@ def qwen_edit_2511() -> Graph:
             (picture_group(sampler["LATENT"], vae, "qwen-edit-2511", height=360),),
         )
     )
+
+
+def _qwen_image_2_1(prompt: str, prefix: str, picture: tuple[Node, ...], turns: str) -> Graph:
+    """Qwen-Image 2.1 on two GPUs, each with all of it and half of the tokens. `picture`: the one to change, if any."""
+    config, model = ulysses_node(2), "qwen_image_2.1_int8_convrot.safetensors"
+    loader, vae = loader_node(model, config), vae_node("qwen_image_2.1_vae_bf16.safetensors")
+    clip = clip_node("qwen3vl_8b_int8_convrot.safetensors", "qwen_image")
+    inputs = {"clip": clip["CLIP"], "prompt": prompt, "negative_prompt": "", "vae": vae["VAE"], "resolution": 1024}
+    inputs["images.image_1"] = picture[0]["IMAGE"] if picture else Unconnected("IMAGE")
+    given = ("positive", "CONDITIONING"), ("negative", "CONDITIONING"), ("latent", "LATENT")
+    encode = Node("TextEncodeQwenImage21", (320, 300), inputs, given, "Prompt")
+    prompts = encode["positive"], encode["negative"], encode["latent"]
+    sampler = ksampler_node(sampling_inputs(loader["MODEL"], *prompts, steps=25, cfg=1.0))
+    files = (
+        f"diffusion_models/{model}",
+        "text_encoders/qwen3vl_8b_int8_convrot.safetensors",
+        "vae/qwen_image_2.1_vae_bf16.safetensors",
+    )
+    text = (
+        "Needs **ComfyUI 0.37** or newer. Made for **2 GPUs** of 12 GB with NVLink or P2P: both hold all of the int8 file, "
+        "and every step is exact.\n"
+        "- **2 GPUs without P2P**: no Ulysses Config, `pipefusion_degree` 2 and Apply PipeFusion: close to exact.\n"
+        "- **2 GPUs of 8 GB**: no Ulysses Config and `pipefusion_degree` 2: each holds half of the model, exact.\n"
+        "- **4 GPUs**: `ulysses_degree` 4. **1 GPU**: no Ulysses Config.\n"
+        f"{turns}"
+        "- The turbo files have sigmas of their own: open ComfyUI's template for them, and choose *Run on several GPUs*.\n"
+        "- The GPUs compute the text and given pictures once a run. Qwen Image 2.1 Cache is not needed.\n"
+    )
+    given_picture = (Group("Picture to change", (picture,)),) if picture else ()
+    return Graph(
+        (
+            (files_note("Files, GPUs, what to turn", files, text, 320), *given_picture),
+            (Group("Model", ((config, loader),)),),
+            (Group("Text encoder and VAE", ((clip, vae),)), Group("Prompt and size", ((encode,),))),
+            (Group("Sampling", ((sampler,),)),),
+            (picture_group(sampler["LATENT"], vae, prefix, height=360),),
+        )
+    )
+
+
+def qwen_image_2_1() -> Graph:
+    """Qwen-Image 2.1 makes a picture from text."""
+    return _qwen_image_2_1(LIGHTHOUSE, "qwen-image-2.1", (), "- `resolution` goes up to 2048.\n")
+
+
+def qwen_image_2_1_edit() -> Graph:
+    """Qwen-Image 2.1 changes a picture as a sentence says."""
+    picture = Node("LoadImage", (320, 314), {"image": "example.png"}, (("IMAGE", "IMAGE"), ("MASK", "MASK")))
+    turns = "- More pictures: image_2 and on, `<image2>` in the prompt. The new picture has the first one's shape.\n"
+    return _qwen_image_2_1("make <image1> a watercolour painting", "qwen-image-2.1-edit", (picture,), turns)

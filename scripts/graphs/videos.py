@@ -11,6 +11,7 @@ from .nodes import (
     files_note,
     loader_node,
     text_node,
+    ulysses_node,
     vae_node,
 )
 
@@ -19,6 +20,7 @@ SHIFT = 5.0
 WAN_VAE, WAN_TEXT = "wan_2.1_vae.safetensors", "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
 LTX, LTX_TEXT = "ltx-2.3-22b-distilled-fp8.safetensors", "gemma_3_12B_it_fp4_mixed.safetensors"
 H3, H3_TEXT = "minimax_h3_fl2va_pruned_int8_convrot.safetensors", "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors"
+FASTH3 = "fastvideo_fasth3_8step_v2_pruned_int8_convrot.safetensors"
 H3_VAES = ("minimax_h3_video_vae_fp16.safetensors", "minimax_h3_audio_vae_fp32.safetensors")
 
 
@@ -151,9 +153,9 @@ def ltx_2_3() -> Graph:
     )
 
 
-def minimax_h3() -> Graph:
-    """MiniMax H3, video with sound from words, on four GPUs, a pipeline of four."""
-    loader = loader_node(H3, pipefusion_degree=4)
+def _minimax_h3(loading: tuple[Node, ...], patching: tuple[Node, ...], steps: int, prefix: str, note: str) -> Graph:
+    """Video with sound from words. `loading`: nodes up to the loader; `patching`: those behind it on its MODEL."""
+    loader, model = loading[-1], patching[-1]["MODEL"]
     clip, (vae, audio_vae) = clip_node(H3_TEXT, "minimax"), (vae_node(name) for name in H3_VAES)
     asked = {
         "clip": clip["CLIP"],
@@ -166,17 +168,36 @@ def minimax_h3() -> Graph:
         "last_frame": Unconnected("IMAGE"),
     }
     prompt = Node("MiniMaxH3ImageToVideo", (320, 280), asked, (("positive", "CONDITIONING"), LATENT))
-    apply = apply_pipefusion_node(loader["MODEL"])
-    guided = {"model": apply["MODEL"], "conditioning": prompt["positive"]}
+    guided = {"model": model, "conditioning": prompt["positive"]}
     guider = Node("BasicGuider", (320, 46), guided, (("GUIDER", "GUIDER"),))
-    steps = {"model": apply["MODEL"], "scheduler": "simple", "steps": 20, "denoise": 1.0}
-    sigmas = Node("BasicScheduler", (320, 106), steps, (("SIGMAS", "SIGMAS"),))
+    scheduled = {"model": model, "scheduler": "simple", "steps": steps, "denoise": 1.0}
+    sigmas = Node("BasicScheduler", (320, 106), scheduled, (("SIGMAS", "SIGMAS"),))
     sampling = custom_sampling_nodes(guider, prompt["LATENT"], "res_multistep", sigmas)
     samples = sampling[-1]["output"]
     decode = Node("VAEDecode", (320, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
     heard = {"samples": samples, "vae": audio_vae["VAE"]}
     decode_audio = Node("VAEDecodeAudio", (320, 46), heard, (("AUDIO", "AUDIO"),))
-    text = (
+    files = (
+        f"diffusion_models/{loader.inputs['model_name']}",
+        f"text_encoders/{H3_TEXT}",
+        *(f"vae/{name}" for name in H3_VAES),
+    )
+    shown = (decode, decode_audio, *_video(decode["IMAGE"], decode_audio["AUDIO"], 24.0, prefix))
+    return Graph(
+        (
+            (files_note("Files, GPUs, what to turn", files, note, 420),),
+            (Group("Model and text encoder", ((*loading, clip),)), Group("VAEs", ((vae, audio_vae),))),
+            (Group("Prompt and size", ((prompt,),)), Group("Behind the loader", (patching,))),
+            (Group("Sampling", (sampling,)),),
+            (Group("Video with sound", (shown,)),),
+        )
+    )
+
+
+def minimax_h3() -> Graph:
+    """MiniMax H3, video with sound from words, on four GPUs, a pipeline of four."""
+    loader = loader_node(H3, pipefusion_degree=4)
+    note = (
         "Made for **4 GPUs** of any kind and link, 24 GB each: each holds a quarter of the 19 B model, and 9 GB of keys and "
         "values that PipeFusion keeps.\n"
         "- **2 GPUs of 24 GB**: `pipefusion_degree` 1, a Ulysses Config with `ulysses_degree` 2 (fast links) or "
@@ -188,14 +209,29 @@ def minimax_h3() -> Graph:
         "loader.\n"
         "- Sound is computed with the first patch of the pipeline.\n"
     )
-    files = (f"diffusion_models/{H3}", f"text_encoders/{H3_TEXT}", *(f"vae/{name}" for name in H3_VAES))
-    shown = (decode, decode_audio, *_video(decode["IMAGE"], decode_audio["AUDIO"], 24.0, "minimax-h3"))
-    return Graph(
-        (
-            (files_note("Files, GPUs, what to turn", files, text),),
-            (Group("Model and text encoder", ((loader, clip),)), Group("VAEs", ((vae, audio_vae),))),
-            (Group("Prompt and size", ((prompt,),)), Group("Pipeline", ((apply,),))),
-            (Group("Sampling", (sampling,)),),
-            (Group("Video with sound", (shown,)),),
-        )
+    return _minimax_h3((loader,), (apply_pipefusion_node(loader["MODEL"]),), 20, "minimax-h3", note)
+
+
+def fasth3() -> Graph:
+    """FastH3, MiniMax H3 in eight steps with sparse attention, on two GPUs that share the tokens."""
+    config = ulysses_node(2)
+    loader = loader_node(FASTH3, config)
+    shift = {"model": loader["MODEL"], "shift_video": 10.0, "shift_audio": 3.0}
+    shifted = Node("MiniMaxH3SigmaShift", (320, 82), shift, (MODEL,))
+    looked_at = {"selection": "vsa", "selection.keep_percent": 10.0, "start_percent": 0.2, "end_percent": 1.0}
+    where = {"dense_blocks": "", "min_tokens": 12288, "extra_tokens": 256, "sink_conditioning": "exact_kv_and_rows"}
+    inputs = {"model": shifted["MODEL"]} | looked_at | where | {"verbose": False}
+    sparse = Node("BlockSparseAttention", (320, 250), inputs, (MODEL,), "Model Sparse Attention")
+    note = (
+        "Needs **ComfyUI 0.38** or newer, and comfy-kitchen 0.2.40. Made for **2 GPUs** of 24 GB with NVLink or P2P: both "
+        "hold all of the int8 file, and each attends for half of the heads.\n"
+        "- **4 GPUs**: `ulysses_degree` 4.\n"
+        "- **2 GPUs of 16 GB**: `ulysses_degree` 1 and `tensor_parallel_degree` 2: each holds half of the model.\n"
+        "- **2 GPUs without P2P**: `ulysses_degree` 1, `pipefusion_degree` 2 and Apply PipeFusion, without Model Sparse "
+        "Attention: under PipeFusion attention is in full.\n"
+        "- **1 GPU**: no Ulysses Config.\n"
+        "- Sparse attention gains more the more tokens there are: 1344 x 768 wants 32 GB, or `tensor_parallel_degree` 2. "
+        "Fewer tokens than `min_tokens` are attended to in full.\n"
+        "- A picture for the first or the last frame: `first_frame`, `last_frame`.\n"
     )
+    return _minimax_h3((config, loader), (shifted, sparse), 8, "fasth3", note)

@@ -71,7 +71,6 @@ CASES = (
             "native": replace(
                 _IMAGE_CASE.native or Native(IMAGE, _conditioning, (16, 1, 8, 6)),
                 conditioning=_conditioning,
-                limit=1.5e-4,  # of latents up to 12: ComfyUI's own class is 4e-6 from float64, these ranks 3e-7
                 newer="Anima",
                 detected=cosmos_predict2.DETECTED | {"modules": {"comfy.ldm.anima.model.LLMAdapter": _SIZES}},
             ),

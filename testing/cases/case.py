@@ -34,6 +34,7 @@ class Native:
     largest absolute difference in fp32. `detected`: entries of the unet_config that detection takes for granted and that
     are others in a small model; under "classes", sizes by which ComfyUI tells a class apart. `companion`: of a nested
     latent's other part. `masks`: "mask", "mask_companion" -> shapes of noise masks for its parts.
+    `boolean_masks`: its class masks attention by booleans, which only ComfyUI's kernel of PyTorch's attention reads so.
     """
 
     config: dict[str, Any]
@@ -46,6 +47,7 @@ class Native:
     companion: tuple[int, ...] | None = None
     masks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     newer: str = ""
+    boolean_masks: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Case:
     def model(self, config: dict[str, Any] | None = None) -> torch.nn.Module:
         """The family's class with random weights in which every part shows."""
         model = self.row.transformer_class()(**(config or self.config)).eval()
+        self.row.use_epsilons(model)
         model = tiny.randomise(model, 0)
         self.adjust(model)
         return model

@@ -85,7 +85,7 @@ def _case(name, config, kind, latent, **others):
             config,
             _conditioning(kind is TimePerFrame),
             (16, 3 if latent[0] > 1 else 1, 8, 6),
-            limit=2e-4,  # sigmas begin at 80, and latents with them
+            limit=1e-4,  # sigmas begin at 80, and latents with them
             detected=DETECTED,
         ),
         **others,

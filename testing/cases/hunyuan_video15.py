@@ -3,6 +3,7 @@
 import diffusers
 import torch
 
+from parallel_backend.families.parts.hunyuan import NEXT_TIME
 from testing.cases.case import Case, Native
 
 WIDTHS = {"text_embed_dim": 24, "text_embed_2_dim": 20}
@@ -27,7 +28,10 @@ NATIVE_VIDEO = VIDEO | {
     "image_embed_dim": 1152,
     "rope_axes_dim": (16, 56, 56),
 }
+SHARPER = VIDEO | {"in_channels": 14, "use_meanflow": True}
+NATIVE_SHARPER = NATIVE_VIDEO | {"in_channels": 98, "use_meanflow": True}
 IMAGE = WIDTHS | {
+    "guidance_embeds": False,
     "in_channels": 6,
     "out_channels": 6,
     "num_attention_heads": 3,
@@ -46,14 +50,25 @@ NATIVE_IMAGE = IMAGE | {
     "text_embed_2_dim": 1472,
     "rope_axes_dim": (64, 64),
 }
+DISTILLED, NATIVE_DISTILLED = (config | {"use_meanflow": True, "guidance_embeds": True} for config in (IMAGE, NATIVE_IMAGE))
+# The latent and the picture that is to be made sharper; no quoted words.
+REFINER = IMAGE | {"in_channels": 8, "out_channels": 4, "patch_size": (1, 1, 1), "rope_axes_dim": (4, 6, 6)}
+REFINER |= {"text_embed_2_dim": None}
+NATIVE_REFINER = NATIVE_IMAGE | {"in_channels": 128, "patch_size": (1, 1, 1), "rope_axes_dim": (16, 56, 56)}
+NATIVE_REFINER |= {"text_embed_2_dim": None}
 
 
 def _tensors(config, picture):
     def make(generator, batch):
         tensors = {"context": torch.randn(batch, 7, config["text_embed_dim"], generator=generator)}
-        tensors["glyphs"] = torch.randn(batch, 3, config["text_embed_2_dim"], generator=generator)
+        if config["text_embed_2_dim"] is not None:
+            tensors["glyphs"] = torch.randn(batch, 3, config["text_embed_2_dim"], generator=generator)
         if picture:
             tensors["picture"] = torch.randn(batch, 2, config["image_embed_dim"], generator=generator)
+        if config.get("use_meanflow"):
+            tensors[NEXT_TIME] = torch.full((batch,), 350.0)
+        if config.get("guidance_embeds"):
+            tensors["guidance"] = torch.full((batch,), 4.5)
         return tensors
 
     return make
@@ -68,15 +83,20 @@ def _reference(model, x, timestep, tensors):
     kind = getattr(diffusers, type(model).__name__)
     original = kind(**dict(model.config)).eval()
     original.load_state_dict(model.state_dict())
-    picture = {"image_embeds": tensors["picture"]} if "picture" in tensors else {}
+    more = {"image_embeds": tensors["picture"]} if "picture" in tensors else {}
+    if "glyphs" in tensors:
+        more["encoder_hidden_states_2"] = tensors["glyphs"]
+        more["encoder_attention_mask_2"] = _ones(tensors["glyphs"])
+    if NEXT_TIME in tensors:
+        more["timestep_r"] = tensors[NEXT_TIME]
+    if "guidance" in tensors:
+        more["guidance"] = tensors["guidance"] * 1000
     return original(
         hidden_states=x,
         timestep=timestep.float(),
         encoder_hidden_states=tensors["context"],
         encoder_attention_mask=_ones(tensors["context"]),
-        encoder_hidden_states_2=tensors["glyphs"],
-        encoder_attention_mask_2=_ones(tensors["glyphs"]),
-        **picture,
+        **more,
         return_dict=False,
     )[0]
 
@@ -93,45 +113,84 @@ def _adjust(model):
 
 def _conditioning(config, picture):
     def make(generator):
-        extras = {
-            "pooled_output": torch.randn(1, 8, generator=generator),
-            "conditioning_byt5small": torch.randn(1, 5, config["text_embed_2_dim"], generator=generator),
-        }
+        extras = {"pooled_output": torch.randn(1, 8, generator=generator)}
+        if config["text_embed_2_dim"] is not None:
+            extras["conditioning_byt5small"] = torch.randn(1, 5, config["text_embed_2_dim"], generator=generator)
+        if config.get("patch_size") == (1, 1, 1):
+            extras["concat_latent_image"] = torch.randn(1, 32, 1, 8, 6, generator=generator)
         if picture:
             extras["clip_vision_output.last_hidden_state"] = torch.randn(
                 1, 4, config["image_embed_dim"], generator=generator
             )
-            extras["concat_latent_image"] = torch.randn(1, 32, 3, 8, 6, generator=generator)
-            extras["concat_mask"] = torch.rand(1, 1, 3, 8, 6, generator=generator)
+            sharper = config.get("use_meanflow")
+            extras["concat_latent_image"] = torch.randn(1, 66 if sharper else 32, 3, 8, 6, generator=generator)
+            if not sharper:
+                extras["concat_mask"] = torch.rand(1, 1, 3, 8, 6, generator=generator)
+        if config.get("guidance_embeds"):
+            extras["guidance"] = 4.5
         return torch.randn(1, 9, config["text_embed_dim"], generator=generator), extras
 
     return make
 
 
+def _case(name, family, config, latent, odd, native, native_latent, **others):
+    picture = "image_embed_dim" in config
+    return Case(
+        name=name,
+        family=family,
+        config=config,
+        latent=latent,
+        odd=odd,
+        tensors=_tensors(config, picture),
+        reference=_reference,
+        timestep=700.0,
+        adjust=_adjust,
+        native=Native(native, _conditioning(native, picture), native_latent),
+        **others,
+    )
+
+
 CASES = (
-    Case(
-        name="hunyuan-video-1.5",
-        family="hunyuan-video-1.5",
-        config=VIDEO,
-        latent=(9, 3, 6, 5),
-        odd=(9, 2, 5, 3),
-        tensors=_tensors(VIDEO, True),
-        reference=_reference,
-        timestep=700.0,
-        adjust=_adjust,
+    _case(
+        "hunyuan-video-1.5",
+        "hunyuan-video-1.5",
+        VIDEO,
+        (9, 3, 6, 5),
+        (9, 2, 5, 3),
+        NATIVE_VIDEO,
+        (32, 3, 8, 6),
         sampled=False,
-        native=Native(NATIVE_VIDEO, _conditioning(NATIVE_VIDEO, True), (32, 3, 8, 6)),
     ),
-    Case(
-        name="hunyuan-image-2.1",
-        family="hunyuan-image-2.1",
-        config=IMAGE,
-        latent=(6, 8, 6),
-        odd=(6, 7, 5),
-        tensors=_tensors(IMAGE, False),
-        reference=_reference,
-        timestep=700.0,
-        adjust=_adjust,
-        native=Native(NATIVE_IMAGE, _conditioning(NATIVE_IMAGE, False), (64, 8, 6)),
+    _case(
+        "hunyuan-video-1.5-sr",
+        "hunyuan-video-1.5",
+        SHARPER,
+        (14, 3, 6, 5),
+        None,
+        NATIVE_SHARPER,
+        (32, 3, 8, 6),
+        sampled=False,
+        full=True,
+    ),
+    _case("hunyuan-image-2.1", "hunyuan-image-2.1", IMAGE, (6, 8, 6), (6, 7, 5), NATIVE_IMAGE, (64, 8, 6)),
+    _case(
+        "hunyuan-image-2.1-distilled",
+        "hunyuan-image-2.1",
+        DISTILLED,
+        (6, 8, 6),
+        None,
+        NATIVE_DISTILLED,
+        (64, 8, 6),
+        full=True,
+    ),
+    _case(
+        "hunyuan-image-2.1-refiner",
+        "hunyuan-image-2.1-refiner",
+        REFINER,
+        (8, 2, 8, 6),
+        (8, 2, 7, 5),
+        NATIVE_REFINER,
+        (32, 1, 8, 6),
+        sampled=False,
     ),
 )

@@ -138,7 +138,7 @@ def _case(name, tensors, conditioning, fused_mlp):
         reference=_reference,
         rounds_time=True,
         adjust=_adjust,
-        native=Native(NATIVE | {"fused_mlp": fused_mlp}, conditioning, (64, 12, 7), newer="QwenImage21"),
+        native=Native(NATIVE | {"fused_mlp": fused_mlp}, conditioning, (64, 12, 7), newer="QwenImage21", boolean_masks=True),
     )
 
 

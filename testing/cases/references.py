@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
-from parallel_backend.families.parts.references import AT_ZERO, reference_tensors
+from parallel_backend.families.parts.references import AT_ZERO, UXO, reference_tensors
 from testing.cases import flux, flux2, krea2, longcat_image, qwen_image
 
 SIZES, VIDEO_SIZES = ((6, 8), (9, 5)), ((1, 8, 8), (1, 12, 4))
@@ -18,7 +18,8 @@ def _with_references(case, name, method, step, size=SIZES, centred=False, shift=
 
     def tensors(generator, batch):
         pictures = [torch.randn(batch, channels, *sides, generator=generator) for sides in size]
-        latents = {"ref_latents": pictures}
+        grid = patching.grid((batch, *case.latent))
+        latents = {"ref_latents": pictures, "grid": grid}
         return case.tensors(generator, batch) | reference_tensors(
             patching, latents, method, step, centred, methods=(method,), usual=shift
         )
@@ -84,6 +85,15 @@ def _named(cases, name):
 
 CASES = (
     _with_references(_named(flux.CASES, "flux-dev"), "flux-kontext", "offset", 1.0),
+    _with_references(
+        _named(flux.CASES, "flux-dev"),
+        "flux-uso",
+        UXO,
+        1.0,
+        extras={"reference_latents_method": UXO},
+        odd=None,
+        full=True,
+    ),
     _with_references(flux2.CASES[0], "flux2-references", "index", 10.0),
     _with_references(qwen_image.CASES[0], "qwen-image-edit", "index", 1.0, VIDEO_SIZES, centred=True),
     _with_references(

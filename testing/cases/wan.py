@@ -1,11 +1,13 @@
 """Wan 2.1 and 2.2: text to video, pictures as channels and by CLIP, first and last picture, a time for each frame."""
 
+import json
 from dataclasses import dataclass, replace
 
 import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from safetensors.torch import load_file, save_file
 
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES
 from parallel_backend.families.parts.wan import PROMPT
@@ -157,6 +159,18 @@ class Pictured(Case):
 
 I2V = {"in_channels": 36}
 FUN = I2V | {"reference_channels": 16}
+
+
+@dataclass(frozen=True)
+class Segmenting(Case):
+    """FlowRVS, which the header alone tells from plain Wan: ComfyUI's sampler takes its output for the clean video."""
+
+    def save(self, model, path, config=None):
+        super().save(model, path, config)
+        save_file(load_file(path), path, {"config": json.dumps({"transformer": {"model_type": "flow_rvs"}})})
+        return path
+
+
 CASES = (
     _case("wan-2.1-t2v", {}),
     _case("wan-2.1-one-frame", {}, latent=(1, 12, 10)),
@@ -166,5 +180,6 @@ CASES = (
     _case("wan-2.2-i2v", I2V),
     _case("wan-bernini", {}, references=True),
     replace(_case("wan-2.2-fun-control", FUN, kind=Pictured), odd=None, convert=None, full=True),
+    replace(_case("wan-flow-rvs", {}, kind=Segmenting), full=True),
     _case("wan-2.2-5b", {"in_channels": 48, "out_channels": 48}, kind=TimePerFrame),
 )

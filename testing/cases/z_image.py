@@ -74,8 +74,7 @@ def _case(name, latent, odd, native):
         reference=_reference,
         convert=convert_z_image_transformer_checkpoint_to_diffusers,
         adjust=adjust,
-        # ComfyUI's norms of queries and keys have an epsilon of 1.2e-7, diffusers' 1e-5: alike they differ by 1e-5.
-        native=Native(CONFIG | NATIVE, _conditioning, native, limit=2e-4, detected=DETECTED),
+        native=Native(CONFIG | NATIVE, _conditioning, native, detected=DETECTED),
     )
 
 

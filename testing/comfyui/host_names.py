@@ -218,15 +218,18 @@ class Source:
                     yield from self._lineage(base.id)
 
     @functools.cache  # noqa: B019
-    def conditioning(self, model: str) -> list[str]:
-        """Keys that `extra_conds` of a class of model_base, inherited ones included, may put into a model call."""
+    def conditioning(self, model: str, table: str = "out") -> list[str]:
+        """Keys that `extra_conds` of a class of model_base, inherited ones included, may put into a model call.
+
+        `table` "kwargs": those that it reads of a conditioning and of the run.
+        """
         methods = [node for kind in self._lineage(model) for node in kind.body if isinstance(node, ast.FunctionDef)]
         names, waiting = set[str](), {"extra_conds"}
         while waiting - names:
             names |= waiting
             bodies = [method for method in methods if method.name in waiting]
             waiting = {each.attr for body in bodies for each in ast.walk(body) if is_attribute_of(each, "self")}
-        return sorted({key for method in methods if method.name in names for key in keys_in(method, "out")})
+        return sorted({key for method in methods if method.name in names for key in keys_in(method, table)})
 
     @functools.cache  # noqa: B019
     def native_class(self, model: str) -> tuple[str, str] | None:

@@ -48,6 +48,7 @@ TABLES = {
     "patches": re.compile(r"(transformer_)?patches"),
     "replacements": re.compile(r"(transformer_)?patches_replace"),
     "out": re.compile(r"out"),
+    "kwargs": re.compile(r"kwargs"),
     "conds": re.compile(r"conds"),
 }
 """What a table is called where it is read or written: a variable, an attribute or another table's key."""

@@ -13,10 +13,11 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.traced_states import TRACED, TracedStates
 from testing import tiny
 from testing.cases.krea2 import CONFIG as KREA
-from testing.real_sizes import REAL_MODELS
+from testing.real_sizes import REAL_MODELS, WITH_REFERENCES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-NEWEST = max(RESULTS.glob("real_sizes_*.json"))
+NEWEST = max(RESULTS.glob("real_sizes_2*.json"))
+REFERENCES = max(RESULTS.glob("real_sizes_references_*.json"))
 LIMIT = 0.05
 """Of the traced peak, by which the memory model's may differ."""
 
@@ -67,9 +68,9 @@ def test_bytes_on_each_link():
 
 def test_a_tensor_that_lives_longer_raises_the_peak(monkeypatch):
     """The control: what each block returns is kept until the model's end."""
-    from parallel_backend.rank import loaded_stage
+    from parallel_backend.rank.stage import build
 
-    before, kept, own = trace(FLUX, Degrees()).figures[0]["peak"], [], loaded_stage.own_blocks
+    before, kept, own = trace(FLUX, Degrees()).figures[0]["peak"], [], build.own_blocks
 
     def keeping(model, lists):
         blocks = own(model, lists)
@@ -77,7 +78,7 @@ def test_a_tensor_that_lives_longer_raises_the_peak(monkeypatch):
             block.register_forward_hook(lambda _block, _given, out: kept.append(out))
         return blocks
 
-    monkeypatch.setattr(loaded_stage, "own_blocks", keeping)
+    monkeypatch.setattr(build, "own_blocks", keeping)
     assert trace(FLUX, Degrees()).figures[0]["peak"] > before + (LAYERS - 2) * STATE
 
 
@@ -125,6 +126,17 @@ def test_kernels_of_one_rank_are_those_of_the_result():
 def test_the_memory_models_figures_are_those_of_the_result(name):
     real = REAL_MODELS[name]
     assert TRACED[real.family_name, real.family.sizes.hidden(real.config)] == states_of(name, committed())
+
+
+@pytest.mark.parametrize("name", list(WITH_REFERENCES))
+def test_given_pictures_take_no_more_than_predicted(name, measured):
+    """One set of figures is for any number of pictures, so it is the most of them."""
+    found, ratios_found = json.loads(REFERENCES.read_text())["cases"], {}
+    for key, _, degrees in cases([name], (1, 2, 4, 8)):
+        ranks = with_predictions(name, degrees, found[key])["ranks"]
+        ratios_found |= {f"{key}, rank {at}": rank["predicted"] / rank["peak"] for at, rank in enumerate(ranks)}
+    measured(f"predicted over traced memory of a run, {name}, most", max(ratios_found.values()))
+    assert {key: ratio for key, ratio in ratios_found.items() if not 0.995 <= ratio <= 1.4} == {}
 
 
 def test_states_between_and_beyond_the_traced_ranks():

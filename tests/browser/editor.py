@@ -1,5 +1,6 @@
 """ComfyUI's editor in a browser, as tests use it."""
 
+from itertools import pairwise
 from typing import Any
 
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.ParallelDiTLoader && app.graph._nodes.length"
@@ -89,10 +90,17 @@ class Editor:
 
     def open_menu(self, *path: str) -> Any:
         """ComfyUI's menu, open at this command, under which the pointer is: what can be clicked."""
+        items = [self.page.get_by_role("menuitem", name=name, exact=True) for name in path]
         self.page.locator(".comfy-menu-button-wrapper").click()
-        for name in path:
-            (item := self.page.get_by_role("menuitem", name=name, exact=True)).hover()
-        return item
+        for item, inside in pairwise(items):
+            item.hover()
+            for moved in range(1, 20):  # a pointer that comes before the item listens to it opens nothing until it moves
+                if inside.is_visible():
+                    break
+                self.page.wait_for_timeout(500)
+                item.hover(position={"x": 5 + moved, "y": 5})
+        items[-1].hover()
+        return items[-1]
 
     def menu(self, *path: str) -> None:
         command = self.open_menu(*path)

@@ -20,7 +20,7 @@ from scripts.make_workflows import GRAPHS
 from tests.browser.editor import READY, Editor
 from tests.comfyui.conftest import FOLDER
 from tests.support import chromium
-from tests.support.requirements import missing
+from tests.support.requirements import missing, missing_nodes
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
@@ -92,8 +92,9 @@ def first_sentence(page: Path) -> str:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_workflow_opens_with_the_values_of_its_file(editor, shoot, name):
+def test_workflow_opens_with_the_values_of_its_file(editor, server, shoot, name):
     graph = workflow(name)
+    missing_nodes(server.object_info(), (node["type"] for node in graph["nodes"] if node["type"] != "MarkdownNote"))
     editor.open(graph)
     assert not editor.problems()
     for node in graph["nodes"]:
@@ -194,6 +195,83 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shoot
     wait_for_report(editor, "split_batch_degree 2")
     assert shown_picture(server, editor, before).size == (256, 256)
     assert not editor.problems()
+
+
+def test_what_was_said_on_a_node_is_said_again_when_the_run_has_ended(editor):
+    """Newer editors take every node's line away at the end of a run."""
+    shown = editor.page.evaluate(
+        """async () => {
+            const api = window.comfyAPI.api.api, node = app.graph._nodes.find(n => n.type == 'PipeFusionSampler');
+            const send = (name, detail) => api.dispatchEvent(new CustomEvent(name, { detail }));
+            const lines = () => (node.widgets ?? []).map(widget => widget.value).filter(value => value == "1.5 s");
+            send("execution_start", {});
+            send("parallel_dit.said", { node: String(node.id), text: "starting" });
+            send("parallel_dit.said", { node: String(node.id), text: "1.5 s" });
+            const before = lines().length;
+            send("execution_success", {});
+            await new Promise(done => setTimeout(done, 500));
+            const after = lines().length;
+            node.widgets = node.widgets.filter(widget => widget.value != "1.5 s");
+            send("execution_start", {});
+            send("execution_error", {});
+            await new Promise(done => setTimeout(done, 500));
+            return [before, after, lines().length];
+        }"""
+    )
+    assert shown == [0, 1, 0]
+
+
+def test_the_panel_shows_ranks_while_it_is_open(editor, server, shoot):
+    """Behind the run above: ranks are there. Nothing is sent to a page whose panel is closed."""
+    page = editor.page
+    page.evaluate(
+        """() => {
+            window.told = 0;
+            window.comfyAPI.api.api.addEventListener("parallel_dit.ranks", () => { window.told += 1; });
+        }"""
+    )
+    tab = page.locator(".parallel-dit-ranks-tab-button")
+    panel = page.locator(".pdit")
+    tab.click()
+    panel.get_by_text("quickstart-digits").first.wait_for()
+    assert panel.locator(".bar").count() == 2
+    panel.get_by_text("idle").nth(1).wait_for()
+    panel.get_by_text("ranks computed for").first.wait_for()
+    assert re.search(r"\d s", panel.locator(".row.quiet").first.inner_text())  # of the last run
+    shoot("ranks-panel")
+
+    page.evaluate(
+        """name => {
+            const rank = { device: "cuda:0", state: "waiting", doing: "loading", weights: 6e9, free: 1e10, total: 24e9 };
+            const [weights, streamed] = [Array(8).fill(6e9), Array(8).fill(1e9)];
+            const model = { name, degrees: "ring_degree 8", weights, streamed, computing: [] };
+            const pool = { ranks: Array(8).fill(rank), models: [model], notes: [], error: "rank 1 ended", logs: "" };
+            const detail = { pools: [pool] };
+            window.comfyAPI.api.api.dispatchEvent(new CustomEvent("parallel_dit.ranks", { detail }));
+        }""",
+        "<img src=x onerror='window.ran = true'>",
+    )
+    assert panel.locator(".bar").count() == 8
+    assert panel.get_by_text("48.0 GB on the devices, 8.0 GB in host memory").count() == 1
+    assert panel.get_by_text("rank 1 ended").count() == 1
+    assert panel.get_by_text("<img src=x").count() == 1  # a file's name is text
+    assert panel.locator("img").count() == 0
+
+    editor.type("PipeFusionSampler", "steps", 30)
+    editor.run()
+    panel.get_by_text("computing").first.wait_for(timeout=1000 * RUN_SECONDS)
+    page.wait_for_function("() => !app.ui.lastQueueSize", timeout=1000 * RUN_SECONDS)
+    panel.get_by_text("idle").nth(1).wait_for()
+    panel.get_by_role("button", name="Unload").click()
+    panel.get_by_text("no model").wait_for()
+
+    tab.click()
+    panel.wait_for(state="detached")
+    page.wait_for_timeout(1500)
+    told = page.evaluate("() => window.told")
+    editor.run()
+    page.wait_for_timeout(4000)
+    assert page.evaluate("() => window.told") == told > 2
 
 
 def test_degrees_that_do_not_fit_are_an_error_on_the_page(editor, shoot):
@@ -332,3 +410,6 @@ def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
     editor.help("ParallelDiTLoader")
     editor.page.get_by_text(first_sentence(PACK / "web" / "docs" / "ParallelDiTLoader" / "zh.md")).first.wait_for()
     shoot("chinese")
+    editor.page.locator(".parallel-dit-ranks-tab-button").click()
+    editor.page.locator(".pdit").get_by_role("button", name="卸载").wait_for()
+    shoot("ranks-panel-chinese")

@@ -32,8 +32,8 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "said", "words"),
     [
-        ("wan", {"model_type": "animate2"}, 'its model_type is "animate2".*model_type "t2v" or "i2v" only'),
-        ("wan", {"model_type": "flow_rvs"}, 'its model_type is "flow_rvs"'),
+        ("wan", {"model_type": "animate2"}, 'its model_type is "animate2".*model_type "t2v" or "i2v" or "flow_rvs" only'),
+        ("wan", {"model_type": "s2v"}, 'its model_type is "s2v"'),
         ("wan", {"model_type": ["t2v"]}, 'its model_type is .*"t2v"'),
         ("wan", {"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
         ("wan", {"num_heads": 7}, "its num_heads is 7"),
@@ -52,6 +52,7 @@ def test_another_model_than_the_tensors_show_is_refused(files, family, said, wor
     ("family", "said"),
     [
         ("wan", {"model_type": "i2v", "causal_ar": False}),
+        ("wan", {"model_type": "flow_rvs"}),
         ("ltx-video", {"causal_temporal_positioning": True, "qk_norm": "rms_norm", "_class_name": "Transformer3DModel"}),
         ("flux", {"model_type": "whatever"}),  # ComfyUI reads no header for it
     ],

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import Future
@@ -34,7 +35,7 @@ class FakePool:
 
     def __init__(self, devices, self_test, threads, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
-        self.self_test, self.threads, self.asked = self_test, threads, []
+        self.self_test, self.threads, self.asked, self.process = self_test, threads, [], os.getpid()
         if backend := self.down.get(self_test.p2p):
             self.ready.set_exception(LinksDown("the self-test failed", backend))
         else:
@@ -622,6 +623,6 @@ def test_exit_asks_ranks_that_do_not_load(registry):
 
 def test_exit_of_a_forked_process_ends_no_ranks(registry, monkeypatch):
     pool = registry.pool_for(DEVICES, lambda: None)
-    monkeypatch.setattr(registry_module.os, "getpid", lambda: 1)
+    monkeypatch.setattr(pool, "process", os.getppid())
     registry.exit()
     assert not pool.closed

@@ -54,19 +54,28 @@ PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists
     "diffusion_models": (
         "krea2_turbo_fp8_scaled",
         "qwen_image_edit_2511_fp8mixed",
+        "qwen_image_2.1_int8_convrot",
         "wan2.2_t2v_high_noise_14B_fp8_scaled",
         "wan2.2_t2v_low_noise_14B_fp8_scaled",
         "minimax_h3_fl2va_pruned_int8_convrot",
+        "fastvideo_fasth3_8step_v2_pruned_int8_convrot",
     ),
     "checkpoints": ("ltx-2.3-22b-distilled-fp8",),
     "text_encoders": (
         "qwen3vl_4b_fp8_scaled",
         "qwen_2.5_vl_7b_fp8_scaled",
+        "qwen3vl_8b_int8_convrot",
         "umt5_xxl_fp8_e4m3fn_scaled",
         "gemma_3_12B_it_fp4_mixed",
         "qwen3vl_32b_minimax_h3_nvfp4_awq",
     ),
-    "vae": ("qwen_image_vae", "wan_2.1_vae", "minimax_h3_video_vae_fp16", "minimax_h3_audio_vae_fp32"),
+    "vae": (
+        "qwen_image_vae",
+        "qwen_image_2.1_vae_bf16",
+        "wan_2.1_vae",
+        "minimax_h3_video_vae_fp16",
+        "minimax_h3_audio_vae_fp32",
+    ),
 }
 
 

@@ -75,6 +75,7 @@ def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
         "extras": plain,
         "detected": native.detected,
         "modes": list(tried),
+        "boolean_masks": native.boolean_masks,
     }
     tensors = {key: value.contiguous() for key, value in tensors.items()}
     save_file(tensors, base / f"{case.name}.inputs.safetensors", {"settings": json.dumps(settings)})
@@ -107,6 +108,7 @@ def test_ksampler_equals_the_native_model(comfyui, parity, case, mode, measured)
     assert "error" not in native, native
     assert native["finite"]
     assert native["largest"] > 0.1
+    assert native["other norms"] == []
     found = parity[f"{case.name}, {mode}"]
     assert "error" not in found, found
     assert found["whole because"] == [None] * (mode == "all warm-up")

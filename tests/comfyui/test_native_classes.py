@@ -18,21 +18,18 @@ NAMED = {  # what a refusal says of a model -> the classes of which it says so; 
     "no model that a sampler runs": ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"),
     "AuraFlow": ("AuraFlow",),
     "Genmo Mochi": ("GenmoMochi",),
-    "HunyuanVideo 1.5's super resolution": ("HunyuanVideo15_SR_Distilled",),
-    "HunyuanImage 2.1's refiner": ("HunyuanImage21Refiner",),
-    "Cosmos 1": ("CosmosT2V", "CosmosI2V"),
+    # Files of these classes are opened for ComfyUI's own class, and the ones here are of other sizes than detection takes.
+    "lacks extra_pos_embedder": ("CosmosT2V", "CosmosI2V"),
+    "lacks layers.26": ("Omnigen2",),
     "Z-Image in pixel space": ("ZImagePixelSpace",),
     "PiD, a decoder": ("PiD",),
     "PixelDiT": ("PixelDiTT2I",),
     "causal_ar": ("WAN21_CausalAR_T2V",),
     "Wan S2V": ("WAN22_S2V",),
     "HuMo": ("WAN21_HuMo",),
-    "flow_rvs": ("WAN21_FlowRVS",),
     "WanDancer": ("WAN22_WanDancer",),
     "HiDream-O1": ("HiDreamO1",),
-    "SeedVR2": ("SeedVR2",),
     "Chroma Radiance": ("ChromaRadiance",),
-    "OmniGen2": ("Omnigen2",),
     "Boogu-Image": ("Boogu",),
     "Mage-Flow": ("MageFlow",),
     "JoyImage": ("JoyImage",),
@@ -40,6 +37,10 @@ NAMED = {  # what a refusal says of a model -> the classes of which it says so; 
     "Anima": ("Anima",),
 }
 
+
+OWN_CLASS = {"AuraFlow", "HiDreamO1", "ChromaRadiance", "Boogu", "MageFlow", "JoyImage", "Lens"}
+"""Classes that no family computes, which run on ranks as ComfyUI's own if a trial of the call proves it. Of a few others the
+files here lack what ComfyUI's detection takes for granted."""
 
 NEWER = {case.native.newer for case in all_cases() if case.native and case.native.newer}
 """Classes that the oldest ComfyUI of the tests lacks."""
@@ -57,9 +58,10 @@ def test_a_native_file_of_every_class_is_ours_or_refused(found):
     assert ours <= set(found)
     assert len(found) > 90
     loaded = {kind: got for kind, got in found.items() if "error" not in got}
-    assert loaded == {kind: {"model": kind} for kind in ours}
-    refused = {kind: got["error"] for kind, got in found.items() if kind not in ours}
-    assert {kind: error for kind, error in refused.items() if not error.startswith("ValueError: model_name: ")} == {}
+    assert loaded == {kind: {"model": kind} for kind in ours | (OWN_CLASS & set(found))}
+    refused = {kind: got["error"] for kind, got in found.items() if kind not in loaded}
+    begins = "ValueError: model_name: ", "UnknownModel: model_name: "
+    assert {kind: error for kind, error in refused.items() if not error.startswith(begins)} == {}
     names = {kind: name for name, kinds in NAMED.items() for kind in kinds}
     assert {kind: error for kind, error in refused.items() if names.get(kind, "no name") not in error} == {}
 

@@ -79,7 +79,10 @@ def test_what_cannot_reach_the_ranks_is_refused_by_the_nodes_name(found, node):
         assert part in error
 
 
-@pytest.mark.parametrize("node", ["Nothing", "Wrapper", "ModelAttentionBackend", "QwenImage21Cache", "after the refusals"])
+@pytest.mark.parametrize(
+    "node",
+    ["Nothing", "Wrapper", "ModelAttentionBackend", "QwenImage21Cache", "current_patcher", "after the refusals"],
+)
 def test_what_changes_nothing_passes(found, node):
     assert found[node] == 0.0
 

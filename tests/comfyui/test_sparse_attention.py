@@ -19,7 +19,9 @@ FAST = replace(
     native=replace(PRUNED.native, config=PRUNED.native.config | {"gate_compress": True}),
 )
 """FastH3's layer for VSA is in the file. An older ComfyUI, as here, drops it."""
-OTHERS = (case for case in CASES if case.row.blocks.segments and not case.native.newer)
+SAME = "wan-flow-rvs"
+"""The blocks of wan-2.1-t2v, with a sampler under which attention hardly shows."""
+OTHERS = (case for case in CASES if case.row.blocks.segments and not case.native.newer and case.name != SAME)
 SPARSE = [FAST, *(case for case in OTHERS if case.name not in FULL_THERE)]
 DEFAULT = ("flux-kontext", "hidream-i1", "krea2", "wan-2.1-t2v", "ltx-2.3", "minimax-h3-fast")
 """One of each kind of sequence: references, image first, shared keys, a video alone, sound apart and inside."""

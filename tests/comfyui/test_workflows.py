@@ -14,7 +14,8 @@ from scripts.graphs.nodes import PIPEFUSION
 from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
 from tests.campaigns.templates.runner import MODELS, link_model
 from tests.comfyui.conftest import FOLDER
-from tests.comfyui.test_families import save_case
+from tests.comfyui.test_families import save_case, skip_without_class
+from tests.support.requirements import missing_nodes
 
 WORKFLOWS = PACK / "workflows"
 OURS = f"custom_nodes.{FOLDER}"
@@ -24,9 +25,12 @@ WITH_FILES = tuple(name for name in NAMES if name not in BUNDLED)
 STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> the case that each diffusion model is of
     "krea_2": "krea2",
     "qwen_edit_2511": "qwen-image-edit-2511",
+    "qwen_image_2_1": "qwen-image-2.1-edit",
+    "qwen_image_2_1_edit": "qwen-image-2.1-edit",
     "wan_2_2": "wan-2.1-t2v",
     "ltx_2_3": "ltx-2.3",
     "minimax_h3": "minimax-h3-pruned",
+    "fasth3": "fasth3",
 }
 
 WITH_SOUND = ("ltx_2_3", "minimax_h3")
@@ -120,11 +124,26 @@ def definitions(session_server, bundled_workflows_models):
     return session_server.object_info()
 
 
-def declared(definition):
-    """(name, type or list of choices, settings, whether required) of every input, in the node's order."""
+def skip_without_nodes(definitions, name):
+    missing_nodes(definitions, (node["class_type"] for node in api(name).values()))
+
+
+def declared(definition, given=()):
+    """(name, type or list of choices, settings, whether required) of every input, in the node's order.
+
+    given: a node's values, which say what inputs the choices of its lists bring.
+    """
     for group in ("required", "optional"):
         for name, spec in definition["input"].get(group, {}).items():
+            if spec[0] == GROWING:
+                ((kind, settings),) = spec[1]["template"]["input"]["required"].values()
+                yield f"{name}.{spec[1]['template']['names'][0]}", kind, settings, False
+                continue
             yield name, spec[0], (spec[1] if len(spec) > 1 else {}), group == "required"
+            if spec[0] == DYNAMIC and any(key.startswith(f"{name}.") for key in given):
+                choice = next(choice for choice in spec[1]["options"] if choice["key"] == given[name])
+                inner = {"input": choice["inputs"]}
+                yield from ((f"{name}.{below}", *said) for below, *said in declared(inner))
 
 
 def is_widget(kind, settings):
@@ -132,6 +151,8 @@ def is_widget(kind, settings):
     return not settings.get("forceInput") and (isinstance(kind, list) or kind in plain)
 
 
+GROWING = "COMFY_AUTOGROW_V3"
+"""Inputs of one kind, of which the editor shows one more than are connected."""
 DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
 """A list whose choices bring inputs of their own."""
 
@@ -167,9 +188,13 @@ def test_every_input_has_a_tooltip_and_later_ones_are_optional(definitions):
 @pytest.mark.comfyui
 @pytest.mark.parametrize("name", NAMES)
 def test_api_form_gives_every_node_what_it_needs(definitions, name):
+    skip_without_nodes(definitions, name)
     prompt = api(name)
     for node in prompt.values():
-        inputs = {n: (kind, settings, required) for n, kind, settings, required in declared(definitions[node["class_type"]])}
+        inputs = {
+            n: (kind, settings, required)
+            for n, kind, settings, required in declared(definitions[node["class_type"]], node["inputs"])
+        }
         assert node["inputs"].keys() <= inputs.keys()
         assert {n for n, (_, _, required) in inputs.items() if required} <= node["inputs"].keys()
         for name_, value in node["inputs"].items():
@@ -185,6 +210,7 @@ def test_api_form_gives_every_node_what_it_needs(definitions, name):
 @pytest.mark.comfyui
 @pytest.mark.parametrize("name", NAMES)
 def test_ui_form_says_the_same_as_the_api_form(definitions, name):
+    skip_without_nodes(definitions, name)
     graph, prompt = ui(name), api(name)
     links = {link[0]: link for link in graph["links"]}
     nodes = {node["id"]: node for node in graph["nodes"] if node["type"] != "MarkdownNote"}
@@ -198,7 +224,7 @@ def test_ui_form_says_the_same_as_the_api_form(definitions, name):
         assert given == (offered if node["type"] not in ("SaveImage", "PreviewAny") else [])
         widgets, sockets = list(node["widgets_values"]), {socket["name"]: socket for socket in node["inputs"]}
         found = {}
-        for input_name, kind, settings, required in declared(definition):
+        for input_name, kind, settings, required in declared(definition, expected):
             if is_widget(kind, settings):
                 if not widgets:  # an input that a later ComfyUI has given its node; the editor then shows the default
                     assert definition["python_module"] != OURS, f"{node['type']}: no value for {input_name}"
@@ -274,8 +300,10 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in WITH_SOUND else pytest.mark.full) for name in STAND_INS]
 )
-def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(inside, base, name):
+def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(comfyui, definitions, inside, base, name):
     """Its own nodes up to its samplers, whose latents are finite; of four stages three, for a model of three blocks."""
+    skip_without_class(comfyui, MODELS[STAND_INS[name]])
+    skip_without_nodes(definitions, name)
     save_case(MODELS[STAND_INS[name]], base)
     prompt = api(name)
     for inputs in (node["inputs"] for node in prompt.values() if node["inputs"].get("pipefusion_degree") == 4):

@@ -13,7 +13,6 @@ from testing.cases import cogvideox, hunyuan_video
 
 pytestmark = pytest.mark.threads
 
-SIGLIP, MEAN_FLOW = "vision_in.proj.0.weight", "time_r_in.in_layer.weight"
 HUNYUAN, COGVIDEOX = hunyuan_video.CASES[0], cogvideox.CASES[0]
 
 
@@ -59,29 +58,19 @@ def test_a_rank_without_text_computes_its_picture(hunyuan, pools, degrees):
     assert tiny.relative(found, other) > 1e-4
 
 
-def refused(file, tmp_path, changes, drop=()):
+def refused(file, tmp_path, changes):
     """What opening the file with other tensors says."""
-    state = {key: value for key, value in load_file(file).items() if not key.startswith(drop)} | changes
     path = tmp_path / "other.safetensors"
-    save_file(state, path)
+    save_file(load_file(file) | changes, path)
     with pytest.raises(ValueError) as error:
         open_checkpoint(path)
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "drop"),
-    [
-        ("HunyuanVideo 1.5 with mean flow", {key: torch.zeros(8) for key in (SIGLIP, MEAN_FLOW)}, ()),
-        ("a distilled HunyuanImage 2.1", {"img_in.proj.weight": torch.zeros(48, 64, 1, 1)}, ("vector_in.",)),
-        ("HunyuanImage 2.1's refiner", {"img_in.proj.weight": torch.zeros(48, 6, 1, 1, 1)}, ("vector_in.",)),
-        (r"patches of [1, 1, 1]", {"img_in.proj.weight": torch.zeros(48, 6, 1, 1, 1)}, ()),
-    ],
-)
-def test_its_other_models_are_refused_by_name(hunyuan, tmp_path, name, changes, drop):
-    said = refused(hunyuan[1], tmp_path, changes, drop)
+def test_other_patches_are_refused(hunyuan, tmp_path):
+    said = refused(hunyuan[1], tmp_path, {"img_in.proj.weight": torch.zeros(48, 6, 1, 1, 1)})
     assert said.startswith("model_name: ")
-    assert name in said
+    assert "patches of [1, 1, 1]" in said
 
 
 def test_token_replace_is_refused(tmp_path):

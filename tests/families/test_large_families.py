@@ -24,12 +24,17 @@ def conditioning(family, config, **given):
 
 @pytest.mark.parametrize("case", hunyuan_video15.CASES, ids=lambda case: case.name)
 def test_text_with_masked_tokens_and_other_encoders_are_refused(case):
-    given = {"context": torch.zeros(1, 3, WIDTH), "attention_mask": torch.ones(1, 3)}
-    assert conditioning(case.family, case.config, **given).keys() == {"context"}
+    given = {"context": torch.zeros(1, 3, WIDTH), "attention_mask": torch.ones(1, 3), "guidance": torch.ones(1)}
+    embeds = {"guidance"} if case.config.get("guidance_embeds") else set()
+    assert conditioning(case.family, case.config, **given).keys() == {"context"} | embeds
     with pytest.raises(ValueError, match="positive, negative: the conditioning masks some of its tokens"):
         conditioning(case.family, case.config, **given | {"attention_mask": torch.tensor([[1, 1, 0]])})
+    quoted = given | {"txt_byt5": torch.zeros(1, 2, 21)}
+    if case.config["text_embed_2_dim"] is None:  # as ComfyUI's own, it takes no notice of quoted words
+        assert "glyphs" not in conditioning(case.family, case.config, **quoted)
+        return
     with pytest.raises(ValueError, match="positive, negative: the conditioning's ByT5 text has width 21"):
-        conditioning(case.family, case.config, **given, txt_byt5=torch.zeros(1, 2, 21))
+        conditioning(case.family, case.config, **quoted)
 
 
 def test_hunyuan_video_15_takes_its_own_vision_model_alone():

@@ -64,9 +64,13 @@ NEEDED = {
     "cogvideox": ("ofs",),
     "cogvideox-1.5": ("ofs",),
     "wan-vace": ("vace_context", "vace_strength"),
+    "seedvr2": ("condition",),
 }
 """Family -> arguments that ComfyUI's model always gives."""
 BELONGS = {
+    "disable_time_r": ("sigmas", "sample_sigmas"),
+    "sigmas": ("sample_sigmas",),
+    "sample_sigmas": ("sigmas",),
     "ref_latents": ("ref_latents_method",),
     "ref_latents_method": ("ref_latents",),
     "pose_strength": ("pose_latents",),
@@ -124,6 +128,9 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "c_size": torch.ones(1, 2),
         "c_ar": torch.ones(1, 1),
         "ofs": torch.ones(1),
+        "disable_time_r": True,
+        "sigmas": torch.full((1,), 0.5),
+        "sample_sigmas": torch.tensor((1.0, 0.5, 0.2, 0.0)),
         "fps": torch.full((1,), 12.0),
         "frame_rate": 12,
         "denoise_mask": torch.full((1, 1, frames, rows, columns), 0.5),
@@ -143,6 +150,7 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "pose_strength": 0.5,
         "reference_strength": 0.5,
         "face_pixel_values": torch.ones(1, 3, 4, *[config.get("motion_encoder_size", 1)] * 2),
+        "condition": video(config["in_channels"] - config["out_channels"]) if "separate_layers" in config else None,
         "camera_conditions": video(config.get("control_channels", 1)),
         "vace_context": video(config.get("vace_in_channels", 1))[:, None],
         "vace_strength": [0.5],

@@ -1,6 +1,7 @@
 """Kernels that other nodes put on a MODEL: known by the names of their functions, which are made here as the nodes do."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ from parallel_backend.core.attention_kernels import KERNELS, SAGE_VARIANTS
 from parallel_backend.families import FAMILIES
 
 FLUX, CONFIG = FAMILIES["flux"], {"num_layers": 1, "num_single_layers": 1}
+BLOCKS = 2
 
 
 def in_module(function, module, qualname):
@@ -144,3 +146,27 @@ def test_a_known_one_becomes_the_calls_kernel(module):
 
 def test_every_native_kernel_has_its_row(module):
     assert set(module("model.attention_choice").NATIVE.values()) <= set(KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("layers", "loaded", "expected"),
+    [
+        (BLOCKS, "auto", "comfy_kitchen"),
+        (BLOCKS, "auto/sage", "comfy_kitchen"),
+        (BLOCKS + 3, "auto", "comfy_kitchen"),  # the text's refiner too
+        (BLOCKS - 1, "auto", ""),
+        (0, "auto", ""),
+        (BLOCKS, "flash", ""),
+    ],
+)
+def test_what_a_file_asks_for_is_taken_where_all_blocks_have_it_and_the_user_has_not_chosen(
+    module, layers, loaded, expected
+):
+    attention = {f"layer {index}": "comfy_kitchen" for index in range(layers)}
+    checkpoint = SimpleNamespace(attention=attention, family=FLUX, config=CONFIG)
+    preferred = module("model.attention_choice").preferred_attention(checkpoint, loaded)
+    assert preferred == expected
+    block_changes = module("model.block_patches").block_changes
+    assert block_changes(FLUX, CONFIG, {}, 1, loaded, preferred=preferred)[0].attention == expected
+    chosen = {"optimized_attention_override": by_kj("fp8_cuda")}
+    assert block_changes(FLUX, CONFIG, chosen, 1, loaded, preferred=preferred)[0].attention == "sage.fp8_cuda"

@@ -114,3 +114,16 @@ def test_keyframes_come_before_references(module):
     }
     changes = of(module, override_of(SimpleNamespace(**SETTINGS)), minimax_payload=payload)
     assert changes.sparse.references == ((16, 22), (22, 30), (0, 6), (6, 10), (10, 14), (14, 16))
+
+
+@pytest.mark.parametrize("gate_compress", [False, True])
+def test_the_node_finds_whether_a_block_has_vsas_gate(module, gate_compress):
+    """It warns where there is none, and VSA goes on without it."""
+    tensors = {"blocks.0.attn.qkv.weight": torch.empty(12, 4, device="meta")}
+    if gate_compress:
+        tensors["blocks.0.attn.to_gate_compress.weight"] = torch.empty(4, 4, device="meta")
+    checkpoint = SimpleNamespace(family=H3, config={"gate_compress": gate_compress})
+    block = module("model.native_names").NativeNames(checkpoint, tensors, "").at("blocks")[0]
+    assert (block.attn.to_gate_compress is None) is not gate_compress
+    with pytest.raises(AttributeError, match=r"blocks\.0\.attn\.other"):
+        _ = block.attn.other

@@ -118,6 +118,27 @@ def test_ranks_outlive_the_end_of_a_fork(tmp_path):
     assert "Traceback" not in errors
 
 
+def test_a_fork_asks_ranks_of_its_own_to_end(tmp_path):
+    """multiprocessing's function at exit would kill them while the threads that watch them run."""
+    then = (
+        "sys.stdout.flush()\n"
+        "if os.fork() == 0:\n"
+        "    own = registry()._pools.use(('cuda:0',), lambda pool: pool)\n"
+        "    log = own.ranks.directory / 'rank-0.log'\n"
+        "    while not (log.exists() and log.read_text()):\n"
+        "        time.sleep(0.01)\n"
+        "    registry().exit()\n"
+        "    print(own.error, own.watchdog.turns > 0, own._receiver.is_alive(), flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "os._exit(0)"
+    )
+    with comfyui(tmp_path, then) as process:
+        said, errors = process.communicate(timeout=60)
+    assert said.strip() == "Parallel DiT: the ranks were ended True False"
+    assert "Traceback" not in errors
+
+
 @pytest.mark.usefixtures("spawned")
 def test_a_fork_has_no_end_of_a_ranks_connection(tmp_path):
     start = StartSettings(("cpu",), 1, timedelta(minutes=1), tmp_path)

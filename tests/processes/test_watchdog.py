@@ -5,7 +5,6 @@ The judge by itself, with a clock of the test's own; the pool over pipes without
 
 import contextlib
 import functools
-import gc
 import multiprocessing
 import os
 import re
@@ -44,7 +43,6 @@ from testing.fork_server import started_by
 from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import acting_rank
-from tests.support.idle_rank import idle
 from tests.system.test_memory import CONFIG, write_random
 
 SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto")
@@ -947,27 +945,38 @@ def test_a_close_out_of_a_models_failure_does_not_wait_for_itself(pipe_pool):
     del model
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("spawned")
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX's limit")
-def test_too_few_files_that_may_be_open_are_named(monkeypatch, tmp_path):
-    import resource
+TOO_FEW_FILES = """
+import gc, os, resource, sys
+from parallel_backend.processes import local
+from parallel_backend.processes.pool import Pool
+from tests.support.idle_rank import idle
 
-    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]  # numbers, between which other tests may have left some open
-    for each in free:
-        os.close(each)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = set(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limit[1]))
-    try:
-        with pytest.raises(RuntimeError, match=r"^Parallel DiT: 2 ranks cannot be started.*open files.*`ulimit -n`"):
-            Pool(("cpu", "cpu"), start=lambda start: launch.LocalRanks(start, idle))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    gc.collect()
-    assert not list(tmp_path.iterdir())
-    assert set(os.listdir("/proc/self/fd")) <= before
+local.tempfile.tempdir = sys.argv[1]
+free = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]
+for each in free:
+    os.close(each)
+limit, before = resource.getrlimit(resource.RLIMIT_NOFILE), set(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limit[1]))
+try:
+    Pool(("cpu", "cpu"), start=lambda start: local.LocalRanks(start, idle))
+except RuntimeError as error:
+    said = str(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+gc.collect()
+assert not os.listdir(sys.argv[1])
+assert set(os.listdir("/proc/self/fd")) <= before
+print(said)
+"""
+"""In a process of its own: threads and ranks of other tests open and close files meanwhile."""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX's limit")
+def test_too_few_files_that_may_be_open_are_named(tmp_path):
+    command = [sys.executable, "-c", TOO_FEW_FILES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"Parallel DiT: 2 ranks cannot be started.*open files.*`ulimit -n`", done.stdout)
 
 
 def test_wait_for_takes_the_pools_error(pipe_pool):

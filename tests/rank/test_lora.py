@@ -105,8 +105,10 @@ def test_every_family(load, tmp_path, measured, case):
     """Over tensor parallelism: a family's own ways to cut a layer cut the adapters too."""
     path = case.save(case.model(), tmp_path / "model.safetensors")
     model = load(path, Degrees(tensor=2))
-    computed = case.row.file.computed(case.config)
-    given, state = case.inputs(), {key: value for key, value in load_file(path).items() if key not in computed}
+    computed, text = case.row.file.computed(case.config), case.row.text_model
+    elsewhere = case.row.node_tensors + (() if text is None else text.prefixes)
+    state = {key: value for key, value in load_file(path).items() if key not in computed and not key.startswith(elsewhere)}
+    given = case.inputs()
     before = output(model, given)
     for deltas in (lora(state), diffs(state)):
         model.adapt(object(), deltas, lambda: None)

@@ -50,7 +50,10 @@ def stand_ins() -> dict[str, types.ModuleType]:
         "utils": {"ProgressBar": type("ProgressBar", (), {}), "swap_scale_shift": None},
         "lora": {"calculate_weight": calculate_weight},
         **{name: {} for name in ("float", "ops", "model_detection", "k_diffusion", "ldm")},
-        **{name: {} for name in ("k_diffusion.sampling", "ldm.common_dit", "ldm.flux")},
+        **{
+            name: {}
+            for name in ("k_diffusion.sampling", "ldm.common_dit", "ldm.flux", "ldm.modules", "ldm.modules.attention")
+        },
         "ldm.flux.model": {"Flux": NativeFlux},
     }
     found = {f"comfy.{name}": _module(f"comfy.{name}", contents) for name, contents in modules.items()}

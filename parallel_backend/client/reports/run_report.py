@@ -55,17 +55,17 @@ class RunReport:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Lines for the sampler's node, which shows some 40 characters of each: how, how long, what the user should know."""
+        """Lines for the sampler's node: how long, how exact, what else the user should know. The node shows two lines of
+        some 38 characters, with "Parallel DiT: " in front of the first; wider or higher, it shows the others."""
         exact, _ = self.calls or (0, 0)
-        bands = f"{self.bands} bands" + (f" of {self.along}" if self.along else "")
-        warm_up = f", {exact} exact {'step' if exact == 1 else 'steps'} first"
+        warm_up = f", {exact} {'step' if exact == 1 else 'steps'} exact"
         if self.degrees.naive:
             how = "naive patches, a control"
         elif self.calls is None:
             how = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
         else:
-            how = f"close to exact: {'displaced patches' if self.degrees.displaced else bands}{warm_up}"
-        lines = (how, f"{self.seconds:.1f} s, {self._step_seconds:.2f} s a step")
+            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} bands'}{warm_up}"
+        lines = (f"{self.seconds:.1f} s, {self._step_seconds:.2f} s a step", how)
         cut = "patches" if self.degrees.displaced else "bands"
         why = f"not in {cut}: {self.reason}" if self.calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)

@@ -17,10 +17,17 @@ TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE = "text", "image to text", "text to image"
 CAUSAL_TEXT = "causal text"
 """As JOINT for the image's tokens. A text token sees no image, and of the text the first TEXT_ENDS tokens. The text is the
 first of the joint sequence."""
+WINDOWS = "windows"
+"""Windows of the video (`Blocks.windows`), each with all of the text: a token of the video sees its window and the text. A
+token of the text attends in every window, and its output is the mean over the windows."""
 PAIRED = "paired"
 """Attention of two streams of a video's tokens, whose channels lie side by side in each head. The second stream attends to
 itself except its frame 0, which is empty. The first stream attends to itself and, in every frame, to the same frame of the
 second. Heads of one stream's width attend as JOINT."""
+
+
+Windows = tuple[tuple[Span, ...], ...]
+"""A cut of a video into windows: for each axis the spans of its tokens. Every product of spans is a window."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,10 @@ class Blocks:
     """The order of the joint sequence in ComfyUI's native model, for block-sparse attention. None: attention stays in full,
     as where the native model gives a mask, or has tokens that these are not."""
 
+    windows: Callable[[tuple[int, ...]], tuple[Windows, ...]] | None = None
+    """Tokens of the video by axis -> the ways to cut it into windows, in layers over WINDOWS. Block i of a list has the way
+    i modulo their number."""
+
     residuals: Mapping[str, str] = field(default_factory=dict)
     """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list after whose blocks it is added. For Z-Image
     the kinds are those of patches of ComfyUI's native model, and lists of the prologue count."""
@@ -165,6 +176,12 @@ class Blocks:
     def total(self, config: Config) -> int:
         """Number of the model's blocks."""
         return sum(self.counts(config).values())
+
+    def place(self, target: str) -> tuple[str, int] | None:
+        """(list, index) of the numbered block that a parameter is in. None: it is in none."""
+        name, _, rest = target.partition(".")
+        counted = any(name == spec.name and not spec.prologue for spec in self.lists)
+        return (name, int(rest.partition(".")[0])) if counted else None
 
     def owned(self, config: Config, span: Span) -> dict[str, range]:
         """List -> range of its blocks, by their indices in the list, that are among the model's blocks `span`.

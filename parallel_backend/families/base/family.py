@@ -16,7 +16,7 @@ from parallel_backend.core.token_order import TokenOrder
 from .blocks import Blocks
 from .file_layout import FileLayout
 from .patching import Latents, Patching, side_by_side
-from .step_inputs import Config, StepInputs
+from .step_inputs import EVERYWHERE, Config, StepInputs
 from .tensor_plan import LayerCuts
 
 
@@ -99,6 +99,17 @@ class Inputs:
 
     options: tuple[str, ...] = ()
     """Entries of ComfyUI's transformer_options that are added to `call` where they are set."""
+
+    latent_everywhere: ClassVar[bool] = False
+    """Every stage gets the latent, and not the first alone."""
+
+    def is_everywhere(self, name: str) -> bool:
+        """Whether every stage gets this conditioning tensor whole."""
+        return name in (*self.vector_tensors, *EVERYWHERE)
+
+    def is_looked_at(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a conditioning tensor has text tokens [B, T, width] that blocks look at by cross attention."""
+        return name in self.vector_tensors and name not in self.exact and tensor.ndim == 3
 
     def references(self, call: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """Latents in a call's arguments that become reference tokens (REFERENCES)."""
@@ -244,6 +255,9 @@ class Family:
     rank: with the same parameters, and the same numbers but for their rounding. None: the class does already, or nobody has
     written it."""
 
+    epsilons: Mapping[str, float] = field(default_factory=dict)
+    """Last name of a norm -> its epsilon in ComfyUI's class, where `model_class` has another one."""
+
     patching: Patching = field(default_factory=Patching)
     """How latents become tokens."""
 
@@ -253,8 +267,13 @@ class Family:
     text_model: TextModel | None = None
     """Layers that a prompt's text passes before the ranks get it."""
 
+    node_tensors: tuple[str, ...] = ()
+    """Tensors of a single file, in the original layout, whose values nodes read off ComfyUI's native model. The ranks do not
+    have them."""
+
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
-    """Attributes of ComfyUI's native model, other than tensors, that its BaseModel reads -> their values."""
+    """Attributes of ComfyUI's native model, other than tensors, that its BaseModel or a node reads -> their values. Names of
+    what is inside its modules: see `name_pattern`."""
 
     @property
     def whole_text(self) -> bool:
@@ -264,6 +283,12 @@ class Family:
     def transformer_class(self) -> type[nn.Module]:
         """The class. Imported here and not with this module, since importing diffusers takes seconds."""
         return getattr(importlib.import_module(self.class_module), self.model_class)
+
+    def use_epsilons(self, model: nn.Module) -> None:
+        """Give `model`, of the class, the norms' epsilons of ComfyUI's."""
+        for name, module in model.named_modules():
+            if (epsilon := self.epsilons.get(name.rpartition(".")[2])) is not None:
+                vars(module)["eps"] = epsilon
 
     def fuse(self, model: nn.Module) -> None:
         """Make `model`, of the class, compute in few operations: see `fused_module`. All of diffusers' norms do."""

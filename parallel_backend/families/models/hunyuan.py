@@ -27,11 +27,13 @@ class HunyuanVideo15Transformer3DModel(video15.HunyuanVideo15Transformer3DModel)
         encoder_hidden_states: torch.Tensor,
         encoder_hidden_states_2: torch.Tensor | None = None,
         image_embeds: torch.Tensor | None = None,
+        timestep_r: torch.Tensor | None = None,
         return_dict: bool = False,
     ) -> tuple[torch.Tensor]:
-        """Latent [b, C, T, H, W], time [b], text [b, t, w], ByT5 text and CLIP's tokens, if any -> [b, c, T, H, W]."""
+        """Latent [b, C, T, H, W], time [b], text [b, t, w], ByT5 text, CLIP's tokens and the next time, if any -> [b, c, T,
+        H, W]."""
         frames, rows, columns = hidden_states.shape[2:]
-        rotary, temb = self.rope(hidden_states), self.time_embed(timestep)
+        rotary, temb = self.rope(hidden_states), self.time_embed(timestep, timestep_r)
         kinds = self.cond_type_embed.weight
         text = self.context_embedder(encoder_hidden_states, timestep) + kinds[0]
         if encoder_hidden_states_2 is not None:
@@ -54,11 +56,13 @@ class HunyuanImageTransformer2DModel(image.HunyuanImageTransformer2DModel):
         timestep: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         encoder_hidden_states_2: torch.Tensor | None = None,
+        timestep_r: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
         return_dict: bool = False,
     ) -> tuple[torch.Tensor]:
-        """Latent [b, C, H, W], time [b], text [b, t, w] and ByT5 text, if any -> [b, c, H, W]."""
-        rows, columns = hidden_states.shape[2:]
-        rotary, temb = self.rope(hidden_states), self.time_guidance_embed(timestep)
+        """Latent [b, C, (T,) H, W], time [b], text [b, t, w], ByT5 text, next time, guidance [b], if any -> [b, c, ...]."""
+        sizes, rotary = hidden_states.shape[2:], self.rope(hidden_states)
+        temb = self.time_guidance_embed(timestep, timestep_r, guidance)
         text = self.context_embedder(encoder_hidden_states, timestep)
         if encoder_hidden_states_2 is not None:
             text = torch.cat((self.context_embedder_2(encoder_hidden_states_2), text), dim=1)
@@ -66,4 +70,4 @@ class HunyuanImageTransformer2DModel(image.HunyuanImageTransformer2DModel):
         for block in (*self.transformer_blocks, *self.single_transformer_blocks):
             hidden_states, text = block(hidden_states, text, temb, attention_mask=None, image_rotary_emb=rotary)
         out = self.proj_out(self.norm_out(hidden_states, temb))
-        return (out.mT.unflatten(2, (rows, columns)),)
+        return (out.mT.unflatten(2, sizes),)

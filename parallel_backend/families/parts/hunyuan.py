@@ -14,6 +14,11 @@ from . import flux_blocks
 from .conditioning import count_blocks, hidden, text
 from .key_map import BOTH, KeyMap
 
+NEXT_TIME = "next_time"
+"""Conditioning tensor [B] float32 of models that were trained for mean flow (arXiv 2505.13447): the time of the next step.
+Absent: the sampler's time is none of its schedule's, and the model gets that time alone, as in ComfyUI."""
+TIME_OPTIONS = ("sigmas", "sample_sigmas")
+"""Inputs.options of those models: the noise level of the call, and those of all steps."""
 REFINER = "txt_in.individual_token_refiner.blocks"
 _REFINER = {
     "norm1": "norm1",
@@ -24,8 +29,8 @@ _REFINER = {
     "ff.net.2": "mlp.2",
 }
 _TENCENT = {  # endings of module names: Tencent's -> ComfyUI's, as in its supported_models.py
-    **{f"{name}.mlp.0": f"{name}.in_layer" for name in ("time_in", "guidance_in", "t_embedder")},
-    **{f"{name}.mlp.2": f"{name}.out_layer" for name in ("time_in", "guidance_in", "t_embedder")},
+    **{f"{name}.mlp.0": f"{name}.in_layer" for name in ("time_in", "time_r_in", "guidance_in", "t_embedder")},
+    **{f"{name}.mlp.2": f"{name}.out_layer" for name in ("time_in", "time_r_in", "guidance_in", "t_embedder")},
     **{f"c_embedder.linear_{index}": f"c_embedder.{kind}_layer" for index, kind in ((1, "in"), (2, "out"))},
     "_attn_qkv": "_attn.qkv",
     "_attn_proj": "_attn.proj",
@@ -54,12 +59,11 @@ def is_video_15(shapes: Shapes) -> bool:
     return "vision_in.proj.0.weight" in shapes
 
 
-def is_image(shapes: Shapes) -> bool:
-    """Whether a model with these keys, if not HunyuanVideo 1.5, is HunyuanImage 2.1.
-
-    False for HunyuanImage's refiner, which is a video model.
-    """
-    return not any(key.startswith("vector_in.") for key in shapes) and len(shapes["img_in.proj.weight"]) == 4
+def is_image(shapes: Shapes, sides: int) -> bool:
+    """Whether these are keys of a HunyuanImage 2.1 on latents of `sides` axes: 2, or 3 for its refiner."""
+    if not has_refiner(shapes) or is_video_15(shapes) or any(key.startswith("vector_in.") for key in shapes):
+        return False
+    return len(shapes["img_in.proj.weight"]) == 2 + sides
 
 
 def block_list(name: str, rotary: str = "image_rotary_emb") -> BlockList:
@@ -142,7 +146,23 @@ def unmasked_text(model: str, config: Config, call: dict[str, Any]) -> dict[str,
                 f"{config['text_embed_2_dim']}. Use the ByT5 encoder made for {model}."
             )
         tensors["glyphs"] = glyphs
-    return tensors
+    return tensors | _next_time(config, call, len(tensors["context"]))
+
+
+def _next_time(config: Config, call: dict[str, Any], batch: int) -> dict[str, torch.Tensor]:
+    """NEXT_TIME, for a model with mean flow."""
+    now, levels = (call.get(name) for name in TIME_OPTIONS)
+    if not config.get("use_meanflow") or call.get("disable_time_r") or now is None or levels is None:
+        return {}
+    places = (levels == now.flatten()[0].to(levels)).nonzero()
+    if not len(places) or (following := int(places[0]) + 1) >= len(levels):
+        return {}
+    return {NEXT_TIME: levels[following].float().reshape(1).repeat(batch) * 1000.0}
+
+
+def mean_flow(shapes: Shapes) -> bool:
+    """Whether the model was trained for mean flow."""
+    return "time_r_in.in_layer.weight" in shapes
 
 
 def unmasked_arguments(step: StepInputs, config: Config) -> dict[str, Any]:
@@ -152,4 +172,5 @@ def unmasked_arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "timestep": step.timestep,
         "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
         "encoder_hidden_states_2": step.tensors.get("glyphs"),
+        "timestep_r": step.tensors.get(NEXT_TIME),
     }

@@ -14,6 +14,8 @@ from .rope import NO_SHIFT, Shift, scale_and_shift
 ACCEPTS = ("ref_latents", "ref_latents_method")
 """`Inputs.accepts`: arguments of ComfyUI's model call that `reference_tensors` reads."""
 METHODS = ("index", "offset", "negative_index")
+UXO = "uxo"
+"""Method of UNO's and USO's models (arXiv 2504.02160): pictures lie along the diagonal, behind the latent's lower right."""
 AT_ZERO = "index_timestep_zero"
 """Method that is "index" with the pictures at time 0."""
 
@@ -38,6 +40,7 @@ def reference_tensors(
 
     Positions are (index, row, column), as in ComfyUI's native models (comfy/ldm/flux/model.py). With 'index' and
     'negative_index' picture i has the index i * `step` or its negative. With 'offset' all have index 1 and lie side by side.
+    With 'uxo', which needs the latent's `grid` in the call, all have index 0.
     `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that the
     family has. `usual`: added to every position, unless the call's rope options name another shift. Their scale multiplies
     rows and columns.
@@ -67,6 +70,10 @@ def reference_tensors(
             else:
                 down = height
             height, width = max(height, picture.shape[-2] + down), max(width, picture.shape[-1] + right)
+        elif method == UXO:
+            index, (latent_rows, latent_columns) = 0, call["grid"][-2:]
+            down, right = latent_rows * patching.side + height, latent_columns * patching.side + width
+            height, width = height + picture.shape[-2], width + picture.shape[-1]
         top, left = ((side + patching.side // 2) // patching.side for side in (down, right))
         if centred:
             top, left = top - rows // 2, left - columns // 2

@@ -1,6 +1,7 @@
 """State that parallel attention reads: AttentionContext of the loaded model, AttentionStep of the micro-step that runs."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -9,17 +10,27 @@ import torch
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.blocks import (
+    CAUSAL_TEXT,
+    IMAGE,
+    IMAGE_TO_TEXT,
+    JOINT,
+    PAIRED,
+    TEXT,
+    TEXT_TO_IMAGE,
+    WINDOWS,
+)
 from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import codec_for
 from parallel_backend.rank.comm.transfers import Traffic
 
-from .frame_rows import FrameRows
 from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer, Piece
 from .prefix_keys import PrefixKeys
 from .sparse import SparseCalls, SparseStep
+from .text_runs import TextRun
+from .token_groups import TokenGroups
 
 
 @dataclass
@@ -57,6 +68,8 @@ class AttentionStep:
     """bool: text tokens that may be seen. None: all."""
     text_ends_T: torch.Tensor | None = None
     """int64: how many of the text's first tokens each text token sees, in layers over CAUSAL_TEXT."""
+    text_runs: tuple[TextRun, ...] = ()
+    """The text's tokens by what `text_ends_T` says of them."""
     prefix: PrefixKeys | None = None
     """The text's keys and values in layers over CAUSAL_TEXT. None: the model has no such layer."""
     causal: bool = False
@@ -67,8 +80,10 @@ class AttentionStep:
     """The image's tokens are among the keys."""
     queries: list[int] | None = None
     """Query tokens by sequence rank. None: queries and keys are of the same tokens."""
-    frames: FrameRows | None = None
-    """The video's tokens by frame. None for pictures."""
+    frames: TokenGroups | None = None
+    """The video's tokens by frame. None: no layer attends by frame."""
+    windows: tuple[TokenGroups, ...] = ()
+    """The video's tokens by window, for each of the ways to cut it (Blocks.windows)."""
     guidance: NormalizedGuidance | None = None
     """Normalized guidance in the layers that mix text and image."""
     sparse: SparseStep | None = None
@@ -80,7 +95,7 @@ class AttentionStep:
 
     def over(self, tokens: str) -> "AttentionStep":
         """The micro-step for layers that mix `tokens`, a value of BlockList.attention (base/blocks.py)."""
-        if tokens in (JOINT, PAIRED):
+        if tokens in (JOINT, PAIRED, WINDOWS):
             # Not kept in _over: a reference to itself would hold the K/V buffer until Python collects cycles.
             return self
         if tokens not in self._over:
@@ -106,10 +121,11 @@ class AttentionStep:
         """The text's part of a layer over CAUSAL_TEXT. All of a text runs in one micro-step, so its keys need no buffer."""
         return replace(self.over(TEXT), buffer=None, stale=False, causal=True, _masks={}, _over={})
 
-    def ends(self, ranks: range) -> torch.Tensor:
-        """`text_ends_T` of the text tokens of `ranks`."""
-        assert self.text_ends_T is not None, "a layer over CAUSAL_TEXT needs TEXT_ENDS"
-        return torch.cat([self.text_ends_T[positions.slice] for _, positions in self.pieces(ranks)])
+    def text_pieces(self, ranks: range) -> Iterator[tuple[Span, Span, TextRun]]:
+        """The text tokens of `ranks`, concatenated, run by run: (rows among them, positions in the text, their run)."""
+        for (rows, positions), run in itertools.product(self.pieces(ranks), self.text_runs):
+            if len(common := positions.common(run.tokens)):
+                yield common.shift(rows.start - positions.start), common, run
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -136,6 +152,18 @@ class AttentionStep:
                     pieces.append((Span(row, row + len(span)), span.shift(offset)))
                     row += len(span)
         return pieces
+
+    def pieces_of(self, ranges: list[range]) -> list[Piece]:
+        """As `pieces`, of the tokens of several ranges of ranks, one behind the other."""
+        pieces, row = [], 0
+        for ranks in ranges:
+            pieces += [(rows.shift(row), positions) for rows, positions in self.pieces(ranks)]
+            row += self.tokens(ranks)
+        return pieces
+
+    def tokens(self, ranks: range) -> int:
+        """Key tokens of these sequence ranks."""
+        return sum(self.lengths[rank] for rank in ranks)
 
     def mask(self, ranks: range) -> torch.Tensor | None:
         """[B, K] bool over the concatenated tokens of `ranks`. None: all may be seen."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, PAIRED
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, PAIRED, WINDOWS
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
@@ -20,11 +20,12 @@ from parallel_backend.rank.comm.mesh import Axis
 
 from .context import AttentionContext, AttentionStep
 from .gathered_heads import in_rank_order, joint_lengths
-from .kv_buffer import Arriving
+from .kv_buffer import Arriving, Piece
 from .paired_attention import paired_attention
 from .ring import ring_attention
 from .sparse import Layout, SparseStep
 from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_heads
+from .windowed_attention import windowed_attention
 
 HEAD_GROUPS = {"cuda": 2, "cpu": 1}
 """Head groups per Ulysses rank, by device. One group's all-to-all overlaps another group's attention.
@@ -203,9 +204,9 @@ class ParallelAttention:
         if len(patches) > 1 or ring.size > 1:
             k_BKhD, v_BKhD = self._once(heads, k_BKhD, v_BKhD)
         if len(patches) > 1:
-            lengths = [_tokens(step, ranks) for ranks in ranges[ring.index]]
+            lengths = [step.tokens(ranks) for ranks in ranges[ring.index]]
             k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, patch)
-        lengths = [sum(_tokens(step, ranks) for ranks in of_ring) for of_ring in ranges]
+        lengths = [sum(step.tokens(ranks) for ranks in of_ring) for of_ring in ranges]
         if step.causal:
             if ring.size > 1:  # every rank keeps the whole text's keys, so that later calls do not rotate them
                 k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
@@ -221,6 +222,11 @@ class ParallelAttention:
                 k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
             spans = tuple(step.image[rank] for of_ring in ranges for ranks in of_ring for rank in ranks)
             return self._attend_paired(step, q_BQhD, k_BKhD, v_BKhD, spans, scale)
+        if self.over == WINDOWS:
+            if ring.size > 1:  # a window's keys are on several ring ranks, and those of the text on all
+                k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
+            keys = step.pieces_of([ranks for of_ring in ranges for ranks in of_ring])
+            return self._attend_windows(step, q_BQhD, k_BKhD, v_BKhD, keys, scale)
         masks = [_cat([step.mask(ranks) for ranks in of_ring]) for of_ring in ranges]
         if self.over == CAUSAL_TEXT and ring.size == 1:
             k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
@@ -269,12 +275,12 @@ class ParallelAttention:
         if ring.size > 1:
             # Gathered and not rotated: to rotate the whole buffer for each of M bands would move M times as much. Every ring
             # rank has a whole buffer instead.
-            lengths = [_tokens(step, context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
+            lengths = [step.tokens(context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
             k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
         ranks = context.patch_ranks(patch.index)
         arriving = None
         if patch.size > 1:
-            lengths = [_tokens(step, context.patch_ranks(index)) for index in range(patch.size)]
+            lengths = [step.tokens(context.patch_ranks(index)) for index in range(patch.size)]
             gathering = self._start_patches(step, torch.stack((k_BKhD, v_BKhD)), lengths)
             if step.stale:
                 pieces = [step.pieces(context.patch_ranks(i)) if i != patch.index else [] for i in range(patch.size)]
@@ -302,6 +308,9 @@ class ParallelAttention:
             return torch.empty_like(q_BQhD)
         if self._is_paired(q_BQhD):
             return self._attend_paired(step, q_BQhD, k_BKhD, v_BKhD, (Span(0, k_BKhD.shape[1]),), scale)
+        if self.over == WINDOWS:
+            keys = [Span(0, step.text_tokens), Span(step.text_tokens, k_BKhD.shape[1])]
+            return self._attend_windows(step, q_BQhD, k_BKhD, v_BKhD, [(span, span) for span in keys], scale)
         return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, step.buffer_mask(k_BKhD.shape[1]), scale)
 
     def _start_patches(self, step: AttentionStep, kv_2BshD: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
@@ -318,12 +327,16 @@ class ParallelAttention:
 
     def _attend_text(self, step: AttentionStep, q_BQhD, k_BThD, v_BThD, scale) -> torch.Tensor:
         """Text tokens attend to the whole text up to their ends."""
-        context = self.context
-        if not q_BQhD.shape[1]:
-            return torch.empty_like(q_BQhD)
-        ends_Q = step.ends(context.ulysses_ranks(context.patch.index, context.ring.index))
-        seen_QT = torch.arange(k_BThD.shape[1], device=ends_Q.device) < ends_Q[:, None]
-        return context.kernel.attend_rows(q_BQhD, k_BThD, v_BThD, seen_QT, scale)
+        context, out_BQhD = self.context, torch.empty_like(q_BQhD)
+        assert step.text_ends_T is not None, "a layer over CAUSAL_TEXT needs TEXT_ENDS"
+        for rows, positions, run in step.text_pieces(context.ulysses_ranks(context.patch.index, context.ring.index)):
+            q_BrhD, k_BShD, v_BShD = q_BQhD[:, rows.slice], k_BThD[:, : run.sees], v_BThD[:, : run.sees]
+            if run.alike:
+                out_BQhD[:, rows.slice] = context.kernel.attend(q_BrhD, k_BShD, v_BShD, None, scale)
+            else:
+                seen_rS = torch.arange(run.sees, device=q_BQhD.device) < step.text_ends_T[positions.slice, None]
+                out_BQhD[:, rows.slice] = context.kernel.attend_rows(q_BrhD, k_BShD, v_BShD, seen_rS, scale)
+        return out_BQhD
 
     def _text_keys(self, step: AttentionStep, heads: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the whole text, of heads `heads` of the layer."""
@@ -346,26 +359,27 @@ class ParallelAttention:
         rows = step.frames.of(queries), step.frames.of(spans)
         return paired_attention(context.kernel, q_BQhE, k_BKhE, v_BKhE, *rows, scale)
 
+    def _attend_windows(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, keys: list[Piece], scale) -> torch.Tensor:
+        """`keys`: what the rows of keys are."""
+        context = self.context
+        windows = step.windows[int(self.block.rpartition(".")[2]) % len(step.windows)]
+        queries = step.pieces(context.ulysses_ranks(context.patch.index, context.ring.index))
+        of_queries, of_keys = (windows.with_text(pieces, step.text_tokens) for pieces in (queries, keys))
+        return windowed_attention(context.kernel, q_BQhD, k_BKhD, v_BKhD, of_queries, of_keys, scale)
+
     def _gather(self, k_BshD, v_BshD, lengths: list[int], axis: Axis) -> list[torch.Tensor]:
         """Keys and values of all ranks of `axis`, which have `lengths` tokens each."""
         gathering = start_gather(torch.stack((k_BshD, v_BshD)), lengths, 2, axis, self.context.traffic)
         return list(torch.cat(gathering.wait(), dim=2))
 
 
-def _tokens(step: AttentionStep, ranks: range) -> int:
-    return sum(step.lengths[rank] for rank in ranks)
-
-
 def _in_order(step: AttentionStep, ranges: list[range], *x_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors whose tokens are those of `ranges`, one behind the other -> the same in the order of the sequence."""
-    pieces, row = [], 0
-    for ranks in ranges:
-        pieces += [(positions.start, rows.shift(row)) for rows, positions in step.pieces(ranks)]
-        row += _tokens(step, ranks)
-    ordered = sorted(pieces, key=lambda piece: piece[0])
+    pieces = step.pieces_of(ranges)
+    ordered = sorted(pieces, key=lambda piece: piece[1].start)
     if ordered == pieces:
         return x_BKhD
-    return tuple(torch.cat([x[:, rows.slice] for _, rows in ordered], dim=1) for x in x_BKhD)
+    return tuple(torch.cat([x[:, rows.slice] for rows, _ in ordered], dim=1) for x in x_BKhD)
 
 
 def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:

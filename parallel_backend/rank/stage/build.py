@@ -23,7 +23,7 @@ from parallel_backend.families.base.step_inputs import GUIDANCE
 
 from .block_slots import StageIO
 from .meta_model import meta_model
-from .stand_ins import Placeholder, fill_slots
+from .stand_ins import Placeholder, fill_slots, own_blocks
 from .tensor_parallel import TensorPlan
 from .weights import StageWeights, read_whole
 
@@ -42,6 +42,8 @@ class Stage:
     stage_io: StageIO
     plan: TensorPlan | None
     """The plan for this model: see TensorPlan.with_outside."""
+    blocks: dict[str, nn.Module]
+    """The stage's blocks by their names, in the order in which they run."""
 
 
 def build_stage(
@@ -96,7 +98,7 @@ def build_stage(
     stage_io, attention = StageIO(family.blocks.text_first, arriving, leaving, family.sizes.text_hidden(config)), []
     for spec in family.blocks.lists:
         attention += fill_slots(model, spec, stage_io, owned[spec.name], family.forward.whole_latent, only)
-    return Stage(model, attention, stage_io, plan)
+    return Stage(model, attention, stage_io, plan, own_blocks(model, family.blocks.lists))
 
 
 def keep_timestep_exact(

@@ -111,9 +111,18 @@ def other_attention(model):
     """
     usual = attention.optimized_attention
     other = attention.attention_basic if usual is attention.attention_pytorch else attention.attention_pytorch
+    return _attending(model, other)
+
+
+def masking(model):
+    """The native MODEL of a class that masks by booleans. ComfyUI's kernel for a CPU would add them to the scores."""
+    return _attending(model, attention.attention_pytorch)
+
+
+def _attending(model, kernel: Callable[..., torch.Tensor]):
     clone = model.clone()
     options = clone.model_options["transformer_options"]
-    options["optimized_attention_override"] = lambda _usual, *arguments, **named: other(*arguments, **named)
+    options["optimized_attention_override"] = lambda _usual, *arguments, **named: kernel(*arguments, **named)
     return clone
 
 

@@ -13,7 +13,13 @@ from tests.support import chromium
 from .files import is_helper
 
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.KSampler && app.graph._nodes.length"
-CONVERT = "async graph => { await app.loadGraphData(graph, true, false); return (await app.graphToPrompt()).output }"
+CONVERT = """async graph => {
+    await app.loadGraphData(graph, true, false)
+    const known = LiteGraph.registered_node_types, made = (await app.graphToPrompt()).output
+    const all = [graph, ...(graph.definitions?.subgraphs ?? [])], own = new Set(all.map(each => each.id))
+    const types = all.flatMap(each => each.nodes).filter(node => ![2, 4].includes(node.mode)).map(node => node.type)
+    return {prompt: made, unknown: [...new Set(types)].filter(type => !(type in known) && !own.has(type)).sort()}
+}"""
 LOADERS = ("UNETLoader", "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
 """Nodes whose diffusion model runs on this machine, not at a provider of models."""
 MILLISECONDS = 120_000
@@ -21,12 +27,14 @@ MILLISECONDS = 120_000
 
 @dataclass(frozen=True)
 class Template:
-    """`uses`: how often it was opened, by the package's own count. `prompt`: in API form, without nodes that are unknown."""
+    """`uses`: how often it was opened, by the package's own count. `prompt`: in API form, without nodes that this ComfyUI
+    does not have. `unknown`: what types these are of."""
 
     name: str
     title: str
     uses: int
     prompt: dict[str, Any]
+    unknown: tuple[str, ...] = ()
 
     def files(self) -> list[str]:
         """Names of the diffusion models, without those that only prepare something for another one."""
@@ -77,8 +85,9 @@ def convert(checkout: Path, python: Path, base: Path, names: Collection[str] = (
                 and graph.exists()
                 and any(loader in (text := graph.read_text()) for loader in LOADERS)
             ):
-                prompt = without_unknown(page.evaluate(CONVERT, json.loads(text)))
-                template = Template(name, entry["title"], entry.get("usage") or 0, prompt)
+                made = page.evaluate(CONVERT, json.loads(text))
+                about = name, entry["title"], entry.get("usage") or 0
+                template = Template(*about, without_unknown(made["prompt"]), tuple(made["unknown"]))
                 if template.files():
                     found.append(template)
     if unknown := set(names) - {template.name for template in found}:

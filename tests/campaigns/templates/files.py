@@ -4,6 +4,7 @@ import re
 
 CASES = (  # the first pattern that is found in the name, whatever its case
     (r"minimax_h3", "minimax-h3-pruned"),
+    (r"fasth3", "fasth3"),
     (r"ltx-2\.5", "ltx-2.5"),
     (r"ltx-2\.3", "ltx-2.3"),
     (r"ltx-2-", "ltx-2"),
@@ -17,6 +18,7 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"flux-2-klein", "flux2-klein"),
     (r"flux2", "flux2-dev"),
     (r"z_image", "z-image"),
+    (r"qwen_image_2\.1", "qwen-image-2.1-edit"),
     (r"qwen_image_edit_2511|firered", "qwen-image-edit-2511"),
     (r"qwen_image_edit", "qwen-image-edit"),
     (r"qwen_image_layered", "qwen-image-layered"),
@@ -29,11 +31,13 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"humo", "humo"),
     (r"wan2\.1_fun_camera", "wan-2.2-camera"),
     (r"wan2\.2_fun_camera", "wan-2.2-camera"),
-    (r"wan2\.2_i2v|wan2\.2_fun_(inpaint|control).*14B", "wan-2.2-i2v"),
+    (r"wan2\.2_fun_control.*14B", "wan-fun-control"),
+    (r"wan2\.2_i2v|wan2\.2_fun_inpaint.*14B", "wan-2.2-i2v"),
     (r"wan2\.2_ti2v|wan2\.2_fun_(inpaint|control)_5B", "wan-2.2-5b"),
     (r"wan2\.1_flf2v", "wan-2.1-flf2v"),
     (r"wan2[._]1[_-](i2v|fun_inp|fun_control)|wan21-wanmove|chrono_edit", "wan-2.1-i2v"),
     (r"wan2\.[12]_t2v", "wan-2.1-t2v"),
+    (r"anima[-_]", "anima"),
     (r"chroma1-hd", "chroma"),
     (r"chroma-radiance", "chroma-radiance"),
     (r"hunyuanvideo1\.5|capybara", "hunyuan-video-1.5"),
@@ -50,14 +54,18 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"omnigen2", "omnigen2"),
     (r"netayume", "lumina2"),
     (r"sd3\.5_large", "sd3.5-large"),
+    (r"seedvr2_3b", "seedvr2-3b"),
+    (r"seedvr2_7b", "seedvr2-7b-sharp"),
 )
 OTHERS = (  # what the rest is
     (r"sd_xl|sdxl|svd", "a UNet of Stable Diffusion's kind"),
-    (r"ace_?step|stable_audio|minimax_music", "makes sounds, in seconds on one card"),
-    (r"hunyuan_?3d|triposplat", "makes 3D models, in seconds on one card"),
-    (r"anima", "Anima, of 2 B: little to gain"),
+    (r"ace_?step|stable[-_]audio|minimax_music|yue2", "makes sounds, in seconds on one card"),
+    (r"hunyuan_?3d|triposplat|trellis|pixal3d", "makes 3D models, in seconds on one card"),
     (r"hidream_o1|pixeldit", "computes on pixels, without a VAE"),
-    (r"seedvr2|mage_flow|boogu|newbie|joyai|lens_|void_pass|dancer|causal_forcing", "no class in diffusers"),
+    (r"flux3", "Flux 3 Klein: no source of its files' keys has been found"),
+    (r"moss_image", "MOSS-Image: no source of it has been found"),
+    (r"ming_image|fibo2", "a family to come"),
+    (r"mage_flow|boogu|newbie|joyai|lens_|void_pass|dancer|causal_forcing", "no class in diffusers"),
 )
 HELPERS = (r"sam3|sdpose|rt_?detr|lotus", "finds depth, poses or masks for what the diffusion model is given")
 

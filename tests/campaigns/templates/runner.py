@@ -18,6 +18,18 @@ LIMIT, TIMES = 5e-5, 10.0
 when it attends by another of ComfyUI's kernels."""
 MODELS = {case.name: case for case in CASES}
 """Those that ComfyUI can build small, by name."""
+
+
+def _changed(case: Case, name: str, **config: Any) -> Case:
+    return replace(case, name=name, native=replace(case.native, config=case.native.config | config))
+
+
+MODELS |= {
+    "fasth3": _changed(MODELS["minimax-h3-pruned"], "fasth3", gate_compress=True),
+    # ComfyUI's Fun control keeps what it has computed from one call to the next in a model of two blocks.
+    "z-image": _changed(MODELS["z-image"], "z-image", n_layers=3),
+    "wan-fun-control": _changed(MODELS["wan-2.2-fun-control"], "wan-fun-control", in_channels=48),
+}
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")
 MORE = 18
 """Blocks."""
@@ -67,7 +79,10 @@ def compare(template: Template, inside: Inside, files: dict[str, str], **ours: A
         found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template), **ours)
     except AssertionError as error:
         return Verdict(*about(template), FAILED, str(error)[-300:])
-    return judge(about(template), found)
+    verdict = judge(about(template), found)
+    if verdict.outcome == NOT_RUN and template.unknown:
+        return replace(verdict, reason=f"this ComfyUI has no {', '.join(template.unknown)}: {verdict.reason}")
+    return verdict
 
 
 def save_files(files: dict[str, str], base: Path, saved: set[str], deeper: bool = False) -> None:
@@ -90,12 +105,15 @@ def with_more_blocks(case: Case) -> Case:
 
 def link_model(models: Path, file: str, case: str) -> None:
     """The case's file under a template's name, as a diffusion model and as an all-in-one file."""
+    source = models / "diffusion_models" / f"{case}.safetensors"
     for folder in ("diffusion_models", "checkpoints"):
         path = models / folder / file
+        if path == source:
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_symlink():
             path.unlink(missing_ok=True)  # a placeholder
-            path.symlink_to(models / "diffusion_models" / f"{case}.safetensors")
+            path.symlink_to(source)
 
 
 def loras(template: Template) -> dict[str, str]:

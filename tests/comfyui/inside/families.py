@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
+from boot import BASE, Results, comfy, difference, ksampler, masking, node, parallel, parts_of, sequence, torch
 from safetensors import safe_open
 
 
@@ -65,23 +65,27 @@ def sample(model, name: str) -> torch.Tensor:
 @contextmanager
 def detecting(entries: dict):
     """ComfyUI's model detection finds these entries of a unet_config, whatever the file has.
+    With an "image_model" they are all of it.
 
     Those under "classes" are by class of its supported_models: sizes by which that class is told from others, or which it
-    takes for granted. Those under "modules" are further arguments of classes of layers, by their full names.
+    takes for granted. Those under "modules" are further arguments of classes of layers, by their full names; those under
+    "values" are other values of its constants.
     """
     detect, sizes = comfy.model_detection.detect_unet_config, entries.get("classes", {})
-    modules = entries.get("modules", {})
-    entries = {name: value for name, value in entries.items() if name not in ("classes", "modules")}
+    modules, values = entries.get("modules", {}), entries.get("values", {})
+    entries = {name: value for name, value in entries.items() if name not in ("classes", "modules", "values")}
 
     def detect_small(*arguments, **keywords):
         found = detect(*arguments, **keywords)
-        return None if found is None else found | entries
+        return None if found is None and "image_model" not in entries else (found or {}) | entries
 
     comfy.model_detection.detect_unet_config = detect_small
     try:
         with ExitStack() as stack:
             for name, told in modules.items():
                 stack.enter_context(patch(name, partial(pkgutil.resolve_name(name), **told)))
+            for name, value in values.items():
+                stack.enter_context(patch(name, value))
             for name, told in sizes.items():
                 if (kind := getattr(comfy.supported_models, name, None)) is not None:  # an older ComfyUI may lack it
                     granted = {entry: value for entry, value in told.items() if entry in kind.unet_extra_config}
@@ -97,13 +101,37 @@ def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
     """ComfyUI's own model; its samples are noted in `expected`. Ranks could take its place."""
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
-    expected[name] = sample(model, name)
+    expected[name] = sample(masking(model) if read(name)[-1]["boolean_masks"] else model, name)
     parts = parts_of(expected[name])
-    assert node("ParallelizeModel", model, 1, "ring").model.diffusion_model.checkpoint.path == path
+    checkpoint = node("ParallelizeModel", model, 1, "ring").model.diffusion_model.checkpoint
+    assert checkpoint.path == path
     return {
+        "other norms": other_norms(model.model.diffusion_model, checkpoint),
         "largest": min(float(part.abs().max()) for part in parts),
         "finite": all(bool(part.isfinite().all()) for part in parts),
     }
+
+
+def other_norms(native_model: torch.nn.Module, checkpoint: Any) -> list[str]:
+    """Layers that have another epsilon than ComfyUI's, and "without weights" if the epsilons of such norms differ."""
+    from parallel_backend.rank.stage.meta_model import meta_model
+
+    model = meta_model(checkpoint.family, checkpoint.config)
+    unnamed = torch.finfo(torch.float32).eps  # torch's RMSNorm then takes it
+    ours, native = (
+        {name: module for name, module in each.named_modules() if isinstance(getattr(module, "eps", 0), float | None)}
+        for each in (model, native_model)
+    )
+    layers = {target.rpartition(".")[0]: source.key.rpartition(".")[0] for target, source in checkpoint.key_map.items()}
+    both = {layer: theirs for layer, theirs in layers.items() if layer in ours and theirs in native}
+    weightless = [
+        {norm.eps or unnamed for norm in each.values() if "Norm" in type(norm).__name__ and not list(norm.parameters())}
+        for each in (ours, native)
+    ]
+    found = sorted(
+        layer for layer, theirs in both.items() if (ours[layer].eps or unnamed) != (native[theirs].eps or unnamed)
+    )
+    return found + ["without weights"] * (all(weightless) and weightless[0] != weightless[1])
 
 
 def compare(name: str, make: Callable[[str], Any], expected: torch.Tensor) -> dict:

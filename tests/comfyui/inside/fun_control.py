@@ -27,7 +27,7 @@ KINDS = {  # as files of 1.0, of 2.1, and those of 2.0 whose own refiners are em
 }
 
 
-def network(width: int, heads: int, seed: int, kind: dict):
+def network(width: int, heads: int, seed: int, kind: dict, used: int = USED):
     """What ModelPatchLoader gives out."""
     model = comfy.ldm.lumina.controlnet.ZImage_Control(
         dim=width,
@@ -39,7 +39,7 @@ def network(width: int, heads: int, seed: int, kind: dict):
         operations=comfy.ops.manual_cast,
         **kind,
     )
-    model.control_layers = model.control_layers[:USED]
+    model.control_layers = model.control_layers[:used]
     cpu = torch.device("cpu")
     model.to_empty(device=cpu)
     return comfy.model_patcher.ModelPatcher(randomise(model, seed).to(torch.bfloat16), load_device=cpu, offload_device=cpu)

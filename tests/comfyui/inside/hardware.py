@@ -172,7 +172,7 @@ def main(results: Results) -> None:
                 patch.object(management, "cpu_state", management.CPUState.GPU),
                 patch.object(management, "get_torch_device", lambda: GPU),
                 patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: True),
-                patch.object(menu, "open_checkpoint", wraps=menu.open_checkpoint) as opens,
+                patch.object(menu, "opened", wraps=menu.opened) as opens,
             ):
                 menu.answer(loaders, plans)
             counts.append(opens.call_count)

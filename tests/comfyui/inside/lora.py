@@ -41,9 +41,9 @@ class Maker:
         return torch.randn(*shape, generator=self.generator)
 
     def low_rank(self, name: str, shape: torch.Size, form: str) -> dict[str, torch.Tensor]:
-        """About half as strong as the weight itself."""
+        """About a third as strong as the weight itself: stronger ones blow the picture up, and its rounding."""
         columns = shape[1:].numel()
-        up, down = self.random(shape[0], RANK), self.random(RANK, columns) * 0.3 / (columns * RANK) ** 0.5
+        up, down = self.random(shape[0], RANK), self.random(RANK, columns) * 0.2 / (columns * RANK) ** 0.5
         if len(shape) > 2:
             up, down = up.view(*up.shape, *(1 for _ in shape[2:])), down.view(RANK, *shape[1:])
         if form == "kohya":

@@ -69,6 +69,14 @@ def with_kept_text(model: Any) -> Any:
     return clone
 
 
+def noted(model: Any) -> Any:
+    """As ComfyUI's own BaseModel of Qwen-Image 2.1, from 0.37 on, does around each run."""
+    native = model.model.diffusion_model
+    native.current_patcher = model
+    native.reset_prefix_cache(True)
+    return model
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {"EasyCache": easy, "LazyCache": lazy, "ScaleROPE": scaled}
 FOR_WAN = {"RIFLEx": longer, "RIFLEx and ScaleROPE": lambda model: scaled(longer(model))}
 
@@ -106,4 +114,5 @@ def main(results: Results) -> None:
     for kind, value in {"ModelAttentionBackend": "pytorch attention", "ModelComputeDtype": "bf16"}.items():
         results.case(kind, partial(from_plain, lambda model, kind=kind, value=value: node(kind, model, value)))
     results.case("QwenImage21Cache", partial(from_plain, with_kept_text))
+    results.case("current_patcher", partial(from_plain, noted))
     results.case("after the refusals", partial(from_plain, lambda model: model))

@@ -26,7 +26,16 @@ import nodes
 
 SIDE, FRAMES = 192, 17
 """Pixels of a picture's side, and pictures of a video: the largest that are computed."""
-ENCODED = ("pooled_output", "attention_mask", "conditioning_llama3", "conditioning_byt5small", "unprocessed_ltxav_embeds")
+ENCODED = (
+    "pooled_output",
+    "attention_mask",
+    "conditioning_llama3",
+    "conditioning_byt5small",
+    "unprocessed_ltxav_embeds",
+    "image_slots",
+    "t5xxl_ids",
+    "t5xxl_weights",
+)
 """Extras of a CONDITIONING that a text encoder makes. The others come from nodes of the template."""
 AUDIO_RATE = 16000
 
@@ -70,6 +79,13 @@ class Case:
         return next((value for key, value in self.tensors.items() if key.startswith("positive.clip_vision_output.")), None)
 
 
+class Tokens(dict):
+    """A prompt's tokens for every text encoder that is asked for by its name."""
+
+    def __missing__(self, _name: str) -> str:
+        return self["text"]
+
+
 class Clip:
     """A text encoder: its conditioning has the shapes of the case's."""
 
@@ -92,7 +108,7 @@ class Clip:
 
     def tokenize(self, text: str, **named: Any) -> dict[str, str]:
         pictures = [value for name, value in sorted(named.items()) if "image" in name and value is not None]
-        return {"text": f"{text} {len(pictures)}"}
+        return Tokens(text=f"{text} {len(pictures)}")
 
     def encode_from_tokens_scheduled(self, tokens: dict[str, str], add_dict: Any = None, **_named: Any) -> list:
         cond, extras = self._encode(tokens["text"])
@@ -249,6 +265,23 @@ def sound(name: str) -> dict[str, Any]:
     return {"waveform": 0.1 * random(name, 1, 2, AUDIO_RATE), "sample_rate": AUDIO_RATE}
 
 
+def found_in(image: torch.Tensor) -> torch.Tensor:
+    """What a detector finds in pictures [B, H, W, 3]: a mask [B, H, W] of their middle, 1 inside."""
+    masks = torch.zeros(image.shape[:3])
+    height, width = image.shape[1:3]
+    masks[:, height // 4 : 3 * height // 4, width // 4 : 3 * width // 4] = 1.0
+    return masks
+
+
+def tracked(images: torch.Tensor, **_inputs: Any) -> tuple[dict[str, Any]]:
+    """A SAM3_TRACK_DATA of one object."""
+    from comfy.ldm.sam3.tracker import pack_masks  # an older ComfyUI has none
+
+    masks = found_in(images)
+    packed = pack_masks(masks[:, None] > 0)
+    return ({"packed_masks": packed, "orig_size": tuple(images.shape[1:3]), "n_frames": len(images), "scores": [1.0]},)
+
+
 def upsampled(samples: dict[str, Any], **_named: Any) -> tuple[dict[str, Any]]:
     """A latent of twice the height and width."""
     latent = samples["samples"]
@@ -285,6 +318,18 @@ def install(case: Case, latent_format: Any) -> Vae:
     replace("LoadAudio", lambda audio, **_inputs: (sound(audio),))
     replace("LatentUpscaleModelLoader", lambda **_inputs: (None,))
     replace("LTXVLatentUpsampler", upsampled)
+    replace("SAM3_Detect", lambda image, **_inputs: (found_in(image), []))
+    replace("SAM3_VideoTrack", tracked)
+    replace(
+        "ConditioningLoader",
+        lambda conditioning_name: (Clip(case).encode_from_tokens_scheduled({"text": conditioning_name}),),
+    )
+    replace("LoadMoGeModel", lambda **_inputs: (None,))
+    replace("MoGeInference", lambda image, **_inputs: (image,))
+    replace("MoGeRender", lambda moge_geometry, **_inputs: (moge_geometry,))
+    replace("UpscaleModelLoader", lambda **_inputs: (None,))
+    replace("ImageUpscaleWithModel", lambda image, **_inputs: (image,))
+    replace("Video Slice", lambda video, **_inputs: (video,))
     replace("FluxKontextImageScale", lambda image: (image,))
     for name in ("TextGenerate", "TextGenerateLTX2Prompt"):
         replace(name, lambda prompt="", **_inputs: (prompt,))

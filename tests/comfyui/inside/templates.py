@@ -7,7 +7,7 @@ latent.
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,9 @@ import comfy.utils
 import execution
 import folder_paths
 import stand_ins
-from boot import BASE, Results, other_attention, torch
+from boot import BASE, Results, masking, other_attention, torch
 from families import detecting
+from fun_control import KINDS, network
 from safetensors.torch import save_file
 from server import PromptServer
 
@@ -33,7 +34,7 @@ SMALL = {  # inputs of nodes, by the last word of their name -> the largest valu
     **dict.fromkeys(("length", "frames_number", "num_frames", "video_frames", "frames"), stand_ins.FRAMES),
     "megapixels": stand_ins.SIDE**2 / 2**20,
 }  # fmt: skip
-H3_FRAMES = 22
+H3_FRAMES, H3_FRAMES_WITH_GUIDES = 22, 124
 RANK = 4
 LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name"}
 ON_TWO_RANKS = {
@@ -58,12 +59,12 @@ class Server(SimpleNamespace):
     send_progress_text = send_sync
 
 
-def make_small(kind: str, inputs: dict[str, list]) -> None:
+def make_small(kind: str, inputs: dict[str, list], h3_frames: int) -> None:
     """Cut sizes down where a node is about to be run with them; start and end of sampling are left, which are of steps."""
     for name, values in inputs.items():
         last = name.rpartition(".")[2]
         if last in SMALL:
-            most = H3_FRAMES if last == "length" and kind.startswith("MiniMaxH3") else SMALL[last]
+            most = h3_frames if last == "length" and kind.startswith("MiniMaxH3") else SMALL[last]
             inputs[name] = [min(value, most) if isinstance(value, (int, float)) else value for value in values]
 
 
@@ -93,9 +94,11 @@ def run(prompt: dict[str, Any]) -> list[torch.Tensor]:
         return samples
 
     async def smaller(prompt_id, unique_id, obj, input_data_all, *arguments, **named):
-        make_small(prompt[unique_id]["class_type"] if unique_id in prompt else "", input_data_all)
+        make_small(prompt[unique_id]["class_type"] if unique_id in prompt else "", input_data_all, h3_frames)
         return await get_output_data(prompt_id, unique_id, obj, input_data_all, *arguments, **named)
 
+    guided = any(node["class_type"] == "MiniMaxH3AddGuide" for node in prompt.values())
+    h3_frames = H3_FRAMES_WITH_GUIDES if guided else H3_FRAMES
     samplers = [name for name, node in prompt.items() if "LATENT" in returns(node) and takes_model(node)]
     assert samplers, "no sampler"
     server = Server(client_id=None, last_node_id=None, prompt_queue=None)
@@ -129,10 +132,15 @@ def load_native(name: str) -> Any:
     return comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32})
 
 
-def install_loaders(load: Callable[[str], Any], case: stand_ins.Case, vae: stand_ins.Vae) -> None:
-    """ComfyUI's loaders of diffusion models give what `load` does, with stand-ins for an all-in-one file's rest."""
-    stand_ins.replace("UNETLoader", lambda unet_name, **_inputs: (load(unet_name),))
-    stand_ins.replace("CheckpointLoaderSimple", lambda ckpt_name: (load(ckpt_name), stand_ins.Clip(case), vae))
+def install_loaders(load: Callable[[str], Any], files: Collection[str], case: stand_ins.Case, vae: stand_ins.Vae) -> None:
+    """ComfyUI's loaders give what `load` does of these diffusion models, with stand-ins for an all-in-one file's rest. Of
+    other files, which are for nodes with stand-ins, they give None."""
+
+    def loaded(name: str) -> Any:
+        return load(name) if name in files else None
+
+    stand_ins.replace("UNETLoader", lambda unet_name, **_inputs: (loaded(unet_name),))
+    stand_ins.replace("CheckpointLoaderSimple", lambda ckpt_name: (loaded(ckpt_name), stand_ins.Clip(case), vae))
 
 
 def with_ours(prompt: dict[str, Any], files: dict[str, str], changes: dict[str, Any]) -> dict[str, Any]:
@@ -187,9 +195,15 @@ def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[sta
     """Within it nodes have stand-ins for a template's files: whose prompts they make, and its VAE. See `main`."""
     case = stand_ins.Case(next(iter(files.values())))
     with detecting(case.settings["detected"]):
-        latent_format = load_native(next(iter(files))).model.latent_format
-        vae = stand_ins.install(case, latent_format)
-        install_loaders(load_native, case, vae)
+        native = load_native(next(iter(files))).model
+        vae = stand_ins.install(case, native.latent_format)
+        if case.name.startswith("z-image"):
+            config = native.model_config.unet_config
+            blocks = (config["n_layers"] + 1) // 2  # of the network, each behind one of two blocks of the model
+            control = network(config["dim"], config["n_heads"], 0, KINDS["refining"], blocks)
+            stand_ins.replace("ModelPatchLoader", lambda name: (control,))
+        attending = masking if case.settings["boolean_masks"] else lambda model: model
+        install_loaders(lambda name: attending(load_native(name)), files, case, vae)
         for name, file in loras.items():
             write_lora(name, file)
         yield case, vae
@@ -232,5 +246,8 @@ def main(
         results.case("ours", lambda: differences(expected, run(ours or with_ours(prompt, files, changes))))
         if streamed and (model := registry().present()) is not None:
             results.case("on devices", lambda: on_devices(model))
-        install_loaders(lambda name: other_attention(load_native(name)), case, vae)
+        if case.settings["boolean_masks"]:  # read as such by one kernel alone
+            results.case("native itself", lambda: [0.0 for _ in expected])
+            return
+        install_loaders(lambda name: other_attention(load_native(name)), files, case, vae)
         results.case("native itself", lambda: differences(expected, run(prompt)))

@@ -37,6 +37,9 @@ class Recorder:
     def send_progress_text(self, text: str, node_id: str) -> None:
         self.said.append((node_id, text))
 
+    def send_sync(self, event: str, data: dict[str, str]) -> None:
+        assert (event, (data["node"], data["text"])) == ("parallel_dit.said", self.said[-1])
+
 
 def randomised(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Weights that keep the pixels within what process_output does not clamp, mostly; statistics are no round numbers."""

@@ -1,0 +1,262 @@
+"""Models that no family computes: ComfyUI's own class runs on ranks, once a trial has shown that it can be shared out."""
+
+import functools
+import inspect
+import json
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import comfy.model_base
+import comfy.model_detection
+import torch
+
+from parallel_backend.checkpoints.own_class import file_shapes
+from parallel_backend.client.call import ModelCall
+from parallel_backend.core.block_changes import BlockChanges
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.devices import device_kind
+from parallel_backend.core.meta_parameters import meta_parameters
+from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
+from parallel_backend.families.others import TO_COME, UnknownModel, other_model
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
+from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.trial import Proof, trial
+from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.placement.expected_request import expected_request
+
+from ..ui.host import check_cancelled
+from ..ui.node_text import say
+from .call_checks import checked_for_own_class, for_entries
+from .concurrent_conds import EVALUATION_KEY, Evaluation
+from .diffusion_model import BAND_KEY, RemoteDiffusionModel
+from .native_call import NativeClass, stated_metadata
+from .reach import is_plain, told_to_own_class
+
+log = logging.getLogger(__name__)
+
+NO_ARGUMENTS = ("dtype", "disable_unet_model_creation")
+"""Entries of ComfyUI's unet_config that are no arguments of the class, or are given apart."""
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def own_class(path: Path, devices: tuple[str, ...], unknown: UnknownModel) -> OwnClass:
+    """The class by which ComfyUI would compute this file. `unknown`, the refusal of a file that no family takes, is raised
+    where it has none that ranks can run: for UNets, sound, solids and tools, too."""
+    shapes, stated = file_shapes(path)
+    other = other_model(shapes)
+    if other is not None and other.what != TO_COME:
+        raise unknown
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=stated_metadata(stated))
+        if config is None:
+            raise unknown
+        config.set_inference_dtype(torch.float32, None)
+        with meta_parameters():
+            native = config.get_model(tensors, "").diffusion_model
+        renamed = {key: config.process_unet_state_dict({key: tensor}) for key, tensor in tensors.items()}
+    except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not, or a single tensor
+        raise unknown from None
+    kind = type(native)
+    arguments = {name: value for name, value in config.unet_config.items() if name not in NO_ARGUMENTS}
+    if not kind.__module__.startswith(ROOT) or (other is None and isinstance(native, comfy.model_base.UNetModel)):
+        raise unknown
+    arguments = {
+        name: f"{DTYPE}{str(value).removeprefix('torch.')}" if isinstance(value, torch.dtype) else value
+        for name, value in arguments.items()
+    }
+    if not is_plain(arguments):
+        raise unknown
+    keys = {next(iter(names)): key for key, names in renamed.items() if len(names) == 1}
+    own = OwnClass(
+        kind=type(config).__name__,
+        folder=str(Path(comfy.model_base.__file__).resolve().parents[1]),
+        module=kind.__module__,
+        name=kind.__qualname__,
+        arguments=json.dumps(arguments),
+        settings=(
+            ("comfy.cli_args", "args.cpu", device_kind(devices[0]) == "cpu"),
+            ("comfy.cli_args", "args.use_pytorch_cross_attention", True),
+        ),
+        imports=named_modules(kind),
+        keys=tuple((name, key) for name, key in keys.items() if name != key),
+        halves=tuple(HALVES[dtype] for dtype in config.supported_inference_dtypes if dtype in HALVES),
+        video=config.latent_format.latent_dimensions == 3,
+    )
+    try:
+        own_class_family(own)  # kept for the file that is opened next
+    except Exception as error:  # of any kind: its code is not known
+        raise ValueError(
+            f"model_name: {path.name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: "
+            f"{error}). Load it with ComfyUI's own loader, on one card."
+        ) from error
+    return own
+
+
+def named_modules(kind: type) -> tuple[str, ...]:
+    """ComfyUI's modules that the code of a class's module names by their full names. They are imported in this process."""
+    code = inspect.getsource(sys.modules[kind.__module__])
+    named = {f"comfy.{name}" for name in re.findall(r"\bcomfy\.(\w+)", code)}
+    return tuple(sorted(name for name in named if name in sys.modules and name != ROOT.rstrip(".")))
+
+
+def check_own_class(name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
+    """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
+    runs = f"{name} runs as ComfyUI's own class, by pipefusion_degree and split_batch_degree alone"
+    if planned:
+        raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
+    for widget, value in {
+        "tensor_parallel_degree": degrees.tensor,
+        "ulysses_degree": degrees.ulysses,
+        "ring_degree": degrees.ring,
+        "patch_degree": degrees.patch,
+    }.items():
+        if value > 1:
+            raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
+    if compiled:
+        raise ValueError(f"compile: {runs}, and is not compiled. Switch it off.")
+
+
+class OwnClassModel(RemoteDiffusionModel):
+    """Hands each call to ComfyUI's own class on the ranks. A call of another structure than before is tried first."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        if not hasattr(self._meta, "patch_size"):
+            del vars(self)["patch_size"]
+        else:
+            vars(self)["patch_size"] = self._meta.patch_size
+
+    @functools.cached_property
+    def native(self) -> NativeClass:
+        return type(self._meta)
+
+    @functools.cached_property
+    def _meta(self) -> torch.nn.Module:
+        """The model without values."""
+        assert self.setup.own_class is not None
+        return build(self.setup.own_class)
+
+    @functools.cached_property
+    def _proofs(self) -> dict[Any, Proof]:
+        """By structure of a call."""
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Also the native model's own values, such as sizes of patches. ValueError for one of its functions, which ComfyUI
+        calls before the model: `hasattr` has to see that it is there."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not hasattr(self._meta, name):
+                raise
+        value = getattr(self._meta, name)
+        if isinstance(value, torch.nn.Module | torch.Tensor) or inspect.ismethod(value):
+            raise ValueError(
+                f"model_name: {self.checkpoint.path.name} cannot run on ranks: ComfyUI itself computes with its '{name}'. "
+                "Load it with ComfyUI's own loader, on one card."
+            )
+        return value
+
+    def _call(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        timestep: torch.Tensor | Sequence[torch.Tensor],
+        context: torch.Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        is_carried: bool = True,
+        **extra: Any,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """As RemoteDiffusionModel._call."""
+        options = transformer_options or {}
+        family, batch = self.checkpoint.family, len(x)
+        unknown = [] if control is None else ["control"]
+        told = told_to_own_class(options, unknown, family)
+        assert BAND_KEY not in options, "PipeFusion is refused when it is applied"
+        x = checked_for_own_class(family, x)
+        assert isinstance(timestep, torch.Tensor)
+        timestep = for_entries(timestep, {}, batch)
+        named = {"context": context, "control": None, OPTIONS: told, **extra}
+        tensors = to_tensors(named, batch)
+        rest = {name: value for name, value in options.items() if name not in told and is_held(value)}
+        proof = self._proven(Call(x, timestep, named, rest), self.setup.degrees)
+        evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
+        call = ModelCall(
+            x=x,
+            timestep=timestep,
+            tensors=tensors,
+            changes=BlockChanges(one_batch=bool(proof.batch)),
+            first_replica=evaluation.first_replica(batch),
+            may_forecast=self.run.cache is not None and self._may_forecast(x, options),
+        )
+        text_tokens = 1 if context is None else context.shape[1]
+        expected = functools.partial(expected_request, self.checkpoint, tuple(x.shape), batch, text_tokens)
+        out = self._predict(call, expected, evaluation)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def _may_forecast(self, x: torch.Tensor, options: dict[str, Any]) -> bool:
+        cache = self.run.cache
+        assert cache is not None
+        cache.see((x,), options)
+        return cache.may_forecast(options)
+
+    def _proven(self, call: Call, degrees: Degrees) -> Proof:
+        """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
+        structure = _structure(call)
+        if structure not in self._proofs:
+            own = self.setup.own_class
+            assert own is not None
+            say(f"Parallel DiT: trying {own.name}, ComfyUI's own class, before its weights are loaded")
+            call = Call(call.x.cpu(), call.timestep.cpu().float(), _on_host(call.named), _on_host(call.options))
+            self._proofs[structure] = proof = trial(own, call, self._times(), check_cancelled)
+            log.info("Parallel DiT: trial of %s: stages %s, batch %s", own.name, proof.stages or "yes", proof.batch or "yes")
+        proof = self._proofs[structure]
+        name = self.checkpoint.path.name
+        if degrees.pipe > 1 and proof.stages:
+            raise ValueError(
+                f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
+                + ("Set it to 1." if proof.blocks else "Load it with ComfyUI's own loader, on one card.")
+            )
+        if not proof.blocks:
+            raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
+        self.setup = self.setup.with_blocks(proof.blocks)
+        return proof
+
+    def _times(self) -> tuple[float, ...]:
+        """The model's first and last time, and one between them, as its class gets them."""
+        patcher = self.run.patcher()
+        if patcher is None:
+            return ()
+        sampling = patcher.model.model_sampling
+        first, last = float(sampling.sigma_max), float(sampling.sigma_min)
+        sigmas = torch.tensor([first, (first + last) / 2, last])
+        return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))
+
+
+def is_held(value: Any) -> bool:
+    """Whether a trial can hold the value: a tensor, or what JSON has."""
+    return isinstance(value, torch.Tensor) or is_plain(value)
+
+
+def _on_host(values: Any) -> dict[str, Any]:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(values))
+
+
+def _structure(call: Call) -> str:
+    """What a trial is for: names, axes and dtypes of the tensors, the batch, and everything that is no tensor."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), value.ndim
+        if isinstance(value, list | tuple):
+            return [shown(each) for each in value]
+        return repr(value)
+
+    return repr((len(call.x), {name: shown(value) for name, value in call.named.items()}))

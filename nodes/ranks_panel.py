@@ -1,0 +1,100 @@
+"""The server's part of the sidebar's panel (web/js/ranks_panel.js): what the ranks do, sent while a panel is open.
+
+`POST /parallel_dit/ranks/open` and `/close` with {"client": the page's id on ComfyUI's socket}. An open panel gets the event
+`parallel_dit.ranks` with {"pools": [PoolOverview as a dict]}, at most once a second and only when something has changed.
+`POST /parallel_dit/ranks/unload` frees the ranks' memory.
+"""
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from parallel_backend.client.registry import registry
+
+from .ui.host import prompt_server
+
+EVENT, ROUTES = "parallel_dit.ranks", "/parallel_dit/ranks"
+SECONDS = 1.0
+"""Between two looks at the ranks."""
+STEP = 1 << 27
+"""Bytes to which memory is rounded, so that it is not sent anew for each small change."""
+MOST_BYTES = 1 << 12
+"""Of a request."""
+
+
+class OpenPanels:
+    """The pages whose panel is open, and the task that tells them. Used on the server's event loop alone."""
+
+    def __init__(self, server: Any):
+        self._server = server
+        self._clients: dict[str, Any] = {}
+        """Page -> what it was told last."""
+        self._task: asyncio.Task | None = None
+
+    def open(self, client: str) -> None:
+        """Tell the page from now on, the first time within SECONDS."""
+        self._clients[client] = None
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._tell())
+
+    def close(self, client: str) -> None:
+        self._clients.pop(client, None)
+
+    async def _tell(self) -> None:
+        try:
+            while True:
+                for client in [each for each in self._clients if each not in self._server.sockets]:  # its page has gone
+                    self.close(client)
+                if not self._clients:
+                    return
+                found = shown()
+                for client, told in self._clients.items():
+                    if told != found:
+                        self._clients[client] = found
+                        self._server.send_sync(EVENT, found, client)
+                await asyncio.sleep(SECONDS)
+        finally:
+            self._task = None
+
+
+def shown() -> dict[str, Any]:
+    """What a panel shows."""
+    pools = [asdict(pool) for pool in registry().overview()]
+    for rank in (rank for pool in pools for rank in pool["ranks"]):
+        rank["free"] = rank["free"] // STEP * STEP
+    return {"pools": pools}
+
+
+def add_routes() -> None:
+    """Add the routes, when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
+    if (server := prompt_server()) is None:
+        return
+    from aiohttp import web  # installed wherever ComfyUI runs as a server
+
+    panels = OpenPanels(server)
+
+    async def client_of(request: web.Request) -> str:
+        """The page of a request. HTTPBadRequest for one that is not on ComfyUI's socket."""
+        body = await request.read()
+        try:
+            client = (await request.json())["client"] if len(body) <= MOST_BYTES else None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            client = None
+        if not isinstance(client, str) or client not in server.sockets:
+            raise web.HTTPBadRequest(text="client: the id of a page on ComfyUI's socket is expected.")
+        return client
+
+    @server.routes.post(f"{ROUTES}/open")
+    async def open_panel(request: web.Request) -> web.Response:
+        panels.open(await client_of(request))
+        return web.Response()
+
+    @server.routes.post(f"{ROUTES}/close")
+    async def close_panel(request: web.Request) -> web.Response:
+        panels.close(await client_of(request))
+        return web.Response()
+
+    @server.routes.post(f"{ROUTES}/unload")
+    async def unload(_request: web.Request) -> web.Response:
+        await asyncio.to_thread(registry().unload)
+        return web.Response()

@@ -1,0 +1,42 @@
+"""Opens files of models that no family knows, in the layout of ComfyUI's own class."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.setup import Setup
+from parallel_backend.families.own_class.family import own_class_family
+
+from .checkpoint import Checkpoint, checked, entries_of, open_checked, refusals
+from .file_state import file_state
+
+
+def open_setup(setup: Setup) -> Checkpoint:
+    """The checkpoint of a model that the client has opened, as `open_checked`."""
+    return open_checked(setup.path) if setup.own_class is None else open_own_class(setup.path, setup.own_class)
+
+
+def file_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Key of a single file, without prefix -> shape; the stated configuration. ValueError as `open_checkpoint`."""
+    with refusals(path):
+        entries, stated, _ = entries_of(path)
+        return {key: entry.shape for key, entry in entries.items()}, stated
+
+
+def open_own_class(path: Path, own: OwnClass) -> Checkpoint:
+    """A single file in the layout of ComfyUI's own class. ValueError as `open_checkpoint`, and if the file lacks a parameter
+    of the class. What the class has no use for is left out, as ComfyUI leaves it out."""
+    with refusals(path):
+        family = own_class_family(own)
+        entries, stated, attention = entries_of(path)
+        # Tables that the class computes may be missing, or be there as a marker without values.
+        key_map = {
+            name: source
+            for name, source in family.file.key_map({}).items()
+            if name in family.parameters or (source.key in entries and 0 not in entries[source.key].shape)
+        }
+        entries = {key: entry for key, entry in entries.items() if 0 not in entry.shape}
+        family = replace(family, file=replace(family.file, key_map=lambda _config: key_map))
+        checkpoint = checked(Checkpoint(path, family, {}, key_map, entries, stated, attention=attention), sized=False)
+        return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))

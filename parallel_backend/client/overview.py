@@ -1,0 +1,101 @@
+"""What ranks do at the moment and what is on them, as a person wants to see it. Read without a message to any rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel_backend.processes.pool import Pool
+from parallel_backend.wire.lifecycle import IDLE
+
+from .models_on_ranks import OnRanks
+
+
+@dataclass(frozen=True)
+class RankOverview:
+    """One rank. The field names are those of a JSON."""
+
+    device: str
+    state: str
+    """"starting", "idle", "waiting" (for another rank), "working", or "failed"."""
+    doing: str
+    """Its work in words. Empty: none, or not known."""
+    weights: int
+    """Bytes of weights and LoRAs on its device."""
+    free: int
+    """Bytes of the device, or of a CPU's machine, that nobody uses."""
+    total: int
+    """All bytes of it. 0: not known yet."""
+
+
+@dataclass(frozen=True)
+class ModelOverview:
+    """A model on ranks."""
+
+    name: str
+    """Of its file."""
+    degrees: str
+    weights: tuple[int, ...]
+    """By rank, bytes of weights on its device."""
+    streamed: tuple[int, ...]
+    """By rank, bytes of weights that it copies to its device for each step, or that made way for another model."""
+    parked: bool
+    """All weights have made way for another model."""
+    computing: tuple[float, ...]
+    """By rank, which share of the last run's time it computed; the rest it waited. Empty: not known, as of runs without
+    Apply PipeFusion or PipeFusion Sampler."""
+
+
+@dataclass(frozen=True)
+class PoolOverview:
+    """The ranks on one set of devices."""
+
+    ranks: tuple[RankOverview, ...]
+    models: tuple[ModelOverview, ...]
+    """The one used last comes last."""
+    notes: tuple[str, ...]
+    error: str
+    """The first line of what ended the ranks. Empty: they work."""
+    logs: str
+    """Folder of their logs. Empty: they have none that stays."""
+
+
+def overview_of(pool: Pool, models: Sequence[OnRanks]) -> PoolOverview:
+    """`models`: those on the pool, the least recently used first."""
+    error = "" if pool.error is None else str(pool.error).partition("\n")[0]
+    found = tuple(map(_model, models))
+    held = [sum(model.weights[rank] for model in found) for rank in range(len(pool.devices))]
+    logs = pool.ranks.logs
+    return PoolOverview(
+        ranks=tuple(_rank(pool, rank, held[rank]) for rank in range(len(pool.devices))),
+        models=found,
+        notes=pool.notes,
+        error=error,
+        logs="" if logs is None else str(logs),
+    )
+
+
+def _rank(pool: Pool, rank: int, weights: int) -> RankOverview:
+    beat = pool.watchdog.beat(rank)
+    if pool.error is not None:
+        state = "failed"
+    elif beat is None or not pool.ready.done():
+        state = "starting"
+    elif beat.waiting:
+        state = "waiting"
+    else:
+        state = "idle" if beat.doing == IDLE else "working"
+    doing = "" if beat is None or state in ("idle", "failed") else beat.doing
+    free, total = (0, 0) if beat is None else (beat.free_bytes, beat.total_bytes)
+    return RankOverview(pool.devices[rank], state, doing, weights, free, total)
+
+
+def _model(one: OnRanks) -> ModelOverview:
+    model = one.model
+    on_devices = [weights + adapters for weights, adapters in zip(model.weight_bytes, model.adapter_bytes, strict=True)]
+    streamed = [
+        max(0, weights.total - held) for weights, held in zip(model.resident.weights, model.weight_bytes, strict=True)
+    ]
+    took = [(run.compute_seconds, run.wait_seconds + run.streaming_wait_seconds) for run in model.last_run]
+    computing = tuple(round(computed / max(computed + waited, 1e-9), 3) for computed, waited in took)
+    return ModelOverview(
+        model.checkpoint.path.name, str(model.degrees), tuple(on_devices), tuple(streamed), model.is_parked, computing
+    )

@@ -1,0 +1,61 @@
+"""ComfyUI's own class of a model as data: what a rank imports and builds, and what a trial has shown of it.
+
+The nodes fill it in. Nothing in this package names ComfyUI: a rank imports the module that it is told, below ROOT alone.
+"""
+
+from dataclasses import dataclass
+
+ROOT = "comfy.ldm."
+"""Beginning of the names of modules that a rank imports for the sake of a class."""
+DTYPE = "torch dtype "
+"""Beginning of an argument that is a dtype of torch, before its name."""
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """A block of the class, in the order in which a call runs them."""
+
+    name: str
+    """Its name in the model: "double_layers.0"."""
+    returns: tuple[str, ...]
+    """For each value that it returns, the argument of the same shape and dtype: its name, or its position in digits. Empty:
+    the value is None."""
+    alone: bool
+    """The block returns one tensor, and no tuple."""
+
+
+@dataclass(frozen=True)
+class OwnClass:
+    """A class, its arguments, and the settings of the process that imports it."""
+
+    kind: str
+    """Name of the class of ComfyUI's supported_models."""
+    folder: str
+    """The folder that has ROOT's package."""
+    module: str
+    name: str
+    arguments: str
+    """Arguments of the constructor, as JSON."""
+    settings: tuple[tuple[str, str, bool], ...]
+    """(module, attribute, value): set in this order before the class's module is imported."""
+    imports: tuple[str, ...]
+    """Modules that are then imported before it, since its code names them and leaves it to others to import them."""
+    keys: tuple[tuple[str, str], ...]
+    """(parameter of the class, key in the file), where they differ."""
+    halves: tuple[str, ...]
+    """See Family.half_dtypes."""
+    video: bool
+    """Latents have a time axis."""
+    blocks: tuple[OwnBlock, ...] = ()
+    """Empty: no trial has been made."""
+
+    def __post_init__(self):
+        assert self.module.startswith(ROOT), self.module
+
+    def lists(self) -> dict[str, list[str]]:
+        """List of blocks -> the blocks' names in it, in the order in which they run."""
+        found: dict[str, list[str]] = {}
+        for block in self.blocks:
+            name, _, key = block.name.rpartition(".")
+            found.setdefault(name, []).append(key)
+        return found

@@ -1,0 +1,154 @@
+"""A class's blocks: their lists, the order in which a call runs them, and what they return of their arguments' shapes."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.own_class import OwnBlock
+
+from .tried_calls import Call
+
+KEPT_BLOCKS = 3
+"""Blocks in the tried model of its only list: the first two and the last."""
+
+
+def block_lists(model: nn.Module) -> dict[str, list[str]]:
+    """List -> names of its blocks: the outermost lists of like modules with layers of their own."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(children) < 2 or len(set(map(type, children))) > 1:
+            continue
+        if any(children[0].children()) and not any(name.startswith(f"{each}.") for each in found):
+            found[name] = [f"{name}.{key}" for key, _ in module.named_children()]
+    return found
+
+
+def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Take blocks out of the model's lists. The names of those that it still has."""
+    kept = {}
+    for name, blocks in lists.items():
+        module = model.get_submodule(name)
+        keys = [block.rpartition(".")[2] for block in blocks]
+        keep = KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1
+        stay = keys if len(keys) <= keep else [*keys[: keep - 1], keys[-1]]
+        for key in keys:
+            if key not in stay:
+                del module._modules[key]
+        if isinstance(module, nn.ModuleList) and len(stay) < len(keys):
+            members = [module._modules.pop(key) for key in stay]
+            stay = [str(index) for index in range(len(members))]
+            module._modules.update(zip(stay, members, strict=True))
+        kept[name] = [f"{name}.{key}" for key in stay]
+    return kept
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A block in a call. `returns`: for each value, the arguments of its shape and dtype; none for None."""
+
+    name: str
+    returns: tuple[frozenset[str] | None, ...]
+    alone: bool
+
+    def with_another(self, other: "Ran") -> OwnBlock | None:
+        """The block, by a call of another size too. None: a value is like no argument in both."""
+        if (self.name, len(self.returns), self.alone) != (other.name, len(other.returns), other.alone):
+            return None
+        places = []
+        for one, two in zip(self.returns, other.returns, strict=True):
+            if (one is None) != (two is None):
+                return None
+            both = {""} if one is None or two is None else one & two
+            if not both:
+                return None
+            places.append(min(both))
+        return OwnBlock(self.name, tuple(places), self.alone)
+
+
+Recorded = tuple[list[list[Ran]], dict[str, str]]
+"""The blocks in the order of each call; by list, why a list's blocks cannot have stand-ins."""
+
+
+def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
+    """What the blocks of these lists do in these calls. `calls`: two, of different sizes."""
+    orders: list[list[Ran]] = []
+    odd: dict[str, str] = {}
+    for call in calls:
+        order: list[Ran] = []
+        hooks = [
+            model.get_submodule(name).register_forward_hook(functools.partial(_note, order, odd, name), with_kwargs=True)
+            for blocks in lists.values()
+            for name in blocks
+        ]
+        try:
+            call.run(model)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        orders.append(order)
+    return orders, odd
+
+
+def order_of(
+    lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd: Mapping[str, str]
+) -> dict[str, list[OwnBlock]] | str:
+    """List -> its blocks, in the order of the calls. Or why they cannot be shared out."""
+    orders = []
+    for each in recorded:
+        of_lists = ((block, block.name.rpartition(".")[0]) for block in each)
+        orders.append([block for block, name in of_lists if name in lists and name not in odd])
+    names = [block.name for block in orders[0]]
+    if len(set(names)) < len(names):
+        return "a block runs more than once in a call"
+    ran = [name for name, blocks in lists.items() if blocks[0] in names]
+    ran.sort(key=lambda name: names.index(lists[name][0]))
+    if names != [block for name in ran for block in lists[name]] or names != [block.name for block in orders[1]]:
+        return "its blocks do not run list by list"
+    found: dict[str, list[OwnBlock]] = {name: [] for name in ran}
+    for one, two in zip(*orders, strict=True):
+        if (block := one.with_another(two)) is None:
+            return f"its block {one.name} returns values that are like none of its arguments in calls of two sizes"
+        found[block.name.rpartition(".")[0]].append(block)
+    return found or next(iter(odd.values()), "it has no list of blocks")
+
+
+def _note(
+    order: list[Ran],
+    odd: dict[str, str],
+    name: str,
+    _block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+) -> None:
+    """A hook that notes the block's call; in `odd`, by list, why a list's blocks cannot have stand-ins."""
+    given = {str(place): each for place, each in enumerate(args)} | kwargs
+    returns: list[frozenset[str] | None] = []
+    for value in (out,) if isinstance(out, torch.Tensor) else out:
+        like = frozenset(
+            place
+            for place, each in given.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(each, torch.Tensor)
+            and (each.shape, each.dtype) == (value.shape, value.dtype)
+        )
+        if value is not None and not like:
+            odd.setdefault(name.rpartition(".")[0], f"its block {name} returns a value that is like none of its arguments")
+            return
+        returns.append(None if value is None else like)
+    order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor)))
+
+
+def whole_list(tried: Sequence[OwnBlock], names: Sequence[str]) -> list[OwnBlock]:
+    """All blocks of a list, of which the first and the last were tried, and another for those between them."""
+    between = tried[1] if len(tried) > 2 else tried[0]
+    return [
+        dataclasses.replace(tried[0] if index == 0 else tried[-1] if index == len(names) - 1 else between, name=name)
+        for index, name in enumerate(names)
+    ]

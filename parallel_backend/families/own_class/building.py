@@ -1,0 +1,76 @@
+"""Imports an OwnClass, and builds its model of torch's own layers."""
+
+import functools
+import importlib
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.meta_parameters import meta_parameters
+from parallel_backend.core.own_class import DTYPE, OwnClass
+
+CASTS = {"comfy_cast_weights": False, "weight_function": (), "bias_function": ()}
+"""Attributes of ComfyUI's layers that its functions read before they use a weight: no patch changes it."""
+
+
+class Embedding(nn.Embedding):
+    """ComfyUI's embedding has one argument more."""
+
+    def forward(self, input: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Numbers [...] -> [..., width]."""
+        out = super().forward(input)
+        return out if out_dtype is None else out.to(out_dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """ComfyUI's norm has a bias, which is None."""
+
+    bias = None
+
+
+class TorchLayers:
+    """Takes the place of ComfyUI's `operations`: layers without its casts, whose weights ranks hold as those of families."""
+
+    Linear, Embedding, RMSNorm = nn.Linear, Embedding, RMSNorm
+    Conv1d, Conv2d, Conv3d = nn.Conv1d, nn.Conv2d, nn.Conv3d
+    ConvTranspose1d, ConvTranspose2d = nn.ConvTranspose1d, nn.ConvTranspose2d
+    LayerNorm, GroupNorm = nn.LayerNorm, nn.GroupNorm
+
+    @staticmethod
+    def conv_nd(dims: int, *args: Any, **kwargs: Any) -> nn.Module:
+        """A convolution over two or three axes."""
+        return {2: nn.Conv2d, 3: nn.Conv3d}[dims](*args, **kwargs)
+
+
+@functools.cache
+def imported(
+    folder: str, module: str, name: str, settings: tuple[tuple[str, str, bool], ...], imports: tuple[str, ...]
+) -> type[nn.Module]:
+    """The class. In ComfyUI's own process everything is imported already, and its settings stay as they are."""
+    if module.partition(".")[0] not in sys.modules:
+        sys.path.append(folder)  # last: it has modules with names as common as `utils`
+        for place, attribute, value in settings:
+            *path, last = attribute.split(".")
+            holder = functools.reduce(getattr, path, importlib.import_module(place))
+            setattr(holder, last, value)
+        for each in imports:
+            importlib.import_module(each)
+    return getattr(importlib.import_module(module), name)
+
+
+def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of the class, told to be in `dtype`. Its parameters are on the meta device; tables that it makes are not."""
+    kind = imported(own.folder, own.module, own.name, own.settings, own.imports)
+    arguments = {
+        name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
+        for name, value in json.loads(own.arguments).items()
+    }
+    with meta_parameters():
+        model = kind(**arguments, operations=TorchLayers, dtype=dtype, device=None)
+    for module in model.modules():
+        if hasattr(module, "weight"):
+            vars(module).update(CASTS)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,57 @@
+"""Arguments of a model call <-> conditioning tensors, which are batch first."""
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+OPTIONS = "transformer_options"
+"""The argument that is a dictionary, of numbers, words, and lists and dictionaries of them."""
+STRUCTURE = "structure"
+"""Conditioning tensor [B, n] int32, the same for all entries: JSON of everything that is no tensor, see `to_tensors`."""
+TENSOR, SHARED, PLAIN = "tensor", "shared", "plain"
+"""Keys in STRUCTURE of a tensor with a row for each batch entry, of one that all entries share, and of a dictionary."""
+
+
+def to_tensors(arguments: Mapping[str, Any], batch: int) -> dict[str, torch.Tensor]:
+    """Values are tensors, None, numbers, words, and lists of them. ValueError, with the argument's name, for others."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def told(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            own = value.ndim > 0 and len(value) == batch
+            tensors[name] = value if own else value.expand(batch, *value.shape)
+            return {TENSOR if own else SHARED: name}
+        if name == OPTIONS:
+            return {PLAIN: value}
+        if isinstance(value, list | tuple):
+            return [told(f"{name}/{index}", each) for index, each in enumerate(value)]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise ValueError(f"model: its call has {name}, a {type(value).__name__}, which cannot be sent to ranks.")
+
+    structure = json.dumps({name: told(name, value) for name, value in arguments.items()}).encode()
+    tensors[STRUCTURE] = torch.tensor(list(structure), dtype=torch.int32).expand(batch, -1).clone()
+    return tensors
+
+
+def structure_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """STRUCTURE, read."""
+    return json.loads(bytes(tensors[STRUCTURE][0].tolist()))
+
+
+def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `to_tensors`, for the batch entries that the tensors have. `structure`: see `structure_of`."""
+
+    def value(stored: Any) -> Any:
+        if isinstance(stored, list):
+            return [value(each) for each in stored]
+        if not isinstance(stored, dict):
+            return stored
+        if PLAIN in stored:
+            return copy.deepcopy(stored[PLAIN])  # classes write into it
+        return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]
+
+    return {name: value(stored) for name, stored in structure.items()}

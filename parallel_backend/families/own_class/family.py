@@ -1,0 +1,121 @@
+"""The Family of a class that no family knows, made when its file is opened."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.base.blocks import Blocks
+from parallel_backend.families.base.family import Family, Forward, Inputs, Sizes
+from parallel_backend.families.base.file_layout import FileLayout, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, StepInputs
+
+from .building import build
+from .call_arguments import OPTIONS, STRUCTURE, from_tensors, structure_of
+from .stages import StageBlocks
+
+NAME = "ComfyUI's own class"
+STAGE = "parallel_dit_stage"
+"""Attribute of a rank's model that has its StageBlocks."""
+
+
+@dataclass(frozen=True)
+class OwnBlocks(Blocks):
+    """Blocks that stages share out by their places in the order of a call."""
+
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Block's name -> (its list, its number in it)."""
+
+    def place(self, target: str) -> tuple[str, int] | None:
+        parts = target.split(".")
+        names = (".".join(parts[:count]) for count in range(2, len(parts)))
+        return next((self.places[name] for name in names if name in self.places), None)
+
+
+class OwnInputs(Inputs):
+    """Every stage runs the prologue."""
+
+    latent_everywhere: ClassVar[bool] = True
+
+    def is_everywhere(self, name: str) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class OwnForward(Forward):
+    """`exact`: parameters that the class keeps in float32 when it is built in another dtype."""
+
+    exact: tuple[str, ...] = ()
+
+    def float32(self, config: Config) -> tuple[str, ...]:
+        return self.exact
+
+
+@dataclass(frozen=True)
+class OwnClassFamily(Family):
+    """The family of `own`."""
+
+    own: OwnClass | None = None
+    parameters: frozenset[str] = frozenset()
+    """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
+
+    def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
+        """As Family.run. A stage that is not the last one returns no tokens."""
+        assert step.x is not None, "every stage has the latent"
+        patching = self.patching.cut(step.token_order.along)
+        stage: StageBlocks = vars(model)[STAGE]
+        latent = patching.unpack(step.x, patching.whole(step.grid))
+        if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
+            step.kept[STRUCTURE] = structure_of(step.tensors)
+        named = {OPTIONS: {}} | from_tensors(step.tensors, step.kept[STRUCTURE])
+        out = stage.call(latent, step.timestep, **named)
+        return step.x[:, :0] if out is None else patching.pack(out)
+
+
+@functools.lru_cache(maxsize=8)
+def own_class_family(own: OwnClass) -> OwnClassFamily:
+    """The family of a class. Imports and builds it, without memory for weights."""
+    model = build(own, torch.bfloat16)
+    names, parameters = tuple(model.state_dict()), dict(model.named_parameters())
+    exact = tuple(name for name, each in parameters.items() if each.dtype == torch.float32)
+    keys, lists = dict(own.keys), own.lists()
+    places = {f"{name}.{key}": (name, number) for name, blocks in lists.items() for number, key in enumerate(blocks)}
+    counts = {name: len(blocks) for name, blocks in lists.items()}
+    widths = [each.shape[-1] for name, each in parameters.items() if each.ndim == 2]
+
+    def no_conditioning(_config: Config, _call: dict[str, Any]) -> dict[str, torch.Tensor]:
+        raise AssertionError("calls of an own class name their arguments themselves")
+
+    return OwnClassFamily(
+        name=NAME,
+        model_class=own.name,
+        native_classes=(own.kind,),
+        file=FileLayout(
+            detect=lambda _shapes: False,
+            configure=lambda _shapes: {},
+            key_map=lambda _config: {name: Source(keys.get(name, name)) for name in names},
+            ignored=(".*",),
+        ),
+        blocks=OwnBlocks(lists=(), counts=lambda _config: dict(counts), epilogue=(), places=places),
+        sizes=Sizes(
+            latent_channels=lambda _config: 1,
+            hidden=lambda _config: max(set(widths), key=widths.count, default=1),
+            heads=lambda _config: 1,
+            head_size=lambda _config: 64,
+        ),
+        inputs=OwnInputs(
+            conditioning=no_conditioning,
+            example=lambda _config, text_tokens: {"context": torch.empty(1, text_tokens, 1)},
+        ),
+        forward=OwnForward(arguments=lambda _step, _config: {}, exact=exact),
+        tensor_plan={},
+        patching=Patching(side=1, video=own.video),
+        half_dtypes=lambda _config: own.halves,
+        own=own,
+        parameters=frozenset(parameters),
+    )

@@ -1,0 +1,98 @@
+"""A class's blocks shared out to stages. Each stage runs the class's forward, with stand-ins for the others' blocks.
+
+A stand-in returns fresh tensors, since the class may write into them. They are NaN, so that a result that depends on a value
+which another stage has shows as not finite. The stand-in before the stage's first block returns what the stage before sends.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from parallel_backend.core.own_class import OwnBlock
+from parallel_backend.core.spans import Span
+
+
+class Unproven(Exception):
+    """A call is not what the trial has seen, or the trial has not proven it. The text says what differs."""
+
+
+class LaterStages(Exception):
+    """Not an error: ends the forward of a stage that is not the last one, once its blocks have run."""
+
+
+class Link(Protocol):
+    """To the neighbouring stages."""
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """The tensor stays as it is until it has been sent."""
+
+
+class StageBlocks:
+    """`span`: the stage's of `blocks`, which are all blocks of `model` in the order in which they run."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], span: Span, link: Link):
+        self._model, self._blocks, self._span, self._link = model, blocks, span, link
+        self._next = 0  # number of the block that runs next
+        for number, block in enumerate(blocks):
+            module = model.get_submodule(block.name)
+            module.forward = functools.partial(self._run, number, module.forward)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
+        self._next = 0
+        try:
+            out = self._model(*args, **kwargs)
+        except LaterStages:
+            return None
+        if self._next < len(self._blocks):
+            raise Unproven(f"{self._next} of {len(self._blocks)} blocks ran")
+        return out
+
+    def remove(self) -> None:
+        """Make the model its class's again."""
+        for block in self._blocks:
+            del self._model.get_submodule(block.name).forward
+
+    def _run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if number != self._next:
+            raise Unproven(f"{self._blocks[number].name} ran as block {self._next + 1}, and as {number + 1} in the trial")
+        self._next += 1
+        if number not in range(self._span.start, self._span.stop):
+            return self._stand_in(number, args, kwargs)
+        out = forward(*args, **kwargs)
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        block = self._blocks[number]
+        shapes = [None if value is None else value.shape for value in values]
+        if shapes != [_argument(place, args, kwargs).shape if place else None for place in block.returns]:
+            raise Unproven(f"{block.name} returns other values than in the trial")
+        if number == self._span.stop - 1 and self._span.stop < len(self._blocks):
+            for tensor in values:
+                if tensor is not None:
+                    self._link.send(tensor)
+            raise LaterStages
+        return out
+
+    def _stand_in(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        block = self._blocks[number]
+        found: list[torch.Tensor | None] = []
+        for place in block.returns:
+            if not place:
+                found.append(None)
+                continue
+            like = _argument(place, args, kwargs)
+            if number == self._span.start - 1:
+                found.append(self._link.receive(like.shape, like.dtype))
+            else:
+                found.append(torch.full_like(like, math.nan))
+        return found[0] if block.alone else tuple(found)
+
+
+def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """See OwnBlock.returns."""
+    return args[int(place)] if place.isdecimal() else kwargs[place]

@@ -1,0 +1,284 @@
+"""Tries a class with the arguments of an actual call: whether stages and split batch give what the whole model gives.
+
+The tried model has the class's own widths, random weights without zeros, and few blocks of each list. Tensors are drawn with
+the shapes of the call; numbers, words and whole numbers are the call's.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.host_memory import host_memory
+from parallel_backend.core.own_class import OwnBlock, OwnClass
+from parallel_backend.core.spans import Span
+
+from .block_order import block_lists, order_of, recorded_blocks, shortened, whole_list
+from .building import build
+from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
+from .stages import StageBlocks, Unproven
+from .tried_calls import Call, copied, distance, draw_weights, drawn, smaller, stored_tables
+
+TOLERANCE = 1e-5
+"""Largest difference between shared and whole, as a share of the largest value."""
+SIZES = (8, 8), (16, 32)
+"""(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
+else those of the call."""
+SEED = 0
+HELD_DEPTH = 4
+"""Of containers in a module's attributes that are looked into."""
+
+
+Wholes = Sequence[tuple[Call, Any]]
+"""Calls, and the whole model's output for each."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a trial has shown. An empty text: proven."""
+
+    blocks: tuple[OwnBlock, ...]
+    """All blocks of the model. Empty: none could be found."""
+    stages: str
+    """Why stages are not proven."""
+    batch: str
+    """Why entries of the batch on their own are not proven."""
+
+
+def trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[[], None] = lambda: None) -> Proof:
+    """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
+
+    `poll` is called before each run of the model. It raises to give up. ValueError, too, where host memory has no room.
+    """
+
+    def polled(*_: Any) -> None:
+        try:
+            poll()
+        except Exception as error:
+            raise _GivenUp from error
+
+    try:
+        return _trial(own, call, times, polled)
+    except _GivenUp as given_up:
+        assert given_up.__cause__ is not None
+        raise given_up.__cause__ from None
+
+
+class _GivenUp(BaseException):
+    """Because of the error that caused it. No error of the class: those are caught, whatever they are."""
+
+
+def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None]) -> Proof:
+    # A sampler calls in inference mode, whose tensors do not say when they are written to.
+    with torch.inference_mode(False), torch.no_grad():
+        model = build(own)
+        lists = block_lists(model)
+        kept = shortened(model, lists)
+        _give_weights(own, model, poll)
+        tried = [smaller(call, *sizes) for sizes in SIZES] + [call]
+        if all(_error(model, each) for each in tried):
+            del model
+            model, kept = build(own), lists  # the class counts on all of its blocks
+            _give_weights(own, model, poll)
+        errors = ((each, _error(model, each)) for each in tried)
+        call, error = next((pair for pair in errors if pair[1] is None), (call, _error(model, call)))
+        if error is not None:
+            raise ValueError(f"model_name: ComfyUI's class {own.name} does not run in a trial ({error}).")
+        calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
+        if why := _state(own, model, kept, calls):
+            return Proof((), why, why)
+        wholes = [(each, each.run(model)) for each in calls]
+        if why := _options(model, wholes):
+            return Proof((), why, why)
+        recorded = recorded_blocks(model, kept, [calls[0], _of_another_size(model, call)])
+        batch, best = _batch(model, wholes), None
+        for shared in _choices(model, lists, kept):
+            found = order_of({name: kept[name] for name in shared}, *recorded)
+            if isinstance(found, str):
+                best = best or Proof((), found, batch)
+                continue
+            stages = _stages(model, [block for blocks in found.values() for block in blocks], wholes)
+            order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
+            if not stages:
+                return Proof(order, stages, batch)
+            best = best if best is not None and best.blocks else Proof(order, stages, batch)
+        return best or Proof((), "it has no list of blocks", batch)
+
+
+def _give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None]) -> None:
+    """Weights for a model that has none, if host memory has room for them twice."""
+    nbytes, free = 4 * sum(parameter.numel() for parameter in model.parameters()), host_memory()[0]
+    if 2 * nbytes > free:
+        raise ValueError(
+            f"model_name: trying ComfyUI's class {own.name} takes {nbytes / 1e9:.1f} GB of host memory, of which "
+            f"{free / 1e9:.1f} GB are free, and half of it is for others. Close other programs, or load it with ComfyUI's "
+            "own loader."
+        )
+    draw_weights(model, SEED)
+    model.register_forward_pre_hook(poll)
+
+
+def _choices(
+    model: nn.Module, lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
+) -> list[tuple[str, ...]]:
+    """Lists to share out, the best choice first: all, then without the smallest, and so on. Others, such as refiners whose
+    output several blocks read, run whole on every stage."""
+
+    def size(name: str) -> float:
+        parameters = sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+        return parameters / len(kept[name]) * len(lists[name])
+
+    by_size = sorted(kept, key=size, reverse=True)
+    return [tuple(name for name in kept if name in by_size[:count]) for count in range(len(by_size), 0, -1)]
+
+
+def _error(model: nn.Module, call: Call) -> Exception | None:
+    """What the class raises for the call: exceptions of any kind, since its code is not known."""
+    try:
+        drawn(call, 1).run(model)
+    except Exception as error:
+        return error
+    return None
+
+
+def _of_another_size(model: nn.Module, call: Call) -> Call:
+    """The call with fewer words or a smaller latent: text and picture may have as many tokens in `call`."""
+    context = call.named.get("context")
+    words = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
+    side, fewer = max(call.x.shape[2:]), max(1, words - 3)
+    others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
+    return drawn(next((other for other in others if _error(model, other) is None), call), 1)
+
+
+def _options(model: nn.Module, wholes: Wholes) -> str:
+    """Why the class needs entries of transformer_options that ranks do not get. Empty: it does not."""
+    for call, whole in wholes:
+        try:
+            far = distance(call.run(model, options=False), whole)
+        except Exception as error:  # of any kind, as in _error
+            return f"it does not run without ComfyUI's transformer_options ({type(error).__name__}: {error})"
+        if not far <= TOLERANCE:
+            return f"it gives another result without ComfyUI's transformer_options (by {far:.1e} of the largest value)"
+    return ""
+
+
+def _state(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> str:
+    """How calls of the class depend on each other. Empty: they do not. The model's weights are changed."""
+    outputs = []
+    for call in (*calls[:2], calls[0]):
+        given = dataclasses.replace(call, x=call.x.clone(), named=copied(call.named), options=copied(call.options))
+        held, arguments = _held(model), _written(given)
+        both = {OPTIONS: given.named.get(OPTIONS, {}) | dict(given.options)}
+        outputs.append(model(given.x, call.timestep.clone(), **(dict(given.named) | both)))
+        if changed := [name for name, value in _held(model).items() if held.get(name) != value]:
+            return f"it keeps {changed[0]} from call to call"
+        after = _written(given)
+        if changed := [name for name, value in arguments.items() if after.get(name) != value]:
+            return f"it writes into its argument {changed[0]}, of which a rank has a copy"
+    if distance(outputs[2], outputs[0]) > 0:
+        return "the same call gives another result the second time"
+    for parameter in model.parameters():
+        parameter.mul_(0.7)
+    fresh = build(own)
+    if any(len(blocks) < len(list(fresh.get_submodule(name).children())) for name, blocks in kept.items()):
+        shortened(fresh, block_lists(fresh))
+    for name, module in fresh.named_modules():  # the same memory
+        module._parameters.update(model.get_submodule(name)._parameters)
+        module._buffers.update(stored_tables(model.get_submodule(name)))
+    if distance(calls[1].run(model), calls[1].run(fresh)) > 0:
+        return "it keeps results of earlier calls, which another LoRA would make wrong"
+    return ""
+
+
+def _held(model: nn.Module) -> dict[str, Any]:
+    """What the model's modules hold beside tensors, whose effect on later calls is tried: a number may count calls up to
+    where it matters."""
+
+    def seen(value: Any, depth: int = 0) -> Any:
+        if isinstance(value, torch.Tensor):
+            return None
+        if isinstance(value, dict) and depth < HELD_DEPTH:
+            return tuple((key, seen(each, depth + 1)) for key, each in value.items())
+        if isinstance(value, list | tuple) and depth < HELD_DEPTH:
+            return tuple(seen(each, depth + 1) for each in value)
+        return value if isinstance(value, int | float | str) else None
+
+    return {
+        f"{name}.{key}".strip("."): seen(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_modules") and "_hooks" not in key
+    }
+
+
+def _written(call: Call) -> dict[str, Any]:
+    """What a call's arguments hold, to compare before and after it. A class may note numbers and words in the options."""
+    options = {key: value for key, value in call.options.items() if not isinstance(value, int | float | str | None)}
+    found = {}
+    for name, value in ({"x": call.x} | dict(call.named) | options).items():
+        leaves, structure = pytree.tree_flatten(value)
+        plain = (torch.Tensor, int, float, str)
+        held = [leaf._version if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if isinstance(leaf, plain)]
+        found[name] = held, str(structure)
+    return found
+
+
+class _Mailbox:
+    """The link between stages that run one after the other in one process."""
+
+    def __init__(self) -> None:
+        self._sent: list[tuple[torch.Tensor, int]] = []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._sent.append((tensor, tensor._version))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if not self._sent:
+            raise Unproven("a stage waits for a value that is not sent")
+        tensor, version = self._sent.pop(0)
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+            raise Unproven(f"a stage sends {list(tensor.shape)} where {list(shape)} is expected")
+        if tensor._version != version:
+            raise Unproven("a value is written to after it was sent")
+        return tensor.clone()
+
+
+def _stages(model: nn.Module, blocks: Sequence[OwnBlock], wholes: Wholes) -> str:
+    """Why stages are not proven, which are of one block each. Empty: they are."""
+    for call, whole in wholes:
+        mailbox, out = _Mailbox(), None
+        for number in range(len(blocks)):
+            stage = StageBlocks(model, blocks, Span(number, number + 1), mailbox)
+            try:
+                out = call.run(stage.call, options=False)
+            except Unproven as unproven:
+                return str(unproven)
+            except Exception as error:  # of any kind, as in _error
+                return f"a stage does not run ({type(error).__name__}: {error})"
+            finally:
+                stage.remove()
+        if not (far := distance(out, whole)) <= TOLERANCE:
+            return f"stages give another result (by {far:.1e} of the largest value)"
+    return ""
+
+
+def _batch(model: nn.Module, wholes: Wholes) -> str:
+    """Why entries of the batch on their own are not proven. Empty: they are."""
+    for call, whole in wholes:
+        batch = len(call.x)
+        tensors = to_tensors(call.named, batch)
+        for entry in range(batch):
+            rows = slice(entry, entry + 1)
+            named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
+            own = Call(call.x[rows], call.timestep[rows], named)
+            try:
+                far = distance(own.run(model, options=False), whole[rows])
+            except Exception as error:  # of any kind, as in _error
+                return f"an entry of a batch on its own does not run ({type(error).__name__}: {error})"
+            if not far <= TOLERANCE:
+                return f"an entry of a batch on its own gives another result (by {far:.1e} of the largest value)"
+    return ""

@@ -1,0 +1,69 @@
+"""Builds a pipeline stage of ComfyUI's own class (families/own_class/). Every stage has its prologue and epilogue."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core import kitchen
+from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.spans import Span
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
+from parallel_backend.families.own_class.stages import StageBlocks
+from parallel_backend.rank.comm.stage_link import StageLink
+
+from .block_slots import StageIO
+from .build import Stage
+from .tensor_parallel import TensorPlan
+from .weights import StageWeights
+
+
+class OwnLink:
+    """families.own_class.stages.Link over the pipe axis. Transfers begin where the class's forward needs them."""
+
+    def __init__(self, link: StageLink):
+        self._link = link
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self._link.post_receive(shape, dtype)
+        return self._link.receive()
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._link.send(tensor, overlap=True)
+
+
+def build_own_stage(
+    checkpoint: Checkpoint,
+    span: Span,
+    device: torch.device,
+    dtype_name: str,
+    plan: TensorPlan,
+    load: Callable[[StageWeights, Sequence[str]], None],
+    link: StageLink,
+) -> Stage:
+    """The class's model with weights of the blocks `span`, and of everything outside of blocks. `load`: see build_stage.
+
+    Blocks of other stages keep their attributes, which the class may read, and lose their parameters.
+    """
+    family, dtype = checkpoint.family, compute_dtype(dtype_name, device)
+    assert isinstance(family, OwnClassFamily)
+    assert family.own is not None
+    kitchen.try_kernels(dtype, device)
+    model = build(family.own, dtype)
+    order = family.own.blocks
+    own = {block.name for block in order[span.slice]}
+    elsewhere = tuple(f"{block.name}." for block in order if block.name not in own)
+    for block in order:
+        if block.name not in own:
+            for module in model.get_submodule(block.name).modules():
+                module._parameters.clear()
+                module._buffers.clear()
+    targets = [name for name in checkpoint.key_map if not name.startswith(elsewhere)]
+    load(StageWeights(model, checkpoint, targets, plan, device, dtype_name), [block.name for block in order[span.slice]])
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+    vars(model)[STAGE] = StageBlocks(model, order, span, OwnLink(link))
+    blocks = {block.name: model.get_submodule(block.name) for block in order[span.slice]}
+    return Stage(model, [], StageIO(text_first=True), plan, blocks)

@@ -1,0 +1,58 @@
+"""Files that ask for a kind of attention in some of their layers (ComfyUI 0.37 and newer)."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.tensor_files import MAX_JSON_BYTES
+
+LAYER = "double_blocks.0.img_attn"
+INT8, SOL = {"attention": "comfy_kitchen_int8"}, {"attention": "comfy_kitchen_sol", "tau": 1.3}
+
+
+def said(value) -> torch.Tensor:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+def save(flux_file, folder, preferences: dict[str, torch.Tensor], prefix: str = ""):
+    """`flux_file`'s weights with a preference for each layer."""
+    state = load_file(flux_file) | {f"{layer}.comfy_attention.config": value for layer, value in preferences.items()}
+    path = folder / "asking.safetensors"
+    save_file({prefix + key: value for key, value in state.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("wish", [INT8, [SOL, INT8], [{"attention": "of next year"}, INT8]])
+def test_a_layers_wish_is_known_and_is_no_weight(flux_file, tmp_path, prefix, wish):
+    plain = open_checkpoint(flux_file)
+    asking = open_checkpoint(save(flux_file, tmp_path, {LAYER: said(wish)}, prefix))
+    assert asking.attention == {LAYER: "comfy_kitchen"}
+    assert asking.entries.keys() == plain.entries.keys()
+    assert not plain.attention
+
+
+@pytest.mark.parametrize("wish", [SOL, [], [SOL], {"attention": ["comfy_kitchen_int8"]}, {}])
+def test_a_wish_for_what_is_not_known_is_left_out(flux_file, tmp_path, wish):
+    assert not open_checkpoint(save(flux_file, tmp_path, {LAYER: said(wish)})).attention
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        said("comfy_kitchen_int8"),
+        said([INT8, "comfy_kitchen_int8"]),
+        said(b"{"),
+        said(b"\xff\xfe"),
+        torch.zeros(3),
+        torch.zeros(2, 2, dtype=torch.uint8),
+        torch.zeros(MAX_JSON_BYTES + 1, dtype=torch.uint8),
+    ],
+)
+def test_a_wish_that_cannot_be_read_is_refused_by_the_files_name(flux_file, tmp_path, wish):
+    with pytest.raises(ValueError, match=r"^model_name: .*asking\.safetensors"):
+        open_checkpoint(save(flux_file, tmp_path, {LAYER: wish}))

@@ -1,0 +1,146 @@
+"""Models that no family computes, as ComfyUI's own class on ranks, against ComfyUI's own MODEL of the same file. Run by
+serve.py."""
+
+import math
+from functools import partial
+
+import comfy.lora
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, torch
+from families import detecting
+from safetensors.torch import save_file
+
+MODELS = BASE / "models" / "diffusion_models"
+COSMOS = {
+    "image_model": "cosmos",
+    "max_img_h": 24,
+    "max_img_w": 24,
+    "max_frames": 16,
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_spatial": 2,
+    "patch_temporal": 1,
+    "model_channels": 192,
+    "block_config": "FA-CA-MLP",
+    "num_blocks": 3,
+    "num_heads": 4,
+    "concat_padding_mask": True,
+    "pos_emb_cls": "rope3d",
+    "pos_emb_learnable": False,
+    "pos_emb_interpolation": "crop",
+    "block_x_format": "THWBD",
+    "affline_emb_norm": True,
+    "use_adaln_lora": True,
+    "adaln_lora_dim": 16,
+    "extra_per_block_abs_pos_emb": True,
+    "extra_per_block_abs_pos_emb_type": "learnable",
+    "rope_h_extrapolation_ratio": 1.0,
+    "rope_w_extrapolation_ratio": 1.0,
+    "rope_t_extrapolation_ratio": 2.0,
+    "crossattn_emb_channels": 2048,
+}
+AURA = {
+    "dim": 128,
+    "n_layers": 6,
+    "n_double_layers": 2,
+    "n_heads": 4,
+    "global_conddim": 128,
+    "cond_seq_dim": 2048,
+    "max_seq": 256,
+}
+"""Arguments of small classes, whose sizes ComfyUI's detection does not read off a file."""
+
+
+def write(kind: type[torch.nn.Module], arguments: dict, name: str) -> None:
+    """A file of random values, with gates that are not 0."""
+    model, g = kind(**arguments, operations=torch.nn, dtype=torch.float32), torch.Generator().manual_seed(5)
+    state = {}
+    for key, value in model.state_dict().items():
+        std = 1 / math.sqrt(value[0].numel()) if value.ndim > 1 else 0.1
+        state[key] = std * torch.randn(value.shape, generator=g) + (1.0 if value.ndim == 1 and "weight" in key else 0.0)
+    save_file(state, MODELS / name)
+    scaled = {}
+    for key, value in state.items():
+        if key.endswith(".weight") and value.ndim == 2 and ("layers" in key or "blocks" in key):
+            scale = value.abs().max() / 448
+            scaled |= {key: (value / scale).to(torch.float8_e4m3fn), key.replace(".weight", ".scale_weight"): scale}
+        else:
+            scaled[key] = value
+    save_file(scaled | {"scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}, MODELS / f"fp8-{name}")
+
+
+def main(results: Results) -> None:
+    from comfy.ldm.aura.mmdit import MMDiT
+    from comfy.ldm.cosmos.model import GeneralDIT
+
+    write(MMDiT, AURA, "aura.safetensors")
+    write(GeneralDIT, COSMOS, "cosmos.safetensors")
+    g = torch.Generator().manual_seed(0)
+    texts = [torch.randn(1, 9, 2048, generator=g) for _ in range(2)]
+    prompts = [[[text, {}]] for text in texts]
+    for name, arguments, latent in (
+        ("aura", AURA, torch.zeros(1, 4, 16, 24)),
+        ("cosmos", COSMOS, torch.zeros(1, 16, 2, 12, 16)),
+    ):
+        with detecting(arguments):
+            of_class(results, name, prompts, latent)
+    with detecting(AURA):
+        refusals(results)
+
+
+def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -> None:
+    file = f"{name}.safetensors"
+
+    def native(file: str):
+        return comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+
+    def sampled(model, **more) -> torch.Tensor:
+        return ksampler(model, prompts, latent, **more)
+
+    own, expected = native(file), sampled(native(file))
+    modes = {"stages": {"pipe": 2}, "split batch": {"pipe": 1, "batch": 2}, "one rank": {"pipe": 1, "devices": "cpu"}}
+    for mode, degrees in modes.items():
+        results.case(f"{name}, {mode}", lambda degrees=degrees: difference(expected, sampled(parallel(file, **degrees))))
+    for mode in ("auto", "split batch"):
+        results.case(
+            f"{name}, Parallelize Model, {mode}",
+            lambda mode=mode: difference(expected, sampled(node("ParallelizeModel", native(file), 2, mode))),
+        )
+    ours = parallel(file)
+
+    def twice() -> float:
+        """After a run without guidance, which has another structure, and with two latents at a time."""
+        sampled(ours, cfg=1.0)
+        both = ksampler(ours, prompts, latent.repeat(2, *[1] * (latent.ndim - 1)))
+        return difference(ksampler(own, prompts, latent.repeat(2, *[1] * (latent.ndim - 1))), both)
+
+    results.case(f"{name}, again", twice)
+    keys = [key for key, value in own.model.diffusion_model.state_dict().items() if value.ndim == 2 and "weight" in key]
+    g = torch.Generator().manual_seed(3)
+    lora = {}
+    for key in keys[::3]:
+        out, into = own.model.diffusion_model.state_dict()[key].shape
+        layer = f"diffusion_model.{key.removesuffix('.weight')}"
+        lora[f"{layer}.lora_up.weight"] = 0.3 * torch.randn(out, 4, generator=g)
+        lora[f"{layer}.lora_down.weight"] = torch.randn(4, into, generator=g) / math.sqrt(into)
+
+    def with_lora(model):
+        return comfy.sd.load_lora_for_models(model, None, dict(lora), 0.7, 0.0)[0]
+
+    def lora_case() -> dict[str, float]:
+        patched = sampled(with_lora(own))
+        return {"difference": difference(patched, sampled(with_lora(ours))), "moved": difference(patched, expected)}
+
+    results.case(f"{name}, LoRA", lora_case)
+    results.case(f"{name}, scaled fp8", lambda: difference(sampled(native(f"fp8-{file}")), sampled(parallel(f"fp8-{file}"))))
+
+
+def refusals(results: Results) -> None:
+    from boot import sequence
+
+    file = "aura.safetensors"
+    own = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+    results.case("tensor", lambda: parallel(file, pipe=1, tensor=2))
+    results.case("ulysses", lambda: parallel(file, pipe=1, config=sequence(ulysses=2)))
+    results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file), 2, 1, True))
+    results.case("Parallelize Model", lambda: node("ParallelizeModel", own, 2, "tensor"))
+    results.case("auto", partial(node, "ParallelDiTLoader", file, "fp32", 2, 1, 1, "cpu,cpu", None, "auto", False, "auto"))

@@ -1,0 +1,51 @@
+"""Models that no family computes run as ComfyUI's own class on ranks, and equal ComfyUI's own MODEL."""
+
+import pytest
+
+pytestmark = pytest.mark.comfyui
+LIMIT = 5e-5
+"""Of a difference to the native MODEL: what fp32 rounding does in a few steps."""
+MODELS = ["aura", "cosmos"]
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    return inside.run("own_class")[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "one rank",
+        "stages",
+        "split batch",
+        "again",
+        "scaled fp8",
+        "Parallelize Model, auto",
+        "Parallelize Model, split batch",
+    ],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_equals_the_native_model(found, model, case):
+    assert found[f"{model}, {case}"] <= LIMIT, found[f"{model}, {case}"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_lora_does_what_it_does_natively(found, model):
+    case = found[f"{model}, LoRA"]
+    assert case["difference"] <= LIMIT
+    assert case["moved"] > 100 * LIMIT
+
+
+@pytest.mark.parametrize(
+    ("case", "begins"),
+    [
+        ("tensor", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
+        ("ulysses", "ValueError: ulysses_degree is 2: aura.safetensors runs as ComfyUI's own class"),
+        ("PipeFusion", "ValueError: model: PipeFusion works for the models that Parallel DiT computes itself"),
+        ("Parallelize Model", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
+        ("auto", "ValueError: degrees: aura.safetensors runs as ComfyUI's own class"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_by_name(found, case, begins):
+    assert found[case]["error"].startswith(begins)

@@ -1,0 +1,181 @@
+"""The trial of a class that no family computes: what it proves, and that it sees what would be wrong on ranks."""
+
+import pytest
+import torch
+
+from parallel_backend.core.spans import Span
+from parallel_backend.families.own_class import stages
+from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, to_tensors
+from parallel_backend.families.own_class.stages import StageBlocks, Unproven
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from tests.support.planted_comfyui import planted as own
+from tests.support.planted_comfyui import planted_comfyui
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+def call(batch: int = 2, **options) -> Call:
+    g = torch.Generator().manual_seed(0)
+    x, context = torch.randn(batch, 4, 2, 4, 6, generator=g), torch.randn(batch, 5, 16, generator=g)
+    return Call(x, torch.full((batch,), 700.0), {"context": context, "control": None}, options)
+
+
+TIMES = 900.0, 500.0, 1.0
+"""Of a run: LATE is between the last two."""
+
+
+@pytest.mark.parametrize("name", ["Right", "InPlace", "PoolsFrames", "Registers", "KeepsLast"])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_what_can_be_shared_out_is_proven(name, batch):
+    proof = trial(own(name), call(batch), TIMES)
+    assert (proof.stages, proof.batch) == ("", "")
+    assert [block.name for block in proof.blocks][-4:] == [f"blocks.{index}" for index in range(4)]
+
+
+def test_streams_of_one_length_are_told_apart():
+    """Three tokens of a picture, as many as registers: calls of another size have other numbers."""
+    given = call()
+    same = Call(given.x[:, :, :1, :1, :3], given.timestep, given.named)
+    blocks = {block.name: block for block in trial(own("Registers"), same, TIMES).blocks}
+    assert blocks["streams.stream0"].returns == ("0", "1", "")
+
+
+@pytest.mark.parametrize("name", ["PoolsBatch", "PoolsFramesOfBatch", "PoolsBatchLate"])
+def test_entries_that_look_at_each_other_stay_together(name):
+    proof = trial(own(name), call(), TIMES)
+    assert proof.batch.startswith("an entry of a batch on its own gives another result")
+    assert proof.stages == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("LongSkip", "stages give another result"),
+        ("LongSkipLate", "stages give another result"),
+        ("HiddenSkipLate", "stages give another result"),
+        ("SkipsBlockLate", "blocks.2 ran as block 2, and as 3 in the trial"),
+        ("OtherOrder", "its blocks do not run list by list"),
+        ("Twice", "a block runs more than once in a call"),
+        ("KeepsFirst", "it keeps results of earlier calls, which another LoRA would make wrong"),
+        ("UsesLast", "the same call gives another result the second time"),
+        ("CountsToTen", "it keeps calls from call to call"),
+        ("CountsCalls", "the same call gives another result the second time"),
+        ("WritesArgument", "it writes into its argument x, of which a rank has a copy"),
+        ("ReturnsKeys", "its block blocks.0 returns a value that is like none of its arguments"),
+    ],
+)
+def test_what_stages_would_get_wrong_is_not_proven(name, why):
+    assert trial(own(name), call(), TIMES).stages.startswith(why)
+
+
+def test_what_is_kept_in_the_options_is_seen():
+    assert "writes into its argument cache" in trial(own("WritesOption"), call(cache={"end": 0}), TIMES).stages
+
+
+def test_an_option_that_ranks_do_not_get_is_seen():
+    proof = trial(own("ReadsOption"), call(factor=1.5), TIMES)
+    assert proof.stages == proof.batch
+    assert proof.stages.startswith("it gives another result without ComfyUI's transformer_options")
+    assert trial(own("ReadsOption"), call(), TIMES).stages == ""
+
+
+def test_a_class_that_does_not_run_is_refused_with_its_error():
+    given = call()
+    with pytest.raises(ValueError, match="ComfyUI's class Right does not run in a trial"):
+        trial(own("Right"), Call(given.x, given.timestep, {"context": given.named["context"][..., :3]}), ())
+
+
+def test_a_trial_can_be_given_up():
+    left = iter(range(6))
+
+    def cancel():
+        if next(left, None) is None:
+            raise RuntimeError("cancelled")
+
+    with pytest.raises(RuntimeError, match="cancelled"):
+        trial(own("Right"), call(), TIMES, cancel)
+
+
+def test_a_class_that_host_memory_has_no_room_for_is_not_tried(monkeypatch):
+    monkeypatch.setattr("parallel_backend.families.own_class.trial.host_memory", lambda: (10_000, 20_000))
+    with pytest.raises(ValueError, match="of host memory"):
+        trial(own("Right"), call(), TIMES)
+
+
+def test_the_generator_of_noise_is_left_as_it_is():
+    before = torch.get_rng_state()
+    trial(own("Registers"), call(), TIMES)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Planted:
+    """A link between two stages, with a fault."""
+
+    def __init__(self, fault: str):
+        self.fault, self.sent = fault, []
+
+    def send(self, tensor):
+        self.sent.append(tensor if self.fault == "no copy" else tensor.clone())
+
+    def receive(self, shape, dtype):
+        return torch.full(shape, torch.nan, dtype=dtype) if self.fault == "left out" else self.sent.pop(0)
+
+
+def two_stages(name: str, fault: str, given: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of the whole model and of two stages of it."""
+    from parallel_backend.families.own_class.building import build
+
+    model, link = build(own(name)), Planted(fault)
+    draw_weights(model, 0)
+    with torch.no_grad():
+        whole, blocks = given.run(model), trial(own(name), given, ()).blocks
+        for span in (Span(0, 2), Span(2, 4)):
+            stage = StageBlocks(model, blocks, span, link)
+            out = given.run(stage.call)
+            stage.remove()
+    return whole, out
+
+
+def test_a_cut_that_is_left_out_gives_nothing_finite():
+    whole, out = two_stages("Right", "left out", call())
+    assert whole.isfinite().all()
+    assert not out.isfinite().any()
+
+
+def test_a_stand_in_that_does_not_copy_would_be_wrong(monkeypatch):
+    """Why stand-ins return fresh tensors: the class adds to what they return, which would be its own input."""
+    whole, out = two_stages("InPlace", "", call())
+    assert torch.equal(whole, out)
+    monkeypatch.setattr(stages.torch, "full_like", lambda like, _value: like)
+    assert "stages give another result" in trial(own("InPlace"), call(), ()).stages
+
+
+def test_a_call_of_another_order_is_stopped():
+    from parallel_backend.families.own_class.building import build
+
+    given, model = call(), build(own("SkipsBlockLate"))
+    draw_weights(model, 0)
+    blocks = trial(own("SkipsBlockLate"), given, ()).blocks
+    stage = StageBlocks(model, blocks, Span(0, 4), Planted(""))
+    with torch.no_grad(), pytest.raises(Unproven, match=r"blocks\.2 ran as block 2"):
+        stage.call(given.x, torch.full((2,), 1.0), **given.named)
+
+
+def test_arguments_survive_the_way_to_the_ranks():
+    shared, own_rows = torch.arange(6).view(2, 3)[:1].expand(5, 3), torch.randn(2, 3)
+    arguments = {"a": own_rows, "b": [shared, None, 2, "x", [own_rows]], "c": True, "d": torch.tensor(3.0)}
+    tensors = to_tensors(arguments, 2)
+    assert all(len(tensor) == 2 for tensor in tensors.values())
+    second = from_tensors({name: tensor[1:] for name, tensor in tensors.items()}, structure_of(tensors))
+    assert torch.equal(second["a"], own_rows[1:])
+    assert torch.equal(second["b"][0], shared)
+    assert second["b"][1:4] == [None, 2, "x"]
+    assert torch.equal(second["b"][4][0], own_rows[1:])
+    assert (second["c"], float(second["d"])) == (True, 3.0)
+    with pytest.raises(ValueError, match="its call has e, a dict"):
+        to_tensors({"e": {}}, 2)

@@ -1,0 +1,29 @@
+"""A ComfyUI that has only the planted classes, in the test process and in ranks that are threads of it."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from unittest import mock
+
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.building import imported
+from parallel_backend.families.own_class.family import own_class_family
+from tests.families import planted_classes
+
+MODULE = "comfy.ldm.planted"
+
+
+@contextlib.contextmanager
+def planted_comfyui() -> Iterator[None]:
+    """Context in which the classes can be imported."""
+    modules = {name: ModuleType(name) for name in ("comfy", "comfy.ldm")} | {MODULE: planted_classes}
+    with mock.patch.dict(sys.modules, modules):
+        yield
+    imported.cache_clear()
+    own_class_family.cache_clear()
+
+
+def planted(name: str) -> OwnClass:
+    """The class of this name, as nodes would describe it."""
+    return OwnClass("Planted", "/nowhere", MODULE, name, "{}", (), (), (), ("bf16",), True)
