@@ -107,17 +107,17 @@ def named_modules(kind: type) -> tuple[str, ...]:
 
 def check_own_class(name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
     """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
-    runs = f"{name} runs as ComfyUI's own class, by pipefusion_degree and split_batch_degree alone"
+    runs = f"{name} runs as ComfyUI's own class, by pipefusion_degree, split_batch_degree, ulysses_degree and ring_degree alone"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
     for widget, value in {
         "tensor_parallel_degree": degrees.tensor,
-        "ulysses_degree": degrees.ulysses,
-        "ring_degree": degrees.ring,
         "patch_degree": degrees.patch,
     }.items():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
+    if degrees.gathers:
+        raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
     if compiled:
         raise ValueError(f"compile: {runs}, and is not compiled. Switch it off.")
 
@@ -209,21 +209,25 @@ class OwnClassModel(RemoteDiffusionModel):
 
     def _proven(self, call: Call, degrees: Degrees) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
-        structure = _structure(call)
+        name, sequence = self.checkpoint.path.name, degrees.sequence > 1
+        structure = _structure(call), sequence
         if structure not in self._proofs:
             own = self.setup.own_class
             assert own is not None
             say(f"Parallel DiT: trying {own.name}, ComfyUI's own class, before its weights are loaded")
             call = Call(call.x.cpu(), call.timestep.cpu().float(), _on_host(call.named), _on_host(call.options))
-            self._proofs[structure] = proof = trial(own, call, self._times(), check_cancelled)
-            log.info("Parallel DiT: trial of %s: stages %s, batch %s", own.name, proof.stages or "yes", proof.batch or "yes")
+            self._proofs[structure] = proof = trial(own, call, self._times(), check_cancelled, sequence)
+            shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]
+            log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s", own.name, *shown)
         proof = self._proofs[structure]
-        name = self.checkpoint.path.name
         if degrees.pipe > 1 and proof.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
                 + ("Set it to 1." if proof.blocks else "Load it with ComfyUI's own loader, on one card.")
             )
+        if sequence and proof.sequence:
+            widget = "ulysses_degree" if degrees.ulysses > 1 else "ring_degree"
+            raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {proof.sequence}. Set it to 1.")
         if not proof.blocks:
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         self.setup = self.setup.with_blocks(proof.blocks)

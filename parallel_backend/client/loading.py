@@ -82,7 +82,7 @@ def load_model(
     streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
     progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
     adaptation = Adaptation(ranks, checkpoint, replies, memory.resident.adapted)
-    sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+    sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive, setup.own_class is not None)
     scatter = Scatter(checkpoint, degrees, cut.stage_blocks, sequence, ranks)
     posting = Posting(
         degrees,

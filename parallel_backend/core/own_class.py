@@ -12,6 +12,30 @@ DTYPE = "torch dtype "
 
 
 @dataclass(frozen=True)
+class OwnSlice:
+    """A tensor among a block's arguments of which each sequence rank has its tokens' part."""
+
+    tensor: int
+    """Its number among the tensors of the block's call, positional ones first."""
+    axis: int
+    """Its axis of tokens."""
+    streams: tuple[int, ...]
+    """Numbers of the streams whose tokens it has, one behind the other."""
+    enters: bool
+    """It is the stream itself: cut in the first block that gets it, and local from there on."""
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """A call of attention in a block."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    """Streams whose tokens they are, in order. Empty keys: every rank has them all, and nothing is exchanged."""
+    heads: int
+
+
+@dataclass(frozen=True)
 class OwnBlock:
     """A block of the class, in the order in which a call runs them."""
 
@@ -22,6 +46,12 @@ class OwnBlock:
     the value is None."""
     alone: bool
     """The block returns one tensor, and no tuple."""
+    slices: tuple[OwnSlice, ...] = ()
+    """Where tokens are cut over sequence ranks. Those that enter come first."""
+    attention: tuple[OwnAttention, ...] = ()
+    """The block's calls of attention, in order, where tokens are cut."""
+    leaving: tuple[tuple[int, ...], ...] = ()
+    """For each returned value, the streams whose tokens it has, where tokens are cut."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +81,12 @@ class OwnClass:
 
     def __post_init__(self):
         assert self.module.startswith(ROOT), self.module
+
+    @property
+    def heads(self) -> int:
+        """Fewest heads of a call of attention that sequence ranks share out. 1 where no trial has shown any."""
+        calls = [call for block in self.blocks for call in block.attention]
+        return min((call.heads for call in calls if call.keys), default=1)
 
     def lists(self) -> dict[str, list[str]]:
         """List of blocks -> the blocks' names in it, in the order in which they run."""

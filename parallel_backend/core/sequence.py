@@ -16,14 +16,20 @@ class SequenceCut:
     """Number of ring x ulysses ranks, which share the tokens of a patch evenly."""
     repeat_text: bool
     """Every patch rank has all text tokens: naive patches exchange no keys, so a part of the text would miss the rest."""
+    repeat_all: bool = False
+    """Every rank has all tokens, as ComfyUI's own classes do outside of their blocks."""
 
     def image(self, tokens: Span) -> tuple[Span, ...]:
         """Each sequence rank's part of the image tokens `tokens`."""
+        if self.repeat_all:
+            return (tokens,) * self.inner
         return tuple(part for band in split_by_share(tokens, self.shares) for part in split(band, self.inner))
 
     def text(self, tokens: int) -> tuple[Span, ...]:
         """Each sequence rank's part of `tokens` text tokens."""
         span = Span(0, tokens)
+        if self.repeat_all:
+            return (span,) * self.inner
         bands = (span,) * len(self.shares) if self.repeat_text else split_by_share(span, self.shares)
         return tuple(part for band in bands for part in split(band, self.inner))
 

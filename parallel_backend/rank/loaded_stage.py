@@ -28,7 +28,7 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.own_class import build_own_stage
+from parallel_backend.rank.stage.own_class import build_own_stage, cut_over_sequence
 from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
 from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
@@ -74,7 +74,7 @@ class LoadedStage:
         self.mesh = peers.enter_mesh(degrees)
         self.axes = axes = self.mesh.axes
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
-        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive, setup.own_class is not None)
         self.place = degrees.sequence_index(degrees.coordinate(rank))
         """The rank's number among the sequence ranks of its stage."""
 
@@ -116,6 +116,8 @@ class LoadedStage:
             setup.transfer_dtype,
             heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
         )
+        if self.own_class and degrees.sequence > 1:
+            cut_over_sequence(self.model, self.attention)
         install_parallel_attention(stage.attention, self.attention, gates=not setup.compile)
         if degrees.gathers:
             install_gathered_heads(stage.attention, self.attention, family.blocks.text_first)

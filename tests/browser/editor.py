@@ -91,16 +91,24 @@ class Editor:
     def open_menu(self, *path: str) -> Any:
         """ComfyUI's menu, open at this command, under which the pointer is: what can be clicked."""
         items = [self.page.get_by_role("menuitem", name=name, exact=True) for name in path]
-        self.page.locator(".comfy-menu-button-wrapper").click()
-        for item, inside in pairwise(items):
-            item.hover()
-            for moved in range(1, 20):  # a pointer that comes before the item listens to it opens nothing until it moves
-                if inside.is_visible():
-                    break
-                self.page.wait_for_timeout(500)
-                item.hover(position={"x": 5 + moved, "y": 5})
+        for _ in range(5):  # a click on the button closes a menu that an earlier command has not closed yet
+            self.page.keyboard.press("Escape")
+            self.page.get_by_role("menuitem").first.wait_for(state="detached")
+            self.page.locator(".comfy-menu-button-wrapper").click()
+            if all(self._opens(item, inside) for item, inside in pairwise(items)):
+                break
         items[-1].hover()
         return items[-1]
+
+    def _opens(self, item: Any, inside: Any) -> bool:
+        """Whether what is inside a menu's item becomes visible under a pointer that moves over the item."""
+        for moved in range(20):  # a pointer that comes before the item listens to it opens nothing until it moves
+            if inside.is_visible():
+                return True
+            if item.is_visible():
+                item.hover(position={"x": 5 + moved, "y": 5})
+            self.page.wait_for_timeout(500)
+        return False
 
     def menu(self, *path: str) -> None:
         command = self.open_menu(*path)

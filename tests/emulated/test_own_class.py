@@ -33,8 +33,32 @@ def comfyui():
         yield
 
 
-@pytest.mark.parametrize("name", ["InPlace", "Registers", "PoolsBatch"])
-def test_every_mode(both: Both, tmp_path: Path, name: str):
+STAGES = Degrees(), Degrees(pipe=2), Degrees(pipe=3), Degrees(batch=2), Degrees(batch=2, pipe=2)
+SEQUENCE = (
+    Degrees(ulysses=2),
+    Degrees(ulysses=3),
+    Degrees(ring=2),
+    Degrees(ring=3),
+    Degrees(ulysses=2, ring=2),
+    Degrees(ulysses=2, pipe=2),
+    Degrees(ring=2, batch=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        ("InPlace", STAGES),
+        ("Registers", STAGES),
+        ("PoolsBatch", STAGES),
+        ("Tokens", SEQUENCE),
+        ("Crossed", SEQUENCE[:1]),
+        ("SharedKeys", SEQUENCE[:1]),
+        ("TwoStreams", SEQUENCE),
+        ("PictureFirst", SEQUENCE[:1]),
+    ],
+)
+def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
     own = planted(name)
     model, g = build(own), torch.Generator().manual_seed(0)
     draw_weights(model, 7)
@@ -55,6 +79,6 @@ def test_every_mode(both: Both, tmp_path: Path, name: str):
 
         return run
 
-    for degrees in (Degrees(), Degrees(pipe=2), Degrees(pipe=3), Degrees(batch=2), Degrees(batch=2, pipe=2)):
+    for degrees in modes:
         (found,) = both.check(on(degrees))
         assert (found - whole).abs().max() <= 1e-5 * whole.abs().max(), degrees

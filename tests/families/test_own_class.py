@@ -73,6 +73,34 @@ def test_what_stages_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).stages.startswith(why)
 
 
+@pytest.mark.parametrize("name", ["Tokens", "SharedKeys", "Crossed", "TwoStreams", "PictureFirst"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tokens_that_can_be_cut_are_proven(name, batch):
+    proof = trial(own(name), call(batch), TIMES)
+    assert (proof.stages, proof.batch, proof.sequence) == ("", "", "")
+    assert all(call.heads == 4 for block in proof.blocks for call in block.attention)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Right", "its attention cannot be reached"),
+        ("PlainAttention", "its attention cannot be reached"),
+        ("NextToken", "blocks.0 attends to other values where its tokens are cut"),
+        ("PoolsTokens", "blocks.1 attends to other values where its tokens are cut"),
+        ("NumbersTokens", "blocks.0 attends to other values where its tokens are cut"),
+        ("Masked", "blocks.0 attends with a mask"),
+        ("Windows", "blocks.0 attends to other values where its tokens are cut"),
+        ("RegistersBetween", "it does not run where its tokens are cut"),
+        ("AttendsTwiceLate", "blocks.1 attends to other values where its tokens are cut"),
+        ("TwiceInBlockLate", "blocks.0 attends more often than in the trial"),
+        ("ReadsAllTokens", "cut tokens give another result"),
+    ],
+)
+def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):
+    assert trial(own(name), call(), TIMES).sequence.startswith(why)
+
+
 def test_what_is_kept_in_the_options_is_seen():
     assert "writes into its argument cache" in trial(own("WritesOption"), call(cache={"end": 0}), TIMES).stages
 

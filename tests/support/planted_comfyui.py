@@ -9,15 +9,15 @@ from unittest import mock
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.own_class.building import imported
 from parallel_backend.families.own_class.family import own_class_family
-from tests.families import planted_classes
+from tests.families import planted_classes, planted_tokens
 
-MODULE = "comfy.ldm.planted"
+MODULES = {"comfy.ldm.planted": planted_classes, "comfy.ldm.planted_tokens": planted_tokens}
 
 
 @contextlib.contextmanager
 def planted_comfyui() -> Iterator[None]:
     """Context in which the classes can be imported."""
-    modules = {name: ModuleType(name) for name in ("comfy", "comfy.ldm")} | {MODULE: planted_classes}
+    modules = {name: ModuleType(name) for name in ("comfy", "comfy.ldm")} | MODULES
     with mock.patch.dict(sys.modules, modules):
         yield
     imported.cache_clear()
@@ -26,4 +26,5 @@ def planted_comfyui() -> Iterator[None]:
 
 def planted(name: str) -> OwnClass:
     """The class of this name, as nodes would describe it."""
-    return OwnClass("Planted", "/nowhere", MODULE, name, "{}", (), (), (), ("bf16",), True)
+    module = next(each for each, classes in MODULES.items() if hasattr(classes, name))
+    return OwnClass("Planted", "/nowhere", module, name, "{}", (), (), (), ("bf16",), True)

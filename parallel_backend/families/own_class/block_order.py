@@ -148,7 +148,5 @@ def _note(
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str]) -> list[OwnBlock]:
     """All blocks of a list, of which the first and the last were tried, and another for those between them."""
     between = tried[1] if len(tried) > 2 else tried[0]
-    return [
-        dataclasses.replace(tried[0] if index == 0 else tried[-1] if index == len(names) - 1 else between, name=name)
-        for index, name in enumerate(names)
-    ]
+    like = [tried[0], *[between] * (len(names) - 2), tried[-1]] if len(names) > 1 else tried
+    return [dataclasses.replace(block, name=name) for block, name in zip(like, names, strict=True)]

@@ -105,7 +105,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
         sizes=Sizes(
             latent_channels=lambda _config: 1,
             hidden=lambda _config: max(set(widths), key=widths.count, default=1),
-            heads=lambda _config: 1,
+            heads=lambda _config: own.heads,
             head_size=lambda _config: 64,
         ),
         inputs=OwnInputs(

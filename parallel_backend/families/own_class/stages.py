@@ -7,6 +7,7 @@ which another stage has shows as not finite. The stand-in before the stage's fir
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +16,9 @@ from torch import nn
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
-
-class Unproven(Exception):
-    """A call is not what the trial has seen, or the trial has not proven it. The text says what differs."""
+from .call_arguments import OPTIONS
+from .token_cut import OVERRIDE, TokenCut
+from .unproven import Unproven
 
 
 class LaterStages(Exception):
@@ -34,10 +35,15 @@ class Link(Protocol):
 
 
 class StageBlocks:
-    """`span`: the stage's of `blocks`, which are all blocks of `model` in the order in which they run."""
+    """`span`: the stage's of `blocks`, which are all blocks of `model` in the order in which they run.
 
-    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], span: Span, link: Link):
-        self._model, self._blocks, self._span, self._link = model, blocks, span, link
+    `tokens`: cuts tokens over the stage's sequence ranks. None: every rank has them all.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[OwnBlock], span: Span, link: Link | None, tokens: TokenCut | None = None
+    ):
+        self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self._next = 0  # number of the block that runs next
         for number, block in enumerate(blocks):
             module = model.get_submodule(block.name)
@@ -46,40 +52,47 @@ class StageBlocks:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
         self._next = 0
+        if self.tokens is not None:
+            self.tokens.begin()
+            kwargs[OPTIONS] = kwargs.get(OPTIONS, {}) | {OVERRIDE: self.tokens.attend}
         try:
             out = self._model(*args, **kwargs)
         except LaterStages:
             return None
-        if self._next < len(self._blocks):
-            raise Unproven(f"{self._next} of {len(self._blocks)} blocks ran")
+        if self._next < len(self.blocks):
+            raise Unproven(f"{self._next} of {len(self.blocks)} blocks ran")
         return out
 
     def remove(self) -> None:
         """Make the model its class's again."""
-        for block in self._blocks:
+        for block in self.blocks:
             del self._model.get_submodule(block.name).forward
 
     def _run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if number != self._next:
-            raise Unproven(f"{self._blocks[number].name} ran as block {self._next + 1}, and as {number + 1} in the trial")
+            raise Unproven(f"{self.blocks[number].name} ran as block {self._next + 1}, and as {number + 1} in the trial")
         self._next += 1
+        if self.tokens is not None:
+            args, kwargs = self.tokens.enter(number, args, kwargs)
         if number not in range(self._span.start, self._span.stop):
             return self._stand_in(number, args, kwargs)
-        out = forward(*args, **kwargs)
+        with nullcontext() if self.tokens is None else self.tokens.inside():
+            out = forward(*args, **kwargs)
         values = (out,) if isinstance(out, torch.Tensor) else out
-        block = self._blocks[number]
+        block = self.blocks[number]
         shapes = [None if value is None else value.shape for value in values]
         if shapes != [_argument(place, args, kwargs).shape if place else None for place in block.returns]:
             raise Unproven(f"{block.name} returns other values than in the trial")
-        if number == self._span.stop - 1 and self._span.stop < len(self._blocks):
+        if number == self._span.stop - 1 and self._span.stop < len(self.blocks):
+            assert self._link is not None
             for tensor in values:
                 if tensor is not None:
                     self._link.send(tensor)
             raise LaterStages
-        return out
+        return out if self.tokens is None or number < len(self.blocks) - 1 else self.tokens.leave(out)
 
     def _stand_in(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        block = self._blocks[number]
+        block = self.blocks[number]
         found: list[torch.Tensor | None] = []
         for place in block.returns:
             if not place:
@@ -87,6 +100,7 @@ class StageBlocks:
                 continue
             like = _argument(place, args, kwargs)
             if number == self._span.start - 1:
+                assert self._link is not None
                 found.append(self._link.receive(like.shape, like.dtype))
             else:
                 found.append(torch.full_like(like, math.nan))

@@ -20,8 +20,10 @@ from parallel_backend.core.spans import Span
 from .block_order import block_lists, order_of, recorded_blocks, shortened, whole_list
 from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
-from .stages import StageBlocks, Unproven
+from .stages import StageBlocks
+from .token_trial import cut_tokens
 from .tried_calls import Call, copied, distance, draw_weights, drawn, smaller, stored_tables
+from .unproven import Unproven
 
 TOLERANCE = 1e-5
 """Largest difference between shared and whole, as a share of the largest value."""
@@ -47,12 +49,19 @@ class Proof:
     """Why stages are not proven."""
     batch: str
     """Why entries of the batch on their own are not proven."""
+    sequence: str
+    """Why tokens cut over sequence ranks are not proven, by Ulysses or ring."""
 
 
-def trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[[], None] = lambda: None) -> Proof:
+NOT_TRIED = "it was not tried"
+
+
+def trial(
+    own: OwnClass, call: Call, times: Sequence[float], poll: Callable[[], None] = lambda: None, sequence: bool = True
+) -> Proof:
     """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
 
-    `poll` is called before each run of the model. It raises to give up. ValueError, too, where host memory has no room.
+    `sequence`: try tokens cut over sequence ranks. `poll` is called before each run of the model. It raises to give up. ValueError, too, where host memory has no room.
     """
 
     def polled(*_: Any) -> None:
@@ -62,7 +71,7 @@ def trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[[], 
             raise _GivenUp from error
 
     try:
-        return _trial(own, call, times, polled)
+        return _trial(own, call, times, polled, sequence)
     except _GivenUp as given_up:
         assert given_up.__cause__ is not None
         raise given_up.__cause__ from None
@@ -72,7 +81,7 @@ class _GivenUp(BaseException):
     """Because of the error that caused it. No error of the class: those are caught, whatever they are."""
 
 
-def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None]) -> Proof:
+def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool) -> Proof:
     # A sampler calls in inference mode, whose tensors do not say when they are written to.
     with torch.inference_mode(False), torch.no_grad():
         model = build(own)
@@ -90,23 +99,30 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
             raise ValueError(f"model_name: ComfyUI's class {own.name} does not run in a trial ({error}).")
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
         if why := _state(own, model, kept, calls):
-            return Proof((), why, why)
+            return Proof((), why, why, why)
         wholes = [(each, each.run(model)) for each in calls]
         if why := _options(model, wholes):
-            return Proof((), why, why)
-        recorded = recorded_blocks(model, kept, [calls[0], _of_another_size(model, call)])
-        batch, best = _batch(model, wholes), None
+            return Proof((), why, why, why)
+        another = _of_another_size(model, call)
+        recorded = recorded_blocks(model, kept, [calls[0], another])
+        batch, proofs = _batch(model, wholes), []
         for shared in _choices(model, lists, kept):
             found = order_of({name: kept[name] for name in shared}, *recorded)
             if isinstance(found, str):
-                best = best or Proof((), found, batch)
+                proofs.append(Proof((), found, batch, found))
                 continue
-            stages = _stages(model, [block for blocks in found.values() for block in blocks], wholes)
+            blocks = [block for blocks in found.values() for block in blocks]
+            stages = _stages(model, blocks, wholes)
+            cut = cut_tokens(model, blocks, wholes, another) if sequence else NOT_TRIED
+            if not isinstance(cut, str):
+                places = {block.name: block for block in cut}
+                found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
             order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
-            if not stages:
-                return Proof(order, stages, batch)
-            best = best if best is not None and best.blocks else Proof(order, stages, batch)
-        return best or Proof((), "it has no list of blocks", batch)
+            proofs.append(Proof(order, stages, batch, cut if isinstance(cut, str) else ""))
+            if not stages and not (sequence and isinstance(cut, str)):
+                break
+        none = Proof((), "it has no list of blocks", batch, "it has no list of blocks")
+        return max(proofs, key=lambda proof: (bool(proof.blocks), not proof.stages, not proof.sequence), default=none)
 
 
 def _give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None]) -> None:

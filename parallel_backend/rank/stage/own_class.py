@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core import kitchen
@@ -11,6 +12,8 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
 from parallel_backend.families.own_class.stages import StageBlocks
+from parallel_backend.rank.attention.context import AttentionContext
+from parallel_backend.rank.attention.own_class import RankTokens
 from parallel_backend.rank.comm.stage_link import StageLink
 
 from .block_slots import StageIO
@@ -31,6 +34,12 @@ class OwnLink:
 
     def send(self, tensor: torch.Tensor) -> None:
         self._link.send(tensor, overlap=True)
+
+
+def cut_over_sequence(model: nn.Module, context: AttentionContext) -> None:
+    """The blocks of a model of build_own_stage compute this rank's tokens, of those of its ring and Ulysses ranks."""
+    stage: StageBlocks = vars(model)[STAGE]
+    stage.tokens = RankTokens(stage.blocks, context)
 
 
 def build_own_stage(

@@ -5,7 +5,7 @@ import math
 from functools import partial
 
 import comfy.lora
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, sequence, torch
 from families import detecting
 from safetensors.torch import save_file
 
@@ -97,10 +97,18 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
         return ksampler(model, prompts, latent, **more)
 
     own, expected = native(file), sampled(native(file))
-    modes = {"stages": {"pipe": 2}, "split batch": {"pipe": 1, "batch": 2}, "one rank": {"pipe": 1, "devices": "cpu"}}
+    modes = {
+        "stages": {"pipe": 2},
+        "split batch": {"pipe": 1, "batch": 2},
+        "one rank": {"pipe": 1, "devices": "cpu"},
+        "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
+        "ring": {"pipe": 1, "config": sequence(ring=2)},
+        "ulysses, three ranks": {"pipe": 1, "config": sequence(ulysses=3)},
+        "ulysses and stages": {"pipe": 2, "config": sequence(ulysses=2)},
+    }
     for mode, degrees in modes.items():
         results.case(f"{name}, {mode}", lambda degrees=degrees: difference(expected, sampled(parallel(file, **degrees))))
-    for mode in ("auto", "split batch"):
+    for mode in ("auto", "split batch", "ulysses"):
         results.case(
             f"{name}, Parallelize Model, {mode}",
             lambda mode=mode: difference(expected, sampled(node("ParallelizeModel", native(file), 2, mode))),
@@ -135,12 +143,11 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
 
 
 def refusals(results: Results) -> None:
-    from boot import sequence
-
     file = "aura.safetensors"
     own = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
     results.case("tensor", lambda: parallel(file, pipe=1, tensor=2))
-    results.case("ulysses", lambda: parallel(file, pipe=1, config=sequence(ulysses=2)))
+    all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, 1, ulysses_exchange="all-gather")
+    results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
     results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file), 2, 1, True))
     results.case("Parallelize Model", lambda: node("ParallelizeModel", own, 2, "tensor"))
     results.case("auto", partial(node, "ParallelDiTLoader", file, "fp32", 2, 1, 1, "cpu,cpu", None, "auto", False, "auto"))

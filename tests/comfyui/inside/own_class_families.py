@@ -4,10 +4,15 @@ import sys
 from functools import partial
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, nodes, parallel, parts_of, torch
+from boot import BASE, Results, comfy, difference, nodes, parallel, parts_of, sequence, torch
 from families import detecting, read, sample
 
-MODES = {"stages": {"pipe": 2}, "split batch": {"pipe": 1, "batch": 2}}
+MODES = {
+    "stages": {"pipe": 2},
+    "split batch": {"pipe": 1, "batch": 2},
+    "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
+    "ring": {"pipe": 1, "config": sequence(ring=2)},
+}
 LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
 
 

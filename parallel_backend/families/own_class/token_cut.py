@@ -1,0 +1,196 @@
+"""A class's tokens cut over sequence ranks (Ulysses, ring): in its blocks alone, as a trial has shown.
+
+Prologue and epilogue run with all tokens on every rank. The first block's streams are cut, and with them what has a row for
+each of their tokens, such as rotary tables. Attention exchanges; the last block's values are gathered.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
+from parallel_backend.core.spans import Span, split
+
+from .unproven import Unproven
+
+OVERRIDE = "optimized_attention_override"
+"""The entry of transformer_options that ComfyUI's attention calls in its own place: (function, *args, **kwargs)."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of ComfyUI's attention, by `function`."""
+
+    function: Callable[..., torch.Tensor]
+    q_BQHD: torch.Tensor
+    k_BKHD: torch.Tensor
+    v_BKHD: torch.Tensor
+    mask: torch.Tensor | None
+    heads_first: bool
+    """The class wants [B, H, Q, D] back, and not [B, Q, H x D]."""
+    arguments: Mapping[str, Any]
+    """Others, by name."""
+
+    def compute(self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
+        """Attention by the function, of these heads. Returns [B, Q, h, D]."""
+        tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
+        shapes = {"skip_reshape": True, "skip_output_reshape": True}
+        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=None, **(dict(self.arguments) | shapes))
+        return out_BhQD.transpose(1, 2)
+
+    def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
+        """As the class wants it."""
+        return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
+
+
+def attention_call(
+    function: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **others: Any,
+) -> AttentionCall:
+    """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""
+    if skip_reshape:
+        q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
+    else:
+        size = q.shape[-1] // heads
+        q_BQHD, k_BKHD, v_BKHD = (x.unflatten(-1, (-1, size)) for x in (q, k, v))
+    if (shared := q_BQHD.shape[2] // k_BKHD.shape[2]) > 1:
+        k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
+    others = {name: value for name, value in others.items() if name != "enable_gqa"}
+    arguments = {"attn_precision": attn_precision} | others
+    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments)
+
+
+def shares(tokens: int, size: int) -> list[Span]:
+    """Each sequence rank's tokens of a stream."""
+    return split(Span(0, tokens), size)
+
+
+def tensor_places(leaves: Sequence[Any]) -> list[int]:
+    """Where the tensors are among the leaves of a block's arguments."""
+    return [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+class TokenCut(ABC):
+    """Cuts the tokens in `blocks`, which are all blocks of the class in their order, for rank `index` of `size`."""
+
+    def __init__(self, blocks: Sequence[OwnBlock], index: int, size: int):
+        self.blocks, self.index, self.size = list(blocks), index, size
+        self.number = 0
+        """Of the block that runs."""
+        self.tokens: dict[int, int] = {}
+        """Tokens of each stream that has entered."""
+        self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
+
+    @abstractmethod
+    def exchange(self, spec: OwnAttention, call: AttentionCall) -> torch.Tensor:
+        """[B, q, H, D] of this rank's queries over all ranks' keys."""
+
+    @abstractmethod
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """[B, s, D] -> [B, S, D]: the ranks' tokens of these streams one behind the other."""
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.tokens.clear()
+
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments of block `number`, with this rank's tokens."""
+        self.number = number
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        places = tensor_places(leaves)
+        for cut in self.blocks[number].slices:
+            tensor = leaves[places[cut.tensor]]
+            if cut.enters:
+                if cut.streams[0] in self.tokens:
+                    continue
+                self.tokens[cut.streams[0]] = tensor.shape[cut.axis]
+                # A copy: the class may write into the stream, and read the whole one behind its blocks.
+                leaves[places[cut.tensor]] = self.part(tensor, cut).clone()
+            else:
+                leaves[places[cut.tensor]] = self.part(tensor, cut)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def part(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
+        """This rank's tokens of a tensor with all of them. Unproven if it has another number."""
+        parts, start = [], 0
+        for stream in cut.streams:
+            span = shares(self.tokens[stream], self.size)[self.index]
+            parts.append((start + span.start, len(span)))
+            start += self.tokens[stream]
+        if tensor.shape[cut.axis] != start:
+            raise Unproven(f"an argument of {self.block.name} has {tensor.shape[cut.axis]} rows, not {start}")
+        narrow = [tensor.narrow(cut.axis, *part) for part in parts]
+        return narrow[0] if len(narrow) == 1 else torch.cat(narrow, dim=cut.axis)
+
+    @property
+    def block(self) -> OwnBlock:
+        """The one that runs."""
+        return self.blocks[self.number]
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Context of the block that has been entered. Unproven if it does not attend as often as in the trial."""
+        self._coming = iter(self.block.attention)
+        try:
+            yield
+            if next(self._coming, None) is not None:
+                raise Unproven(f"{self.block.name} attends less often than in the trial")
+        finally:
+            self._coming = None
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """OVERRIDE. Unproven if the tokens are not those of the trial."""
+        if self._coming is None:  # outside of blocks
+            return function(*args, **kwargs)
+        spec = next(self._coming, None)
+        if spec is None:
+            raise Unproven(f"{self.block.name} attends more often than in the trial")
+        if not spec.keys:
+            return function(*args, **kwargs)
+        call = attention_call(function, *args, **kwargs)
+        if call.mask is not None:
+            raise Unproven(f"{self.block.name} attends with a mask")
+        queries, keys = (self.lengths(streams)[self.index] for streams in (spec.queries, spec.keys))
+        if (call.q_BQHD.shape[1], call.k_BKHD.shape[1]) != (queries, keys):
+            raise Unproven(f"{self.block.name} attends to other tokens than in the trial")
+        return call.result(self.exchange(spec, call))
+
+    def lengths(self, streams: Sequence[int]) -> list[int]:
+        """By rank: its tokens of these streams."""
+        by_stream = [shares(self.tokens[stream], self.size) for stream in streams]
+        return [sum(map(len, spans)) for spans in zip(*by_stream, strict=True)]
+
+    def leave(self, out: Any) -> Any:
+        """What the last block returns, with all ranks' tokens."""
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        whole = [
+            None if value is None else self.whole(value, streams)
+            for value, streams in zip(values, self.blocks[-1].leaving, strict=True)
+        ]
+        return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
+
+    def whole(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """A value with all ranks' tokens of these streams, stream by stream."""
+        if not streams:
+            return value
+        gathered = self.gather(value, streams)
+        if len(streams) == 1:
+            return gathered
+        # By rank, and by stream within it -> by stream, and by rank within it.
+        by_stream = [list(map(len, shares(self.tokens[stream], self.size))) for stream in streams]
+        parts = iter(gathered.split([length for of_rank in zip(*by_stream, strict=True) for length in of_rank], dim=1))
+        of_ranks = [[next(parts) for _ in streams] for _ in range(self.size)]
+        return torch.cat([part for of_stream in zip(*of_ranks, strict=True) for part in of_stream], dim=1)

@@ -1,0 +1,282 @@
+"""Finds out how a class's tokens can be cut over sequence ranks, and whether each rank then computes what the whole does.
+
+One run of the whole model is noted: what its blocks get, attend to and return. A rank's run is held against it, one rank
+after the other in one process: its queries, keys and values have to be rows of the whole's, and so has what its last block
+returns.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
+from parallel_backend.core.spans import Span
+
+from .stages import StageBlocks
+from .token_cut import AttentionCall, TokenCut, attention_call, shares, tensor_places
+from .tried_calls import Call, distance
+from .unproven import Unproven
+
+RANKS = 3
+"""In the trial, so that they have different numbers of tokens."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    out: torch.Tensor
+
+
+class WholeRun(TokenCut):
+    """Cuts nothing, and notes a run."""
+
+    def __init__(self, blocks: Sequence[OwnBlock]):
+        super().__init__(blocks, 0, 1)
+        self.shapes: list[list[torch.Size]] = []
+        """Of each block's tensors."""
+        self.calls: list[list[Noted]] = []
+        """Each block's attention."""
+        self.outputs: tuple[torch.Tensor | None, ...] = ()
+        """Of the last block."""
+
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        self.number = number
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        self.shapes.append([leaves[at].shape for at in tensor_places(leaves)])
+        self.calls.append([])
+        return args, kwargs
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._coming is None:
+            return function(*args, **kwargs)
+        call, out = attention_call(function, *args, **kwargs), function(*args, **kwargs)
+        tensors = tuple(x.clone() for x in (call.q_BQHD, call.k_BKHD, call.v_BKHD))
+        of_heads = out.transpose(1, 2) if call.heads_first else out.unflatten(-1, (call.q_BQHD.shape[2], -1))
+        self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone()))
+        return out
+
+    def leave(self, out: Any) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        self.outputs = tuple(None if value is None else value.clone() for value in values)
+        return out
+
+    def exchange(self, spec: OwnAttention, call: AttentionCall) -> torch.Tensor:
+        raise AssertionError("nothing is cut")
+
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("nothing is cut")
+
+
+class HeldAgainst(TokenCut):
+    """A rank's run that takes from the whole's what other ranks would send. Unproven where its own is no part of it."""
+
+    def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun):
+        super().__init__(blocks, index, RANKS)
+        self._noted = whole
+        self._attended = 0  # calls in the block that runs
+
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        self._attended = 0
+        return super().enter(number, args, kwargs)
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = super().attend(function, *args, **kwargs)
+        self._attended += self._coming is not None
+        return out
+
+    def noted(self) -> Noted:
+        """What the whole has at the present call of attention."""
+        calls = self._noted.calls[self.number]
+        if self._attended >= len(calls):
+            raise Unproven(f"{self.block.name} attends more often where its tokens are cut")
+        return calls[self._attended]
+
+    def exchange(self, spec: OwnAttention, call: AttentionCall) -> torch.Tensor:
+        whole = self.noted()
+        of_both = (spec.queries, spec.keys, spec.keys)
+        for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
+            if not is_part(own, of_whole, self.rows(streams)):
+                raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
+        return whole.out[:, self.rows(spec.queries)]
+
+    def leave(self, out: Any) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True):
+            if of_whole is not None and not is_part(value, of_whole, self.rows(streams)):
+                raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
+        whole = tuple(None if value is None else value.clone() for value in self._noted.outputs)
+        return whole[0] if isinstance(out, torch.Tensor) else whole
+
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("a run that is held against another leaves with its values")
+
+    def rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
+        """This rank's rows of a tensor with all tokens of these streams, or of one that is not cut."""
+        if not streams:
+            return slice(None)
+        rows, start = [], 0
+        for stream in streams:
+            span = shares(self.tokens[stream], self.size)[self.index].shift(start)
+            rows.append(torch.arange(span.start, span.stop))
+            start += self.tokens[stream]
+        return torch.cat(rows)
+
+
+class Learning(HeldAgainst):
+    """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
+
+    `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
+    """
+
+    def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, another: WholeRun, order: Sequence[int]):
+        super().__init__([replace(block, slices=(), attention=(), leaving=()) for block in blocks], RANKS - 1, whole)
+        self._another, self._order = another, order
+        self._of_another: dict[int, int] = {}  # tokens of each stream there
+
+    def begin(self) -> None:
+        super().begin()
+        self._of_another.clear()
+
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        self.number = number
+        block, given = self.blocks[number], {str(place): each for place, each in enumerate(args)} | dict(kwargs)
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        tensors = [leaves[at] for at in tensor_places(leaves)]
+        shapes, others = self._noted.shapes[number], self._another.shapes[number]
+        if not len(tensors) == len(shapes) == len(others):
+            raise Unproven(f"{block.name} gets other arguments in calls of two sizes")
+        of_streams = {id(given[place]) for place in block.returns if place}
+        entering, tables = [], []
+        for at, (tensor, shape, other) in enumerate(zip(tensors, shapes, others, strict=True)):
+            if tensor.shape != shape:
+                continue  # made of tokens that are cut already
+            if id(tensor) in of_streams:
+                if tensor.ndim != 3:
+                    raise Unproven(f"the tokens of {block.name} are not rows of [batch, tokens, width]")
+                of_streams.discard(id(tensor))
+                stream = len(self.tokens) + len(entering)
+                self._of_another[stream] = other[1]
+                entering.append(OwnSlice(at, 1, (stream,), True))
+            else:
+                tables.append(at)
+        known = self.tokens | {cut.streams[0]: shapes[cut.tensor][1] for cut in entering}
+        cuts = entering + [cut for at in tables if (cut := self._table(at, shapes[at], others[at], known))]
+        self.blocks[number] = replace(block, slices=tuple(cuts))
+        return super().enter(number, args, kwargs)
+
+    def _table(self, at: int, shape: Sequence[int], other: Sequence[int], known: Mapping[int, int]) -> OwnSlice | None:
+        """The cut of a tensor that has a row for each token of a stream, or of all in order. None: it has not."""
+        whole = tuple(stream for stream in self._order if stream in known)
+        for streams in dict.fromkeys([*((stream,) for stream in known), whole]):
+            sizes = sum(known[stream] for stream in streams), sum(self._of_another[stream] for stream in streams)
+            axes = [axis for axis, pair in enumerate(zip(shape, other, strict=True)) if pair == sizes]
+            if len(axes) == 1 and sizes[0] > 1:
+                return OwnSlice(at, axes[0], streams, False)
+        return None
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._coming is None:
+            return function(*args, **kwargs)
+        whole, call = self.noted(), attention_call(function, *args, **kwargs)
+        q, k, v = (
+            self._streams(own, of_whole)
+            for own, of_whole in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, strict=True)
+        )
+        if q is None or k is None or k != v:
+            raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
+        if k and call.mask is not None:
+            raise Unproven(f"{self.block.name} attends with a mask")
+        if k and not q:
+            raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
+        spec = OwnAttention(q, k, call.q_BQHD.shape[2])
+        self.blocks[self.number] = replace(self.block, attention=(*self.block.attention, spec))
+        self._attended += 1
+        return call.result(whole.out[:, self.rows(q)]) if k else function(*args, **kwargs)
+
+    def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
+        """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are no part of it."""
+        counts = range(len(self.tokens) + 1)
+        for streams in itertools.chain.from_iterable(itertools.permutations(self.tokens, count) for count in counts):
+            total = sum(self.tokens[stream] for stream in streams)
+            if (not streams or total == whole.shape[1]) and is_part(own, whole, self.rows(streams)):
+                return streams
+        return None
+
+    def leave(self, out: Any) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        leaving = [
+            () if of_whole is None else self._streams(value, of_whole)
+            for value, of_whole in zip(values, self._noted.outputs, strict=True)
+        ]
+        if any(streams is None for streams in leaving):
+            raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
+        self.blocks[self.number] = replace(self.block, leaving=tuple(streams for streams in leaving if streams is not None))
+        return super().leave(out)
+
+
+TOLERANCE = 1e-5
+"""Largest difference of a rank's values and the whole's, as a share of the largest value."""
+
+
+def is_part(own: torch.Tensor, whole: torch.Tensor, rows: slice | torch.Tensor) -> bool:
+    """Whether `own` has these rows (axis 1) of `whole`."""
+    part = whole[:, rows]
+    return own.shape == part.shape and (not own.numel() or bool((own - part).abs().max() <= TOLERANCE * whole.abs().max()))
+
+
+def cut_tokens(
+    model: nn.Module, blocks: Sequence[OwnBlock], wholes: Sequence[tuple[Call, Any]], another: Call
+) -> list[OwnBlock] | str:
+    """`blocks` with the cut of their tokens, or why it is not proven. `wholes`: calls, and the whole model's output for each.
+    `another`: a call with other numbers of tokens."""
+    span = Span(0, len(blocks))
+
+    def run(call: Call, cut: TokenCut) -> Any:
+        stage = StageBlocks(model, blocks, span, None, cut)
+        try:
+            return call.run(stage.call, options=False)
+        finally:
+            stage.remove()
+
+    def noted(call: Call) -> WholeRun:
+        run(call, whole := WholeRun(blocks))
+        return whole
+
+    def why_not(cut: TokenCut, call: Call, out: Any) -> str:
+        try:
+            far = distance(run(call, cut), out)
+        except Unproven as unproven:
+            return str(unproven)
+        except Exception as error:  # of any kind: its code is not known
+            return f"it does not run where its tokens are cut ({type(error).__name__}: {error})"
+        return "" if far <= TOLERANCE else f"cut tokens give another result (by {far:.1e} of the largest value)"
+
+    def failed_checks(blocks: Sequence[OwnBlock]) -> Iterator[str]:
+        for call, out in pairs:
+            whole = noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
+            for rank in range(RANKS):
+                if why := why_not(HeldAgainst(blocks, rank, whole), call, out):
+                    yield why
+
+    pairs = [*wholes, (another, another.run(model, options=False))]
+    try:
+        first, last = noted(pairs[0][0]), noted(another)
+    except Unproven as unproven:
+        return str(unproven)
+    if not any(first.calls):
+        return "its attention cannot be reached"
+    streams, why = sum(map(bool, blocks[0].returns)), ""
+    for order in itertools.permutations(range(max(streams, 2))):
+        learning = Learning(blocks, first, last, order)
+        found = why_not(learning, *pairs[0]) or next(failed_checks(learning.blocks), "")
+        if not found:
+            return learning.blocks
+        why = why or found
+    return why

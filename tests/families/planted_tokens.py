@@ -1,0 +1,226 @@
+"""Small classes in the form of ComfyUI's whose blocks attend by its function, so that tokens may be cut over ranks. Most have
+one thing that goes wrong when they are."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.families.planted_classes import LATE, WIDTH, Right
+
+HEADS = 4
+SIZE = WIDTH // HEADS
+
+
+def attention_of_torch(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **_others):
+    """ComfyUI's function of this purpose: [B, S, H x D], or [B, H, S, D] by `skip_reshape`."""
+    if not skip_reshape:
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def optimized_attention(*args, transformer_options=None, **kwargs):
+    """As ComfyUI's, which an entry of transformer_options replaces."""
+    override = (transformer_options or {}).get("optimized_attention_override")
+    if override is None:
+        return attention_of_torch(*args, **kwargs)
+    return override(attention_of_torch, *args, transformer_options=transformer_options, **kwargs)
+
+
+class Mixing(nn.Module):
+    """Attention of tokens that have a row of `table` each, and a layer."""
+
+    key_heads = HEADS
+
+    def __init__(self, layers: Any):
+        super().__init__()
+        self.q, self.kv = layers.Linear(WIDTH, WIDTH), layers.Linear(WIDTH, 2 * self.key_heads * SIZE)
+        self.mod, self.out = layers.Linear(WIDTH, 2 * WIDTH), layers.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor, table: torch.Tensor, options: Any, **mask: Any) -> torch.Tensor:
+        shift, gate = self.mod(emb)[:, None].chunk(2, dim=-1)
+        q, k, v = self.turned(x + shift, table)
+        out = optimized_attention(q, k, v, HEADS, skip_reshape=True, transformer_options=options, **mask)
+        return x + gate * self.out(torch.tanh(out))
+
+    def turned(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = (
+            each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (self.q(x), *self.kv(x).chunk(2, dim=-1))
+        )
+        return q * (1 + table[:, None]), k * (1 + table[:, None]), v
+
+
+class Tokens(Right):
+    """One stream, and a table with a row for each token."""
+
+    block: Any = Mixing
+
+    def forward(self, x, timestep, context=None, transformer_options=None, **_extra):
+        t = timestep / 1000.0
+        emb = torch.tanh(self.time(t[:, None])) + self.text(context).mean(1)
+        h = self.inp(x.flatten(2).transpose(1, 2))
+        h = self.mixed(h + self.pos[:, : h.shape[1]], self.text(context), emb, t, transformer_options)
+        return self.out(h).transpose(1, 2).reshape(x.shape)
+
+    def mixed(self, h, words, emb, t, options):
+        table = rows(h.shape[1], h)
+        for block in self.blocks:
+            h = block(h, emb, table, options)
+        return h
+
+
+def rows(tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """[1, tokens, SIZE]"""
+    return torch.sin(torch.arange(tokens)[:, None] * torch.arange(1, SIZE + 1) / 3)[None].to(like)
+
+
+class SharedKeys(Tokens):
+    """Two heads of queries share one of keys."""
+
+    class block(Mixing):
+        key_heads = HEADS // 2
+
+
+class Crossed(Tokens):
+    """Its tokens attend to words too, which every rank has."""
+
+    class block(Mixing):
+        def forward(self, x, words, emb, table, options):
+            x = super().forward(x, emb, table, options)
+            k, v = self.kv(words).chunk(2, dim=-1)
+            return x + optimized_attention(self.q(x), k, v, HEADS, transformer_options=options)
+
+    def mixed(self, h, words, emb, t, options):
+        table = rows(h.shape[1], h)
+        for block in self.blocks:
+            h = block(h, words, emb, table, options)
+        return h
+
+
+class Double(Mixing):
+    """Words and picture, of which the first `first` come first in attention and table."""
+
+    words_first = True
+
+    def forward(self, c, h, emb, table, options):
+        parts = (c, h) if self.words_first else (h, c)
+        out = super().forward(torch.cat(parts, 1), emb, table, options).split([part.shape[1] for part in parts], 1)
+        return tuple(out if self.words_first else reversed(out))
+
+
+class TwoStreams(Tokens):
+    double: Any = Double
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        self.streams = nn.ModuleList(self.double(operations) for _ in range(3))
+
+    def mixed(self, c_or_h, words, emb, t, options):
+        c, h = words, c_or_h
+        table = rows(c.shape[1] + h.shape[1], h)
+        for block in self.streams:
+            c, h = block(c, h, emb, table, options)
+        h = torch.cat((c, h) if self.double.words_first else (h, c), 1)
+        for block in self.blocks:
+            h = block(h, emb, table, options)
+        return self.of_picture(h, c, words)
+
+    def of_picture(self, h, c, words):
+        return h[:, words.shape[1] :]
+
+
+class PictureFirst(TwoStreams):
+    class double(Double):
+        words_first = False
+
+    def of_picture(self, h, c, words):
+        return h[:, : h.shape[1] - words.shape[1]]
+
+
+class RegistersBetween(TwoStreams):
+    """More tokens of every rank, in the middle of its blocks."""
+
+    def mixed(self, h, words, emb, t, options):
+        table = rows(h.shape[1] + 2, h)
+        for number, block in enumerate(self.blocks):
+            if number == 2:
+                h = torch.cat((words[:, :2], h), 1)
+            h = block(h, emb, table if number >= 2 else table[:, 2:], options)
+        return h[:, 2:]
+
+
+class NextToken(Tokens):
+    class block(Mixing):
+        def forward(self, x, emb, table, options):
+            return super().forward(x + 0.1 * x.roll(1, 1), emb, table, options)
+
+
+class PoolsTokens(Tokens):
+    class block(Mixing):
+        def forward(self, x, emb, table, options):
+            x = super().forward(x, emb, table, options)
+            return x + 0.1 * x.mean(1, keepdim=True)
+
+
+class NumbersTokens(Tokens):
+    """Makes the table of the tokens that a block gets."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table, options):
+            return super().forward(x, emb, rows(x.shape[1], x), options)
+
+
+class PlainAttention(Tokens):
+    class block(Mixing):
+        def forward(self, x, emb, table, options):
+            return super().forward(x, emb, table, None)
+
+
+class Masked(Tokens):
+    class block(Mixing):
+        def forward(self, x, emb, table, options):
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            return super().forward(x, emb, table, options, mask=mask)
+
+
+class Windows(Tokens):
+    """Of two tokens, so that ranks with an odd number cut one."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table, options):
+            pairs, tables = (each.unflatten(1, (-1, 2)).flatten(0, 1) for each in (x, table.expand(len(x), -1, -1)))
+            emb = emb.repeat_interleave(len(pairs) // len(x), 0)
+            return super().forward(pairs, emb, tables, options).unflatten(0, (len(x), -1)).flatten(1, 2)
+
+
+class AttendsTwiceLate(Tokens):
+    def mixed(self, h, words, emb, t, options):
+        table = rows(h.shape[1], h)
+        for block in self.blocks:
+            h = block(h, emb, table, options)
+            if float(t[0]) < LATE:
+                h = h + optimized_attention(h, h, h, HEADS, transformer_options=options)
+        return h
+
+
+class TwiceInBlockLate(Tokens):
+    class block(Mixing):
+        def forward(self, x, emb, table, options):
+            x = super().forward(x, emb, table, options)
+            return super().forward(x, emb, table, options) if float(emb[0, 0]) > 0 else x
+
+    def mixed(self, h, words, emb, t, options):
+        return super().mixed(h, words, torch.where(t[:, None] < LATE, emb.abs() + 1, -emb.abs() - 1), t, options)
+
+
+class ReadsAllTokens(Tokens):
+    """Behind its blocks, what its first one has returned."""
+
+    def mixed(self, h, words, emb, t, options):
+        table, outputs = rows(h.shape[1], h), []
+        for block in self.blocks:
+            h = block(h, emb, table, options)
+            outputs.append(h)
+        return h + outputs[0].mean(1, keepdim=True)
