@@ -9,7 +9,7 @@ from typing import Any
 import folder_paths
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.own_class import file_shapes, open_own_class
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
@@ -23,7 +23,7 @@ from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.early_start import start_ranks_of
-from .model.own_class import check_own_class, own_class
+from .model.own_class import check_own_class, has_family, own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
@@ -226,12 +226,23 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
 
 
 def opened(path: Path, devices: tuple[str, ...]) -> tuple[Checkpoint, OwnClass | None]:
-    """The checkpoint, with ComfyUI's own class if no family takes it."""
+    """The checkpoint, with ComfyUI's own class if no family computes it."""
     try:
-        return open_checkpoint(path), None
-    except UnknownModel as unknown:
-        own = own_class(path, devices, unknown)
-        return open_own_class(path, own), own
+        checkpoint = open_checkpoint(path)
+    except ValueError as refused:
+        # A family goes by a few keys, which a class made from the family's may have too.
+        if not isinstance(refused, UnknownModel) and (path.is_dir() or has_family(*file_shapes(path))):
+            raise
+        unknown = refused
+    else:
+        if path.is_dir() or has_family(checkpoint.original_shapes, checkpoint.stated):
+            return checkpoint, None
+        unknown = UnknownModel(
+            f"model_name: {path.name} is close to {checkpoint.family.name}, and not what Parallel DiT computes for it. Load "
+            "it with Load Diffusion Model, on one GPU."
+        )
+    own = own_class(path, devices, unknown)
+    return open_own_class(path, own), own
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:

@@ -10,7 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import comfy.model_detection
 import comfy.patcher_extension
+import torch
+
+from parallel_backend.families.base.step_inputs import Shapes
 
 _FLUX, _HUNYUAN, _WAN = "flux.model:Flux", "hunyuan_video.model:HunyuanVideo", "wan.model:WanModel"
 NATIVE: Mapping[str, str] = {
@@ -95,6 +99,13 @@ def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, A
     return {"x": values.pop(first), "timestep": values.pop(second)} | values
 
 
-def stated_metadata(stated: Mapping[str, Any]) -> dict[str, str] | None:
-    """A file's stated configuration in the form of a header's metadata, which ComfyUI's detection reads."""
-    return {"config": json.dumps({"transformer": dict(stated)})} if stated else None
+def native_config(tensors: dict[str, torch.Tensor], stated: Mapping[str, Any]) -> Any:
+    """The object of ComfyUI's supported_models for a file with these tensors, which may be on the meta device. None: it has
+    no such model. `stated`: the file's stated configuration, which detection reads as a header's metadata."""
+    metadata = {"config": json.dumps({"transformer": dict(stated)})} if stated else None
+    return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
+
+
+def on_meta(shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Tensors of these shapes, without memory."""
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

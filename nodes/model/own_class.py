@@ -6,12 +6,11 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import comfy.model_base
-import comfy.model_detection
 import torch
 
 from parallel_backend.checkpoints.own_class import file_shapes
@@ -21,7 +20,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
-from parallel_backend.families.others import TO_COME, UnknownModel, other_model
+from parallel_backend.families import FAMILIES
+from parallel_backend.families.base.step_inputs import Shapes
+from parallel_backend.families.others import TO_COME, other_model
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.family import own_class_family
@@ -34,7 +35,7 @@ from ..ui.node_text import say
 from .call_checks import checked_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import BAND_KEY, RemoteDiffusionModel
-from .native_call import NativeClass, stated_metadata
+from .native_call import NativeClass, native_config, on_meta
 from .reach import is_plain, told_to_own_class
 
 log = logging.getLogger(__name__)
@@ -44,16 +45,25 @@ NO_ARGUMENTS = ("dtype", "disable_unet_model_creation")
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def own_class(path: Path, devices: tuple[str, ...], unknown: UnknownModel) -> OwnClass:
+def has_family(shapes: Shapes, stated: Mapping[str, Any]) -> bool:
+    """Whether a family computes the model that ComfyUI takes a file with these tensors for."""
+    kinds = {kind for family in FAMILIES.values() for kind in family.native_classes}
+    try:
+        return type(native_config(on_meta(shapes), stated)).__name__ in kinds
+    except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
+        return True
+
+
+def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnClass:
     """The class by which ComfyUI would compute this file. `unknown`, the refusal of a file that no family takes, is raised
     where it has none that ranks can run: for UNets, sound, solids and tools, too."""
     shapes, stated = file_shapes(path)
     other = other_model(shapes)
     if other is not None and other.what != TO_COME:
         raise unknown
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors = on_meta(shapes)
     try:
-        config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=stated_metadata(stated))
+        config = native_config(tensors, stated)
         if config is None:
             raise unknown
         config.set_inference_dtype(torch.float32, None)
@@ -107,7 +117,9 @@ def named_modules(kind: type) -> tuple[str, ...]:
 
 def check_own_class(name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
     """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
-    runs = f"{name} runs as ComfyUI's own class, by pipefusion_degree, split_batch_degree, ulysses_degree and ring_degree alone"
+    runs = (
+        f"{name} runs as ComfyUI's own class, by pipefusion_degree, split_batch_degree, ulysses_degree and ring_degree alone"
+    )
     if planned:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
     for widget, value in {
@@ -183,7 +195,7 @@ class OwnClassModel(RemoteDiffusionModel):
         assert isinstance(timestep, torch.Tensor)
         timestep = for_entries(timestep, {}, batch)
         named = {"context": context, "control": None, OPTIONS: told, **extra}
-        tensors = to_tensors(named, batch)
+        tensors = to_tensors(named, timestep)
         rest = {name: value for name, value in options.items() if name not in told and is_held(value)}
         proof = self._proven(Call(x, timestep, named, rest), self.setup.degrees)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
@@ -215,7 +227,7 @@ class OwnClassModel(RemoteDiffusionModel):
             own = self.setup.own_class
             assert own is not None
             say(f"Parallel DiT: trying {own.name}, ComfyUI's own class, before its weights are loaded")
-            call = Call(call.x.cpu(), call.timestep.cpu().float(), _on_host(call.named), _on_host(call.options))
+            call = Call(call.x.cpu(), call.timestep.cpu(), _on_host(call.named), _on_host(call.options))
             self._proofs[structure] = proof = trial(own, call, self._times(), check_cancelled, sequence)
             shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]
             log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s", own.name, *shown)
@@ -263,4 +275,4 @@ def _structure(call: Call) -> str:
             return [shown(each) for each in value]
         return repr(value)
 
-    return repr((len(call.x), {name: shown(value) for name, value in call.named.items()}))
+    return repr((len(call.x), call.timestep.dtype, {name: shown(value) for name, value in call.named.items()}))

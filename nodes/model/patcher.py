@@ -4,7 +4,6 @@ import logging
 import uuid
 import weakref
 
-import comfy.model_detection
 import comfy.model_management
 import comfy.patcher_extension
 import torch
@@ -23,7 +22,7 @@ from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .fun_control import fun_controls
 from .lora import NativeWeights
-from .native_call import stated_metadata
+from .native_call import native_config, on_meta
 from .own_class import OwnClassModel
 from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
 from .reach import Unread, refuse_unread
@@ -223,8 +222,8 @@ def make_model(
     checkpoint: Checkpoint, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
-    config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=stated_metadata(checkpoint.stated))
+    tensors = on_meta(checkpoint.original_shapes)
+    config = native_config(tensors, checkpoint.stated)
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
     if (kind := type(config).__name__) not in checkpoint.family.native_classes:

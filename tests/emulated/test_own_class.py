@@ -67,7 +67,9 @@ def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees,
     given = Call(torch.randn(2, 4, 2, 4, 6, generator=g), torch.tensor([700.0, 300.0]), named)
     proof = trial(own, given, (900.0, 1.0))
     own = replace(own, blocks=proof.blocks)
-    call = ModelCall(given.x, given.timestep, to_tensors(named, 2), changes=BlockChanges(one_batch=bool(proof.batch)))
+    call = ModelCall(
+        given.x, given.timestep, to_tensors(named, given.timestep), changes=BlockChanges(one_batch=bool(proof.batch))
+    )
     with torch.no_grad():
         whole = given.run(model)
 

@@ -1,5 +1,5 @@
-"""Small classes in the form of ComfyUI's whose blocks attend by its function, so that tokens may be cut over ranks. Most have
-one thing that goes wrong when they are."""
+"""Small classes in the form of ComfyUI's whose blocks attend by its function, so that ranks may share tokens out. Most have
+one thing that goes wrong when they do."""
 
 from typing import Any
 
@@ -7,26 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallel_backend.families.own_class.attention_calls import MODULE
 from tests.families.planted_classes import LATE, WIDTH, Right
 
 HEADS = 4
 SIZE = WIDTH // HEADS
 
 
-def attention_of_torch(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **_others):
-    """ComfyUI's function of this purpose: [B, S, H x D], or [B, H, S, D] by `skip_reshape`."""
+def attention_planted(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **_others):
+    """As one of ComfyUI's functions: [B, S, H x D], or [B, H, S, D] by `skip_reshape`."""
     if not skip_reshape:
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
-def optimized_attention(*args, transformer_options=None, **kwargs):
-    """As ComfyUI's, which an entry of transformer_options replaces."""
-    override = (transformer_options or {}).get("optimized_attention_override")
-    if override is None:
-        return attention_of_torch(*args, **kwargs)
-    return override(attention_of_torch, *args, transformer_options=transformer_options, **kwargs)
+attention_planted.__module__ = MODULE
+optimized_attention = attention_planted
 
 
 class Mixing(nn.Module):
@@ -39,16 +36,14 @@ class Mixing(nn.Module):
         self.q, self.kv = layers.Linear(WIDTH, WIDTH), layers.Linear(WIDTH, 2 * self.key_heads * SIZE)
         self.mod, self.out = layers.Linear(WIDTH, 2 * WIDTH), layers.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, emb: torch.Tensor, table: torch.Tensor, options: Any, **mask: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, emb: torch.Tensor, table: torch.Tensor, **mask: Any) -> torch.Tensor:
         shift, gate = self.mod(emb)[:, None].chunk(2, dim=-1)
         q, k, v = self.turned(x + shift, table)
-        out = optimized_attention(q, k, v, HEADS, skip_reshape=True, transformer_options=options, **mask)
+        out = optimized_attention(q, k, v, HEADS, skip_reshape=True, **mask)
         return x + gate * self.out(torch.tanh(out))
 
     def turned(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v = (
-            each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (self.q(x), *self.kv(x).chunk(2, dim=-1))
-        )
+        q, k, v = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (self.q(x), *self.kv(x).chunk(2, dim=-1)))
         return q * (1 + table[:, None]), k * (1 + table[:, None]), v
 
 
@@ -57,17 +52,17 @@ class Tokens(Right):
 
     block: Any = Mixing
 
-    def forward(self, x, timestep, context=None, transformer_options=None, **_extra):
+    def forward(self, x, timestep, context=None, **_extra):
         t = timestep / 1000.0
         emb = torch.tanh(self.time(t[:, None])) + self.text(context).mean(1)
         h = self.inp(x.flatten(2).transpose(1, 2))
-        h = self.mixed(h + self.pos[:, : h.shape[1]], self.text(context), emb, t, transformer_options)
+        h = self.mixed(h + self.pos[:, : h.shape[1]], self.text(context), emb, t)
         return self.out(h).transpose(1, 2).reshape(x.shape)
 
-    def mixed(self, h, words, emb, t, options):
+    def mixed(self, h, words, emb, t):
         table = rows(h.shape[1], h)
         for block in self.blocks:
-            h = block(h, emb, table, options)
+            h = block(h, emb, table)
         return h
 
 
@@ -87,15 +82,15 @@ class Crossed(Tokens):
     """Its tokens attend to words too, which every rank has."""
 
     class block(Mixing):
-        def forward(self, x, words, emb, table, options):
-            x = super().forward(x, emb, table, options)
+        def forward(self, x, words, emb, table):
+            x = super().forward(x, emb, table)
             k, v = self.kv(words).chunk(2, dim=-1)
-            return x + optimized_attention(self.q(x), k, v, HEADS, transformer_options=options)
+            return x + optimized_attention(self.q(x), k, v, HEADS)
 
-    def mixed(self, h, words, emb, t, options):
+    def mixed(self, h, words, emb, t):
         table = rows(h.shape[1], h)
         for block in self.blocks:
-            h = block(h, words, emb, table, options)
+            h = block(h, words, emb, table)
         return h
 
 
@@ -104,9 +99,9 @@ class Double(Mixing):
 
     words_first = True
 
-    def forward(self, c, h, emb, table, options):
+    def forward(self, c, h, emb, table):
         parts = (c, h) if self.words_first else (h, c)
-        out = super().forward(torch.cat(parts, 1), emb, table, options).split([part.shape[1] for part in parts], 1)
+        out = super().forward(torch.cat(parts, 1), emb, table).split([part.shape[1] for part in parts], 1)
         return tuple(out if self.words_first else reversed(out))
 
 
@@ -117,14 +112,14 @@ class TwoStreams(Tokens):
         super().__init__(operations, dtype, device)
         self.streams = nn.ModuleList(self.double(operations) for _ in range(3))
 
-    def mixed(self, c_or_h, words, emb, t, options):
+    def mixed(self, c_or_h, words, emb, t):
         c, h = words, c_or_h
         table = rows(c.shape[1] + h.shape[1], h)
         for block in self.streams:
-            c, h = block(c, h, emb, table, options)
+            c, h = block(c, h, emb, table)
         h = torch.cat((c, h) if self.double.words_first else (h, c), 1)
         for block in self.blocks:
-            h = block(h, emb, table, options)
+            h = block(h, emb, table)
         return self.of_picture(h, c, words)
 
     def of_picture(self, h, c, words):
@@ -142,25 +137,25 @@ class PictureFirst(TwoStreams):
 class RegistersBetween(TwoStreams):
     """More tokens of every rank, in the middle of its blocks."""
 
-    def mixed(self, h, words, emb, t, options):
+    def mixed(self, h, words, emb, t):
         table = rows(h.shape[1] + 2, h)
         for number, block in enumerate(self.blocks):
             if number == 2:
                 h = torch.cat((words[:, :2], h), 1)
-            h = block(h, emb, table if number >= 2 else table[:, 2:], options)
+            h = block(h, emb, table if number >= 2 else table[:, 2:])
         return h[:, 2:]
 
 
 class NextToken(Tokens):
     class block(Mixing):
-        def forward(self, x, emb, table, options):
-            return super().forward(x + 0.1 * x.roll(1, 1), emb, table, options)
+        def forward(self, x, emb, table):
+            return super().forward(x + 0.1 * x.roll(1, 1), emb, table)
 
 
 class PoolsTokens(Tokens):
     class block(Mixing):
-        def forward(self, x, emb, table, options):
-            x = super().forward(x, emb, table, options)
+        def forward(self, x, emb, table):
+            x = super().forward(x, emb, table)
             return x + 0.1 * x.mean(1, keepdim=True)
 
 
@@ -168,59 +163,61 @@ class NumbersTokens(Tokens):
     """Makes the table of the tokens that a block gets."""
 
     class block(Mixing):
-        def forward(self, x, emb, table, options):
-            return super().forward(x, emb, rows(x.shape[1], x), options)
+        def forward(self, x, emb, table):
+            return super().forward(x, emb, rows(x.shape[1], x))
 
 
 class PlainAttention(Tokens):
+    """Attends by torch's function, and not by ComfyUI's."""
+
     class block(Mixing):
-        def forward(self, x, emb, table, options):
-            return super().forward(x, emb, table, None)
+        def forward(self, x, emb, table):
+            return x + F.scaled_dot_product_attention(*self.turned(x, table)).transpose(1, 2).flatten(2)
 
 
 class Masked(Tokens):
     class block(Mixing):
-        def forward(self, x, emb, table, options):
+        def forward(self, x, emb, table):
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-            return super().forward(x, emb, table, options, mask=mask)
+            return super().forward(x, emb, table, mask=mask)
 
 
 class Windows(Tokens):
     """Of two tokens, so that ranks with an odd number cut one."""
 
     class block(Mixing):
-        def forward(self, x, emb, table, options):
+        def forward(self, x, emb, table):
             pairs, tables = (each.unflatten(1, (-1, 2)).flatten(0, 1) for each in (x, table.expand(len(x), -1, -1)))
             emb = emb.repeat_interleave(len(pairs) // len(x), 0)
-            return super().forward(pairs, emb, tables, options).unflatten(0, (len(x), -1)).flatten(1, 2)
+            return super().forward(pairs, emb, tables).unflatten(0, (len(x), -1)).flatten(1, 2)
 
 
 class AttendsTwiceLate(Tokens):
-    def mixed(self, h, words, emb, t, options):
+    def mixed(self, h, words, emb, t):
         table = rows(h.shape[1], h)
         for block in self.blocks:
-            h = block(h, emb, table, options)
+            h = block(h, emb, table)
             if float(t[0]) < LATE:
-                h = h + optimized_attention(h, h, h, HEADS, transformer_options=options)
+                h = h + optimized_attention(h, h, h, HEADS)
         return h
 
 
 class TwiceInBlockLate(Tokens):
     class block(Mixing):
-        def forward(self, x, emb, table, options):
-            x = super().forward(x, emb, table, options)
-            return super().forward(x, emb, table, options) if float(emb[0, 0]) > 0 else x
+        def forward(self, x, emb, table):
+            x = super().forward(x, emb, table)
+            return super().forward(x, emb, table) if float(emb[0, 0]) > 0 else x
 
-    def mixed(self, h, words, emb, t, options):
-        return super().mixed(h, words, torch.where(t[:, None] < LATE, emb.abs() + 1, -emb.abs() - 1), t, options)
+    def mixed(self, h, words, emb, t):
+        return super().mixed(h, words, torch.where(t[:, None] < LATE, emb.abs() + 1, -emb.abs() - 1), t)
 
 
 class ReadsAllTokens(Tokens):
     """Behind its blocks, what its first one has returned."""
 
-    def mixed(self, h, words, emb, t, options):
+    def mixed(self, h, words, emb, t):
         table, outputs = rows(h.shape[1], h), []
         for block in self.blocks:
-            h = block(h, emb, table, options)
+            h = block(h, emb, table)
             outputs.append(h)
         return h + outputs[0].mean(1, keepdim=True)

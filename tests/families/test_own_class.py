@@ -5,7 +5,7 @@ import torch
 
 from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class import stages
-from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, to_tensors
+from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, timestep_of, to_tensors
 from parallel_backend.families.own_class.stages import StageBlocks, Unproven
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
@@ -89,7 +89,7 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
         ("NextToken", "blocks.0 attends to other values where its tokens are cut"),
         ("PoolsTokens", "blocks.1 attends to other values where its tokens are cut"),
         ("NumbersTokens", "blocks.0 attends to other values where its tokens are cut"),
-        ("Masked", "blocks.0 attends with a mask"),
+        ("Masked", "its attention has a mask that is not one of keys"),
         ("Windows", "blocks.0 attends to other values where its tokens are cut"),
         ("RegistersBetween", "it does not run where its tokens are cut"),
         ("AttendsTwiceLate", "blocks.1 attends to other values where its tokens are cut"),
@@ -197,7 +197,8 @@ def test_a_call_of_another_order_is_stopped():
 def test_arguments_survive_the_way_to_the_ranks():
     shared, own_rows = torch.arange(6).view(2, 3)[:1].expand(5, 3), torch.randn(2, 3)
     arguments = {"a": own_rows, "b": [shared, None, 2, "x", [own_rows]], "c": True, "d": torch.tensor(3.0)}
-    tensors = to_tensors(arguments, 2)
+    times = torch.rand(2)
+    tensors = to_tensors(arguments, times.bfloat16())
     assert all(len(tensor) == 2 for tensor in tensors.values())
     second = from_tensors({name: tensor[1:] for name, tensor in tensors.items()}, structure_of(tensors))
     assert torch.equal(second["a"], own_rows[1:])
@@ -205,5 +206,7 @@ def test_arguments_survive_the_way_to_the_ranks():
     assert second["b"][1:4] == [None, 2, "x"]
     assert torch.equal(second["b"][4][0], own_rows[1:])
     assert (second["c"], float(second["d"])) == (True, 3.0)
+    assert set(second) == set(arguments)
+    assert timestep_of(times, structure_of(tensors)).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="its call has e, a dict"):
-        to_tensors({"e": {}}, 2)
+        to_tensors({"e": {}}, times)

@@ -9,14 +9,20 @@ import torch
 
 OPTIONS = "transformer_options"
 """The argument that is a dictionary, of numbers, words, and lists and dictionaries of them."""
+TIMES = "times"
+"""Entry of STRUCTURE: name of the timestep's dtype. A class may compute in it, and the ranks get float32."""
 STRUCTURE = "structure"
 """Conditioning tensor [B, n] int32, the same for all entries: JSON of everything that is no tensor, see `to_tensors`."""
 TENSOR, SHARED, PLAIN = "tensor", "shared", "plain"
 """Keys in STRUCTURE of a tensor with a row for each batch entry, of one that all entries share, and of a dictionary."""
 
 
-def to_tensors(arguments: Mapping[str, Any], batch: int) -> dict[str, torch.Tensor]:
-    """Values are tensors, None, numbers, words, and lists of them. ValueError, with the argument's name, for others."""
+def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Values are tensors, None, numbers, words, and lists of them. ValueError, with the argument's name, for others.
+
+    `timestep`: [B], which is sent apart.
+    """
+    batch = len(timestep)
     tensors: dict[str, torch.Tensor] = {}
 
     def told(name: str, value: Any) -> Any:
@@ -32,7 +38,8 @@ def to_tensors(arguments: Mapping[str, Any], batch: int) -> dict[str, torch.Tens
             return value
         raise ValueError(f"model: its call has {name}, a {type(value).__name__}, which cannot be sent to ranks.")
 
-    structure = json.dumps({name: told(name, value) for name, value in arguments.items()}).encode()
+    told_all = {name: told(name, value) for name, value in arguments.items()}
+    structure = json.dumps({TIMES: str(timestep.dtype).removeprefix("torch."), **told_all}).encode()
     tensors[STRUCTURE] = torch.tensor(list(structure), dtype=torch.int32).expand(batch, -1).clone()
     return tensors
 
@@ -54,4 +61,9 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
             return copy.deepcopy(stored[PLAIN])  # classes write into it
         return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]
 
-    return {name: value(stored) for name, stored in structure.items()}
+    return {name: value(stored) for name, stored in structure.items() if name != TIMES}
+
+
+def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tensor:
+    """The timestep in its own dtype."""
+    return times.to(getattr(torch, structure[TIMES]))

@@ -16,7 +16,7 @@ from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 
 from .building import build
-from .call_arguments import OPTIONS, STRUCTURE, from_tensors, structure_of
+from .call_arguments import OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
 from .stages import StageBlocks
 
 NAME = "ComfyUI's own class"
@@ -72,8 +72,9 @@ class OwnClassFamily(Family):
         latent = patching.unpack(step.x, patching.whole(step.grid))
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
             step.kept[STRUCTURE] = structure_of(step.tensors)
-        named = {OPTIONS: {}} | from_tensors(step.tensors, step.kept[STRUCTURE])
-        out = stage.call(latent, step.timestep, **named)
+        structure = step.kept[STRUCTURE]
+        named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
+        out = stage.call(latent, timestep_of(step.timestep, structure), **named)
         return step.x[:, :0] if out is None else patching.pack(out)
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
-from .call_arguments import OPTIONS
-from .token_cut import OVERRIDE, TokenCut
+from .attention_calls import attention_by
+from .token_cut import TokenCut
 from .unproven import Unproven
 
 
@@ -54,9 +54,9 @@ class StageBlocks:
         self._next = 0
         if self.tokens is not None:
             self.tokens.begin()
-            kwargs[OPTIONS] = kwargs.get(OPTIONS, {}) | {OVERRIDE: self.tokens.attend}
         try:
-            out = self._model(*args, **kwargs)
+            with nullcontext() if self.tokens is None else attention_by(self.tokens.attend):
+                out = self._model(*args, **kwargs)
         except LaterStages:
             return None
         if self._next < len(self.blocks):

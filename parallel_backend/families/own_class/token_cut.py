@@ -7,7 +7,6 @@ each of their tokens, such as rotary tables. Attention exchanges; the last block
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,61 +15,11 @@ from torch.utils import _pytree as pytree
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.spans import Span, split
 
+from .attention_calls import AttentionCall, attention_call
 from .unproven import Unproven
 
-OVERRIDE = "optimized_attention_override"
-"""The entry of transformer_options that ComfyUI's attention calls in its own place: (function, *args, **kwargs)."""
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """A call of ComfyUI's attention, by `function`."""
-
-    function: Callable[..., torch.Tensor]
-    q_BQHD: torch.Tensor
-    k_BKHD: torch.Tensor
-    v_BKHD: torch.Tensor
-    mask: torch.Tensor | None
-    heads_first: bool
-    """The class wants [B, H, Q, D] back, and not [B, Q, H x D]."""
-    arguments: Mapping[str, Any]
-    """Others, by name."""
-
-    def compute(self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
-        """Attention by the function, of these heads. Returns [B, Q, h, D]."""
-        tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
-        shapes = {"skip_reshape": True, "skip_output_reshape": True}
-        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=None, **(dict(self.arguments) | shapes))
-        return out_BhQD.transpose(1, 2)
-
-    def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
-        """As the class wants it."""
-        return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
-
-
-def attention_call(
-    function: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
-    attn_precision: Any = None,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
-    **others: Any,
-) -> AttentionCall:
-    """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""
-    if skip_reshape:
-        q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
-    else:
-        size = q.shape[-1] // heads
-        q_BQHD, k_BKHD, v_BKHD = (x.unflatten(-1, (-1, size)) for x in (q, k, v))
-    if (shared := q_BQHD.shape[2] // k_BKHD.shape[2]) > 1:
-        k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
-    others = {name: value for name, value in others.items() if name != "enable_gqa"}
-    arguments = {"attn_precision": attn_precision} | others
-    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments)
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Of a block: positional ones, and those by name."""
 
 
 def shares(tokens: int, size: int) -> list[Span]:
@@ -95,8 +44,8 @@ class TokenCut(ABC):
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
 
     @abstractmethod
-    def exchange(self, spec: OwnAttention, call: AttentionCall) -> torch.Tensor:
-        """[B, q, H, D] of this rank's queries over all ranks' keys."""
+    def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
+        """[B, q, H, D] of this rank's queries over all ranks' keys, of which `mask_bK` are seen: bool, in rank order."""
 
     @abstractmethod
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -106,7 +55,7 @@ class TokenCut(ABC):
         """A call begins."""
         self.tokens.clear()
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of block `number`, with this rank's tokens."""
         self.number = number
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -152,7 +101,7 @@ class TokenCut(ABC):
             self._coming = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """OVERRIDE. Unproven if the tokens are not those of the trial."""
+        """In place of the function. Unproven if the tokens are not those of the trial."""
         if self._coming is None:  # outside of blocks
             return function(*args, **kwargs)
         spec = next(self._coming, None)
@@ -161,12 +110,28 @@ class TokenCut(ABC):
         if not spec.keys:
             return function(*args, **kwargs)
         call = attention_call(function, *args, **kwargs)
-        if call.mask is not None:
-            raise Unproven(f"{self.block.name} attends with a mask")
         queries, keys = (self.lengths(streams)[self.index] for streams in (spec.queries, spec.keys))
         if (call.q_BQHD.shape[1], call.k_BKHD.shape[1]) != (queries, keys):
             raise Unproven(f"{self.block.name} attends to other tokens than in the trial")
-        return call.result(self.exchange(spec, call))
+        mask = call.key_mask
+        return call.result(self.exchange(spec, call, None if mask is None else self.mask_of_all(mask, spec.keys)))
+
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """A mask of this rank's keys, or of all in the class's order -> of all in rank order. Unproven for other keys."""
+        if mask_bK.shape[1] == sum(self.tokens[stream] for stream in streams):
+            return mask_bK[:, torch.cat([self.rows(streams, rank) for rank in range(self.size)]).to(mask_bK.device)]
+        if mask_bK.shape[1] != self.lengths(streams)[self.index]:
+            raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
+        return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
+
+    def rows(self, streams: Sequence[int], rank: int) -> torch.Tensor:
+        """A rank's rows of a tensor with all tokens of these streams."""
+        rows, start = [], 0
+        for stream in streams:
+            span = shares(self.tokens[stream], self.size)[rank].shift(start)
+            rows.append(torch.arange(span.start, span.stop))
+            start += self.tokens[stream]
+        return torch.cat(rows)
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
         """By rank: its tokens of these streams."""

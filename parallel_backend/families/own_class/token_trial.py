@@ -17,21 +17,29 @@ from torch.utils import _pytree as pytree
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.spans import Span
 
+from .attention_calls import AttentionCall, attention_call
 from .stages import StageBlocks
-from .token_cut import AttentionCall, TokenCut, attention_call, shares, tensor_places
-from .tried_calls import Call, distance
+from .token_cut import Arguments, TokenCut, tensor_places
+from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven
 
 RANKS = 3
 """In the trial, so that they have different numbers of tokens."""
 
+SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
+"""Most latent rows, columns and frames of a call: the first with which there are enough tokens. Most tokens of text."""
+HIDDEN = -1e4
+"""What a mask adds at most where a key may not be seen."""
+
 
 @dataclass(frozen=True)
 class Noted:
-    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
+    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D], and AttentionCall's
+    mask of keys."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     out: torch.Tensor
+    mask: torch.Tensor | None
 
 
 class WholeRun(TokenCut):
@@ -46,7 +54,7 @@ class WholeRun(TokenCut):
         self.outputs: tuple[torch.Tensor | None, ...] = ()
         """Of the last block."""
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         self.number = number
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         self.shapes.append([leaves[at].shape for at in tensor_places(leaves)])
@@ -59,7 +67,11 @@ class WholeRun(TokenCut):
         call, out = attention_call(function, *args, **kwargs), function(*args, **kwargs)
         tensors = tuple(x.clone() for x in (call.q_BQHD, call.k_BKHD, call.v_BKHD))
         of_heads = out.transpose(1, 2) if call.heads_first else out.unflatten(-1, (call.q_BQHD.shape[2], -1))
-        self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone()))
+        try:
+            mask = call.key_mask
+        except Unproven:
+            mask = None  # said where the call is cut
+        self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone(), mask))
         return out
 
     def leave(self, out: Any) -> Any:
@@ -67,7 +79,7 @@ class WholeRun(TokenCut):
         self.outputs = tuple(None if value is None else value.clone() for value in values)
         return out
 
-    def exchange(self, spec: OwnAttention, call: AttentionCall) -> torch.Tensor:
+    def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         raise AssertionError("nothing is cut")
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -82,7 +94,7 @@ class HeldAgainst(TokenCut):
         self._noted = whole
         self._attended = 0  # calls in the block that runs
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         self._attended = 0
         return super().enter(number, args, kwargs)
 
@@ -98,18 +110,18 @@ class HeldAgainst(TokenCut):
             raise Unproven(f"{self.block.name} attends more often where its tokens are cut")
         return calls[self._attended]
 
-    def exchange(self, spec: OwnAttention, call: AttentionCall) -> torch.Tensor:
+    def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         whole = self.noted()
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
-            if not is_part(own, of_whole, self.rows(streams)):
+            if not is_part(own, of_whole, self.own_rows(streams)):
                 raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
-        return whole.out[:, self.rows(spec.queries)]
+        return whole.out[:, self.own_rows(spec.queries)]
 
     def leave(self, out: Any) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
         for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True):
-            if of_whole is not None and not is_part(value, of_whole, self.rows(streams)):
+            if of_whole is not None and not is_part(value, of_whole, self.own_rows(streams)):
                 raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
         whole = tuple(None if value is None else value.clone() for value in self._noted.outputs)
         return whole[0] if isinstance(out, torch.Tensor) else whole
@@ -117,16 +129,15 @@ class HeldAgainst(TokenCut):
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         raise AssertionError("a run that is held against another leaves with its values")
 
-    def rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        whole = self.noted().mask
+        if whole is None or not any(torch.equal(mask_bK, part) for part in (whole, whole[:, self.own_rows(streams)])):
+            raise Unproven(f"{self.block.name} attends with another mask where its tokens are cut")
+        return whole
+
+    def own_rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
         """This rank's rows of a tensor with all tokens of these streams, or of one that is not cut."""
-        if not streams:
-            return slice(None)
-        rows, start = [], 0
-        for stream in streams:
-            span = shares(self.tokens[stream], self.size)[self.index].shift(start)
-            rows.append(torch.arange(span.start, span.stop))
-            start += self.tokens[stream]
-        return torch.cat(rows)
+        return self.rows(streams, self.index) if streams else slice(None)
 
 
 class Learning(HeldAgainst):
@@ -144,7 +155,7 @@ class Learning(HeldAgainst):
         super().begin()
         self._of_another.clear()
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         self.number = number
         block, given = self.blocks[number], {str(place): each for place, each in enumerate(args)} | dict(kwargs)
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
@@ -191,21 +202,26 @@ class Learning(HeldAgainst):
         )
         if q is None or k is None or k != v:
             raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
-        if k and call.mask is not None:
-            raise Unproven(f"{self.block.name} attends with a mask")
+        if k and call.mask is not None and call.key_mask is not None:
+            self._check_values(call.mask)
+            self.mask_of_all(call.key_mask, k)
         if k and not q:
             raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
         spec = OwnAttention(q, k, call.q_BQHD.shape[2])
         self.blocks[self.number] = replace(self.block, attention=(*self.block.attention, spec))
         self._attended += 1
-        return call.result(whole.out[:, self.rows(q)]) if k else function(*args, **kwargs)
+        return call.result(whole.out[:, self.own_rows(q)]) if k else function(*args, **kwargs)
+
+    def _check_values(self, mask: torch.Tensor) -> None:
+        if mask.is_floating_point() and not bool(((mask == 0) | (mask <= HIDDEN)).all()):
+            raise Unproven(f"{self.block.name} attends with a mask that adds other values than none and very negative ones")
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
         """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are no part of it."""
         counts = range(len(self.tokens) + 1)
         for streams in itertools.chain.from_iterable(itertools.permutations(self.tokens, count) for count in counts):
             total = sum(self.tokens[stream] for stream in streams)
-            if (not streams or total == whole.shape[1]) and is_part(own, whole, self.rows(streams)):
+            if (not streams or total == whole.shape[1]) and is_part(own, whole, self.own_rows(streams)):
                 return streams
         return None
 
@@ -231,52 +247,81 @@ def is_part(own: torch.Tensor, whole: torch.Tensor, rows: slice | torch.Tensor) 
     return own.shape == part.shape and (not own.numel() or bool((own - part).abs().max() <= TOLERANCE * whole.abs().max()))
 
 
-def cut_tokens(
-    model: nn.Module, blocks: Sequence[OwnBlock], wholes: Sequence[tuple[Call, Any]], another: Call
-) -> list[OwnBlock] | str:
-    """`blocks` with the cut of their tokens, or why it is not proven. `wholes`: calls, and the whole model's output for each.
-    `another`: a call with other numbers of tokens."""
-    span = Span(0, len(blocks))
+def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
+    """`blocks` with the cut of their tokens, or why it is not proven for calls like `actual`, at these times too."""
+    runs = _Runs(model, blocks)
+    try:
+        call, another = runs.sized(actual)
+        first, last = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
+    except Unproven as unproven:
+        return str(unproven)
+    if not any(first.calls):
+        return "its attention cannot be reached"
+    calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times), drawn(another, 1)]
+    streams, failures = sum(map(bool, blocks[0].returns)), []
+    for order in itertools.permutations(range(max(streams, 2))):
+        learning = Learning(blocks, first, last, order)
+        why = runs.why_not(learning, calls[0]) or next(filter(None, runs.checks(learning.blocks, calls)), "")
+        if not why:
+            return learning.blocks
+        failures.append((learning.number, why))
+    return max(failures, key=lambda failure: failure[0])[1]  # of the order that came furthest
 
-    def run(call: Call, cut: TokenCut) -> Any:
-        stage = StageBlocks(model, blocks, span, None, cut)
+
+class _Runs:
+    """Calls of `model`, which has these blocks."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
+        self._model, self._blocks = model, blocks
+
+    def sized(self, actual: Call) -> tuple[Call, Call]:
+        """The call with few tokens that ranks still share out, and another with other numbers of them."""
+        words = _words(actual)
+        for side in SIDES:
+            call = smaller(actual, side, WORDS)
+            if self._most_tokens(call) >= 4 * RANKS or call.x.shape == actual.x.shape:
+                break
+        fewer, less = max(1, min(words, WORDS) - 3), max(call.x.shape[2:]) * 3 // 4
+        others = (smaller(call, *sizes) for sizes in ((less, fewer), (less, words), (side, fewer)))
+        return call, next((other for other in others if self._most_tokens(other)), call)
+
+    def _most_tokens(self, call: Call) -> int:
+        """Of a tensor that the first block gets. 0 where the class does not run with the call."""
+        try:
+            shapes = self.noted(drawn(call, 1)).shapes[0]
+        except Exception:  # of any kind: its code is not known
+            return 0
+        return max((shape[1] for shape in shapes if len(shape) == 3), default=0)
+
+    def run(self, call: Call, cut: TokenCut) -> Any:
+        stage = StageBlocks(self._model, self._blocks, Span(0, len(self._blocks)), None, cut)
         try:
             return call.run(stage.call, options=False)
         finally:
             stage.remove()
 
-    def noted(call: Call) -> WholeRun:
-        run(call, whole := WholeRun(blocks))
+    def noted(self, call: Call) -> WholeRun:
+        self.run(call, whole := WholeRun(self._blocks))
         return whole
 
-    def why_not(cut: TokenCut, call: Call, out: Any) -> str:
+    def why_not(self, cut: TokenCut, call: Call) -> str:
+        """What is wrong with a rank's run of the call. Empty: nothing."""
         try:
-            far = distance(run(call, cut), out)
+            far = distance(self.run(call, cut), call.run(self._model, options=False))
         except Unproven as unproven:
             return str(unproven)
         except Exception as error:  # of any kind: its code is not known
             return f"it does not run where its tokens are cut ({type(error).__name__}: {error})"
         return "" if far <= TOLERANCE else f"cut tokens give another result (by {far:.1e} of the largest value)"
 
-    def failed_checks(blocks: Sequence[OwnBlock]) -> Iterator[str]:
-        for call, out in pairs:
-            whole = noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
+    def checks(self, blocks: Sequence[OwnBlock], calls: Sequence[Call]) -> Iterator[str]:
+        """`why_not` of every rank in every call."""
+        for call in calls:
+            whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
             for rank in range(RANKS):
-                if why := why_not(HeldAgainst(blocks, rank, whole), call, out):
-                    yield why
+                yield self.why_not(HeldAgainst(blocks, rank, whole), call)
 
-    pairs = [*wholes, (another, another.run(model, options=False))]
-    try:
-        first, last = noted(pairs[0][0]), noted(another)
-    except Unproven as unproven:
-        return str(unproven)
-    if not any(first.calls):
-        return "its attention cannot be reached"
-    streams, why = sum(map(bool, blocks[0].returns)), ""
-    for order in itertools.permutations(range(max(streams, 2))):
-        learning = Learning(blocks, first, last, order)
-        found = why_not(learning, *pairs[0]) or next(failed_checks(learning.blocks), "")
-        if not found:
-            return learning.blocks
-        why = why or found
-    return why
+
+def _words(call: Call) -> int:
+    context = call.named.get("context")
+    return context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0

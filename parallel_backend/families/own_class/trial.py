@@ -61,7 +61,8 @@ def trial(
 ) -> Proof:
     """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
 
-    `sequence`: try tokens cut over sequence ranks. `poll` is called before each run of the model. It raises to give up. ValueError, too, where host memory has no room.
+    `sequence`: try tokens cut over sequence ranks. `poll` is called before each run of the model. It raises to give up.
+    ValueError, too, where host memory has no room.
     """
 
     def polled(*_: Any) -> None:
@@ -88,7 +89,7 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
         lists = block_lists(model)
         kept = shortened(model, lists)
         _give_weights(own, model, poll)
-        tried = [smaller(call, *sizes) for sizes in SIZES] + [call]
+        actual, tried = call, [smaller(call, *sizes) for sizes in SIZES] + [call]
         if all(_error(model, each) for each in tried):
             del model
             model, kept = build(own), lists  # the class counts on all of its blocks
@@ -113,7 +114,7 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
                 continue
             blocks = [block for blocks in found.values() for block in blocks]
             stages = _stages(model, blocks, wholes)
-            cut = cut_tokens(model, blocks, wholes, another) if sequence else NOT_TRIED
+            cut = cut_tokens(model, blocks, actual, times) if sequence else NOT_TRIED
             if not isinstance(cut, str):
                 places = {block.name: block for block in cut}
                 found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
@@ -285,9 +286,8 @@ def _stages(model: nn.Module, blocks: Sequence[OwnBlock], wholes: Wholes) -> str
 def _batch(model: nn.Module, wholes: Wholes) -> str:
     """Why entries of the batch on their own are not proven. Empty: they are."""
     for call, whole in wholes:
-        batch = len(call.x)
-        tensors = to_tensors(call.named, batch)
-        for entry in range(batch):
+        tensors = to_tensors(call.named, call.timestep)
+        for entry in range(len(call.x)):
             rows = slice(entry, entry + 1)
             named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
             own = Call(call.x[rows], call.timestep[rows], named)

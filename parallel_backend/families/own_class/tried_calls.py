@@ -65,12 +65,12 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
             return tensor.cpu().clone()
         return torch.randn(tensor.shape, generator=g)
 
-    largest = max(float(call.timestep.abs().max()), 1e-3)
+    largest = max(float(call.timestep.float().abs().max()), 1e-3)
     times = (0.1 + 0.8 * torch.rand(call.timestep.shape, generator=g)) * largest
     if time is not None:
         times = torch.full_like(times, time)
     named, options = (pytree.tree_map_only(torch.Tensor, draw, dict(each)) for each in (call.named, call.options))
-    return Call(draw(call.x), times, named, options)
+    return Call(draw(call.x), times.to(call.timestep.dtype), named, options)
 
 
 def distance(a: Any, b: Any) -> float:

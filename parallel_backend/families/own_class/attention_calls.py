@@ -1,0 +1,160 @@
+"""ComfyUI's attention functions, whose calls in a class's blocks go to the ranks' exchange."""
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel_backend.core.own_class import ROOT
+
+from .unproven import Unproven
+
+MODULE = f"{ROOT}modules.attention"
+"""Where the functions are, whose names begin with `attention_`. Other modules import them by names of their own."""
+REPLACES = "parallel_dit_replaces"
+"""Attribute of a replacement: the function."""
+Attend = Callable[..., torch.Tensor]
+"""(function, *its arguments) -> what the function would return."""
+
+
+def is_attention(value: Any) -> bool:
+    """Whether it is one of the functions."""
+    return inspect.isfunction(value) and value.__module__ == MODULE and value.__name__.startswith("attention_")
+
+
+class _Replaced:
+    """The functions in all of ComfyUI's modules that are imported, replaced as long as a thread asks for it.
+
+    The replacements call the functions themselves in all other threads: ComfyUI may sample meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._asking = threading.Lock(), 0
+        self._thread = threading.local()
+        self._originals: list[tuple[dict[str, Any], str, Any]] = []
+
+    @contextmanager
+    def by(self, attend: Attend) -> Iterator[None]:
+        """Context in which this thread's calls go to `attend`."""
+        with self._lock:
+            self._asking += 1
+            self._replace()
+        before, self._thread.attend = getattr(self._thread, "attend", None), attend
+        try:
+            yield
+        finally:
+            self._thread.attend = before
+            with self._lock:
+                self._asking -= 1
+                if not self._asking:
+                    for names, name, function in self._originals:
+                        names[name] = function
+                    self._originals.clear()
+
+    def _replace(self) -> None:
+        """Modules that were imported since the last time, too."""
+        for place in [place for place in sys.modules if place.startswith(ROOT)]:
+            names = vars(sys.modules[place])
+            for name, value in list(names.items()):
+                if is_attention(value) and not hasattr(value, REPLACES):
+                    self._originals.append((names, name, value))
+                    names[name] = self._replacement(value)
+
+    def _replacement(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(function)
+        def replacement(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            attend = getattr(self._thread, "attend", None)
+            if attend is None:
+                return function(q, k, v, *args, **kwargs)
+            # ComfyUI may hand over a container, which gives its tensor up to the one that takes it.
+            tensors = (x if isinstance(x, torch.Tensor) else x.take() for x in (q, k, v))
+            self._thread.attend = None  # the function may call another one
+            try:
+                return attend(function, *tensors, *args, **kwargs)
+            finally:
+                self._thread.attend = attend
+
+        setattr(replacement, REPLACES, function)
+        return replacement
+
+
+@functools.cache
+def _replaced() -> _Replaced:
+    return _Replaced()
+
+
+def attention_by(attend: Attend) -> Any:
+    """Context in which this thread's calls of ComfyUI's attention functions go to `attend`."""
+    return _replaced().by(attend)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of ComfyUI's attention, by `function`."""
+
+    function: Callable[..., torch.Tensor]
+    q_BQHD: torch.Tensor
+    k_BKHD: torch.Tensor
+    v_BKHD: torch.Tensor
+    mask: torch.Tensor | None
+    """As the class gives it."""
+    heads_first: bool
+    """The class wants [B, H, Q, D] back, and not [B, Q, H x D]."""
+    arguments: Mapping[str, Any]
+    """Others, by name."""
+
+    @property
+    def key_mask(self) -> torch.Tensor | None:
+        """[b, K] bool, the keys that may be seen, b being B or 1. None: all. Unproven for a mask of queries or heads."""
+        if (mask := self.mask) is None:
+            return None
+        of_queries = mask.shape[:-1] if mask.ndim < 3 else mask.shape[1:-1]  # [Q, K], [B, Q, K] or [B, H, Q, K]
+        if any(size > 1 for size in of_queries):
+            raise Unproven("its attention has a mask that is not one of keys")
+        rows = mask.reshape(-1, mask.shape[-1])
+        return rows if rows.dtype == torch.bool else rows >= 0
+
+    def compute(
+        self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, mask_bK: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention by the function, of these heads. Returns [B, Q, h, D]."""
+        mask = None if mask_bK is None else mask_bK[:, None, None]
+        tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
+        shapes = {"skip_reshape": True, "skip_output_reshape": True}
+        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **(dict(self.arguments) | shapes))
+        return out_BhQD.transpose(1, 2)
+
+    def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
+        """As the class wants it."""
+        return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
+
+
+def attention_call(
+    function: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **others: Any,
+) -> AttentionCall:
+    """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""
+    if skip_reshape:
+        q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
+    else:
+        size = q.shape[-1] // heads
+        q_BQHD, k_BKHD, v_BKHD = (x.unflatten(-1, (-1, size)) for x in (q, k, v))
+    if (shared := q_BQHD.shape[2] // k_BKHD.shape[2]) > 1:
+        k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
+    others = {name: value for name, value in others.items() if name != "enable_gqa"}
+    arguments = {"attn_precision": attn_precision} | others
+    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments)

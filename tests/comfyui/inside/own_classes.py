@@ -1,0 +1,135 @@
+"""Classes that no family computes, small, on ranks against ComfyUI's own MODEL of the same file. Run by serve.py."""
+
+import math
+import pkgutil
+from functools import partial
+
+from boot import BASE, Results, comfy, difference, ksampler, parallel, parts_of, sequence, torch
+from families import detecting
+from safetensors.torch import save_file
+
+MODELS = BASE / "models" / "diffusion_models"
+TEXT = 32
+RADIANCE = {
+    "in_channels": 3, "out_channels": 64, "context_in_dim": TEXT, "hidden_size": 96, "mlp_ratio": 2.0, "num_heads": 4,
+    "depth": 2, "depth_single_blocks": 3, "axes_dim": [8, 8, 8], "theta": 10000, "patch_size": 4, "qkv_bias": True,
+    "in_dim": 64, "out_dim": 96, "hidden_dim": 64, "n_layers": 2, "txt_ids_dims": [], "vec_in_dim": None,
+    "nerf_hidden_size": 8, "nerf_mlp_ratio": 1, "nerf_depth": 2, "nerf_max_freqs": 8, "nerf_tile_size": 0,
+    "nerf_final_head_type": "conv", "nerf_embedder_dtype": None, "use_x0": False, "use_sequential_txt_ids": False,
+}  # fmt: skip
+OMNIGEN = {
+    "hidden_size": 96, "num_attention_heads": 4, "num_kv_heads": 2, "num_layers": 4, "num_refiner_layers": 2,
+    "multiple_of": 32, "axes_dim_rope": [8, 8, 8], "axes_lens": [64, 64, 64], "timestep_scale": 1000.0,
+}  # fmt: skip
+WAN = {
+    "image_model": "wan2.1", "dim": 96, "ffn_dim": 64, "freq_dim": 32, "text_dim": TEXT, "num_heads": 4, "num_layers": 4,
+}  # fmt: skip
+LATENT, PIXELS = (1, 16, 16, 24), (1, 3, 32, 48)
+CLASSES = {
+    "omnigen2": ("omnigen.omnigen2.OmniGen2Transformer2DModel", OMNIGEN | {"text_feat_dim": TEXT}, LATENT),
+    "boogu": (
+        "boogu.model.BooguTransformer2DModel",
+        OMNIGEN | {"instruction_feat_dim": TEXT, "num_double_stream_layers": 2},
+        LATENT,
+    ),
+    "lens": (
+        "lens.model.LensTransformer2DModel",
+        {"num_layers": 4, "attention_head_dim": 24, "num_attention_heads": 4, "enc_hidden_dim": TEXT // 2,
+         "axes_dims_rope": [8, 8, 8], "selected_layer_index": [5, 11]},
+        (1, 128, 8, 12),
+    ),
+    "mage_flow": (
+        "mage_flow.model.MageFlowTransformer2DModel",
+        {"num_layers": 4, "attention_head_dim": 24, "num_attention_heads": 4, "joint_attention_dim": TEXT,
+         "axes_dims_rope": [8, 8, 8]},
+        (1, 128, 8, 12),
+    ),
+    "joyimage": (
+        "joyimage.model.JoyImageTransformer3DModel",
+        {"hidden_size": 256, "num_attention_heads": 2, "text_dim": TEXT, "num_layers": 4, "rope_dim_list": [16, 56, 56]},
+        (1, 16, 1, 16, 24),
+    ),
+    "pixeldit_t2i": (
+        "pixeldit.model.PixDiT_T2I",
+        {"num_groups": 4, "hidden_size": 96, "pixel_attn_hidden_size": 64, "pixel_num_groups": 4, "patch_depth": 3,
+         "patch_size": 4, "txt_embed_dim": TEXT, "txt_max_length": 40},
+        PIXELS,
+    ),
+    "chroma_radiance": ("chroma_radiance.model.ChromaRadiance", RADIANCE, PIXELS),
+    "mochi_preview": (
+        "genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
+        {"in_channels": 12, "hidden_size_x": 96, "hidden_size_y": 48, "depth": 3, "num_heads": 4, "mlp_ratio_x": 128.0,
+         "qk_norm": True, "qkv_bias": False, "out_bias": True, "use_t5": True, "t5_feat_dim": TEXT, "t5_token_length": 9,
+         "use_extended_posenc": False, "posenc_preserve_area": True, "timestep_mlp_bias": True, "attn_drop": 0.0,
+         "patch_embed_bias": True, "learn_sigma": False},
+        (1, 12, 2, 16, 24),
+    ),
+    "wan_s2v": (
+        "wan.model.WanModel_S2V",
+        WAN | {"model_type": "s2v", "audio_dim": 32, "audio_inject_layers": [0, 2]},
+        (1, 16, 3, 16, 24),
+    ),
+    "wan_humo": (
+        "wan.model.HumoWanModel", WAN | {"model_type": "humo", "dim": 1536, "ffn_dim": 64, "num_heads": 12}, (1, 16, 3, 16, 24)
+    ),
+    "wan_dancer": (
+        "wan.model_wandancer.WanDancerModel",
+        WAN | {"model_type": "wandancer", "in_dim": 36, "audio_inject_layers": [0, 2], "music_dim": 32, "music_latent_dim": 32},
+        (1, 16, 3, 16, 24),
+    ),
+    "zimage_pixel": (
+        "lumina.model.NextDiTPixelSpace",
+        {"patch_size": 4, "in_channels": 3, "dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "multiple_of": 32,
+         "ffn_dim_multiplier": 1.0, "norm_eps": 1e-5, "qk_norm": True, "cap_feat_dim": TEXT, "axes_dims": [16, 24, 24],
+         "axes_lens": [64, 64, 64], "rope_theta": 256.0, "z_image_modulation": True, "time_scale": 1000.0,
+         "pad_tokens_multiple": 8, "decoder_hidden_size": 48, "decoder_num_res_blocks": 2, "decoder_max_freqs": 4,
+         "decoder_in_channels": 48},
+        PIXELS,
+    ),
+}  # fmt: skip
+"""ComfyUI's name of a model -> its class below comfy.ldm, the class's arguments, and a latent's shape."""
+MODES = {
+    "one rank": {"pipe": 1, "devices": "cpu"},
+    "stages": {"pipe": 2},
+    "split batch": {"pipe": 1, "batch": 2},
+    "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
+    "ring": {"pipe": 1, "config": sequence(ring=2)},
+    "ulysses and stages": {"pipe": 2, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ulysses=2)},
+}
+
+
+def write(kind: type[torch.nn.Module], arguments: dict, name: str) -> None:
+    """A file of random values, with gates that are not 0."""
+    model, g = (
+        kind(**arguments, operations=comfy.ops.disable_weight_init, dtype=torch.float32),
+        torch.Generator().manual_seed(5),
+    )
+    state = {}
+    for key, value in model.state_dict().items():
+        std = 1 / math.sqrt(value[0].numel()) if value.ndim > 1 else 0.1
+        state[key] = std * torch.randn(value.shape, generator=g) + (1.0 if value.ndim == 1 and "weight" in key else 0.0)
+    save_file(state, MODELS / name)
+
+
+def main(results: Results, names: list[str]) -> None:
+    for name in names:
+        place, arguments, shape = CLASSES[name]
+        write(pkgutil.resolve_name(f"comfy.ldm.{place}"), arguments, f"{name}.safetensors")
+        with detecting({"image_model": name} | arguments):
+            sampled_in_every_mode(results, name, shape)
+
+
+def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...]) -> None:
+    g, file = torch.Generator().manual_seed(0), f"{name}.safetensors"
+    texts = [torch.randn(1, 9, TEXT, generator=g) for _ in range(2)]
+    prompts = [[[text, {"attention_mask": torch.ones(1, 9, dtype=torch.long)}]] for text in texts]
+    latent = torch.zeros(shape)
+    native = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+    expected = ksampler(native, prompts, latent, steps=3)
+    largest = max(float(part.abs().max()) for part in parts_of(expected))
+
+    def compare(degrees: dict) -> float:
+        return difference(expected, ksampler(parallel(file, **degrees), prompts, latent, steps=3)) / largest
+
+    for mode, degrees in MODES.items():
+        results.case(f"{name}, {mode}", partial(compare, degrees))
