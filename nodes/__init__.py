@@ -11,10 +11,10 @@ from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .ranks_panel import add_routes
 from .run_on_several_gpus import add_route
-from .sampling.auto_degrees import folder, log_folder
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
+from .ui.host import folder, log_folder
 from .unload import UnloadParallelDiT
 from .vae.decode import ParallelVAEDecode
 from .vae.encode import ParallelVAEEncode

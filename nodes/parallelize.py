@@ -122,10 +122,11 @@ def _parallel(
     devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
     degrees = None
     checkpoint, own = opened(source.path, devices)
+    heads = checkpoint.family.sizes.heads(checkpoint.config)
     if own is not None:
-        degrees = degrees_of("pipefusion" if mode == AUTO else mode, ranks, config_degrees, 1)
+        degrees = degrees_of("pipefusion" if mode == AUTO else mode, ranks, config_degrees, heads)
     elif mode != AUTO:
-        degrees = degrees_of(mode, ranks, config_degrees, checkpoint.family.sizes.heads(checkpoint.config))
+        degrees = degrees_of(mode, ranks, config_degrees, heads)
         try:
             checkpoint.check_degrees(degrees)
         except ValueError as error:

@@ -30,11 +30,12 @@ from parallel_backend.families.own_class.trial import Proof, trial
 from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.placement.expected_request import expected_request
 
-from ..ui.host import check_cancelled
+from ..ui.host import check_cancelled, folder
 from ..ui.node_text import say
 from .call_checks import checked_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import BAND_KEY, RemoteDiffusionModel
+from .kept_proofs import kept_proof
 from .native_call import NativeClass, native_config, on_meta
 from .reach import is_plain, told_to_own_class
 
@@ -226,9 +227,14 @@ class OwnClassModel(RemoteDiffusionModel):
         if structure not in self._proofs:
             own = self.setup.own_class
             assert own is not None
-            say(f"Parallel DiT: trying {own.name}, ComfyUI's own class, before its weights are loaded")
             call = Call(call.x.cpu(), call.timestep.cpu(), _on_host(call.named), _on_host(call.options))
-            self._proofs[structure] = proof = trial(own, call, self._times(), check_cancelled, sequence)
+            times = self._times()
+
+            def prove() -> Proof:
+                say(f"Parallel DiT: trying {own.name}, ComfyUI's own class, before its weights are loaded")
+                return trial(own, call, times, check_cancelled, sequence)
+
+            self._proofs[structure] = proof = kept_proof(folder() / "proofs", own, repr((structure, times)), prove)
             shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]
             log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s", own.name, *shown)
         proof = self._proofs[structure]
@@ -275,4 +281,5 @@ def _structure(call: Call) -> str:
             return [shown(each) for each in value]
         return repr(value)
 
-    return repr((len(call.x), call.timestep.dtype, {name: shown(value) for name, value in call.named.items()}))
+    named = {name: shown(value) for name, value in call.named.items()}
+    return repr((len(call.x), call.timestep.dtype, named, sorted(map(str, call.options))))

@@ -3,10 +3,8 @@
 import contextlib
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import comfy.patcher_extension
-import folder_paths
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
@@ -25,7 +23,7 @@ from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 
 from ..model.patcher import RemoteModelPatcher, make_model
-from ..ui.host import check_cancelled
+from ..ui.host import check_cancelled, folder
 from ..ui.node_text import say
 from .eligibility import Sampling
 from .pipefusion import WRAPPER_KEY
@@ -36,17 +34,6 @@ AUTO_KEY = "parallel_dit_auto_degrees"
 AS_SET, AUTO = "as set", "auto"
 DEGREES = (AS_SET, AUTO)
 KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
-
-
-def folder() -> Path:
-    """Folder for what later starts read, such as calibrations, and for logs. In ComfyUI's user directory: the temporary one
-    is emptied at each start."""
-    return Path(folder_paths.get_user_directory()) / "parallel_dit"
-
-
-def log_folder() -> Path:
-    """Folder for the ranks' logs."""
-    return folder() / "logs"
 
 
 def free_on_host(devices: tuple[str, ...]) -> int:

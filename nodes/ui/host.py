@@ -1,9 +1,11 @@
-"""Calls into ComfyUI for all nodes: its server, the check for Cancel, and the refusal of what needs weights."""
+"""Calls into ComfyUI for all nodes: its server and folders, the check for Cancel, the refusal of what needs weights."""
 
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import comfy.model_management
+import folder_paths
 
 from .other_nodes import calling_nodes, named
 
@@ -29,3 +31,14 @@ def on_behalf() -> str:
     """Part of a refusal that names the node whose call it is. Empty if there is none."""
     nodes = named(calling_nodes())
     return f" (asked for by {nodes})" if nodes else ""
+
+
+def folder() -> Path:
+    """Folder for what later starts read, such as calibrations, and for logs. In ComfyUI's user directory: the temporary one
+    is emptied at each start."""
+    return Path(folder_paths.get_user_directory()) / "parallel_dit"
+
+
+def log_folder() -> Path:
+    """Folder for the ranks' logs."""
+    return folder() / "logs"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 ROOT = "comfy.ldm."
 """Beginning of the names of modules that a rank imports for the sake of a class."""
+MANY = 1 << 10
+"""More heads than there are ranks."""
 DTYPE = "torch dtype "
 """Beginning of an argument that is a dtype of torch, before its name."""
 
@@ -84,9 +86,9 @@ class OwnClass:
 
     @property
     def heads(self) -> int:
-        """Fewest heads of a call of attention that sequence ranks share out. 1 where no trial has shown any."""
+        """Fewest heads of a call of attention that sequence ranks share out. MANY where no trial has shown any."""
         calls = [call for block in self.blocks for call in block.attention]
-        return min((call.heads for call in calls if call.keys), default=1)
+        return min((call.heads for call in calls if call.keys), default=MANY)
 
     def lists(self) -> dict[str, list[str]]:
         """List of blocks -> the blocks' names in it, in the order in which they run."""

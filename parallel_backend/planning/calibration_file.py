@@ -1,14 +1,12 @@
 """Calibrations on disk: one small JSON file for each machine, model family and dtype."""
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallel_backend.core.json_file import write_json
+from parallel_backend.core.kept_file import UNREADABLE, kept_path, read_kept, write_kept
 from parallel_backend.placement.links import Link, Links
 
 from .calibrated_costs import BlockCost, Calibration, DeviceCost
@@ -16,8 +14,7 @@ from .machine import Device, Machine
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 20
-"""Most bytes of a calibration's file. That of eight devices has about ten thousand."""
+NAME = "calibration"
 
 
 def cached(
@@ -31,7 +28,7 @@ def cached(
     A file that cannot be read, has another key or does not fit is measured again. If the folder cannot be written to, a
     warning is logged, and the next call measures again.
     """
-    path = folder / f"calibration-{_digest(key)[:16]}.json"
+    path = kept_path(folder, key, NAME)
     calibration = load(path, key)
     if calibration is None or not fits(calibration):
         calibration = measure()
@@ -44,34 +41,17 @@ def cached(
 
 def store(path: Path, key: dict[str, object], calibration: Calibration) -> None:
     """Atomically, see write_json. OSError if it cannot be written."""
-    plain = _plain(calibration)
-    write_json(path, {"key": key, "calibration": plain, "digest": _digest(plain)})
+    write_kept(path, key, NAME, _plain(calibration))
 
 
 def load(path: Path, key: dict[str, object]) -> Calibration | None:
     """None if there is no such file, it has another key, or it was changed after `store` wrote it."""
     try:
-        if not path.exists():
-            return None
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            raise ValueError("no file, or too long")
-        content = json.loads(path.read_text())
-        if _text(content["key"]) != _text(key):
-            return None
-        if _digest(content["calibration"]) != content["digest"]:
-            raise ValueError("it has been changed since it was written")
-        return _calibration(content["calibration"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        content = read_kept(path, key, NAME)
+        return None if content is None else _calibration(content)
+    except UNREADABLE as error:
         log.info("Parallel DiT: %s is no calibration that can be used (%s); measuring again", path, error)
         return None
-
-
-def _text(content: object) -> str:
-    return json.dumps(content, sort_keys=True)
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(_text(content).encode()).hexdigest()
 
 
 def _plain(calibration: Calibration) -> dict[str, Any]:

@@ -24,10 +24,6 @@ NAMED = {  # what a refusal says of a model -> the classes of which it says so; 
     "Z-Image in pixel space": ("ZImagePixelSpace",),
     "PiD, a decoder": ("PiD",),
     "PixelDiT": ("PixelDiTT2I",),
-    "causal_ar": ("WAN21_CausalAR_T2V",),
-    "Wan S2V": ("WAN22_S2V",),
-    "HuMo": ("WAN21_HuMo",),
-    "WanDancer": ("WAN22_WanDancer",),
     "HiDream-O1": ("HiDreamO1",),
     "Chroma Radiance": ("ChromaRadiance",),
     "Boogu-Image": ("Boogu",),
@@ -38,7 +34,12 @@ NAMED = {  # what a refusal says of a model -> the classes of which it says so; 
 }
 
 
-OWN_CLASS = {"AuraFlow", "HiDreamO1", "ChromaRadiance", "Boogu", "MageFlow", "JoyImage", "Lens"}
+OWN_CLASS = {"AuraFlow", "HiDreamO1", "ChromaRadiance", "Boogu", "MageFlow", "JoyImage", "Lens"} | {
+    "WAN22_S2V",
+    "WAN21_HuMo",
+    "WAN22_WanDancer",
+    "WAN21_CausalAR_T2V",
+}
 """Classes that no family computes, which run on ranks as ComfyUI's own if a trial of the call proves it. Of a few others the
 files here lack what ComfyUI's detection takes for granted."""
 

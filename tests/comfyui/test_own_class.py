@@ -30,6 +30,18 @@ def test_equals_the_native_model(found, model, case):
     assert found[f"{model}, {case}"] <= LIMIT, found[f"{model}, {case}"]
 
 
+@pytest.mark.parametrize(
+    "case", ["ulysses", "ring", "ulysses, three ranks", "ulysses and ring", "Parallelize Model, ulysses"]
+)
+def test_tokens_are_cut_where_a_trial_has_proven_it(found, case):
+    assert found[f"aura, {case}"] <= LIMIT, found[f"aura, {case}"]
+    widget = "ring_degree" if case == "ring" else "ulysses_degree"
+    begins = (
+        f"ValueError: {widget}: the tokens of cosmos.safetensors cannot be cut: the tokens of blocks.block0 are not rows"
+    )
+    assert found[f"cosmos, {case}"]["error"].startswith(begins)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_lora_does_what_it_does_natively(found, model):
     case = found[f"{model}, LoRA"]
@@ -41,7 +53,7 @@ def test_a_lora_does_what_it_does_natively(found, model):
     ("case", "begins"),
     [
         ("tensor", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
-        ("ulysses", "ValueError: ulysses_degree is 2: aura.safetensors runs as ComfyUI's own class"),
+        ("all-gather", "ValueError: ulysses_exchange: aura.safetensors runs as ComfyUI's own class"),
         ("PipeFusion", "ValueError: model: PipeFusion works for the models that Parallel DiT computes itself"),
         ("Parallelize Model", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
         ("auto", "ValueError: degrees: aura.safetensors runs as ComfyUI's own class"),

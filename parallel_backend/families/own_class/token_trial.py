@@ -21,7 +21,7 @@ from .attention_calls import AttentionCall, attention_call
 from .stages import StageBlocks
 from .token_cut import Arguments, TokenCut, tensor_places
 from .tried_calls import Call, distance, drawn, smaller
-from .unproven import Unproven
+from .unproven import Unproven, first_line
 
 RANKS = 3
 """In the trial, so that they have different numbers of tokens."""
@@ -311,7 +311,7 @@ class _Runs:
         except Unproven as unproven:
             return str(unproven)
         except Exception as error:  # of any kind: its code is not known
-            return f"it does not run where its tokens are cut ({type(error).__name__}: {error})"
+            return f"it does not run where its tokens are cut ({first_line(error)})"
         return "" if far <= TOLERANCE else f"cut tokens give another result (by {far:.1e} of the largest value)"
 
     def checks(self, blocks: Sequence[OwnBlock], calls: Sequence[Call]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
 from .stages import StageBlocks
 from .token_trial import cut_tokens
 from .tried_calls import Call, copied, distance, draw_weights, drawn, smaller, stored_tables
-from .unproven import Unproven
+from .unproven import Unproven, first_line
 
 TOLERANCE = 1e-5
 """Largest difference between shared and whole, as a share of the largest value."""
@@ -177,7 +177,7 @@ def _options(model: nn.Module, wholes: Wholes) -> str:
         try:
             far = distance(call.run(model, options=False), whole)
         except Exception as error:  # of any kind, as in _error
-            return f"it does not run without ComfyUI's transformer_options ({type(error).__name__}: {error})"
+            return f"it does not run without ComfyUI's transformer_options ({first_line(error)})"
         if not far <= TOLERANCE:
             return f"it gives another result without ComfyUI's transformer_options (by {far:.1e} of the largest value)"
     return ""
@@ -275,7 +275,7 @@ def _stages(model: nn.Module, blocks: Sequence[OwnBlock], wholes: Wholes) -> str
             except Unproven as unproven:
                 return str(unproven)
             except Exception as error:  # of any kind, as in _error
-                return f"a stage does not run ({type(error).__name__}: {error})"
+                return f"a stage does not run ({first_line(error)})"
             finally:
                 stage.remove()
         if not (far := distance(out, whole)) <= TOLERANCE:
@@ -294,7 +294,7 @@ def _batch(model: nn.Module, wholes: Wholes) -> str:
             try:
                 far = distance(own.run(model, options=False), whole[rows])
             except Exception as error:  # of any kind, as in _error
-                return f"an entry of a batch on its own does not run ({type(error).__name__}: {error})"
+                return f"an entry of a batch on its own does not run ({first_line(error)})"
             if not far <= TOLERANCE:
                 return f"an entry of a batch on its own gives another result (by {far:.1e} of the largest value)"
     return ""

@@ -671,8 +671,8 @@ PLANNING_MUTANTS = (
     ),
     Mutant(
         "another machine's calibration taken",
-        PLANNING + "calibration_file.py",
-        'if _text(content["key"]) != _text(key):',
+        CORE + "kept_file.py",
+        'if _text(file["key"]) != _text(key):',
         "if False:",
         ("tests/planning/test_planner.py", "-k", "stale or once"),
     ),

@@ -103,8 +103,8 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
         "one rank": {"pipe": 1, "devices": "cpu"},
         "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
         "ring": {"pipe": 1, "config": sequence(ring=2)},
-        "ulysses, three ranks": {"pipe": 1, "config": sequence(ulysses=3)},
-        "ulysses and stages": {"pipe": 2, "config": sequence(ulysses=2)},
+        "ulysses, three ranks": {"pipe": 1, "devices": "cpu,cpu,cpu", "config": sequence(ulysses=3)},
+        "ulysses and ring": {"pipe": 1, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ulysses=2, ring=2)},
     }
     for mode, degrees in modes.items():
         results.case(f"{name}, {mode}", lambda degrees=degrees: difference(expected, sampled(parallel(file, **degrees))))
@@ -146,7 +146,7 @@ def refusals(results: Results) -> None:
     file = "aura.safetensors"
     own = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
     results.case("tensor", lambda: parallel(file, pipe=1, tensor=2))
-    all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, 1, ulysses_exchange="all-gather")
+    all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
     results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
     results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file), 2, 1, True))
     results.case("Parallelize Model", lambda: node("ParallelizeModel", own, 2, "tensor"))

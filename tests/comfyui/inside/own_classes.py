@@ -70,11 +70,14 @@ CLASSES = {
         (1, 16, 3, 16, 24),
     ),
     "wan_humo": (
-        "wan.model.HumoWanModel", WAN | {"model_type": "humo", "dim": 1536, "ffn_dim": 64, "num_heads": 12}, (1, 16, 3, 16, 24)
+        "wan.model.HumoWanModel",
+        WAN | {"model_type": "humo", "dim": 1536, "ffn_dim": 64, "num_heads": 12},
+        (1, 16, 3, 16, 24),
     ),
     "wan_dancer": (
         "wan.model_wandancer.WanDancerModel",
-        WAN | {"model_type": "wandancer", "in_dim": 36, "audio_inject_layers": [0, 2], "music_dim": 32, "music_latent_dim": 32},
+        WAN | {"model_type": "wandancer", "in_dim": 36, "audio_inject_layers": [0, 2], "music_dim": 32,
+               "music_latent_dim": 32},
         (1, 16, 3, 16, 24),
     ),
     "zimage_pixel": (
@@ -88,6 +91,12 @@ CLASSES = {
     ),
 }  # fmt: skip
 """ComfyUI's name of a model -> its class below comfy.ldm, the class's arguments, and a latent's shape."""
+MORE = {
+    "wan_s2v": {"audio_embed": (1, 25, 32, 12)},
+    "wan_humo": {"audio_embed": (1, 3, 8, 5, 1280)},
+    "wan_dancer": {"audio_embed": (1, 9, 35)},
+}
+"""Shapes of conditioning with which a class runs once more."""
 MODES = {
     "one rank": {"pipe": 1, "devices": "cpu"},
     "stages": {"pipe": 2},
@@ -116,13 +125,16 @@ def main(results: Results, names: list[str]) -> None:
         place, arguments, shape = CLASSES[name]
         write(pkgutil.resolve_name(f"comfy.ldm.{place}"), arguments, f"{name}.safetensors")
         with detecting({"image_model": name} | arguments):
-            sampled_in_every_mode(results, name, shape)
+            sampled_in_every_mode(results, name, shape, {})
+            if name in MORE:
+                sampled_in_every_mode(results, name, shape, MORE[name])
 
 
-def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...]) -> None:
+def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...], more: dict[str, tuple[int, ...]]) -> None:
     g, file = torch.Generator().manual_seed(0), f"{name}.safetensors"
     texts = [torch.randn(1, 9, TEXT, generator=g) for _ in range(2)]
-    prompts = [[[text, {"attention_mask": torch.ones(1, 9, dtype=torch.long)}]] for text in texts]
+    others = {entry: torch.randn(shape, generator=g) for entry, shape in more.items()}
+    prompts = [[[text, {"attention_mask": torch.ones(1, 9, dtype=torch.long)} | others]] for text in texts]
     latent = torch.zeros(shape)
     native = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
     expected = ksampler(native, prompts, latent, steps=3)
@@ -132,4 +144,4 @@ def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...]) -
         return difference(expected, ksampler(parallel(file, **degrees), prompts, latent, steps=3)) / largest
 
     for mode, degrees in MODES.items():
-        results.case(f"{name}, {mode}", partial(compare, degrees))
+        results.case(", ".join((name, *more, mode)), partial(compare, degrees))

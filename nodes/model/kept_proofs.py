@@ -1,0 +1,61 @@
+"""Proofs of trials, kept on disk: a class is tried once on a machine, and not at each start of ComfyUI."""
+
+import hashlib
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from parallel_backend.core.kept_file import UNREADABLE, digest, kept_path, read_kept, write_kept
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families import own_class as own_classes
+from parallel_backend.families.own_class.trial import Proof
+from parallel_backend.wire.encoding import Encoding
+
+log = logging.getLogger(__name__)
+
+NAME = "proof"
+PACKAGES = "torch", "comfy-kitchen", "einops"
+"""What classes compute with beside ComfyUI's code."""
+
+
+def kept_proof(folder: Path, own: OwnClass, structure: str, prove: Callable[[], Proof]) -> Proof:
+    """The proof of calls of this structure from its file in `folder`; else `prove` finds it, and it is written there.
+
+    A file holds for the class's arguments, and for the code of ComfyUI, of PACKAGES and of the trial. A warning is logged if
+    the folder cannot be written to.
+    """
+    encoding = Encoding((Proof,))
+    code = {"comfyui": _of_code(Path(own.folder) / "comfy"), "trial": _of_code(Path(own_classes.__file__).parent)}
+    versions = {name: _version(name) for name in PACKAGES}
+    told = {name: value for name, value in asdict(own).items() if name not in ("folder", "blocks")}
+    key: dict[str, object] = {**code, **versions, "class": digest(repr(told)), "structure": structure}
+    path = kept_path(folder, key, NAME)
+    try:
+        content = read_kept(path, key, NAME)
+        if content is not None:
+            return encoding.decode(content.encode())[0].message
+    except (*UNREADABLE, AttributeError) as error:
+        log.info("Parallel DiT: %s is no proof that can be used (%s); trying the class again", path, error)
+    proof = prove()
+    try:
+        write_kept(path, key, NAME, encoding.encode(proof)[0].decode())
+    except OSError as error:
+        log.warning("Parallel DiT: the trial's result could not be kept in %s (%s)", path, error)
+    return proof
+
+
+def _of_code(folder: Path) -> str:
+    """Digest of all Python files below the folder."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,70 @@
+"""Proofs of trials on disk: read again for the same class, call and code, and for nothing else."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
+from parallel_backend.families.own_class.trial import Proof
+from tests.support.planted_comfyui import planted
+
+BLOCK = OwnBlock("blocks.0", ("0", ""), False, (OwnSlice(1, 1, (0,), True),), (OwnAttention((0,), (), 4),), ((0,), ()))
+PROOF = Proof((BLOCK,), "", "why not: π", "")
+
+
+@pytest.fixture
+def kept(module, tmp_path):
+    """`kept(own, structure)`: the proof, and whether it was found anew."""
+    kept_proof = module("model.kept_proofs").kept_proof
+
+    def find(own, structure: str = "two entries") -> tuple[Proof, bool]:
+        found = []
+
+        def prove() -> Proof:
+            found.append(1)
+            return PROOF
+
+        return kept_proof(tmp_path / "proofs", own, structure, prove), bool(found)
+
+    return find
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "comfy" / "ldm").mkdir(parents=True)
+    (tmp_path / "comfy" / "ldm" / "model.py").write_text("x = 1\n")
+    return dataclasses.replace(planted("Right"), folder=str(tmp_path))
+
+
+def test_a_proof_is_found_once(kept, own):
+    assert kept(own) == (PROOF, True)
+    assert kept(own) == (PROOF, False)
+    assert kept(dataclasses.replace(own, blocks=(BLOCK,))) == (PROOF, False)
+
+
+def test_another_call_class_or_code_is_tried_again(kept, own):
+    kept(own)
+    assert kept(own, "three entries")[1]
+    assert kept(dataclasses.replace(own, arguments='{"blocks": 5}'))[1]
+    (Path(own.folder) / "comfy" / "ldm" / "model.py").write_text("x = 2\n")
+    assert kept(own)[1]
+    (Path(own.folder) / "comfy" / "ldm" / "model.py").write_text("x = 1\n")
+    assert not kept(own)[1]
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", "unproven"])
+def test_a_damaged_file_is_not_believed(kept, own, tmp_path, damage):
+    kept(own)
+    (path,) = (tmp_path / "proofs").iterdir()
+    whole = path.read_text()
+    path.write_text(whole.replace("why not", "") if damage == "unproven" else damage)
+    assert kept(own) == (PROOF, True)
+    assert path.read_text() == whole
+
+
+def test_a_folder_that_cannot_be_written_to_costs_a_warning(module, own, tmp_path, caplog):
+    kept_proof = module("model.kept_proofs").kept_proof
+    (tmp_path / "file").write_text("")
+    assert kept_proof(tmp_path / "file", own, "two", lambda: PROOF) == PROOF
+    assert "could not be kept" in caplog.text
