@@ -196,7 +196,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     if own is None:
         checkpoint.check_degrees(degrees)
     else:
-        check_own_class(path.name, degrees, planned, bool(values["compile"]))
+        check_own_class(own, path.name, degrees, planned, bool(values["compile"]))
     halves = checkpoint.family.half_dtypes(checkpoint.config)
     dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, half_dtypes(devices))
     attention = attention_for(config.attention, devices, dtype)

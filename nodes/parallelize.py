@@ -124,7 +124,8 @@ def _parallel(
     checkpoint, own = opened(source.path, devices)
     heads = checkpoint.family.sizes.heads(checkpoint.config)
     if own is not None:
-        degrees = degrees_of("pipefusion" if mode == AUTO else mode, ranks, config_degrees, heads)
+        auto = "split batch" if own.unet else "pipefusion"
+        degrees = degrees_of(auto if mode == AUTO else mode, ranks, config_degrees, heads)
     elif mode != AUTO:
         degrees = degrees_of(mode, ranks, config_degrees, heads)
         try:

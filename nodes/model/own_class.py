@@ -1,4 +1,4 @@
-"""Models that no family computes: ComfyUI's own class runs on ranks, once a trial has shown that it can be shared out."""
+"""Models that no family computes: ComfyUI's own class runs on ranks, once a trial has shown how it can be shared out."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Shapes
-from parallel_backend.families.others import TO_COME, other_model
+from parallel_backend.families.others import TO_COME, UNET, other_model
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.family import own_class_family
@@ -57,10 +57,10 @@ def has_family(shapes: Shapes, stated: Mapping[str, Any]) -> bool:
 
 def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnClass:
     """The class by which ComfyUI would compute this file. `unknown`, the refusal of a file that no family takes, is raised
-    where it has none that ranks can run: for UNets, sound, solids and tools, too."""
+    where it has none that ranks can run: for sound, solids and tools, too."""
     shapes, stated = file_shapes(path)
     other = other_model(shapes)
-    if other is not None and other.what != TO_COME:
+    if other is not None and other.what not in (TO_COME, UNET):
         raise unknown
     tensors = on_meta(shapes)
     try:
@@ -75,7 +75,8 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnC
         raise unknown from None
     kind = type(native)
     arguments = {name: value for name, value in config.unet_config.items() if name not in NO_ARGUMENTS}
-    if not kind.__module__.startswith(ROOT) or (other is None and isinstance(native, comfy.model_base.UNetModel)):
+    unet = isinstance(native, comfy.model_base.UNetModel)
+    if not kind.__module__.startswith(ROOT) or (other is not None and (other.what == UNET) != unet):
         raise unknown
     arguments = {
         name: f"{DTYPE}{str(value).removeprefix('torch.')}" if isinstance(value, torch.dtype) else value
@@ -98,6 +99,7 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnC
         keys=tuple((name, key) for name, key in keys.items() if name != key),
         halves=tuple(HALVES[dtype] for dtype in config.supported_inference_dtypes if dtype in HALVES),
         video=config.latent_format.latent_dimensions == 3,
+        unet=unet,
     )
     try:
         own_class_family(own)  # kept for the file that is opened next
@@ -116,16 +118,20 @@ def named_modules(kind: type) -> tuple[str, ...]:
     return tuple(sorted(name for name in named if name in sys.modules and name != ROOT.rstrip(".")))
 
 
-def check_own_class(name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
+def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
     """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
-    runs = (
-        f"{name} runs as ComfyUI's own class, by pipefusion_degree, split_batch_degree, ulysses_degree and ring_degree alone"
-    )
+    ways = "split_batch_degree alone"
+    if not own.unet:
+        ways = f"pipefusion_degree, ulysses_degree, ring_degree and {ways}"
+    runs = f"{name} runs as ComfyUI's own class, by {ways}"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
     for widget, value in {
         "tensor_parallel_degree": degrees.tensor,
         "patch_degree": degrees.patch,
+        "pipefusion_degree": degrees.pipe if own.unet else 1,
+        "ulysses_degree": degrees.ulysses if own.unet else 1,
+        "ring_degree": degrees.ring if own.unet else 1,
     }.items():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
@@ -222,11 +228,11 @@ class OwnClassModel(RemoteDiffusionModel):
 
     def _proven(self, call: Call, degrees: Degrees) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
+        own = self.setup.own_class
+        assert own is not None
         name, sequence = self.checkpoint.path.name, degrees.sequence > 1
         structure = _structure(call), sequence
         if structure not in self._proofs:
-            own = self.setup.own_class
-            assert own is not None
             call = Call(call.x.cpu(), call.timestep.cpu(), _on_host(call.named), _on_host(call.options))
             times = self._times()
 
@@ -246,7 +252,7 @@ class OwnClassModel(RemoteDiffusionModel):
         if sequence and proof.sequence:
             widget = "ulysses_degree" if degrees.ulysses > 1 else "ring_degree"
             raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {proof.sequence}. Set it to 1.")
-        if not proof.blocks:
+        if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         self.setup = self.setup.with_blocks(proof.blocks)
         return proof

@@ -78,8 +78,10 @@ class OwnClass:
     """See Family.half_dtypes."""
     video: bool
     """Latents have a time axis."""
+    unet: bool = False
+    """Its blocks are no row of like ones. Split batch alone shares it out."""
     blocks: tuple[OwnBlock, ...] = ()
-    """Empty: no trial has been made."""
+    """Empty: no trial has been made, or a UNet."""
 
     def __post_init__(self):
         assert self.module.startswith(ROOT), self.module

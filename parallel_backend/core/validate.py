@@ -84,7 +84,7 @@ def check_model(
     `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all.
     `can_gather`: Ulysses ranks can gather this model's hidden states. `file`: the model's, for errors that lie in it.
     """
-    if degrees.pipe > blocks:
+    if degrees.pipe > max(blocks, 1):
         raise ValueError(
             f"pipefusion_degree is {degrees.pipe}, but this model has {blocks} transformer blocks: a stage needs at "
             f"least one. Use pipefusion_degree <= {blocks}."

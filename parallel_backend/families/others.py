@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .base.step_inputs import Shapes
 
-UNET = "a UNet and no diffusion transformer: it has no row of like blocks that could be shared out"
+UNET = "a UNet, and ComfyUI's class of it does not run on ranks as this file has it"
 SOUND = "a model of sound, which one card computes in seconds"
 SOLID = "a model of 3D shapes, which one card computes in seconds"
 PICTURE_TOOL = "no model that a sampler runs"

@@ -8,7 +8,7 @@ from testing.cases import all_cases
 pytestmark = pytest.mark.comfyui
 
 NAMED = {  # what a refusal says of a model -> the classes of which it says so; none of ours computes them
-    "a UNet and no diffusion transformer": (
+    "a UNet, and": (
         *("LotusD", "Stable_Zero123", "SD15_instructpix2pix", "SD15", "SD20", "SD21UnclipL", "SD21UnclipH", "SSD1B"),
         *("SDXL_instructpix2pix", "SDXLRefiner", "SDXL", "KOALA_700M", "KOALA_1B", "Segmind_Vega", "SD_X4Upscaler"),
         *("Stable_Cascade_C", "Stable_Cascade_B", "SV3D_u", "SV3D_p", "SVD_img2vid"),

@@ -12,6 +12,18 @@ SOUND = "wan_s2v", "wan_humo", "wan_dancer"
 """Sound is added frame by frame, which no rank has whole."""
 
 
+@pytest.mark.parametrize("name", ["SD15", pytest.param("SDXL", marks=pytest.mark.full)])
+def test_a_unet_by_split_batch(inside, name):
+    found, _ = inside.run("own_classes", names=[name])
+    for mode in ("one rank", "split batch"):
+        assert found[f"{name}, pooled_output, {mode}"] <= LIMIT, (mode, found[f"{name}, pooled_output, {mode}"])
+    for mode in ("stages", "ulysses", "ring", "ulysses and stages"):
+        assert "runs as ComfyUI's own class, by split_batch_degree alone" in found[f"{name}, pooled_output, {mode}"]["error"]
+    for case in ("LoRA", "Parallelize Model"):
+        assert found[f"{name}, {case}"]["share"] <= LIMIT
+        assert found[f"{name}, {case}"]["moved"] > 0.1
+
+
 @pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_equals_the_native_model(inside, name):
     found, _ = inside.run("own_classes", names=[name])

@@ -18,11 +18,11 @@ from parallel_backend.core.spans import Span, split
 from .attention_calls import AttentionCall, attention_call
 from .unproven import Unproven
 
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a block: positional ones, and those by name."""
 
 
-def shares(tokens: int, size: int) -> list[Span]:
+def shares(tokens: int, size: int) -> tuple[Span, ...]:
     """Each sequence rank's tokens of a stream."""
     return split(Span(0, tokens), size)
 
@@ -55,10 +55,10 @@ class TokenCut(ABC):
         """A call begins."""
         self.tokens.clear()
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of block `number`, with this rank's tokens."""
         self.number = number
-        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         places = tensor_places(leaves)
         for cut in self.blocks[number].slices:
             tensor = leaves[places[cut.tensor]]

@@ -53,10 +53,12 @@ class WholeRun(TokenCut):
         """Each block's attention."""
         self.outputs: tuple[torch.Tensor | None, ...] = ()
         """Of the last block."""
+        self.result: Any = None
+        """Of the model."""
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.number = number
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        leaves = pytree.tree_leaves((args, kwargs))
         self.shapes.append([leaves[at].shape for at in tensor_places(leaves)])
         self.calls.append([])
         return args, kwargs
@@ -94,7 +96,7 @@ class HeldAgainst(TokenCut):
         self._noted = whole
         self._attended = 0  # calls in the block that runs
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._attended = 0
         return super().enter(number, args, kwargs)
 
@@ -155,16 +157,17 @@ class Learning(HeldAgainst):
         super().begin()
         self._of_another.clear()
 
-    def enter(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.number = number
-        block, given = self.blocks[number], {str(place): each for place, each in enumerate(args)} | dict(kwargs)
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        block, given = self.blocks[number], {str(place): each for place, each in enumerate(args)} | kwargs
+        leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaves[at] for at in tensor_places(leaves)]
         shapes, others = self._noted.shapes[number], self._another.shapes[number]
         if not len(tensors) == len(shapes) == len(others):
             raise Unproven(f"{block.name} gets other arguments in calls of two sizes")
         of_streams = {id(given[place]) for place in block.returns if place}
-        entering, tables = [], []
+        entering: list[OwnSlice] = []
+        tables: list[int] = []
         for at, (tensor, shape, other) in enumerate(zip(tensors, shapes, others, strict=True)):
             if tensor.shape != shape:
                 continue  # made of tokens that are cut already
@@ -261,7 +264,7 @@ def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times
     streams, failures = sum(map(bool, blocks[0].returns)), []
     for order in itertools.permutations(range(max(streams, 2))):
         learning = Learning(blocks, first, last, order)
-        why = runs.why_not(learning, calls[0]) or next(filter(None, runs.checks(learning.blocks, calls)), "")
+        why = runs.why_not(learning, calls[0], first) or next(filter(None, runs.checks(learning.blocks, calls)), "")
         if not why:
             return learning.blocks
         failures.append((learning.number, why))
@@ -301,13 +304,14 @@ class _Runs:
             stage.remove()
 
     def noted(self, call: Call) -> WholeRun:
-        self.run(call, whole := WholeRun(self._blocks))
+        whole = WholeRun(self._blocks)
+        whole.result = self.run(call, whole)
         return whole
 
-    def why_not(self, cut: TokenCut, call: Call) -> str:
+    def why_not(self, cut: TokenCut, call: Call, whole: WholeRun) -> str:
         """What is wrong with a rank's run of the call. Empty: nothing."""
         try:
-            far = distance(self.run(call, cut), call.run(self._model, options=False))
+            far = distance(self.run(call, cut), whole.result)
         except Unproven as unproven:
             return str(unproven)
         except Exception as error:  # of any kind: its code is not known
@@ -319,7 +323,7 @@ class _Runs:
         for call in calls:
             whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
             for rank in range(RANKS):
-                yield self.why_not(HeldAgainst(blocks, rank, whole), call)
+                yield self.why_not(HeldAgainst(blocks, rank, whole), call, whole)
 
 
 def _words(call: Call) -> int:

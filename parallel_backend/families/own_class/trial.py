@@ -5,6 +5,7 @@ the shapes of the call; numbers, words and whole numbers are the call's.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
 else those of the call."""
 SEED = 0
+CHANNELS = "model_channels"
+"""Argument of UNets: channels of the first block, of which others have multiples."""
+NARROW = {CHANNELS: 64}
 HELD_DEPTH = 4
 """Of containers in a module's attributes that are looked into."""
 
@@ -85,8 +89,10 @@ class _GivenUp(BaseException):
 def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool) -> Proof:
     # A sampler calls in inference mode, whose tensors do not say when they are written to.
     with torch.inference_mode(False), torch.no_grad():
+        if own.unet:
+            own = narrowed(own)
         model = build(own)
-        lists = block_lists(model)
+        lists = {} if own.unet else block_lists(model)
         kept = shortened(model, lists)
         _give_weights(own, model, poll)
         actual, tried = call, [smaller(call, *sizes) for sizes in SIZES] + [call]
@@ -124,6 +130,12 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
                 break
         none = Proof((), "it has no list of blocks", batch, "it has no list of blocks")
         return max(proofs, key=lambda proof: (bool(proof.blocks), not proof.stages, not proof.sequence), default=none)
+
+
+def narrowed(unet: OwnClass) -> OwnClass:
+    """The class with few channels: a UNet is tried with all of its blocks, and single entries do not depend on its width."""
+    arguments = json.loads(unet.arguments)
+    return dataclasses.replace(unet, arguments=json.dumps(arguments | (NARROW if CHANNELS in arguments else {})))
 
 
 def _give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None]) -> None:

@@ -4,7 +4,7 @@ import math
 import pkgutil
 from functools import partial
 
-from boot import BASE, Results, comfy, difference, ksampler, parallel, parts_of, sequence, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
 from families import detecting
 from safetensors.torch import save_file
 
@@ -91,6 +91,21 @@ CLASSES = {
     ),
 }  # fmt: skip
 """ComfyUI's name of a model -> its class below comfy.ldm, the class's arguments, and a latent's shape."""
+UNET = {
+    "image_size": 32, "use_spatial_transformer": True, "legacy": False, "in_channels": 4, "out_channels": 4,
+    "model_channels": 32, "num_res_blocks": [1, 1], "channel_mult": [1, 2], "transformer_depth": [1, 1],
+    "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1, "context_dim": TEXT,
+    "use_temporal_attention": False,
+}  # fmt: skip
+UNETS = {
+    "SD15": UNET | {"adm_in_channels": None, "use_linear_in_transformer": False, "num_heads": 4, "num_head_channels": -1},
+    "SDXL": UNET | {"adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64,
+                    "model_channels": 64, "num_classes": "sequential"},
+}  # fmt: skip
+"""Class of supported_models -> arguments of its UNet."""
+UNET_MORE = {"pooled_output": (1, 1280)}
+MATCHED = "model_channels", "context_dim", "adm_in_channels", "use_linear_in_transformer", "use_temporal_attention"
+"""Those by which ComfyUI tells UNets apart."""
 MORE = {
     "wan_s2v": {"audio_embed": (1, 25, 32, 12)},
     "wan_humo": {"audio_embed": (1, 3, 8, 5, 1280)},
@@ -122,6 +137,9 @@ def write(kind: type[torch.nn.Module], arguments: dict, name: str) -> None:
 
 def main(results: Results, names: list[str]) -> None:
     for name in names:
+        if name in UNETS:
+            unet(results, name)
+            continue
         place, arguments, shape = CLASSES[name]
         write(pkgutil.resolve_name(f"comfy.ldm.{place}"), arguments, f"{name}.safetensors")
         with detecting({"image_model": name} | arguments):
@@ -130,12 +148,53 @@ def main(results: Results, names: list[str]) -> None:
                 sampled_in_every_mode(results, name, shape, MORE[name])
 
 
-def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...], more: dict[str, tuple[int, ...]]) -> None:
-    g, file = torch.Generator().manual_seed(0), f"{name}.safetensors"
+def unet(results: Results, name: str) -> None:
+    kind, arguments = "modules.diffusionmodules.openaimodel.UNetModel", UNETS[name]
+    write(pkgutil.resolve_name(f"comfy.ldm.{kind}"), arguments, f"{name}.safetensors")
+    matched = {entry: arguments[entry] for entry in MATCHED}
+    with detecting(arguments | {"values": {f"comfy.supported_models.{name}.unet_config": matched}}):
+        sampled_in_every_mode(results, name, (1, 4, 16, 24), UNET_MORE)
+        with_lora(results, name)
+
+
+def with_lora(results: Results, name: str) -> None:
+    """A LoRA of a UNet's linear layers and convolutions."""
+    g, file, prompts = torch.Generator().manual_seed(3), f"{name}.safetensors", conditioning(UNET_MORE)
+    native = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+    lora = {}
+    for key, value in list(native.model.diffusion_model.state_dict().items()):
+        if key.endswith("weight") and value.ndim > 1 and ("attn" in key or "layers" in key or "skip" in key):
+            out, into, *kernel = value.shape
+            ones = [1] * len(kernel)
+            layer = f"diffusion_model.{key.removesuffix('.weight')}"
+            lora[f"{layer}.lora_up.weight"] = 0.3 * torch.randn(out, 4, *ones, generator=g)
+            down = torch.randn(4, into, *kernel, generator=g)
+            lora[f"{layer}.lora_down.weight"] = down / math.sqrt(down[0].numel())
+
+    def sampled(model, lora: dict) -> torch.Tensor:
+        patched = comfy.sd.load_lora_for_models(model, None, dict(lora), 0.7, 0.0)[0] if lora else model
+        return ksampler(patched, prompts, torch.zeros(1, 4, 16, 24), steps=3)
+
+    def case(model) -> dict[str, float]:
+        plain, expected = sampled(native, {}), sampled(native, lora)
+        largest = float(expected.abs().max())
+        moved = difference(plain, expected) / largest
+        return {"share": difference(expected, sampled(model, lora)) / largest, "moved": moved}
+
+    results.case(f"{name}, LoRA", lambda: case(parallel(file, pipe=1, batch=2)))
+    results.case(f"{name}, Parallelize Model", lambda: case(node("ParallelizeModel", native, 2, "auto")))
+
+
+def conditioning(more: dict[str, tuple[int, ...]]) -> list:
+    """Positive and negative."""
+    g = torch.Generator().manual_seed(0)
     texts = [torch.randn(1, 9, TEXT, generator=g) for _ in range(2)]
     others = {entry: torch.randn(shape, generator=g) for entry, shape in more.items()}
-    prompts = [[[text, {"attention_mask": torch.ones(1, 9, dtype=torch.long)} | others]] for text in texts]
-    latent = torch.zeros(shape)
+    return [[[text, {"attention_mask": torch.ones(1, 9, dtype=torch.long)} | others]] for text in texts]
+
+
+def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...], more: dict[str, tuple[int, ...]]) -> None:
+    file, prompts, latent = f"{name}.safetensors", conditioning(more), torch.zeros(shape)
     native = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
     expected = ksampler(native, prompts, latent, steps=3)
     largest = max(float(part.abs().max()) for part in parts_of(expected))
