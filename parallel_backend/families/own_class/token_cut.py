@@ -5,7 +5,7 @@ each of their tokens, such as rotary tables. Attention exchanges; the last block
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
