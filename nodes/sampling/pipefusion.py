@@ -31,6 +31,7 @@ from ..ui.node_text import say
 from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters
 from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced, why_wrapped
+from .gained import gained
 from .host_sampling import on_host
 from .known_samplers import takes_noise_sampler
 from .noise import whole_noise
@@ -43,7 +44,7 @@ def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapola
     if remote_stub(model).setup.own_class is not None:
         raise ValueError(
             "model: PipeFusion works for the models that Parallel DiT computes itself. This one runs as ComfyUI's own "
-            "class, by stages and split batch alone: leave this node out."
+            "class, by stages, split batch, Ulysses and ring alone: leave this node out."
         )
     patched = model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
@@ -146,17 +147,19 @@ class PipeFusion:
         stats: list[RunStats] = []  # stays empty if a guider's other model has replaced this one on the ranks
         if model.on_ranks:
             stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
+        seconds = time.perf_counter() - started
         self.last = RunReport(
             model.degrees,
             len(cut.rows) if run is not None else 1,
             sampling.steps,
-            time.perf_counter() - started,
+            seconds,
             (run.exact_calls, run.banded_calls) if run is not None else None,
             reason,
             tuple(stats),
             None if cache is None else cache.report(),
             (*model.pool.notes, *filter(None, (stub.run.second_try.line,))),
             cut.patching.along if cut.patching.video else None,
+            gained(sampling, seconds),
         )
         log.info("Parallel DiT: %s", self.last.summary)
         took, *rest = self.last.shown

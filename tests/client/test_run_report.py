@@ -82,6 +82,13 @@ def test_the_node_shows_how_and_how_long(run, how):
     assert all(len(line) <= 38 for line in (f"Parallel DiT: {shown[0]}", how)), "what a sampler's node shows of a line"
 
 
+def test_what_several_gpus_gained_takes_the_place_of_a_steps_seconds():
+    run = dataclasses.replace(report(), gained="1.7 x one GPU")
+    assert run.shown[0] == "2.0 s, 1.7 x one GPU"
+    assert len(f"Parallel DiT: {run.shown[0]}") <= 38
+    assert "2.00 s, 0.500 s per step, about 1.7 x one GPU" in str(run)
+
+
 def test_the_node_shows_what_a_user_should_know_on_lines_of_its_own():
     run = dataclasses.replace(report(calls=None, reason="of a mask"), cache="step cache: 3 of 4", notes=("P2P off",))
     assert run.shown[2:] == ("not in bands: of a mask", "step cache: 3 of 4", "P2P off")

@@ -105,6 +105,9 @@ def test_ulysses_config_says_how_attention_is_computed_and_no_more(found):
 
 def test_real_ranks_are_calibrated_once_and_the_file_is_kept(found):
     case = got(found, "for_real")
+    gained, of = case["gained"].split(" ", 1)
+    assert of == "x one rank"
+    assert 0 < float(gained) < 10, "what a kept calibration says of one rank, beside what the run took"
     degrees, _ = case["chosen"]
     chosen = "one device, cpu" if degrees == "one rank" else f"{degrees} on cpu"
     assert case["said"].startswith(f"Parallel DiT: degrees auto: {chosen}")

@@ -25,6 +25,8 @@ class RunReport:
     """Pool.notes."""
     along: str | None = None
     """The axis, "rows" or "frames", along which a video was cut. None: a picture."""
+    gained: str = ""
+    """Against one GPU: "1.7 x one GPU". Empty: nobody knows."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -65,7 +67,7 @@ class RunReport:
             how = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
         else:
             how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} bands'}{warm_up}"
-        lines = (f"{self.seconds:.1f} s, {self._step_seconds:.2f} s a step", how)
+        lines = (f"{self.seconds:.1f} s, {self.gained or f'{self._step_seconds:.2f} s a step'}", how)
         cut = "patches" if self.degrees.displaced else "bands"
         why = f"not in {cut}: {self.reason}" if self.calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)
@@ -83,7 +85,7 @@ class RunReport:
         lines = [
             self.summary,
             *self.notes,
-            f"{self.seconds:.2f} s, {self._step_seconds:.3f} s per step",
+            f"{self.seconds:.2f} s, {self._step_seconds:.3f} s per step" + (f", about {self.gained}" if self.gained else ""),
             f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
         ]
         if under_way:

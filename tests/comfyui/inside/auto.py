@@ -198,7 +198,11 @@ def main(results: Results) -> None:
         node("UnloadParallelDiT")
         with patch.object(auto, "calibrate", side_effect=AssertionError("calibrated twice")):
             sample(model, prompts, latent)
+        wrapped = pipelined(parallel(FILE, 2))
+        sample(wrapped, prompts, latent)
+        (wrapper,) = wrapped.get_wrappers("sampler_sample", "parallel_dit_pipefusion")
         return {
+            "gained": wrapper.last.gained,
             "chosen": first,
             "again": chosen(model),
             "said": said[-1],
