@@ -56,6 +56,7 @@ SEQUENCE = (
         ("SharedKeys", SEQUENCE[:1]),
         ("TwoStreams", SEQUENCE),
         ("PictureFirst", SEQUENCE[:1]),
+        ("MasksKeys", SEQUENCE[1:4]),
     ],
 )
 def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):

@@ -182,6 +182,35 @@ class Masked(Tokens):
             return super().forward(x, emb, table, mask=mask)
 
 
+class MasksKeys(Tokens):
+    """Hides a key, of a mask that has a row for each entry."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table, seen):
+            return super().forward(x, emb, table, mask=seen[:, None, None])
+
+    def mixed(self, h, words, emb, t):
+        table, seen = rows(h.shape[1], h), torch.arange(h.shape[1]).to(h.device) != 3
+        for block in self.blocks:
+            h = block(h, emb, table, seen.expand(len(h), -1))
+        return h
+
+
+class Biased(Tokens):
+    """What it adds to keys is more than none or very much."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table):
+            return super().forward(x, emb, table, mask=x.mean(-1)[:, None, None])
+
+
+class MasksManyTokens(Tokens):
+    class block(Mixing):
+        def forward(self, x, emb, table):
+            seen = torch.arange(x.shape[1]) != 3 if x.shape[1] > 12 else None
+            return super().forward(x, emb, table, mask=None if seen is None else seen[None, None, None])
+
+
 class Windows(Tokens):
     """Of two tokens, so that ranks with an odd number cut one."""
 

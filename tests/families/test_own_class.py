@@ -73,7 +73,7 @@ def test_what_stages_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).stages.startswith(why)
 
 
-@pytest.mark.parametrize("name", ["Tokens", "SharedKeys", "Crossed", "TwoStreams", "PictureFirst"])
+@pytest.mark.parametrize("name", ["Tokens", "SharedKeys", "Crossed", "TwoStreams", "PictureFirst", "MasksKeys"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_tokens_that_can_be_cut_are_proven(name, batch):
     proof = trial(own(name), call(batch), TIMES)
@@ -90,6 +90,8 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
         ("PoolsTokens", "blocks.1 attends to other values where its tokens are cut"),
         ("NumbersTokens", "blocks.0 attends to other values where its tokens are cut"),
         ("Masked", "its attention has a mask that is not one of keys"),
+        ("Biased", "blocks.0 attends with a mask that adds other values"),
+        ("MasksManyTokens", "blocks.0 attends with another mask"),
         ("Windows", "blocks.0 attends to other values where its tokens are cut"),
         ("RegistersBetween", "it does not run where its tokens are cut"),
         ("AttendsTwiceLate", "blocks.1 attends to other values where its tokens are cut"),

@@ -25,21 +25,24 @@ from .unproven import Unproven, first_line
 
 RANKS = 3
 """In the trial, so that they have different numbers of tokens."""
-
+TOLERANCE = 1e-5
+"""Largest difference of a rank's values and the whole's, as a share of the largest value."""
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
 """Most latent rows, columns and frames of a call: the first with which there are enough tokens. Most tokens of text."""
+OTHER_MASK = "attends with another mask where its tokens are cut"
 HIDDEN = -1e4
 """What a mask adds at most where a key may not be seen."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D], and AttentionCall's
-    mask of keys."""
+    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     out: torch.Tensor
-    mask: torch.Tensor | None
+    masked: bool
+    key_mask: torch.Tensor | None
+    """As AttentionCall has it. None, too, where its mask is not one of keys."""
 
 
 class WholeRun(TokenCut):
@@ -70,10 +73,11 @@ class WholeRun(TokenCut):
         tensors = tuple(x.clone() for x in (call.q_BQHD, call.k_BKHD, call.v_BKHD))
         of_heads = out.transpose(1, 2) if call.heads_first else out.unflatten(-1, (call.q_BQHD.shape[2], -1))
         try:
-            mask = call.key_mask
+            key_mask = call.key_mask
         except Unproven:
-            mask = None  # said where the call is cut
-        self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone(), mask))
+            key_mask = None  # said where the call is cut
+        masked = call.mask is not None
+        self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone(), masked, key_mask))
         return out
 
     def leave(self, out: Any) -> Any:
@@ -114,6 +118,8 @@ class HeldAgainst(TokenCut):
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         whole = self.noted()
+        if whole.masked != (mask_bK is not None):
+            raise Unproven(f"{self.block.name} {OTHER_MASK}")
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
             if not is_part(own, of_whole, self.own_rows(streams)):
@@ -132,9 +138,9 @@ class HeldAgainst(TokenCut):
         raise AssertionError("a run that is held against another leaves with its values")
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        whole = self.noted().mask
+        whole = self.noted().key_mask
         if whole is None or not any(torch.equal(mask_bK, part) for part in (whole, whole[:, self.own_rows(streams)])):
-            raise Unproven(f"{self.block.name} attends with another mask where its tokens are cut")
+            raise Unproven(f"{self.block.name} {OTHER_MASK}")
         return whole
 
     def own_rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
@@ -205,6 +211,8 @@ class Learning(HeldAgainst):
         )
         if q is None or k is None or k != v:
             raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
+        if k and whole.masked != (call.mask is not None):
+            raise Unproven(f"{self.block.name} {OTHER_MASK}")
         if k and call.mask is not None and call.key_mask is not None:
             self._check_values(call.mask)
             self.mask_of_all(call.key_mask, k)
@@ -238,10 +246,6 @@ class Learning(HeldAgainst):
             raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
         self.blocks[self.number] = replace(self.block, leaving=tuple(streams for streams in leaving if streams is not None))
         return super().leave(out)
-
-
-TOLERANCE = 1e-5
-"""Largest difference of a rank's values and the whole's, as a share of the largest value."""
 
 
 def is_part(own: torch.Tensor, whole: torch.Tensor, rows: slice | torch.Tensor) -> bool:
