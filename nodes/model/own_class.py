@@ -47,12 +47,13 @@ HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def has_family(shapes: Shapes, stated: Mapping[str, Any]) -> bool:
-    """Whether a family computes the model that ComfyUI takes a file with these tensors for."""
-    kinds = {kind for family in FAMILIES.values() for kind in family.native_classes}
+    """Whether a family computes the model that ComfyUI takes a file with these tensors for. True where it takes it for none."""
     try:
-        return type(native_config(on_meta(shapes), stated)).__name__ in kinds
+        config = native_config(on_meta(shapes), stated)
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
         return True
+    kinds = {kind for family in FAMILIES.values() for kind in family.native_classes}
+    return config is None or type(config).__name__ in kinds
 
 
 def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnClass:
@@ -242,6 +243,7 @@ class OwnClassModel(RemoteDiffusionModel):
 
             self._proofs[structure] = proof = kept_proof(folder() / "proofs", own, repr((structure, times)), prove)
             shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]
+            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified")
             log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s", own.name, *shown)
         proof = self._proofs[structure]
         if degrees.pipe > 1 and proof.stages:

@@ -1,22 +1,26 @@
-"""Files that families compute, by ComfyUI's own class on ranks in place of the family, against ComfyUI's own MODEL.
+"""ComfyUI's own classes on ranks against ComfyUI's own MODEL.
 
     python -m tests.campaigns.own_class --comfyui ~/ComfyUI --out FILE
 
-Every small file of a family that ComfyUI reads is sampled for two steps by two stages and by split batch. Written down are
-the largest difference of the latents, as a share of the native latents' largest value, or the refusal.
+Small files of classes that no family computes are sampled for three steps in every mode. Small files of the families are
+sampled for two, by their class in place of the family: by two stages, split batch, Ulysses and ring. Written down are the
+largest difference of the latents, as a share of the native latents' largest value, or the refusal.
 """
 
 import argparse
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.test_families import CASES, has_class, save_case
+from tests.comfyui.test_own_classes import CLASSES, UNETS
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
+Row = dict[str, str | float]
 AT_ONCE = 4
 """Cases of one process: ranks and models of all of them stay until it ends."""
 
@@ -30,7 +34,8 @@ def main() -> None:
     checkout = options.comfyui.resolve()
     comfyui = ComfyUI(checkout, find_python(checkout))
     cases = [case for case in CASES if has_class(comfyui, case) and (not options.only or case.name in options.only)]
-    rows: list[dict[str, str | float]] = []
+    classes = [name for name in (*UNETS, *CLASSES) if not options.only or name in options.only]
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
         (base / "models" / "diffusion_models").mkdir(parents=True)
@@ -41,15 +46,25 @@ def main() -> None:
                 for case in part:
                     save_case(case, base)
                 found, _ = inside.run("own_class_families", names=[case.name for case in part])
-                for name, each in found.items():
-                    case_name, _, mode = name.rpartition(", ")
-                    result = {"refused": each["error"]} if "error" in each else {"share": each["share"]}
-                    rows.append({"case": case_name, "mode": mode, **result})
-                    print(rows[-1], flush=True)
+                rows += rows_of(found)
+            for name in classes:
+                found, _ = inside.run("own_classes", names=[name])
+                rows += rows_of(found)
         finally:
             inside.close()
     head = {"what": "own_class", "date": date.today().isoformat(), "hardware": measuring.hardware()}
     measuring.report(head | {"rows": rows}, options.out)
+
+
+def rows_of(found: dict[str, Any]) -> list[Row]:
+    """A row for each mode of a case."""
+    rows: list[Row] = []
+    for name, each in found.items():
+        case, _, mode = name.rpartition(", ")
+        share = each.get("share") if isinstance(each, dict) else each
+        rows.append({"case": case, "mode": mode} | ({"refused": each["error"]} if share is None else {"share": share}))
+        print(rows[-1], flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ LIMIT = 2e-5
 MODES = "one rank", "stages", "split batch", "ulysses", "ring", "ulysses and stages"
 DEFAULT = "lens", "chroma_radiance", "wan_s2v"
 OTHERS = "omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"
+CLASSES = *DEFAULT, *OTHERS
+UNETS = "SD15", "SDXL"
 SOUND = "wan_s2v", "wan_humo", "wan_dancer"
 """Sound is added frame by frame, which no rank has whole."""
 
 
-@pytest.mark.parametrize("name", ["SD15", pytest.param("SDXL", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [UNETS[0], pytest.param(UNETS[1], marks=pytest.mark.full)])
 def test_a_unet_by_split_batch(inside, name):
     found, _ = inside.run("own_classes", names=[name])
     for mode in ("one rank", "split batch"):
