@@ -47,7 +47,7 @@ HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def has_family(shapes: Shapes, stated: Mapping[str, Any]) -> bool:
-    """Whether a family computes the model that ComfyUI takes a file with these tensors for. True where it takes it for none."""
+    """Whether a family computes the model that ComfyUI takes a file with these tensors for. True where it knows none."""
     try:
         config = native_config(on_meta(shapes), stated)
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
