@@ -13,6 +13,7 @@ from parallel_backend.planning.planner import Plan, plan
 from parallel_backend.planning.report import compare, describe_rehearsed
 from parallel_backend.planning.workload import workload_of
 
+from .model.call_checks import check_has_family
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig, config_of
 from .sampling.auto_degrees import calibrated, free_on_host
@@ -88,6 +89,9 @@ class ParallelDoctor:
     def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
         stub = remote_stub(model)
         checkpoint, setup = stub.checkpoint, stub.setup
+        check_has_family(
+            setup, "Parallel Doctor times", "Set the degrees by hand: split_batch_degree first where cfg is not 1."
+        )
         chosen = doctor_devices(devices, stub)
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)

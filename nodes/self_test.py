@@ -15,6 +15,7 @@ from parallel_backend.acceptance.report import describe
 from parallel_backend.acceptance.session import Host, Settings, at_least_two
 from parallel_backend.client.registry import registry
 
+from .model.call_checks import check_has_family
 from .model.diffusion_model import remote_stub
 from .model.native_model import native_model
 from .ui.devices import is_auto, possible_devices
@@ -69,7 +70,11 @@ class ParallelSelfTest:
         return float("nan")  # equal to nothing: ComfyUI runs the node at every prompt
 
     def look(self, devices, model=None):
-        path = None if model is None else remote_stub(model).checkpoint.path
+        path = None
+        if model is not None:
+            stub = remote_stub(model)
+            check_has_family(stub.setup, "Parallel Self-Test tries the files of", "Leave the input model empty.")
+            path = stub.checkpoint.path
         chosen = possible_devices(devices)
         settings = Settings(at_least_two(chosen) if is_auto(devices) else chosen, path)
         comfy.model_management.unload_all_models()

@@ -25,6 +25,7 @@ from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
 from parallel_backend.wire.sampling import RunStats
 
+from ..model.call_checks import check_has_family
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..ui.host import check_cancelled
 from ..ui.node_text import say
@@ -41,11 +42,7 @@ WRAPPER_KEY = "parallel_dit_pipefusion"
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
     """A clone of the MODEL with PipeFusion, and the wrapper that runs it."""
-    if remote_stub(model).setup.own_class is not None:
-        raise ValueError(
-            "model: PipeFusion works for the models that Parallel DiT computes itself. This one runs as ComfyUI's own "
-            "class, by stages, split batch, Ulysses and ring alone: leave this node out."
-        )
+    check_has_family(remote_stub(model).setup, "PipeFusion works for", "Leave this node out.")
     patched = model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
     kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE

@@ -54,7 +54,12 @@ def test_a_lora_does_what_it_does_natively(found, model):
     [
         ("tensor", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
         ("all-gather", "ValueError: ulysses_exchange: aura.safetensors runs as ComfyUI's own class"),
-        ("PipeFusion", "ValueError: model: PipeFusion works for the models that Parallel DiT computes itself"),
+        (
+            "PipeFusion",
+            "ValueError: model: PipeFusion works for models that Parallel DiT computes itself. aura.safetensors runs",
+        ),
+        ("Parallel Doctor", "ValueError: model: Parallel Doctor times models that Parallel DiT computes itself"),
+        ("Parallel Self-Test", "ValueError: model: Parallel Self-Test tries the files of models that"),
         ("Parallelize Model", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
         ("auto", "ValueError: degrees: aura.safetensors runs as ComfyUI's own class"),
     ],

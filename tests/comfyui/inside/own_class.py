@@ -149,5 +149,8 @@ def refusals(results: Results) -> None:
     all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
     results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
     results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file), 2, 1, True))
+    doctor = partial(node, "ParallelDoctor", parallel(file), {"samples": torch.zeros(1, 4, 16, 24)}, 4, 3.0, 9, "auto")
+    results.case("Parallel Doctor", doctor)
+    results.case("Parallel Self-Test", lambda: node("ParallelSelfTest", "auto", parallel(file)))
     results.case("Parallelize Model", lambda: node("ParallelizeModel", own, 2, "tensor"))
     results.case("auto", partial(node, "ParallelDiTLoader", file, "fp32", 2, 1, 1, "cpu,cpu", None, "auto", False, "auto"))
