@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -152,7 +153,8 @@ def attention_call(
         q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
     else:
         size = q.shape[-1] // heads
-        q_BQHD, k_BKHD, v_BKHD = (x.reshape(*x.shape[:2], -1, size) for x in (q, k, v))  # some have heads apart already
+        # Some have heads apart already, and some have no tokens, whose heads torch could not count.
+        q_BQHD, k_BKHD, v_BKHD = (x.reshape(*x.shape[:2], math.prod(x.shape[2:]) // size, size) for x in (q, k, v))
     if (shared := q_BQHD.shape[2] // k_BKHD.shape[2]) > 1:
         k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
     others = {name: value for name, value in others.items() if name != "enable_gqa"}

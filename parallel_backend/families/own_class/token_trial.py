@@ -256,12 +256,16 @@ def is_part(own: torch.Tensor, whole: torch.Tensor, rows: slice | torch.Tensor) 
 
 def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
     """`blocks` with the cut of their tokens, or why it is not proven for calls like `actual`, at these times too."""
-    runs = _Runs(model, blocks)
     try:
-        call, another = runs.sized(actual)
-        first, last = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
+        return _cut_tokens(_Runs(model, blocks), blocks, actual, times)
     except Unproven as unproven:
         return str(unproven)
+
+
+def _cut_tokens(runs: "_Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
+    """As cut_tokens. Unproven if the whole model does not run with calls of other sizes."""
+    call, another = runs.sized(actual)
+    first, last = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
     if not any(first.calls):
         return "its attention cannot be reached"
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times), drawn(another, 1)]
@@ -296,7 +300,7 @@ class _Runs:
         """Of a tensor that the first block gets. 0 where the class does not run with the call."""
         try:
             shapes = self.noted(drawn(call, 1)).shapes[0]
-        except Exception:  # of any kind: its code is not known
+        except Unproven:
             return 0
         return max((shape[1] for shape in shapes if len(shape) == 3), default=0)
 
@@ -308,8 +312,14 @@ class _Runs:
             stage.remove()
 
     def noted(self, call: Call) -> WholeRun:
+        """The whole model's run. Unproven if it fails."""
         whole = WholeRun(self._blocks)
-        whole.result = self.run(call, whole)
+        try:
+            whole.result = self.run(call, whole)
+        except Unproven:
+            raise
+        except Exception as error:  # of any kind: its code is not known
+            raise Unproven(f"it does not run in a trial of cut tokens ({first_line(error)})") from error
         return whole
 
     def why_not(self, cut: TokenCut, call: Call, whole: WholeRun) -> str:
