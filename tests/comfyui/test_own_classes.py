@@ -21,6 +21,7 @@ def test_a_unet_by_split_batch(inside, name):
         assert found[f"{name}, pooled_output, {mode}"] <= LIMIT, (mode, found[f"{name}, pooled_output, {mode}"])
     for mode in ("stages", "ulysses", "ring", "ulysses and stages"):
         assert "runs as ComfyUI's own class, by split_batch_degree alone" in found[f"{name}, pooled_output, {mode}"]["error"]
+    assert found[f"{name}, all-in-one file"] <= LIMIT, found[f"{name}, all-in-one file"]
     for case in ("LoRA", "Parallelize Model"):
         assert found[f"{name}, {case}"]["share"] <= LIMIT
         assert found[f"{name}, {case}"]["moved"] > 0.1
