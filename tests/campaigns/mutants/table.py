@@ -61,7 +61,7 @@ CORE_MUTANTS = (
     Mutant(
         "more stages than blocks not refused",
         CORE + "validate.py",
-        "if degrees.pipe > blocks:",
+        "if degrees.pipe > max(blocks, 1):",
         "if degrees.pipe > blocks + 1:",
         ("tests/core", "tests/planning", "-k", "refused or search"),
     ),
