@@ -233,7 +233,7 @@ class OwnClassModel(RemoteDiffusionModel):
         assert own is not None
         name, sequence = self.checkpoint.path.name, degrees.sequence > 1
         structure = _structure(call), sequence
-        if structure not in self._proofs:
+        if is_new := structure not in self._proofs:
             call = Call(call.x.cpu(), call.timestep.cpu(), _on_host(call.named), _on_host(call.options))
             times = self._times()
 
@@ -243,7 +243,6 @@ class OwnClassModel(RemoteDiffusionModel):
 
             self._proofs[structure] = proof = kept_proof(folder() / "proofs", own, repr((structure, times)), prove)
             shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]
-            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified")
             log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s", own.name, *shown)
         proof = self._proofs[structure]
         if degrees.pipe > 1 and proof.stages:
@@ -256,6 +255,8 @@ class OwnClassModel(RemoteDiffusionModel):
             raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {proof.sequence}. Set it to 1.")
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
+        if is_new:
+            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified")
         self.setup = self.setup.with_blocks(proof.blocks)
         return proof
 

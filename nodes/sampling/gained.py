@@ -19,8 +19,8 @@ from .eligibility import Sampling
 
 
 def gained(sampling: Sampling, seconds: float) -> str:
-    """ "1.7 x one GPU" of a run that took so many seconds. Empty where no calibration is kept, which Parallel Doctor and
-    `degrees` auto make, or where no GPU alone holds the model. Nothing is measured for it."""
+    """How much faster than on one GPU a run was that took so many seconds: "1.7 x one GPU". Empty where no calibration is
+    kept, which Parallel Doctor and `degrees` auto make, or where no GPU alone holds the model. It measures nothing."""
     setup, checkpoint = sampling.stub.setup, sampling.stub.checkpoint
     if setup.degrees.world == 1 or setup.own_class is not None or any(map(on_ray, setup.devices)):
         return ""

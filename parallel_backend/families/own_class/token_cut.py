@@ -74,15 +74,11 @@ class TokenCut(ABC):
 
     def part(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
         """This rank's tokens of a tensor with all of them. Unproven if it has another number."""
-        parts, start = [], 0
-        for stream in cut.streams:
-            span = shares(self.tokens[stream], self.size)[self.index]
-            parts.append((start + span.start, len(span)))
-            start += self.tokens[stream]
-        if tensor.shape[cut.axis] != start:
-            raise Unproven(f"an argument of {self.block.name} has {tensor.shape[cut.axis]} rows, not {start}")
-        narrow = [tensor.narrow(cut.axis, *part) for part in parts]
-        return narrow[0] if len(narrow) == 1 else torch.cat(narrow, dim=cut.axis)
+        tokens = sum(self.tokens[stream] for stream in cut.streams)
+        if tensor.shape[cut.axis] != tokens:
+            raise Unproven(f"an argument of {self.block.name} has {tensor.shape[cut.axis]} rows, not {tokens}")
+        parts = [tensor.narrow(cut.axis, span.start, len(span)) for span in self.spans(cut.streams, self.index)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
 
     @property
     def block(self) -> OwnBlock:
@@ -126,12 +122,15 @@ class TokenCut(ABC):
 
     def rows(self, streams: Sequence[int], rank: int) -> torch.Tensor:
         """A rank's rows of a tensor with all tokens of these streams."""
-        rows, start = [], 0
+        return torch.cat([torch.arange(span.start, span.stop) for span in self.spans(streams, rank)])
+
+    def spans(self, streams: Sequence[int], rank: int) -> list[Span]:
+        """As `rows`, a span for each stream."""
+        found, start = [], 0
         for stream in streams:
-            span = shares(self.tokens[stream], self.size)[rank].shift(start)
-            rows.append(torch.arange(span.start, span.stop))
+            found.append(shares(self.tokens[stream], self.size)[rank].shift(start))
             start += self.tokens[stream]
-        return torch.cat(rows)
+        return found
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
         """By rank: its tokens of these streams."""
