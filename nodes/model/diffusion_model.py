@@ -346,6 +346,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             text_tokens, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
             expected = functools.partial(expected_request, self.checkpoint, shape, shape[0], text_tokens)
             outputs = self._predict(call, expected, evaluation)
+            self.run.answered[shape[1:]] += shape[0]
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
             outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)

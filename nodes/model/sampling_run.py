@@ -1,6 +1,7 @@
 """What a MODEL on ranks is sampled with, from the beginning of a sampling run to its end."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -47,6 +48,8 @@ class SamplingRun:
     """Weak reference to the model on the ranks that answered the last call."""
     loads: int = 0
     """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
+    answered: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Shape of one batch entry's latent -> number of entries that calls outside of bands had."""
     second_try: SecondTry = field(default_factory=lambda: SecondTry(tell))
 
     def tried(self, load: Callable[[], RemoteTransformer], work: Callable[[RemoteTransformer], T]) -> T:

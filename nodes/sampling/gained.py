@@ -18,13 +18,16 @@ from ..ui.host import folder
 from .eligibility import Sampling
 
 
-def gained(sampling: Sampling, seconds: float) -> str:
+def gained(sampling: Sampling, calls: float, seconds: float) -> str:
     """How much faster than on one GPU a run was that took so many seconds: "1.7 x one GPU". Empty where no calibration is
-    kept, which Parallel Doctor and `degrees` auto make, or where no GPU alone holds the model. It measures nothing."""
+    kept, which Parallel Doctor and `degrees` auto make, or where no GPU alone holds the model. It measures nothing.
+
+    `calls`: number of model calls with all prompts and the whole latent, as a sampler of the second order makes two a step.
+    0 gives "": nobody knows what the run's calls cost."""
     setup, checkpoint = sampling.stub.setup, sampling.stub.checkpoint
-    if setup.degrees.world == 1 or setup.own_class is not None or any(map(on_ray, setup.devices)):
+    if not calls or setup.degrees.world == 1 or setup.own_class is not None or any(map(on_ray, setup.devices)):
         return ""
-    steps = max(1, sampling.steps)
+    steps = max(1, round(calls))
     for devices in _calibrated(setup):
         key = calibration_key(devices, checkpoint, setup.dtype, setup.attention)
         calibration = load(kept_path(folder(), key, NAME), key)

@@ -121,6 +121,7 @@ class PipeFusion:
         stub = sampling.stub
         started = time.perf_counter()
         result, run, reason, cache = None, None, None, stub.run.cache
+        stub.run.answered.clear()
         cut = self._cut(model, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))
@@ -156,12 +157,21 @@ class PipeFusion:
             None if cache is None else cache.report(),
             (*model.pool.notes, *filter(None, (stub.run.second_try.line,))),
             cut.patching.along if cut.patching.video else None,
-            gained(sampling, seconds),
+            gained(
+                sampling, run.exact_calls + run.banded_calls if run is not None else self._whole_calls(sampling), seconds
+            ),
         )
         log.info("Parallel DiT: %s", self.last.summary)
         took, *rest = self.last.shown
         say("\n".join((f"Parallel DiT: {took}", *rest, *filter(None, (stub.run.idle,)))))
         return result
+
+    @staticmethod
+    def _whole_calls(sampling: Sampling) -> float:
+        """Number of calls that the run, outside of bands, made with all entries. 0: some were of a part of the latent, as
+        context windows and areas make them."""
+        answered, shape = sampling.stub.run.answered, tuple(sampling.shapes[0][1:])
+        return answered[shape] / sampling.entries if set(answered) == {shape} else 0
 
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""
