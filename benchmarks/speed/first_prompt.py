@@ -1,9 +1,10 @@
-"""Seconds from queueing a prompt to its picture, in a ComfyUI that has just started, beside text encoders of some seconds.
+"""Seconds from queueing a prompt to its first step, in a ComfyUI that has just started, beside slow text encoders.
 
     python -m benchmarks.speed.first_prompt --before PATH --out benchmarks/results/first_prompt_NAME_DATE.json
 
-`--before`: another checkout of this pack, whose prompts take turns with this one's. The prompt is the quickstart's, 20 steps
-of the bundled model on CPU ranks, whose text waits as if a GPU encoded it. Each is the first of a ComfyUI, without ranks.
+`--before`: another checkout of this pack, whose prompts take turns with this one's. The prompt is the quickstart's, with one
+step of the bundled model on CPU ranks, whose text waits as if a GPU encoded it; the time ends with the prompt. Each is the
+first of a ComfyUI, without ranks; `warm` are the next prompts of the same ComfyUI, with other words.
 """
 
 import argparse
@@ -18,9 +19,11 @@ from typing import Any
 from benchmarks.harness import measuring
 from scripts.comfyui_server import PACK, PACK_FOLDER, ComfyUIServer
 
-TEXTS = (0.0, 5.0, 10.0)
+TEXTS = (0.0, 5.0, 10.0, 20.0)
 """Seconds that the text takes."""
 RANKS = (2, 4)
+ANOTHER = 0.001
+"""Seconds that make a text another one."""
 WAITING_TEXT = PACK / "benchmarks" / "harness" / "waiting_text"
 
 
@@ -31,6 +34,7 @@ def prompt(ranks: int, seconds: float) -> dict[str, Any]:
     loader = graph[kinds["ParallelDiTLoader"]]["inputs"]
     loader |= {"devices": ",".join(["cpu"] * ranks), "pipefusion_degree": ranks}
     sampler = graph[kinds["PipeFusionSampler"]]["inputs"]
+    sampler["steps"] = 1
     for name in ("positive", "negative"):
         graph[name] = {"class_type": "WaitingText", "inputs": {"conditioning": sampler[name], "seconds": 0.0}}
         sampler[name] = [name, 0]
@@ -38,15 +42,20 @@ def prompt(ranks: int, seconds: float) -> dict[str, Any]:
     return graph
 
 
-def first_prompt(checkout: Path, pack: Path, asked: dict[str, Any]) -> float:
+def prompts(checkout: Path, pack: Path, ranks: int, text: float) -> tuple[float, float]:
+    """Seconds of the first prompt and of the next one, whose text is encoded anew."""
     with tempfile.TemporaryDirectory() as base:
         server = ComfyUIServer(checkout, Path(base), packs=(WAITING_TEXT,))
         server.packs[PACK_FOLDER] = pack
         with server:
-            began = time.monotonic()
-            outcome = server.run(asked)
-            assert outcome.status == "success", outcome.error
-            return time.monotonic() - began
+            return timed(server, prompt(ranks, text)), timed(server, prompt(ranks, text + ANOTHER))
+
+
+def timed(server: ComfyUIServer, asked: dict[str, Any]) -> float:
+    began = time.monotonic()
+    outcome = server.run(asked)
+    assert outcome.status == "success", outcome.error
+    return time.monotonic() - began
 
 
 def run(rounds: int, say: Callable[[str], None], checkout: Path, packs: dict[str, Path]) -> dict[str, Any]:
@@ -54,15 +63,17 @@ def run(rounds: int, say: Callable[[str], None], checkout: Path, packs: dict[str
     for number in range(rounds):
         for ranks in RANKS:
             for text in TEXTS:
-                case = found.setdefault(f"{ranks} ranks, a text of {text:g} s", {name: [] for name in packs})
+                case = f"{ranks} ranks, a text of {text:g} s"
                 for name, pack in packs.items():
-                    case[name].append(first_prompt(checkout, pack, prompt(ranks, text)))
-                    say(f"round {number + 1}, {ranks} ranks, text of {text:g} s, {name}: {case[name][-1]:.1f} s")
+                    seconds = prompts(checkout, pack, ranks, text)
+                    for kind, each in zip(("", ", warm"), seconds, strict=True):
+                        found.setdefault(case + kind, {}).setdefault(name, []).append(each)
+                    say(f"round {number + 1}, {case}, {name}: {seconds[0]:.1f} s, then {seconds[1]:.1f} s")
     return {
         "what": "first_prompt",
         "date": date.today().isoformat(),
         "hardware": measuring.hardware(),
-        "scope": "from the queue to the picture of the first prompt of a ComfyUI, 20 steps of the bundled model, seconds",
+        "scope": "from the queue to the end of the first prompt of a ComfyUI, one step of the bundled model, seconds",
         "rounds": rounds,
         "cases": {
             case: {name: measuring.figure(values, 1) for name, values in each.items()} for case, each in found.items()

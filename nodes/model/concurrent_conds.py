@@ -17,7 +17,6 @@ import comfy.patcher_extension
 import comfy.samplers
 import torch
 
-from ..ui.node_text import say
 from ..ui.other_nodes import is_known
 from .sparse_attention import PREPARE
 
@@ -156,7 +155,7 @@ def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
 def tell_if_together(stub) -> None:
     """Tell the user, once in a sampling run, that NAG needs both prompts on one replica, so that the others are idle."""
     replicas = stub.setup.degrees.batch
-    if stub.run.idle is None and replicas > 1:
+    if not stub.run.told_of_idle and replicas > 1:
         _tell(
             stub,
             f"split_batch_degree {replicas}, but NAG looks at both prompts at once, so 1 of {replicas} copies of the model "
@@ -167,7 +166,7 @@ def tell_if_together(stub) -> None:
 def tell_if_idle(stub, busy: int, reason: str | None) -> None:
     """Tell the user, once in a sampling run, that a step has work for only `busy` of the replicas."""
     replicas = stub.setup.degrees.batch
-    if stub.run.idle is not None or not 0 < busy < replicas:
+    if stub.run.told_of_idle or not 0 < busy < replicas:
         return
     text = f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
     if reason is None:
@@ -178,6 +177,5 @@ def tell_if_idle(stub, busy: int, reason: str | None) -> None:
 
 
 def _tell(stub, text: str) -> None:
-    stub.run.idle = text
-    log.warning("Parallel DiT: %s", text)
-    say(f"Parallel DiT: {text}")
+    stub.run.told_of_idle = True
+    stub.run.tell(text)

@@ -40,7 +40,7 @@ from .native_call import NativeClass, by_name, leaves_wrappers_to_parent, native
 from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .run_shapes import PART, Shapes, is_for_all
-from .sampling_run import SamplingRun, tell
+from .sampling_run import CallShape, SamplingRun, steps_of
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
@@ -125,6 +125,8 @@ class RemoteDiffusionModel(torch.nn.Module):
             self.in_channels = checkpoint.config["in_channels"]
         self.current_patcher: comfy.model_patcher.ModelPatcher | None = None
         """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and None again after it."""
+        self.advised = False
+        """Whether the user has been told of faster degrees."""
         self._finished = True
 
     @property  # type: ignore[misc]
@@ -214,7 +216,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         if run.loaded() is not model:
             run.loaded, run.loads = weakref.ref(model), run.loads + 1
             if run.loads == 2:
-                tell(TAKING_TURNS)
+                run.tell(TAKING_TURNS)
         return model
 
     def _patches_name(self) -> tuple[Any, ...] | None:
@@ -343,10 +345,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         if changes.together:
             tell_if_together(self)
         if band is None:
-            text_tokens, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
-            expected = functools.partial(expected_request, self.checkpoint, shape, shape[0], text_tokens)
-            outputs = self._predict(call, expected, evaluation)
-            self.run.answered[shape[1:]] += shape[0]
+            shape = CallShape(tuple(latents[0].shape), 1 if context is None else context.shape[1])
+            outputs = self._predict(call, shape, steps_of(options), evaluation)
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
             outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
@@ -354,14 +354,15 @@ class RemoteDiffusionModel(torch.nn.Module):
         outputs = finish(outputs) if is_carried else outputs
         return list(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _predict(
-        self, call: ModelCall, expected: Callable[[], Request | None], evaluation: Evaluation
-    ) -> torch.Tensor | Latents:
-        """The ranks' output for a call with the whole latent. `expected()`: see `transformer`."""
+    def _predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:
+        """The ranks' output for a call with the whole latent, of a sampler with `steps` steps."""
+        batch = shape.latent[0]
+        expected = functools.partial(expected_request, self.checkpoint, shape.latent, batch, shape.text_tokens)
 
         def predict(model: RemoteTransformer) -> torch.Tensor | Latents:
             cache = None if self.run.cache is None else self.run.cache.for_calls
-            return model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
+            with self.run.counted(shape, steps):
+                return model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
 
         return self.run.tried(lambda: self.transformer(expected), predict)
 

@@ -28,9 +28,9 @@ from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tenso
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import Proof, trial
 from parallel_backend.families.own_class.tried_calls import Call
-from parallel_backend.placement.expected_request import expected_request
 
-from ..ui.host import check_cancelled, folder
+from ..ui.host import folder
+from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
 from .call_checks import checked_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
@@ -38,6 +38,7 @@ from .diffusion_model import BAND_KEY, RemoteDiffusionModel
 from .kept_proofs import kept_proof
 from .native_call import NativeClass, native_config, on_meta
 from .reach import is_plain, told_to_own_class
+from .sampling_run import CallShape, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -216,8 +217,7 @@ class OwnClassModel(RemoteDiffusionModel):
             may_forecast=self.run.cache is not None and self._may_forecast(x, options),
         )
         text_tokens = 1 if context is None else context.shape[1]
-        expected = functools.partial(expected_request, self.checkpoint, tuple(x.shape), batch, text_tokens)
-        out = self._predict(call, expected, evaluation)
+        out = self._predict(call, CallShape(tuple(x.shape), text_tokens), steps_of(options), evaluation)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -238,8 +238,8 @@ class OwnClassModel(RemoteDiffusionModel):
             times = self._times()
 
             def prove() -> Proof:
-                say(f"Parallel DiT: trying {own.name}, ComfyUI's own class, before its weights are loaded")
-                return trial(own, call, times, check_cancelled, sequence)
+                poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
+                return trial(own, call, times, poll, sequence)
 
             self._proofs[structure] = proof = kept_proof(folder() / "proofs", own, repr((structure, times)), prove)
             shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]

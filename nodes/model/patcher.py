@@ -20,6 +20,7 @@ from ..ui.other_nodes import calling_nodes, named
 from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
+from .end_of_run import tell_of_run
 from .fun_control import fun_controls
 from .lora import NativeWeights
 from .native_call import native_config, on_meta
@@ -29,7 +30,7 @@ from .reach import Unread, refuse_unread
 from .rope import riflex
 from .sampling_run import SamplingRun
 from .saving import for_saving, key_patches, patched_weight, stored_weights
-from .step_cache import begin_cache
+from .step_cache import CACHE_KEY, HOOKED, begin_cache
 from .text_guidance import GUIDANCE_KEY, text_guidance
 
 log = logging.getLogger(__name__)
@@ -81,15 +82,17 @@ class RemoteModelPatcher(RankMemoryPatcher):
             self.patches_uuid,
             begin_cache(self),
         )
+        if self.stub.run.cache is None and CACHE_KEY in self.model_options["transformer_options"]:
+            self.stub.run.tell(HOOKED)
         registry().begin_run()
 
     def cleanup(self):
-        """End a sampling run and drop its step cache."""
+        """End a sampling run: tell of it, and drop its step cache."""
         run = self.stub.run
-        cache, run.cache = run.cache, None
         super().cleanup()
-        if cache is not None:
-            cache.tell()
+        if run.calls:
+            tell_of_run(self.stub)
+        run.cache = None
 
     def model_patches_models(self):
         """As ComfyUI's, with the layers that Fun controls need in this process."""

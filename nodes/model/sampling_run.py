@@ -1,8 +1,10 @@
 """What a MODEL on ranks is sampled with, from the beginning of a sampling run to its end."""
 
+import contextlib
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import UUID
@@ -21,10 +23,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def tell(text: str) -> None:
-    """Tell the user, on the node and in the console."""
-    log.warning("Parallel DiT: %s", text)
-    say(f"Parallel DiT: {text}")
+@dataclass(frozen=True)
+class CallShape:
+    """What the seconds of a model call depend on."""
+
+    latent: tuple[int, ...]
+    """Shape of the (first) latent, [B, C, (T,) H, W], with the call's batch entries."""
+    text_tokens: int
+
+
+def steps_of(options: Mapping[str, Any]) -> int:
+    """Steps of the sampler that makes a call with these transformer_options. 0: it does not say."""
+    return max(0, len(options.get("sample_sigmas", ())) - 1)
 
 
 @dataclass
@@ -42,15 +52,46 @@ class SamplingRun:
     patches_uuid: UUID | None = None
     """Stands for `patches` and `bypass_patches`."""
     cache: SamplingCache | None = None
-    idle: str | None = None
-    """The message that the user got about replicas with nothing to do."""
+    told_of_idle: bool = False
+    """Whether the user has been told of replicas with nothing to do."""
     loaded: Callable[[], RemoteTransformer | None] = lambda: None
     """Weak reference to the model on the ranks that answered the last call."""
     loads: int = 0
     """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
-    answered: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Shape of one batch entry's latent -> number of entries that calls outside of bands had."""
-    second_try: SecondTry = field(default_factory=lambda: SecondTry(tell))
+    calls: Counter[CallShape] = field(default_factory=Counter)
+    """Number of calls outside of bands that the ranks have answered."""
+    began: float | None = None
+    """When the first of them began, by time.perf_counter."""
+    ended: float = 0.0
+    """When the last of them ended."""
+    steps: int = 0
+    """Of the sampler, as the last of them told. 0: it did not."""
+    lines: list[str] = field(default_factory=list)
+    """What the user was told in the run and finds below its time: texts on a node replace each other."""
+    second_try: SecondTry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.second_try = SecondTry(self.tell)
+
+    def tell(self, text: str) -> None:
+        """Tell the user, on the node and in the console, and keep it for the end of the run."""
+        log.warning("Parallel DiT: %s", text)
+        say(f"Parallel DiT: {text}")
+        self.lines.append(text)
+
+    @contextlib.contextmanager
+    def counted(self, call: CallShape, steps: int) -> Iterator[None]:
+        """Around a call outside of bands, of a sampler with `steps` steps."""
+        if self.began is None:
+            self.began = time.perf_counter()
+        try:
+            yield
+        except BaseException:  # Cancel too: what is tried again is counted from there on
+            self.calls.clear()
+            self.began = None
+            raise
+        self.calls[call] += 1
+        self.ended, self.steps = time.perf_counter(), steps
 
     def tried(self, load: Callable[[], RemoteTransformer], work: Callable[[RemoteTransformer], T]) -> T:
         """`work(load())`. If a device of that model runs out of memory in it, both are done again, once in the run."""

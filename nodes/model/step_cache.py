@@ -10,11 +10,11 @@ import torch
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.families.base.patching import Latents
 
-from ..ui.node_text import say
 from .run_shapes import PART, Shapes, is_for_all, shapes_of_run
 
 CACHE_KEY = "parallel_dit_step_cache"
 """Key in `transformer_options` under which a MODEL carries its CacheSettings."""
+HOOKED = "step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)"
 KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
@@ -40,7 +40,7 @@ class SamplingCache:
         )
         self.cache = StepCache(settings.threshold)
         self.shapes: Shapes | None = None
-        self._reported, self._off = False, False
+        self._off = False
 
     def restart(self, bands: int = 1) -> None:
         """Begin with an empty cache, for calls in `bands` bands. Forecasts of an earlier attempt are dropped."""
@@ -56,8 +56,7 @@ class SamplingCache:
         self._off |= self.shapes is None or not is_for_all(latents, options, self.shapes)
 
     def report(self) -> str:
-        """Summary for the user. After it, `tell` does nothing, because the caller shows the summary."""
-        self._reported = True
+        """Summary for the user."""
         return f"step cache: not used, since {PART}" if self._off else self.cache.summary
 
     def may_forecast(self, options: dict[str, Any]) -> bool:
@@ -67,11 +66,6 @@ class SamplingCache:
         sigma, steps = float(options["sigmas"].max()), options.get("sample_sigmas")
         last_step = steps is not None and len(steps) > 1 and sigma <= float(steps[-2])
         return self._to < sigma <= self._from and not last_step
-
-    def tell(self) -> None:
-        """Show the summary on the sampler's node, unless `report` was called."""
-        if not self._reported:
-            say(f"Parallel DiT: {self.report()}")
 
 
 def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSettings) -> comfy.model_patcher.ModelPatcher:
@@ -97,11 +91,10 @@ def note_shapes(executor, guider, sigmas, extra_args, callback, noise: torch.Ten
 
 
 def begin_cache(model: comfy.model_patcher.ModelPatcher) -> SamplingCache | None:
-    """Cache for a new sampling run of this MODEL. None: the MODEL has no step cache, or cannot be forecast."""
+    """Cache for a new sampling run of this MODEL. None: the MODEL has no step cache, or not in this run (HOOKED)."""
     settings = model.model_options["transformer_options"].get(CACHE_KEY)
     if settings is None:
         return None
     if model.hook_patches:  # the same prompt may be evaluated with a LoRA and without, at changing strengths
-        say("Parallel DiT: step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)")
         return None
     return SamplingCache(settings, model.get_model_object("model_sampling"))

@@ -23,7 +23,8 @@ from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 
 from ..model.patcher import RemoteModelPatcher, make_model
-from ..ui.host import check_cancelled, folder
+from ..ui.host import folder
+from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
 from .eligibility import Sampling
 from .pipefusion import WRAPPER_KEY
@@ -51,9 +52,9 @@ def calibrated(
     """
 
     def measure() -> Calibration:
-        say("Parallel DiT: calibrating, about 10 s, once for this machine and kind of model")
-        with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices, check_cancelled) as ranks:
-            return calibrate(ranks, checkpoint, dtype, check_cancelled)
+        poll = Elapsed("calibrating, about 10 s, once for this machine and kind of model")
+        with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices, poll) as ranks:
+            return calibrate(ranks, checkpoint, dtype, poll)
 
     if any(map(on_ray, devices)):  # Ray may place the next ranks on other machines: nothing to keep
         return measure()
@@ -101,9 +102,10 @@ class AutoDegrees:
         prediction = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
         if prediction.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
-        text = f"Parallel DiT: degrees auto: {choice(prediction, costs.machine)}"
-        say(text)
-        log.info("%s", text)
+        text = f"degrees auto: {choice(prediction, costs.machine)}"
+        say(f"Parallel DiT: {text}")
+        log.info("Parallel DiT: %s", text)
+        sampling.stub.run.lines.append(text)
         mode = prediction.mode
         return replace(setup, devices=tuple(devices[device] for device in mode.devices), degrees=mode.degrees)
 

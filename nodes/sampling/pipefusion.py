@@ -27,12 +27,13 @@ from parallel_backend.wire.sampling import RunStats
 
 from ..model.call_checks import check_has_family
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
+from ..model.end_of_run import gain_and_advice
+from ..model.sampling_run import CallShape
 from ..ui.host import check_cancelled
 from ..ui.node_text import say
 from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters
 from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced, why_wrapped
-from .gained import gained
 from .host_sampling import on_host
 from .known_samplers import takes_noise_sampler
 from .noise import whole_noise
@@ -121,7 +122,7 @@ class PipeFusion:
         stub = sampling.stub
         started = time.perf_counter()
         result, run, reason, cache = None, None, None, stub.run.cache
-        stub.run.answered.clear()
+        stub.run.calls.clear()
         cut = self._cut(model, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))
@@ -146,6 +147,12 @@ class PipeFusion:
         if model.on_ranks:
             stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         seconds = time.perf_counter() - started
+        calls, exact_calls = stub.run.calls, stub.run.calls.total()
+        if run is not None:
+            whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
+            calls, exact_calls = {whole: run.exact_calls + run.banded_calls}, run.exact_calls
+        gained, advice = gain_and_advice(stub, calls, exact_calls, seconds)
+        stub.run.calls.clear()
         self.last = RunReport(
             model.degrees,
             len(cut.rows) if run is not None else 1,
@@ -155,23 +162,15 @@ class PipeFusion:
             reason,
             tuple(stats),
             None if cache is None else cache.report(),
-            (*model.pool.notes, *filter(None, (stub.run.second_try.line,))),
+            (*model.pool.notes, *stub.run.lines, *advice),
             cut.patching.along if cut.patching.video else None,
-            gained(
-                sampling, run.exact_calls + run.banded_calls if run is not None else self._whole_calls(sampling), seconds
-            ),
+            gained,
+            stub.setup.transfer_dtype,
         )
         log.info("Parallel DiT: %s", self.last.summary)
         took, *rest = self.last.shown
-        say("\n".join((f"Parallel DiT: {took}", *rest, *filter(None, (stub.run.idle,)))))
+        say("\n".join((f"Parallel DiT: {took}", *rest)))
         return result
-
-    @staticmethod
-    def _whole_calls(sampling: Sampling) -> float:
-        """Number of calls that the run, outside of bands, made with all entries. 0: some were of a part of the latent, as
-        context windows and areas make them."""
-        answered, shape = sampling.stub.run.answered, tuple(sampling.shapes[0][1:])
-        return answered[shape] / sampling.entries if set(answered) == {shape} else 0
 
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""

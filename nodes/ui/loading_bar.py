@@ -1,9 +1,11 @@
-"""Progress of starting and loading ranks, on the node that waits for them."""
+"""Progress of long work, on the node that waits for it: starting and loading ranks, measuring, trying."""
 
 import functools
+import time
 
 import comfy.utils
 
+from .host import check_cancelled
 from .node_text import say
 
 
@@ -26,3 +28,19 @@ class LoadingBar:
         self._shown = (doing, percent)
         self._bar.update_absolute(percent)
         say(f"Parallel DiT: {doing}" + f", {percent} %" * (0 < percent < 100))
+
+
+class Elapsed:
+    """A poll for work whose end nobody knows: checks for Cancel, and says each second what goes on and for how long."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing, self._began, self._said = doing, time.monotonic(), -1
+        self()
+
+    def __call__(self) -> None:
+        """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
+        check_cancelled()
+        seconds = int(time.monotonic() - self._began)
+        if seconds > self._said:
+            self._said = seconds
+            say(f"Parallel DiT: {self._doing}" + f", {seconds} s" * (seconds > 0))

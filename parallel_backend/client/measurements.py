@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import Probe, Probed
 from parallel_backend.wire.messages import LinksProbed, ProbeLinks
@@ -32,7 +33,7 @@ def measured_blocks(pool: Pool, probe: Probe, lists: Iterable[str], poll: Poll) 
 
 
 def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksProbed]:
-    """Seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models.
+    """Seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models. Sets the pool's `links`.
 
     RankError for impossible figures.
     """
@@ -48,7 +49,14 @@ def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksPr
             and min(reply.free_bytes or 0, reply.total_bytes or 0) >= 0
         )
 
-    return _checked(pool, wait_for(pool.ask(ProbeLinks(tuple(sizes)), LinksProbed), poll), sound)
+    found = _checked(pool, wait_for(pool.ask(ProbeLinks(tuple(sizes)), LinksProbed), poll), sound)
+    pool.links = figures(links_of(found))
+    return found
+
+
+def figures(links: Links) -> dict[tuple[int, int], tuple[float, float]]:
+    """As Pool.links."""
+    return {pair: (link.bandwidth, link.latency) for pair, link in links.between.items()}
 
 
 def _is_time(seconds: float) -> bool:

@@ -20,6 +20,8 @@ class RankOverview:
     """Its work in words. Empty: none, or not known."""
     weights: int
     """Bytes of weights and LoRAs on its device."""
+    run: int
+    """Bytes of keys, values and prompts on its device."""
     free: int
     """Bytes of the device, or of a CPU's machine, that nobody uses."""
     total: int
@@ -51,6 +53,8 @@ class PoolOverview:
     ranks: tuple[RankOverview, ...]
     models: tuple[ModelOverview, ...]
     """The one used last comes last."""
+    links: tuple[tuple[int, int, float, float], ...]
+    """Two ranks, the lower one first, bytes a second and seconds of latency, as measured last. Empty: not known."""
     notes: tuple[str, ...]
     error: str
     """The first line of what ended the ranks. Empty: they work."""
@@ -67,6 +71,7 @@ def overview_of(pool: Pool, models: Sequence[OnRanks]) -> PoolOverview:
     return PoolOverview(
         ranks=tuple(_rank(pool, rank, held[rank]) for rank in range(len(pool.devices))),
         models=found,
+        links=tuple((*pair, *link) for pair, link in pool.links.items()),
         notes=pool.notes,
         error=error,
         logs="" if logs is None else str(logs),
@@ -84,8 +89,8 @@ def _rank(pool: Pool, rank: int, weights: int) -> RankOverview:
     else:
         state = "idle" if beat.doing == IDLE else "working"
     doing = "" if beat is None or state in ("idle", "failed") else beat.doing
-    free, total = (0, 0) if beat is None else (beat.free_bytes, beat.total_bytes)
-    return RankOverview(pool.devices[rank], state, doing, weights, free, total)
+    run, free, total = (0, 0, 0) if beat is None else (beat.run_bytes, beat.free_bytes, beat.total_bytes)
+    return RankOverview(pool.devices[rank], state, doing, weights, run, free, total)
 
 
 def _model(one: OnRanks) -> ModelOverview:

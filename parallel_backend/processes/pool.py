@@ -88,6 +88,8 @@ class Pool:
         """The process that started these ranks."""
         self.threads = threads or max(1, usable_cores() // len(devices))
         self.error: Exception | None = None
+        self.links: dict[tuple[int, int], tuple[float, float]] = {}
+        """Two ranks, the lower one first -> bytes a second and seconds of latency, as measured last. Set by who measures."""
         self.segments = itertools.count(1)
         """Numbers for segments of shared memory."""
         self._models: WeakValueDictionary[int, Listener] = WeakValueDictionary()

@@ -106,6 +106,8 @@ class Worker:
             step = isinstance(message, m.Step)
             self.heartbeat.doing = f"micro-step {message.seq}" if step else DOING.get(type(message), BETWEEN)
             self._handle(message)
+            if not (step and self.heartbeat.run_bytes):  # a run's first micro-step makes its buffers
+                self.heartbeat.run_bytes = sum(engine.run_bytes for engine in self.engines.values())
             self.heartbeat.done()
         self._outbox.close()
         for engine in self.engines.values():  # the process group must not end under the last micro-step's send

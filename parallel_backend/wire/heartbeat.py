@@ -42,6 +42,8 @@ class Heartbeat:
     """Number of messages handled, blocks computed, transfers waited for and tensors loaded so far."""
     waiting: bool = False
     """The rank waits for another rank, in a transfer."""
+    run_bytes: int = 0
+    """Bytes on the rank's device of all models' K/V buffers and prompts."""
     memory: Callable[[], tuple[int, int]] | None = None
     """Returns free and all memory of the rank's device. Called on the thread of `beat`, which keeps the last answer
     after an exception. None: the rank has not got its device yet."""
@@ -73,13 +75,13 @@ class Heartbeat:
                         self._memory = self.memory()
             finally:
                 self._asking.release()
-        progress = self.progress + self._passed
+        progress, memory = self.progress + self._passed, (*self._memory, self.run_bytes)
         if not self._marks:
-            return HeartbeatMessage(rank, self.doing, progress, self.waiting, *self._memory)
+            return HeartbeatMessage(rank, self.doing, progress, self.waiting, *memory)
         at, following = self._at, self._marks[0]
         if at is None or at.doing is None:  # the device is about to begin the work behind the next mark
-            return HeartbeatMessage(rank, following.doing or self.doing, progress, False, *self._memory)
-        return HeartbeatMessage(rank, at.doing, progress, at.waiting, *self._memory)
+            return HeartbeatMessage(rank, following.doing or self.doing, progress, False, *memory)
+        return HeartbeatMessage(rank, at.doing, progress, at.waiting, *memory)
 
     def unasked(self) -> AbstractContextManager[Any]:
         """Context in which no mark is asked whether the device has passed it; beats go on. Waits for a question under way.

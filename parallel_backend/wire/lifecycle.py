@@ -26,6 +26,7 @@ class HeartbeatMessage:
     """Free memory of the rank's device; of a CPU rank's machine."""
     total_bytes: int = 0
     """All of that memory. 0: not known yet."""
+    run_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallel_backend.client.measurements import measured_links
 from parallel_backend.client.overview import overview_of
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
@@ -24,6 +25,7 @@ def pool_with(beat, ready=True, error=None):
         watchdog=SimpleNamespace(beat=lambda _rank: beat),
         ready=done,
         error=error,
+        links={(0, 1): (2e9, 3e-5)},
         notes=(),
         ranks=SimpleNamespace(logs=None),
     )
@@ -35,7 +37,7 @@ def pool_with(beat, ready=True, error=None):
         (None, {"ready": False}, "starting", ""),
         (m.HeartbeatMessage(0, "importing torch", 1, False), {"ready": False}, "starting", "importing torch"),
         (m.HeartbeatMessage(0, m.IDLE, 1, False, 5, 9), {}, "idle", ""),
-        (m.HeartbeatMessage(0, "micro-step 7", 1, False, 5, 9), {}, "working", "micro-step 7"),
+        (m.HeartbeatMessage(0, "micro-step 7", 1, False, 5, 9, 3), {}, "working", "micro-step 7"),
         (m.HeartbeatMessage(0, "micro-step 7", 1, True, 5, 9), {}, "waiting", "micro-step 7"),
         (m.HeartbeatMessage(0, "micro-step 7", 1, True, 5, 9), {"error": RuntimeError("killed\nits log")}, "failed", ""),
     ],
@@ -45,6 +47,8 @@ def test_what_a_rank_does(beat, more, state, doing):
     (rank,) = found.ranks
     assert (rank.state, rank.doing) == (state, doing)
     assert (rank.free, rank.total) == ((5, 9) if beat is not None and beat.total_bytes else (0, 0))
+    assert rank.run == (0 if beat is None else beat.run_bytes)
+    assert found.links == ((0, 1, 2e9, 3e-5),)
     assert found.error == ("killed" if "error" in more else "")
 
 
@@ -94,6 +98,12 @@ def test_models_and_ranks_from_start_to_end(flux_file):
         assert list(shown.weights) == model.weight_bytes == [rank.weights for rank in pool.ranks]
         assert sum(shown.streamed) == 0
         until(lambda: all(rank.state == "idle" for rank in registry.overview()[0].ranks))
+        assert pool.links == ()
+        measured_links(model.pool, (1 << 10, 1 << 20), lambda: None)
+        ((one, two, rate, latency),) = registry.overview()[0].links
+        assert (one, two) == (0, 1)
+        assert rate > 0
+        assert latency >= 0
 
         os.kill(model.pool.pids[1], signal.SIGKILL)
         (pool,) = until(lambda: [each for each in registry.overview() if each.error])

@@ -71,6 +71,7 @@ def test_it_says_which_calls_were_exact():
         ({"along": "frames", "calls": (2, 3)}, "close to exact: 4 bands, 2 steps exact"),
         ({"calls": None}, "exact, on 4 ranks"),
         ({"calls": None, "degrees": Degrees()}, "exact, on 1 rank"),
+        ({"calls": None, "transfer_dtype": "int8"}, "close to exact: packed transfers"),
         ({"degrees": Degrees(patch=2, patch_mode="displaced")}, "close to exact: patches, 1 step exact"),
         ({"degrees": Degrees(patch=2, patch_mode="naive")}, "naive patches, a control"),
     ],

@@ -1,6 +1,7 @@
 """`degrees` auto in a real ComfyUI: what is chosen, that the picture is that of the same degrees by hand, and the server."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -112,11 +113,28 @@ def test_real_ranks_are_calibrated_once_and_the_file_is_kept(found):
     chosen = "one device, cpu" if degrees == "one rank" else f"{degrees} on cpu"
     assert case["said"].startswith(f"Parallel DiT: degrees auto: {chosen}")
     assert case["again"] == case["chosen"]  # by the file alone
+    (ended,) = case["ended"]
+    took, how, choice = ended.splitlines()
+    assert re.fullmatch(r"Parallel DiT: [\d.]+ s, ([\d.]+ x one rank|[\d.]+ s a step)", took)
+    assert how.startswith("exact, on ")
+    assert f"Parallel DiT: {choice}" == case["said"], "the choice stays below the run's time"
     assert case["files"] == 1
     assert case["inside"]
     assert case["key"]["family"] == "flux"
     assert case["key"]["dtype"] == "fp32"
     assert case["difference"] == 0
+
+
+def test_another_setting_that_is_faster_is_named_once(found):
+    stages, again, replicas, cached = (text.splitlines() for text in got(found, "advised")["ended"])
+    for text in (stages, again, replicas):
+        assert re.fullmatch(r"Parallel DiT: [\d.]+ s, 0\.0 x one rank", text[0])
+        assert text[1] == "exact, on 2 ranks"
+    assert stages[2:] == ["split_batch_degree 2 would take about 0.0 s (see Parallel Doctor)"]
+    assert again[2:] == replicas[2:] == []
+    assert "s a step" in cached[0], "one GPU may have the step cache too"
+    assert cached[1] == "close to exact: step cache"
+    assert cached[2].startswith("step cache: ")
 
 
 def test_comfyuis_button_unloads_what_was_chosen(found):

@@ -10,6 +10,7 @@ const EVENT = "parallel_dit.ranks"; // of nodes/ranks_panel.py
 const SAID = "parallel_dit.said"; // of nodes/ui/node_text.py
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 const MOST_RUNS = 5;
+const MOST_LINKS = 6; // all pairs of four ranks; of more, the slowest and the fastest link
 
 const ENGLISH = {
     title: "Ranks",
@@ -22,6 +23,7 @@ const ENGLISH = {
     working: "computing",
     failed: "ended",
     weights: "weights",
+    run: "keys, values, prompts",
     other: "other",
     of: (free, total) => `${free} of ${total} free`,
     machine: "the machine's memory",
@@ -30,7 +32,14 @@ const ENGLISH = {
     parked: "parked in host memory",
     onDevices: (size) => `${size} on the devices`,
     streamed: (size) => `${size} in host memory`,
-    computing: (shares) => `in its last run ranks computed for ${shares} of the time, and waited for the rest`,
+    lastRun: "Its last run: computing, and waiting for others",
+    share: (rank, percent) => `rank ${rank} computed for ${percent} % of the time`,
+    openTrace: "Add Trace",
+    openTraceTip: "Put a Parallel Trace node into the workflow. It draws the last run's timeline.",
+    links: "Links, as measured",
+    link: (one, two, rate, latency) => `${one} – ${two}: ${rate} GB/s, ${latency} µs`,
+    slowest: "slowest",
+    fastest: "fastest",
     runs: "Last runs",
     logs: (folder) => `Logs: ${folder}`,
     unload: "Unload",
@@ -49,6 +58,7 @@ const CHINESE = {
     working: "计算中",
     failed: "已结束",
     weights: "权重",
+    run: "键、值与提示词",
     other: "其他",
     of: (free, total) => `空闲 ${free} / ${total}`,
     machine: "主机内存",
@@ -57,7 +67,14 @@ const CHINESE = {
     parked: "暂存在主机内存",
     onDevices: (size) => `设备上 ${size}`,
     streamed: (size) => `主机内存中 ${size}`,
-    computing: (shares) => `上次运行中各进程的计算时间占 ${shares}，其余时间在等待`,
+    lastRun: "上次运行：计算，以及等待其他进程",
+    share: (rank, percent) => `进程 ${rank} 的计算时间占 ${percent} %`,
+    openTrace: "添加时间线节点",
+    openTraceTip: "在工作流中放入 Parallel Trace 节点，它会画出上次运行的时间线。",
+    links: "测得的链路",
+    link: (one, two, rate, latency) => `${one} – ${two}：${rate} GB/s，${latency} µs`,
+    slowest: "最慢",
+    fastest: "最快",
     runs: "最近的运行",
     logs: (folder) => `日志：${folder}`,
     unload: "卸载",
@@ -75,6 +92,9 @@ const STYLE = `
 .pdit .bar { display: flex; height: 10px; margin: 6px 0 4px; border-radius: 3px; overflow: hidden;
     background: var(--border-color, #444); }
 .pdit .weights { background: #4c8bf5; }
+.pdit .run { background: #a371f7; }
+.pdit .share { background: #3fb950; }
+.pdit .timeline .bar { height: 6px; margin: 3px 0; }
 .pdit .other { background: #8a8f98; }
 .pdit .dot { display: inline-block; width: 8px; height: 8px; border-radius: 50%; margin-right: 6px; background: #8a8f98; }
 .pdit .dot.working { background: #3fb950; }
@@ -108,13 +128,14 @@ function size(bytes) {
 
 const sum = (values) => values.reduce((total, each) => total + each, 0);
 
-/** The bar of a device's memory: weights of all ranks on it, what else is taken, what is free. */
-function bar({ weights, free, total }) {
+/** The bar of a device's memory: weights and runs of all ranks on it, what else is taken, what is free. */
+function bar({ weights, run, free, total }) {
     const made = element("div", "bar");
     const taken = Math.max(0, total - free);
     const parts = [
         ["weights", Math.min(weights, taken)],
-        ["other", Math.max(0, taken - weights)],
+        ["run", Math.min(run, Math.max(0, taken - weights))],
+        ["other", Math.max(0, taken - weights - run)],
     ];
     for (const [kind, bytes] of parts) {
         const part = element("div", kind);
@@ -127,7 +148,8 @@ function bar({ weights, free, total }) {
     return made;
 }
 
-function rankRow(rank, number, shared) {
+/** `onSame`: all ranks on this rank's device. */
+function rankRow(rank, number, onSame) {
     const row = element("div", "row");
     const line = element("div", "line");
     const name = element("span", "device");
@@ -135,7 +157,7 @@ function rankRow(rank, number, shared) {
     line.append(name, element("span", "", words[rank.state] ?? rank.state));
     row.append(line);
     if (rank.total) {
-        row.append(bar({ ...rank, weights: shared }));
+        row.append(bar({ ...rank, weights: sum(onSame.map((each) => each.weights)), run: sum(onSame.map((each) => each.run)) }));
         const memory = element("div", "line quiet");
         const where = rank.device.includes("cpu") ? ` (${words.machine})` : "";
         memory.append(element("span", "", `${words.weights} ${size(rank.weights)}`));
@@ -153,11 +175,37 @@ function modelRow(model) {
     const parts = model.parked ? [words.parked] : [words.onDevices(size(sum(model.weights)))];
     if (!model.parked && streamed) parts.push(words.streamed(size(streamed)));
     row.append(element("div", "quiet", parts.join(", ")));
-    if (model.computing.length) {
-        const shares = model.computing.map((share) => `${Math.round(100 * share)} %`).join(", ");
-        row.append(element("div", "quiet", words.computing(shares)));
-    }
+    if (model.computing.length) row.append(lastRun(model.computing));
     return row;
+}
+
+/** A bar for each rank: the share of the last run's time that it computed. */
+function lastRun(computing) {
+    const made = element("div", "timeline quiet");
+    made.append(words.lastRun);
+    for (const [rank, share] of computing.entries()) {
+        const line = element("div", "bar");
+        const part = element("div", "share");
+        part.style.width = `${100 * share}%`;
+        line.title = words.share(rank, Math.round(100 * share));
+        line.setAttribute("role", "img");
+        line.setAttribute("aria-label", line.title);
+        line.append(part);
+        made.append(line);
+    }
+    made.append(button(words.openTrace, words.openTraceTip, () => addNode("ParallelTrace")));
+    return made;
+}
+
+/** `links`: [lower rank, higher rank, bytes a second, seconds of latency] of each pair. */
+function linkParts(links) {
+    const text = ([one, two, rate, latency]) => words.link(one, two, Number((rate / 1e9).toPrecision(3)), Math.round(latency * 1e6));
+    if (links.length <= MOST_LINKS) return links.map((link) => element("div", "quiet", text(link)));
+    const byRate = [...links].sort((a, b) => a[2] - b[2]);
+    return [
+        [words.slowest, byRate[0]],
+        [words.fastest, byRate.at(-1)],
+    ].map(([label, link]) => element("div", "quiet", `${label}: ${text(link)}`));
 }
 
 function poolParts(pool) {
@@ -165,9 +213,10 @@ function poolParts(pool) {
     if (pool.error) parts.push(element("div", "error", pool.error));
     for (const [number, rank] of pool.ranks.entries()) {
         const onSame = pool.ranks.filter(({ device }) => device === rank.device);
-        parts.push(rankRow(rank, number, sum(onSame.map(({ weights }) => weights))));
+        parts.push(rankRow(rank, number, onSame));
     }
     for (const note of pool.notes) parts.push(element("div", "quiet", note));
+    if (pool.links.length) parts.push(element("h3", "", words.links), ...linkParts(pool.links));
     parts.push(element("h3", "", words.models));
     if (!pool.models.length) parts.push(element("div", "quiet", words.noModel));
     parts.push(...[...pool.models].reverse().map(modelRow));
@@ -177,7 +226,7 @@ function poolParts(pool) {
 
 function legend() {
     const made = element("div", "legend quiet");
-    for (const kind of ["weights", "other"]) {
+    for (const kind of ["weights", "run", "other"]) {
         const entry = element("span");
         entry.append(element("i", kind), words[kind]);
         made.append(entry);
@@ -206,15 +255,15 @@ function draw() {
     }
     const buttons = element("div", "buttons");
     const unload = () => api.fetchApi("/parallel_dit/ranks/unload", { method: "POST" });
-    buttons.append(button(words.unload, words.unloadTip, unload), button(words.selfTest, words.selfTestTip, addSelfTest));
+    buttons.append(button(words.unload, words.unloadTip, unload), button(words.selfTest, words.selfTestTip, () => addNode("ParallelSelfTest")));
     parts.push(buttons);
     shown.replaceChildren(...parts);
     shown.scrollTop = at;
     if (focused >= 0) shown.querySelectorAll("button")[focused]?.focus(); // the keyboard's place stays
 }
 
-function addSelfTest() {
-    const node = LiteGraph.createNode("ParallelSelfTest");
+function addNode(type) {
+    const node = LiteGraph.createNode(type);
     if (!node) return;
     const { offset, scale } = app.canvas.ds;
     node.pos = [200 / scale - offset[0], 200 / scale - offset[1]];

@@ -27,6 +27,8 @@ class RunReport:
     """The axis, "rows" or "frames", along which a video was cut. None: a picture."""
     gained: str = ""
     """Against one GPU: "1.7 x one GPU". Empty: nobody knows."""
+    transfer_dtype: str = "full"
+    """Setup.transfer_dtype."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -64,7 +66,9 @@ class RunReport:
         if self.degrees.naive:
             how = "naive patches, a control"
         elif self.calls is None:
-            how = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
+            close = ["step cache"] * (self.cache is not None) + ["packed transfers"] * (self.transfer_dtype != "full")
+            ranks = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
+            how = f"close to exact: {', '.join(close)}" if close else ranks
         else:
             how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} bands'}{warm_up}"
         lines = (f"{self.seconds:.1f} s, {self.gained or f'{self._step_seconds:.2f} s a step'}", how)

@@ -15,9 +15,8 @@ FILE = "tiny.safetensors"
 
 
 def main(results: Results) -> None:
-    auto = sys.modules[
-        nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0] + ".sampling.auto_degrees"
-    ]
+    within = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
+    auto, end_of_run = (sys.modules[f"{within}.{name}"] for name in ("sampling.auto_degrees", "model.end_of_run"))
 
     from parallel_backend.client.registry import registry
     from parallel_backend.placement.links import Link, Links, alike
@@ -189,7 +188,8 @@ def main(results: Results) -> None:
         for file in auto.folder().glob("calibration*"):
             file.unlink()
         model = load()
-        with patch.object(auto, "say", said.append):
+        ended: list[str] = []
+        with patch.object(auto, "say", said.append), patch.object(end_of_run, "say", ended.append):
             sample(model, prompts, latent)
         first = chosen(model)
         files = sorted(auto.folder().glob("calibration*"))
@@ -206,11 +206,23 @@ def main(results: Results) -> None:
             "chosen": first,
             "again": chosen(model),
             "said": said[-1],
+            "ended": ended,
             "files": len(files),
             "inside": files[0].is_relative_to(BASE),
             "key": written["key"],
             "difference": differs,
         }
+
+    def advised() -> dict:
+        """Degrees by hand, on a machine that was calibrated before, as one so fast that any run takes longer."""
+        ended: list[str] = []
+        with machine(1e12, (1e6, 1e6)):
+            sample(load(), prompts, latent)
+            stages = parallel(FILE, 2)
+            with patch.object(end_of_run, "say", ended.append):
+                for model in (stages, stages, parallel(FILE, 1, 2), node("ParallelStepCache", stages, 0.2, 0.0, 1.0)):
+                    sample(model, prompts, latent)
+        return {"ended": ended}
 
     def unloads() -> dict:
         """ComfyUI's button finds the model under the degrees that were chosen."""
@@ -243,6 +255,6 @@ def main(results: Results) -> None:
             return {"chosen": chosen(model)}
 
     # Those of two ranks first: ranks start anew where their number changes.
-    two = (batches, tokens, displaced, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled)
+    two = (batches, tokens, displaced, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, advised)
     for case in (*two, nothing_fits, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
         results.case(case.__name__, case)

@@ -1,0 +1,48 @@
+"""What the user is told on a sampler's node when its run has ended."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from parallel_backend.client.measurements import figures
+from parallel_backend.client.reports.run_report import RunReport
+
+from ..ui.node_text import say
+from .gained import MeasuredRun
+from .sampling_run import CallShape
+
+if TYPE_CHECKING:
+    from .diffusion_model import RemoteDiffusionModel
+
+
+def gain_and_advice(
+    stub: "RemoteDiffusionModel", calls: Mapping[CallShape, int], exact_calls: int, seconds: float
+) -> tuple[str, tuple[str, ...]]:
+    """RunReport.gained of a run, and lines of advice: one at most, and once for each MODEL. See MeasuredRun.
+
+    A run with a step cache gets neither, since one GPU may have the cache too. The links of a calibration that is kept
+    become the pool's, for who shows them.
+    """
+    run, model = MeasuredRun(stub.setup, stub.checkpoint, calls, exact_calls, seconds), stub.run.loaded()
+    calibration = run.calibration
+    if calibration is None:
+        return "", ()
+    if model is not None and calibration.machine.names == model.pool.devices and not model.pool.links:
+        model.pool.links = figures(calibration.machine.links)
+    if stub.run.cache is not None:
+        return "", ()
+    advice = "" if stub.advised else run.advice()
+    stub.advised |= bool(advice)
+    return run.gained(), (advice,) if advice else ()
+
+
+def tell_of_run(stub: "RemoteDiffusionModel") -> None:
+    """Tell of a run outside of PipeFusion, from its first model call to its last. Apply PipeFusion tells of its own."""
+    run, setup = stub.run, stub.setup
+    assert run.began is not None
+    seconds, steps, model = run.ended - run.began, run.steps or run.calls.total(), run.loaded()
+    gained, advice = gain_and_advice(stub, run.calls, run.calls.total(), seconds)
+    cache = None if run.cache is None else run.cache.report()
+    notes = (*(() if model is None else model.pool.notes), *run.lines, *advice)
+    report = RunReport(setup.degrees, 1, steps, seconds, None, None, (), cache, notes, None, gained, setup.transfer_dtype)
+    took, *rest = report.shown
+    say("\n".join((f"Parallel DiT: {took}", *rest)))

@@ -1,0 +1,104 @@
+"""What several GPUs gained in a sampling run, and what another setting would gain, by a calibration that is kept."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.core.kept_file import kept_path
+from parallel_backend.core.setup import Setup
+from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
+from parallel_backend.planning.calibration import calibration_key
+from parallel_backend.planning.calibration_file import NAME, load
+from parallel_backend.planning.modes import Mode
+from parallel_backend.planning.planner import choose, plan
+from parallel_backend.planning.prediction import predict
+from parallel_backend.planning.workload import workload_of
+
+from ..ui.host import folder
+from .sampling_run import CallShape
+
+WORTH_SAYING = 1.1
+"""How many times as long as another setting a run has to take for the user to be told."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run of several ranks that took `seconds` for so many model calls of each shape, `exact_calls` of them exact.
+
+    It is held against predictions, which need the calibration that Parallel Doctor and `degrees` auto keep. Without one its
+    texts are empty: nothing is measured for them.
+    """
+
+    setup: Setup
+    checkpoint: Checkpoint
+    calls: Mapping[CallShape, int]
+    exact_calls: int
+    seconds: float
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """That of the run's devices, or of those that `auto` chose them from."""
+        setup = self.setup
+        compiled = setup.compile  # a calibration knows nothing of compiled blocks
+        if setup.degrees.world == 1 or setup.own_class is not None or compiled or any(map(on_ray, setup.devices)):
+            return None
+        for devices in self._calibrated():
+            key = calibration_key(devices, self.checkpoint, setup.dtype, setup.attention)
+            calibration = load(kept_path(folder(), key, NAME), key)
+            if calibration is not None and calibration.machine.names == devices:
+                return calibration
+        return None
+
+    def gained(self) -> str:
+        """How much faster the run was than on one GPU: "1.7 x one GPU". Empty if no GPU alone holds the model."""
+        calibration = self.calibration
+        if calibration is None or not self.calls or not self.seconds:
+            return ""
+        one_device = [self._on_one(number, calibration) for number in range(len(calibration.machine.names))]
+        fitting = [seconds for seconds in one_device if seconds is not None]
+        return f"{min(fitting) / self.seconds:.1f} x one {self._unit}" if fitting else ""
+
+    def advice(self) -> str:
+        """A line with other degrees on the same devices that take a tenth less than the run, both by their predictions and
+        by the seconds of the run. Empty if there are none, or if `degrees` auto has chosen."""
+        calibration = self.calibration
+        if calibration is None or len(self.calls) != 1 or self.setup.planned:
+            return ""
+        ((shape, count),) = self.calls.items()
+        costs = self._costs(calibration, shape, count, self.exact_calls)
+        every = plan(costs, range(1, len(calibration.machine.names) + 1), self.setup.offload)
+        now = [each.seconds for each in every.predictions if each.mode.degrees == self.setup.degrees and not each.lacks]
+        best = choose(every)
+        if best.lacks or not now or min(*now, self.seconds) < WORTH_SAYING * best.seconds:
+            return ""
+        name = f"one {self._unit}" if best.mode.device is not None else str(best.mode)
+        return f"{name} would take about {best.seconds:.1f} s (see Parallel Doctor)"
+
+    @property
+    def _unit(self) -> str:
+        return "rank" if device_kind(self.setup.devices[0]) == "cpu" else "GPU"
+
+    def _calibrated(self) -> Iterator[tuple[str, ...]]:
+        yield self.setup.devices
+        if self.setup.planned:
+            yield tuple(self.setup.planned.partition(" ")[0].split(","))
+
+    def _costs(self, calibration: Calibration, shape: CallShape, count: int, exact: int) -> CalibratedCosts:
+        setup, entries = self.setup, shape.latent[0]
+        run = (shape.latent, entries, count, shape.text_tokens, setup.transfer_dtype, setup.compile)
+        workload = workload_of(self.checkpoint, setup.dtype, calibration.machine.names[0], *run)
+        return CalibratedCosts(calibration, replace(workload, warm_up=exact))
+
+    def _on_one(self, device: int, calibration: Calibration) -> float | None:
+        """Seconds of all calls on this device alone. None: it does not hold the model."""
+        seconds = 0.0
+        for shape, count in self.calls.items():
+            costs = self._costs(calibration, shape, count, count)
+            prediction = predict(costs, Mode(Degrees(), device=device), self.setup.offload)
+            if prediction.lacks:
+                return None
+            seconds += prediction.seconds
+        return seconds
