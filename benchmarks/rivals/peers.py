@@ -43,7 +43,7 @@ class PeerFailed(RuntimeError):
 
 
 def _serve_diffusers(
-    rank: int, subject: Subject, folder: Path, rendezvous: Path, connection: Connection, links: Path | None
+    rank: int, world: int, subject: Subject, folder: Path, rendezvous: Path, connection: Connection, links: Path | None
 ) -> None:
     """A rank's life: a mode in, an Outcome's numbers out, until the connection ends. `links`: see DiffusersRanks."""
     from diffusers.utils import logging
@@ -52,10 +52,10 @@ def _serve_diffusers(
     logging.set_verbosity_error()  # "experimental feature", once for each model
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames a collective that diffusers calls
     if links is not None:
-        slow_link.slow_down(links, RANKS)
-    join(rank, ("cpu",) * RANKS, Rendezvous(rendezvous, RANKS, GROUP_TIMEOUT), GROUP_TIMEOUT)
+        slow_link.slow_down(links, world)
+    join(rank, ("cpu",) * world, Rendezvous(rendezvous, world, GROUP_TIMEOUT), GROUP_TIMEOUT)
     alone = functools.cache(lambda: subject.load(folder))
-    together = functools.cache(lambda mode: diffusers_cpu.parallel(subject.load(folder), mode, RANKS))
+    together = functools.cache(lambda mode: diffusers_cpu.parallel(subject.load(folder), mode, world))
     while True:
         try:
             mode, asked = connection.recv()
@@ -70,21 +70,21 @@ def _serve_diffusers(
 
 
 class DiffusersRanks:
-    """Two processes with diffusers' own model: `run` has one of them run the plain loop, or both, apart or together.
+    """Processes, two as a rule, with diffusers' own model: one of them runs the plain loop, or all, apart or together.
 
     `links`: folder of the Switch that is between them (slow_link.py); None for the machine's own links.
     """
 
-    def __init__(self, subject: Subject, folder: Path, links: Path | None = None):
+    def __init__(self, subject: Subject, folder: Path, links: Path | None = None, world: int = RANKS):
         self._subject = subject
         self._directory = TemporaryDirectory(prefix="diffusers-ranks-")
         store = Path(self._directory.name) / "store"
         store.touch()
         context = torch.multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
-        for rank in range(RANKS):
+        for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = (rank, subject, folder, store, theirs, links)
+            arguments = (rank, world, subject, folder, store, theirs, links)
             process = context.Process(target=_serve_diffusers, args=arguments, name=f"diffusers rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -128,7 +128,7 @@ def xdit_version(python: Path | None) -> str:
 
 
 class XditRanks:
-    """Two processes of another interpreter that run xDiT in one mode (see xdit_peer.py).
+    """Processes of another interpreter, two as a rule, that run xDiT in one mode (see xdit_peer.py).
 
     `degrees`: those above 1 of pipe, ulysses, ring, cfg, tensor; `patches`: PipeFusion's; `links`: as DiffusersRanks has it.
     Raises PeerFailed if one ends.
@@ -142,6 +142,7 @@ class XditRanks:
         degrees: dict[str, int],
         patches: int,
         links: Path | None = None,
+        world: int = RANKS,
     ):
         self._subject = subject
         self._directory = TemporaryDirectory(prefix="xdit-ranks-")
@@ -154,10 +155,10 @@ class XditRanks:
         save_file(inputs, place / "inputs.safetensors")
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()}
         self._processes = []
-        for rank in range(RANKS):
+        for rank in range(world):
             settings = {
                 "rank": rank,
-                "world": RANKS,
+                "world": world,
                 "threads": 1,
                 "store": str(place / "store"),
                 "family": subject.family_name,

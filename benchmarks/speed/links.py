@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed.links --xdit-python build/xdit/bin/python --out benchmarks/results/links_2cores_DATE.json
     python -m benchmarks.speed.links --only "10 Gbit Ethernet" --cases ring+ulysses --rounds 1
+    python -m benchmarks.speed.links --ranks 4 --no-plan
     python -m benchmarks.speed.links --real --only "10 Gbit Ethernet"
 
 CPU ranks over the queue of harness/slow_link.py; `--real`: over two network namespaces and tc's queue instead, as a check
@@ -39,9 +40,10 @@ from benchmarks.harness.render import links_plot
 from benchmarks.harness.slow_link import FULL_SPEED, Switch
 from benchmarks.harness.subjects import FLUX_LIKE, Subject
 from benchmarks.predictions.presets import HARDWARE, MODELS
-from benchmarks.rivals.peers import DiffusersRanks, XditRanks, xdit_version
+from benchmarks.rivals.peers import DiffusersRanks, PeerFailed, XditRanks, xdit_version
 from benchmarks.speed.two_ranks import EXACT
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.calibration import calibrate
@@ -53,7 +55,7 @@ from parallel_backend.processes.pool import Pool
 from testing import tiny
 from testing.models import on_ranks
 
-WORLD, STEPS = 2, 6
+STEPS = 6
 MODEL, PIXELS = "flux-dev", 1024
 WITHIN = 0.15
 """How far a prediction may be from the measured seconds."""
@@ -91,23 +93,27 @@ class Mode:
 
 
 ONE = "one rank"
-MODES = {
-    "pipefusion M=2": Mode(Degrees(pipe=WORLD), 2),
-    "pipefusion M=4": Mode(Degrees(pipe=WORLD), 4),
-    "ulysses": Mode(Degrees(ulysses=WORLD)),
-    "ulysses, all-gather": Mode(Degrees(ulysses=WORLD, exchange="all-gather")),
-    "ring": Mode(Degrees(ring=WORLD)),
-    "tensor": Mode(Degrees(tensor=WORLD)),
-    "displaced": Mode(Degrees(patch=WORLD, patch_mode="displaced"), 1),
-    "naive": Mode(Degrees(patch=WORLD, patch_mode="naive")),
-    "ulysses, int8": Mode(Degrees(ulysses=WORLD), 0, "int8"),
-    "displaced, residual": Mode(Degrees(patch=WORLD, patch_mode="displaced"), 1, "residual"),
-}
-"""Naive patches do without transfers, and are no picture to want: the floor."""
+
+
+def modes_of(world: int) -> dict[str, Mode]:
+    """Naive patches do without transfers, and are no picture to want: the floor."""
+    return {
+        "pipefusion M=2": Mode(Degrees(pipe=world), 2),
+        "pipefusion M=4": Mode(Degrees(pipe=world), 4),
+        "ulysses": Mode(Degrees(ulysses=world)),
+        "ulysses, all-gather": Mode(Degrees(ulysses=world, exchange="all-gather")),
+        "ring": Mode(Degrees(ring=world)),
+        "tensor": Mode(Degrees(tensor=world)),
+        "displaced": Mode(Degrees(patch=world, patch_mode="displaced"), 1),
+        "naive": Mode(Degrees(patch=world, patch_mode="naive")),
+        "ulysses, int8": Mode(Degrees(ulysses=world), 0, "int8"),
+        "displaced, residual": Mode(Degrees(patch=world, patch_mode="displaced"), 1, "residual"),
+    }
+
 
 DIFFUSERS = {"diffusers ulysses": "ulysses", "diffusers ring": "ring"}
-XDIT = {"xDiT pipefusion M=2": ({"pipe": WORLD}, 2), "xDiT ulysses": ({"ulysses": WORLD}, 1)}
-"""Degrees and patches."""
+XDIT = {"xDiT pipefusion": "pipe", "xDiT ulysses": "ulysses"}
+"""The degree of each."""
 
 
 @dataclass(frozen=True)
@@ -167,18 +173,21 @@ class Bench:
 class Peers:
     """Processes of others, each kind at a switch of its own. A context: it ends them."""
 
-    def __init__(self, subject: Subject, folder: Path, xdit_python: Path | None):
-        self._stack, self._switches = ExitStack(), []
+    def __init__(self, subject: Subject, folder: Path, xdit_python: Path | None, world: int):
+        self._stack, self._switches, self._world = ExitStack(), [], world
         self.runs: dict[str, Callable[[], Outcome]] = {}
-        diffusers = self._stack.enter_context(contextlib.closing(DiffusersRanks(subject, folder, self._links())))
+        diffusers = self._stack.enter_context(contextlib.closing(DiffusersRanks(subject, folder, self._links(), world)))
         self.runs |= {name: functools.partial(diffusers.run, mode) for name, mode in DIFFUSERS.items()}
-        for name, (degrees, patches) in XDIT.items() if xdit_python else ():
-            ranks = XditRanks(xdit_python, subject, folder, degrees, patches, self._links())
-            self.runs[name] = self._stack.enter_context(contextlib.closing(ranks)).run
+        for name, axis in XDIT.items() if xdit_python else ():
+            patches = world if axis == "pipe" else 1
+            ranks = XditRanks(xdit_python, subject, folder, {axis: world}, patches, self._links(), world)
+            self.runs[f"{name} M={patches}" if axis == "pipe" else name] = self._stack.enter_context(
+                contextlib.closing(ranks)
+            ).run
 
     def _links(self) -> Path:
         folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="slow-links-")))
-        self._switches.append(Switch(folder, WORLD))
+        self._switches.append(Switch(folder, self._world))
         self._switches[-1].set(FULL_SPEED, 0.0)
         return folder
 
@@ -193,13 +202,13 @@ class Peers:
         self._stack.close()
 
 
-def _auto(plans: list[dict[str, Prediction]], cases: dict[str, list[float]]) -> dict:
+def _auto(plans: list[dict[str, Prediction]], cases: dict[str, list[float]], modes: dict[str, Mode]) -> dict:
     """What `degrees` auto takes, round by round, and its seconds over those of the fastest that it may take.
 
     `cases`: measured seconds of a step. It takes exact modes, and where the sampler pipelines the others (planner.choose).
     """
     medians = {name: statistics.median(seconds) for name, seconds in cases.items()}
-    full = {ONE, *(name for name, mode in MODES.items() if mode.transfers == "full")}
+    full = {ONE, *(name for name, mode in modes.items() if mode.transfers == "full")}
     exact = [name for name in plans[0] if name in full and plans[0][name].mode.exact]
     close = [name for name in plans[0] if name in full and not plans[0][name].mode.exact]
     said = {}
@@ -229,13 +238,13 @@ def _row(outcomes: list[Outcome], one: list[Outcome], planned: list[float], step
 
 
 @contextlib.contextmanager
-def _ranks(real: bool) -> Iterator[tuple[Pool, Callable[[float, float], None]]]:
+def _ranks(real: bool, world: int) -> Iterator[tuple[Pool, Callable[[float, float], None]]]:
     """Ranks, and what sets the bytes a second and the latency of their links."""
     if real:
         with cabled_pool() as (pool, cable):
             yield pool, lambda rate, _latency: cable.set(rate)
     else:
-        with slow_pool(WORLD) as (pool, switch):
+        with slow_pool(world) as (pool, switch):
             yield pool, switch.set
 
 
@@ -250,28 +259,33 @@ def run(
     latency: bool = True,
     peers: bool = True,
     xdit_python: Path | None = None,
+    world: int = 2,
 ) -> dict:
-    """The result. `only`: of LINKS; `cases`: of MODES. `real`: over the kernel's queue, which peers are not on. `latency`:
-    False leaves it out, as `real` does. Every round measures one rank, then each link's predictions, modes and peers."""
+    """The result. `only`: of LINKS; `cases`: of modes_of(world), the number of ranks. `real`: over the kernel's queue, which
+    peers are not on. `latency`: False leaves it out, as `real` does. Every round measures one rank, then each link's
+    predictions, modes and peers."""
     links = {name: LINKS[name] for name in only or LINKS}
-    modes = {name: MODES[name] for name in cases or MODES}
+    every = modes_of(world)
+    modes = {name: every[name] for name in cases or every}
     xdit = {"xdit": xdit_version(xdit_python)} if xdit_python else {}
     one: list[Outcome] = []
     found: dict[str, dict[str, list[Outcome]]] = {name: defaultdict(list) for name in links}
     planned: dict[str, list[dict[str, Prediction]]] = {name: [] for name in links}
     scaled: dict[str, tuple[float, float]] = {}
+    left_out: dict[str, str] = {}
     with TemporaryDirectory() as directory, ExitStack() as stack:
         folder = subject.save(Path(directory))
         checkpoint = open_checkpoint(folder)
-        pool, set_links = stack.enter_context(_ranks(real))
+        pool, set_links = stack.enter_context(_ranks(real, world))
         bench = Bench(subject, checkpoint, pool, stack.enter_context(Pools())(1))
-        others = stack.enter_context(Peers(subject, folder, xdit_python)) if peers and not real else None
+        others = stack.enter_context(Peers(subject, folder, xdit_python, world)) if peers and not real else None
         for turn in range(rounds):
             one.append(bench.one())
             step = one[-1].seconds / subject.steps
             say(f"round {turn + 1}/{rounds}  {ONE}: {step:.3f} s a step")
             if not turn:  # the links stay as they are, so that rounds can be compared
-                scaled = {name: scale(subject, step, link.gpu).link(link) for name, link in links.items()}
+                shared = step * max(1.0, world / usable_cores())  # a rank of more ranks than cores has a share of a core
+                scaled = {name: scale(subject, shared, link.gpu).link(link) for name, link in links.items()}
             for name in links:
                 bandwidth, seconds = scaled[name]
                 speed = (bandwidth, seconds if latency else 0.0)
@@ -285,8 +299,15 @@ def run(
                     say(f"round {turn + 1}/{rounds}  {name:22} {bandwidth / 1e6:7.1f} MB/s  {mode:22} {took:.3f} s{said}")
                 if others is not None:
                     others.set(*speed)
-                    for peer, measure in others.runs.items():
-                        found[name][peer].append(measure())
+                    for peer, measure in list(others.runs.items()):
+                        try:
+                            outcome = measure()
+                        except PeerFailed as error:  # as xDiT's pipeline on more ranks than blocks of a kind
+                            left_out[peer] = str(error)
+                            say(f"left out: {peer}, {error}")
+                            del others.runs[peer]
+                            continue
+                        found[name][peer].append(outcome)
                         took = found[name][peer][-1].seconds / subject.steps
                         say(f"round {turn + 1}/{rounds}  {name:22} {bandwidth / 1e6:7.1f} MB/s  {peer:22} {took:.3f} s")
             if not real:
@@ -296,12 +317,13 @@ def run(
         return [plans[mode].seconds / subject.steps for plans in planned[link] if mode in plans]
 
     return measuring.head("links", subject, rounds) | {
-        "ranks": WORLD,
+        "ranks": world,
         "cores": os.cpu_count(),
         "queue": "tc tbf between two network namespaces" if real else "benchmarks/harness/slow_link.py",
         "stands_for": f"{MODEL} at {PIXELS} x {PIXELS} in bf16",
         "within": WITHIN,
         **xdit,
+        "left_out": left_out,
         "one_rank_seconds_per_step": figure([each / subject.steps for each in measuring.seconds(one)], 4),
         "links": {
             name: {
@@ -311,7 +333,7 @@ def run(
                 "gpu_operations_per_second": HARDWARE[link.gpu].operations,
                 "MB_per_second": round(scaled[name][0] / 1e6, 2),
                 "latency_us": round(1e6 * scaled[name][1]) if latency and not real else 0,
-                "auto": _auto(planned[name], _by_step({ONE: one, **found[name]}, subject.steps)) if plan else {},
+                "auto": _auto(planned[name], _by_step({ONE: one, **found[name]}, subject.steps), modes) if plan else {},
                 "cases": {
                     mode: _row(outcomes, one, by_step(name, mode), subject.steps) for mode, outcomes in found[name].items()
                 },
@@ -336,8 +358,9 @@ def main() -> None:
     options = measuring.parser(__doc__)
     options.set_defaults(rounds=2, steps=STEPS)
     options.add_argument("--only", type=functools.partial(_chosen, LINKS), help="links, with + between them")
-    options.add_argument("--cases", type=functools.partial(_chosen, MODES), help="modes, with + between them")
+    options.add_argument("--cases", type=functools.partial(_chosen, modes_of(2)), help="modes, with + between them")
     options.add_argument("--side", type=int, help="of the latent")
+    options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--real", action="store_true", help="the kernel's queue")
     options.add_argument("--no-latency", action="store_true")
     options.add_argument("--no-plan", action="store_true", help="without the planner's predictions")
@@ -358,6 +381,7 @@ def main() -> None:
         not given.no_latency,
         not given.no_peers,
         given.xdit_python,
+        given.ranks,
     ) | {"stolen": stolen.share()}
     measuring.report(result, given.out)
     if given.plot:

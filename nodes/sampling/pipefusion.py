@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import comfy.model_patcher
@@ -150,7 +151,7 @@ class PipeFusion:
         calls, exact_calls = stub.run.calls, stub.run.calls.total()
         if run is not None:
             whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
-            calls, exact_calls = {whole: run.exact_calls + run.banded_calls}, run.exact_calls
+            calls, exact_calls = Counter({whole: run.exact_calls + run.banded_calls}), run.exact_calls
         gained, advice = gain_and_advice(stub, calls, exact_calls, seconds)
         stub.run.calls.clear()
         self.last = RunReport(
