@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.rank.stage.joint_products import JointProduct
 from testing import tiny
 from testing.cases import all_cases
 from testing.quantised import quantise_blocks
@@ -160,6 +161,28 @@ def test_weight_dtype_int8_is_as_close_as_a_file_in_int8(pools, made, files, mea
     weights = sum(value.numel() for key, value in load_file(path).items() if "blocks." in key)
     others = path.stat().st_size - 4 * weights
     assert pools.load(path, Degrees(), "int8").weight_bytes[0] < 1.1 * weights + others
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), *MODES], ids=str)
+@pytest.mark.parametrize("kind", ("int8, rotated", "w4a4"))
+def test_layers_of_one_layer_of_the_file_are_one_product(thread_pools, files, monkeypatch, kind, degrees):
+    """With the bits of each layer's own product. Flux's two-stream blocks have two such layers each, its others one."""
+    case, (path, _) = CASES["flux"], files("flux", kind)
+    build, built = JointProduct._build, []
+
+    def counted(product: JointProduct):
+        built.append((weight := build(product)) is not None)
+        return weight
+
+    def outputs():
+        return thread_pools.load(path, degrees, fresh=True).predict(ModelCall(*case.inputs()), lambda: None)
+
+    monkeypatch.setattr(JointProduct, "_build", counted)
+    together = outputs()
+    blocks = 2 * case.config["num_layers"] + case.config["num_single_layers"]
+    assert built == [True] * blocks * (degrees.world if degrees.pipe == 1 else 1)
+    monkeypatch.setattr(JointProduct, "_build", lambda _product: None)
+    assert torch.equal(outputs(), together)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)

@@ -11,6 +11,7 @@ from torch import nn
 
 from parallel_backend.checkpoints.packed_formats import Packing
 
+from .joint_products import JointProduct
 from .quantised_products import Arithmetic, arithmetic
 
 Adapter = tuple[torch.Tensor, torch.Tensor | None]
@@ -76,6 +77,8 @@ class PackedLinear(RankLinear):
     dtype: torch.dtype
     """The compute dtype."""
     arithmetic: Arithmetic
+    joint: JointProduct | None = None
+    """The product that the layer shares with others of the same input."""
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +93,13 @@ class PackedLinear(RankLinear):
             self.packed.data = packed
         self.packing = self.packing.on(scales)
         self.arithmetic = arithmetic(packed, self.packing, self.dtype)
+        if self.joint is not None:
+            self.joint.forget()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]: without the adapters."""
+        if self.joint is not None and (output := self.joint.multiply(self, x)) is not None:
+            return output
         weight = self.arithmetic.weight
         return super().multiply(x) if weight is None else weight.linear(x, self.bias)
 

@@ -10,6 +10,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import Reader, reading
 from parallel_backend.core.dtypes import compute_dtype
 
+from .joint_products import join
 from .linear import PackedLinear, RankLinear
 from .tensor_parallel import TensorPlan
 
@@ -57,6 +58,10 @@ class StageWeights:
         with reading(checkpoint) as reader:
             for target in self.targets:
                 self._outline(target, known[target].shape, dtype, reader)
+        places = {target: self.place(target) for target in self.targets}
+        packed = {t: layer for t, (layer, leaf) in places.items() if isinstance(layer, PackedLinear) and leaf == "weight"}
+        self.joined = {target: together for together in join(packed, checkpoint.key_map) for target in together}
+        """A weight's parameter -> the parameters whose PACKED bytes should be in a row in memory, in this order."""
 
     @contextmanager
     def loading(self, progress: Progress) -> Iterator[None]:
