@@ -62,7 +62,7 @@ class JointProduct:
             self._weight, self._is_built = self._build(), True
         if self._weight is None:
             return None
-        biases = [each.bias for each in self._layers if each.bias is not None]
+        biases: list[torch.Tensor] = [each.bias for each in self._layers if each.bias is not None]
         if len(biases) not in (0, len(self._layers)):
             return None
         whole = self._weight.linear(x, torch.cat(biases) if biases else None)  # joined anew: LoRAs change biases in place
