@@ -220,10 +220,14 @@ def _advice(plan: Plan) -> str:
         reasons = [f"advice: stay on one {kind} ({machine.names[mode.device]}), {best.seconds:.2f} s"]
         others = [prediction for prediction in plan.predictions if not prediction.lacks and prediction is not best]
         if others:
-            reasons.append(
-                f"the best of the others, {others[0].mode}, takes {others[0].seconds:.2f} s: less than "
-                f"{100 * (AS_GOOD - 1):.0f} % would be gained"
-            )
+            other, tokens = others[0], plan.costs.workload.tokens
+            share = best.seconds / other.mode.degrees.world
+            reasons += [
+                f"the best of the others, {other.mode}, takes {other.seconds:.2f} s: less than "
+                f"{100 * (AS_GOOD - 1):.0f} % would be gained",
+                f"a model call has {tokens} tokens, too few for several {kind}s and these links: computing alone, shared "
+                f"evenly, would take {share:.2f} s of the {other.seconds:.2f}; more {kind}s do not shorten the rest",
+            ]
     else:
         reasons = [f"advice: {mode}, {best.seconds:.2f} s"]
         if one.lacks:

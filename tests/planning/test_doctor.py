@@ -342,6 +342,7 @@ def test_gpus_that_gain_nothing_stay_alone():
     text = describe_rehearsed(found)
     assert "advice: stay on one GPU (cuda:0)" in text
     assert "the best of the others" in text
+    assert f"a model call has {workload().tokens} tokens, too few for several GPUs and these links" in text
     assert settings(found.best.mode, found.costs.machine).splitlines()[0] == (
         "Parallel DiT Loader: pipefusion_degree 1, tensor_parallel_degree 1, split_batch_degree 1, devices cuda:0"
     )
