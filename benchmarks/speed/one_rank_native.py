@@ -4,9 +4,10 @@
     python -m benchmarks.speed.one_rank_native --cases flux,sd3 --formats fp32,int8
 
 Steps of KSampler (euler, guidance 1), the two in turn and both loaded, one thread each, torch's attention for both. A figure
-is the median of a round's steps behind its first; ratios are taken within a round. Files are made here, with random weights
-in the native layout. Both compute in fp32; the bf16 file in bf16, as on a GPU (a ComfyUI on a CPU would expand it at each
-use). On a CPU comfy-kitchen's kernels are its plain ones, fp8 and nvfp4 are expanded, and int8 is multiplied.
+is the median of a round's steps behind its first; ratios are taken within a round. Both keep freed memory, as ranks do. Files
+are made here, with random weights in the native layout. Both compute in fp32; the bf16 file in bf16, as on a GPU (a ComfyUI
+on a CPU would expand it at each use). On a CPU comfy-kitchen's kernels are its plain ones, fp8 and nvfp4 are expanded, and
+int8 is multiplied.
 """
 
 import argparse
@@ -29,12 +30,19 @@ from benchmarks.harness import measuring
 from benchmarks.harness.needs import need
 from parallel_backend.acceptance.tiny_flux import randomise, save_original
 from parallel_backend.families import FAMILIES
+from parallel_backend.rank.allocator import KEPT_BYTES, LARGEST_IN_HEAP
 from scripts.comfyui_server import find_python
 from testing.cases.wan import WAN
 from testing.comfyui.models import FLUX, SD3
 
 FORMATS = {"fp32": None, "bf16": None, "fp8": "fp8", "int8": "int8, rotated", "nvfp4": "nvfp4"}
 """Format -> its name in testing.quantised; None: a plain file."""
+AS_RANKS = (
+    f"glibc.malloc.mmap_threshold={LARGEST_IN_HEAP}",
+    f"glibc.malloc.trim_threshold={KEPT_BYTES}",
+    "glibc.malloc.arena_max=1",
+)
+"""For ComfyUI's process what rank/allocator.py sets in a rank's."""
 LIMIT = 1.03
 """Of a rank's time over native's."""
 
@@ -93,7 +101,7 @@ def inside(
         process = subprocess.Popen(
             [find_python(checkout), script, checkout, base, *flags],
             cwd=base,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": ":".join(AS_RANKS)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
