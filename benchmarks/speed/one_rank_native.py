@@ -3,11 +3,11 @@
     python -m benchmarks.speed.one_rank_native --out benchmarks/results/one_rank_native_NAME_DATE.json
     python -m benchmarks.speed.one_rank_native --cases flux,sd3 --formats fp32,int8
 
-Steps of KSampler (euler, guidance 1), the two in turn and both loaded, one thread each, torch's attention for both. A figure
-is the median of a round's steps behind its first; ratios are taken within a round. Both keep freed memory, as ranks do. Files
-are made here, with random weights in the native layout. Both compute in fp32; the bf16 file in bf16, as on a GPU (a ComfyUI
-on a CPU would expand it at each use). On a CPU comfy-kitchen's kernels are its plain ones, fp8 and nvfp4 are expanded, and
-int8 is multiplied.
+Steps of KSampler (euler, guidance 1), the two in turn and both loaded, one thread each, torch's attention for both. A
+figure is the median of a round's steps behind its first; ratios are taken within a round. Both keep freed memory, as ranks
+do. Files are made here, with random weights in the native layout. Both compute in fp32; the bf16 file in bf16, as on a GPU
+(a ComfyUI on a CPU would expand it at each use). On a CPU comfy-kitchen's kernels are its plain ones, fp8 and nvfp4 are
+expanded, and int8 is multiplied.
 """
 
 import argparse

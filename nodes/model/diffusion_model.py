@@ -126,7 +126,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.current_patcher: comfy.model_patcher.ModelPatcher | None = None
         """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and None again after it."""
         self.advised = False
-        """Whether the user has been told of faster degrees."""
+        """Whether faster degrees have been looked for, to tell the user."""
         self._finished = True
 
     @property  # type: ignore[misc]

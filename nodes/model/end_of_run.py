@@ -30,8 +30,7 @@ def gain_and_advice(
         model.pool.links = figures(calibration.machine.links)
     if stub.run.cache is not None:
         return "", ()
-    advice = "" if stub.advised else run.advice()
-    stub.advised |= bool(advice)
+    advice, stub.advised = "" if stub.advised else run.advice(), True  # every mode is predicted: not after each run
     return run.gained(), (advice,) if advice else ()
 
 

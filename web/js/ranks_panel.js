@@ -168,19 +168,20 @@ function rankRow(rank, number, onSame) {
     return row;
 }
 
-function modelRow(model) {
+/** `isLast`: of the pool's models the one that was used last, whose run a trace shows. */
+function modelRow(model, isLast) {
     const row = element("div", "row");
     row.append(element("div", "device", model.name), element("div", "quiet", model.degrees));
     const streamed = sum(model.streamed);
     const parts = model.parked ? [words.parked] : [words.onDevices(size(sum(model.weights)))];
     if (!model.parked && streamed) parts.push(words.streamed(size(streamed)));
     row.append(element("div", "quiet", parts.join(", ")));
-    if (model.computing.length) row.append(lastRun(model.computing));
+    if (model.computing.length) row.append(lastRun(model.computing, isLast));
     return row;
 }
 
-/** A bar for each rank: the share of the last run's time that it computed. */
-function lastRun(computing) {
+/** A bar for each rank: the share of the last run's time that it computed. `isTraced`: with a button for a trace of it. */
+function lastRun(computing, isTraced) {
     const made = element("div", "timeline quiet");
     made.append(words.lastRun);
     for (const [rank, share] of computing.entries()) {
@@ -193,7 +194,7 @@ function lastRun(computing) {
         line.append(part);
         made.append(line);
     }
-    made.append(button(words.openTrace, words.openTraceTip, () => addNode("ParallelTrace")));
+    if (isTraced) made.append(button(words.openTrace, words.openTraceTip, () => addNode("ParallelTrace")));
     return made;
 }
 
@@ -219,7 +220,7 @@ function poolParts(pool) {
     if (pool.links.length) parts.push(element("h3", "", words.links), ...linkParts(pool.links));
     parts.push(element("h3", "", words.models));
     if (!pool.models.length) parts.push(element("div", "quiet", words.noModel));
-    parts.push(...[...pool.models].reverse().map(modelRow));
+    parts.push(...[...pool.models].reverse().map((model, place) => modelRow(model, !place)));
     if (pool.logs) parts.push(element("div", "quiet", words.logs(pool.logs)));
     return parts;
 }
