@@ -276,6 +276,12 @@ def links_plot(result: Result, image: Path) -> None:
     plot(image, (9, 5), draw)
 
 
+AUTO = (
+    "\n\nWhat `degrees` auto takes in each round, without PipeFusion and with it; the fastest of what it may take, by "
+    "medians; and the first over the second.\n\n"
+)
+
+
 def links(result: Result, image: Path) -> str:
     links_plot(result, image)
     found = result["links"]
@@ -305,16 +311,18 @@ def links(result: Result, image: Path) -> str:
         return span(case["seconds_per_step"], 3) + (f"; {ratio:.2f}" if ratio else "")
 
     rows = [[mode, *(cell(link["cases"][mode]) for link in found.values())] for mode in modes]
+    beside = f" Beside it: {result['beside']}." if "beside" in result else ""
     return (
-        f"Two ranks over {result['queue']}. A link is as slow here as the real one is beside {result['stands_for']} on the "
-        "GPU named (`benchmarks/speed/links.py` has the formula); PipeFusion's transfers are so too large a part of a step, "
-        f"since this model has fewer blocks. One rank takes {span(one, 3)} s a step.\n\n"
+        f"{result['ranks']} ranks over {result['queue']}.{beside} A link is as slow here as the real one is beside "
+        f"{result['stands_for']} on the GPU named (`benchmarks/speed/links.py` has the formula); PipeFusion's transfers are so "
+        f"too large a part of a step, since this model has fewer blocks. One rank takes {span(one, 3)} s a step.\n\n"
         + table(["link", "real, GB/s", "us", "GPU, 1e12 operations/s", "here, MB/s", "us"], said)
-        + "\n\nSeconds a step, then the planner's prediction over what was measured.\n\n"
+        + "\n\nSeconds a step"
+        + ", then the planner's prediction over what was measured" * bool(chosen)
+        + ".\n\n"
         + table(["mode", *found], rows)
-        + "\n\nWhat `degrees` auto takes in each round, without PipeFusion and with it; the fastest of what it may take, by "
-        "medians; and the first over the second.\n\n"
-        + table(["link", "auto, exact", "fastest", "over it", "auto, pipelined", "fastest", "over it"], chosen)
+        + (AUTO + table(["link", "auto, exact", "fastest", "over it", "auto, pipelined", "fastest", "over it"], chosen))
+        * bool(chosen)
     )
 
 
@@ -345,6 +353,8 @@ def render(results: Path, page: Path, images: Path) -> None:
             body = section(result, image)
             shown = f"\n![{title}]({os.path.relpath(image, page.parent)})\n" if image.exists() else ""
             model = result["model"].split(",")[0]
+            if kind == "links" and result["ranks"] != 2:
+                model += f", {result['ranks']} ranks"
             parts.append(f"## {title}: {model}\n{about(result, path, page)}\n{shown}\n{body}")
     page.write_text("\n\n".join(parts) + "\n")
 
