@@ -314,8 +314,8 @@ def links(result: Result, image: Path) -> str:
     beside = f" Beside it: {result['beside']}." if "beside" in result else ""
     return (
         f"{result['ranks']} ranks over {result['queue']}.{beside} A link is as slow here as the real one is beside "
-        f"{result['stands_for']} on the GPU named (`benchmarks/speed/links.py` has the formula); PipeFusion's transfers are so "
-        f"too large a part of a step, since this model has fewer blocks. One rank takes {span(one, 3)} s a step.\n\n"
+        f"{result['stands_for']} on the GPU named (`benchmarks/speed/links.py` has the formula); PipeFusion's transfers are "
+        f"so too large a part of a step, since this model has fewer blocks. One rank takes {span(one, 3)} s a step.\n\n"
         + table(["link", "real, GB/s", "us", "GPU, 1e12 operations/s", "here, MB/s", "us"], said)
         + "\n\nSeconds a step"
         + ", then the planner's prediction over what was measured" * bool(chosen)
