@@ -6,21 +6,32 @@ third of a product of 512 rows on a CPU, so three products for one are dear.
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from parallel_backend.checkpoints.packed_formats import Packing
 from parallel_backend.checkpoints.quantised_formats import Quantised
 from parallel_backend.core.kitchen import kitchen
 from parallel_backend.families.base.file_layout import Source
 
-from .quantised_products import KitchenWeight
-
-if TYPE_CHECKING:
-    from .linear import PackedLinear
+from .quantised_products import Arithmetic, KitchenWeight
 
 JOINED = frozenset({"int8_tensorwise", "convrot_w4a4", "float8_e4m3fn"})
 """Formats of such products. Their scales are one for each row, or one for all, of the file's layer."""
+
+
+class Layer(Protocol):
+    """What is read of a PackedLinear (linear.py), and `joint`, which is set."""
+
+    packed: torch.nn.Parameter
+    packing: Packing
+    arithmetic: Arithmetic
+    dtype: torch.dtype
+    joint: "JointProduct | None"
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
 
 
 class JointProduct:
@@ -31,7 +42,7 @@ class JointProduct:
     does not depend on it.
     """
 
-    def __init__(self, layers: Sequence["PackedLinear"]):
+    def __init__(self, layers: Sequence[Layer]):
         self._layers = tuple(layers)
         self._weight: KitchenWeight | None = None
         self._is_built = self._is_off = False
@@ -44,7 +55,7 @@ class JointProduct:
         """To be called when a layer's weight has got other memory."""
         self._weight, self._is_built = None, False
 
-    def multiply(self, layer: "PackedLinear", x: torch.Tensor) -> torch.Tensor | None:
+    def multiply(self, layer: Layer, x: torch.Tensor) -> torch.Tensor | None:
         """`layer`'s product, [..., in] -> [..., out], a view of all layers'. None: the layer has to compute it."""
         if self._is_off:
             return None
@@ -94,7 +105,7 @@ class JointProduct:
         return KitchenWeight(tensors, packed, packing, first.dtype, True)
 
 
-def join(layers: Mapping[str, "PackedLinear"], sources: Mapping[str, Source]) -> list[tuple[str, ...]]:
+def join(layers: Mapping[str, Layer], sources: Mapping[str, Source]) -> list[tuple[str, ...]]:
     """Give layers that are rows of the same layer of the file a JointProduct. Returns their parameters' names, together.
 
     `layers`: packed layers, by their weight's name. `sources`: where the file has each parameter (Checkpoint.key_map).
