@@ -7,6 +7,7 @@ import torch
 
 from parallel_backend.checkpoints.packed_formats import Fp8
 from parallel_backend.checkpoints.quantised_formats import quantise_int8
+from parallel_backend.rank.stage import joint_products
 from parallel_backend.rank.stage.joint_products import JointProduct
 from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
@@ -113,6 +114,19 @@ def test_what_cannot_be_joined_is_not(products, kind, gap):
     products.clear()
     assert all((layer(x) == found).all() for layer, found in zip(together, apart, strict=True))
     assert sum(ROWS) not in products
+
+
+@torch.inference_mode()
+def test_large_outputs_stay_apart(products, monkeypatch):
+    """And those of a later call, which are small, do not."""
+    together, _ = layers("int8")
+    joined(together)
+    monkeypatch.setattr(joint_products, "LARGEST", 5 * sum(ROWS) * 4)
+    for tokens in (6, 5):
+        x = torch.randn(tokens, COLUMNS)
+        for layer in together:
+            layer(x)
+    assert products == [*ROWS, sum(ROWS)]
 
 
 @torch.inference_mode()

@@ -20,6 +20,10 @@ from .quantised_products import Arithmetic, KitchenWeight
 JOINED = frozenset({"int8_tensorwise", "convrot_w4a4", "float8_e4m3fn"})
 """Formats of such products. Their scales are one for each row, or one for all, of the file's layer."""
 
+LARGEST = 1 << 26
+"""Bytes of all layers' outputs up to which they are computed together. A layer's part keeps the memory of all, so that the
+values stay until attention has ended, where queries and keys by themselves are freed once they are rotated."""
+
 
 class Layer(Protocol):
     """What is read of a PackedLinear (linear.py), and `joint`, which is set."""
@@ -71,7 +75,8 @@ class JointProduct:
             return None
         if not self._is_built:
             self._weight, self._is_built = self._build(), True
-        if self._weight is None:
+        rows = sum(len(each.packed) for each in self._layers)
+        if self._weight is None or x.numel() // x.shape[-1] * rows * x.itemsize > LARGEST:
             return None
         biases: list[torch.Tensor] = [each.bias for each in self._layers if each.bias is not None]
         if len(biases) not in (0, len(self._layers)):
