@@ -4,6 +4,7 @@
  */
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
+import { chinese, isChinese } from "./chinese_lines.js";
 
 const ID = "parallel-dit-ranks";
 const EVENT = "parallel_dit.ranks"; // of nodes/ranks_panel.py
@@ -252,7 +253,7 @@ function draw() {
     else parts.push(legend(), ...state.pools.flatMap(poolParts));
     if (runs.length) {
         parts.push(element("h3", "", words.runs));
-        for (const text of runs) parts.push(element("div", "row quiet", text));
+        for (const text of runs) parts.push(element("div", "row quiet", words === CHINESE ? chinese(text) : text));
     }
     const buttons = element("div", "buttons");
     const unload = () => api.fetchApi("/parallel_dit/ranks/unload", { method: "POST" });
@@ -285,8 +286,7 @@ app.registerExtension({
     name: "ParallelDiT.RanksPanel",
     setup() {
         if (!app.extensionManager?.registerSidebarTab) return; // an editor without a sidebar
-        const locale = app.ui.settings.getSettingValue("Comfy.Locale") ?? navigator.language;
-        words = String(locale).startsWith("zh") ? CHINESE : ENGLISH;
+        words = isChinese(app) ? CHINESE : ENGLISH;
         api.addEventListener(EVENT, ({ detail }) => {
             state = detail;
             draw();
