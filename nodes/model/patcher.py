@@ -92,6 +92,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         super().cleanup()
         if run.calls:
             tell_of_run(self.stub)
+            run.calls.clear()  # ComfyUI cleans up again when another node is at work
         run.cache = None
 
     def model_patches_models(self):

@@ -222,6 +222,7 @@ def main(results: Results) -> None:
             with patch.object(end_of_run, "say", ended.append):
                 for model in (stages, stages, parallel(FILE, 1, 2), node("ParallelStepCache", stages, 0.2, 0.0, 1.0)):
                     sample(model, prompts, latent)
+                stages.cleanup()  # as when another node makes room: the run has been told of
         return {"ended": ended}
 
     def unloads() -> dict:
