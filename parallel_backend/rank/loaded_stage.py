@@ -197,4 +197,4 @@ class LoadedStage:
 
         blocks = own_blocks(self.model, self.family.blocks.lists)
         widths, untraced = lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.family.forward.untraced
-        return Compiler(blocks, widths, self.device, ranks, untraced)
+        return Compiler(blocks, widths, self.device, ranks, self.heartbeat, untraced)

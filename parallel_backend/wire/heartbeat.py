@@ -95,6 +95,15 @@ class Heartbeat:
         self.progress += 1
 
     @contextlib.contextmanager
+    def within(self, doing: str) -> Iterator[None]:
+        """Context in which the present work is said to be `doing`, of what it was before."""
+        before, self.doing = self.doing, f"{doing} ({self.doing})"
+        try:
+            yield
+        finally:
+            self.doing = before
+
+    @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         """Context of an operation that ends only when other ranks take part in it. Sets `waiting`."""
         self.waiting = True

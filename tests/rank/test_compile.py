@@ -235,7 +235,10 @@ def test_packed_weights_are_expanded_outside_of_graphs(ranks, tmp_path, traced, 
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(ranks, flux_file, monkeypatch, caplog):
+    doing = []
+
     def fail(_graph, _inputs):
+        doing.append(rank.engine.stage.heartbeat.doing)
         raise RuntimeError("no such instruction\nand a long story")
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", fail)
@@ -245,6 +248,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(ranks, flux_file
         out = rank.predict(*inputs)
     assert tiny.relative(out, ranks(flux_file, compile=False).predict(*inputs)) <= TOLERANCE
     assert rank.graphs == 0
+    assert doing == [f"compiling ({rank.engine.stage.heartbeat.doing})"]  # and not from there on
     (said,) = [record.getMessage() for record in caplog.records if record.name == "parallel_backend.rank.stage.compile"]
     assert said.endswith("since torch.compile failed: no such instruction")
 

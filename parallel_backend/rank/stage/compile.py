@@ -23,6 +23,7 @@ from torch import nn
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaRedirect
+from parallel_backend.wire.heartbeat import Heartbeat
 
 from .linear import PackedLinear, RankLinear
 from .module_cache import CachedModule
@@ -145,14 +146,16 @@ class Compiler:
         widths: Callable[[str], int],
         device: torch.device,
         ranks: int,
+        heartbeat: Heartbeat,
         untraced: tuple[str, ...] = (),
     ):
         """`blocks` by name in the model, with weights, tensor plan and parallel attention in place.
 
         `widths(layer)`: output features of a linear layer over all ranks. `ranks`: ranks that share the machine.
-        `untraced`: see Forward.
+        `heartbeat` says while a graph is compiled. `untraced`: see Forward.
         """
         self.graphs, self._failed, self._widths, self._untraced = 0, False, widths, untraced
+        self._heartbeat = heartbeat
         self._order = torch.zeros(1, dtype=torch.uint8, device=device)
         # Settings of the process, equal for all of its models. After an error in tracing torch warns and runs the code.
         torch._dynamo.config.suppress_errors = True
@@ -204,7 +207,8 @@ class Compiler:
 
         if not self._failed:
             try:
-                compiled = compile_fx(graph, inputs)
+                with self._heartbeat.within("compiling"):  # a graph may take a minute
+                    compiled = compile_fx(graph, inputs)
                 self.graphs += 1
                 return compiled
             except Exception as error:
