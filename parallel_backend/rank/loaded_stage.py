@@ -78,7 +78,7 @@ class LoadedStage:
         self.place = degrees.sequence_index(degrees.coordinate(rank))
         """The rank's number among the sequence ranks of its stage."""
 
-        self.traffic = Traffic(device, heartbeat)
+        self.heartbeat, self.traffic = heartbeat, Traffic(device, heartbeat)
         self.link = StageLink(self.mesh.link(sends=False), self.mesh.link(sends=True), device, self.traffic)
         self.receives_early = receives_early(degrees)
         heads, key_heads = family.sizes.heads(config), family.sizes.key_heads(config) or family.sizes.heads(config)
@@ -130,7 +130,7 @@ class LoadedStage:
         store.watch(blocks)
         for block in blocks.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
-        self._blocks, self.heartbeat = len(blocks), heartbeat
+        self._blocks = len(blocks)
 
     @property
     def computes_alone(self) -> bool:
