@@ -96,7 +96,7 @@ ONE = "one rank"
 
 
 def modes_of(world: int) -> dict[str, Mode]:
-    """Naive patches do without transfers, and are no picture to want: the floor."""
+    """The modes of `world` ranks, by name. Naive patches do without transfers, and are no picture to want: the floor."""
     return {
         "pipefusion M=2": Mode(Degrees(pipe=world), 2),
         "pipefusion M=4": Mode(Degrees(pipe=world), 4),

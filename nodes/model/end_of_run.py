@@ -43,5 +43,9 @@ def tell_of_run(stub: "RemoteDiffusionModel") -> None:
     cache = None if run.cache is None else run.cache.report()
     notes = (*(() if model is None else model.pool.notes), *run.lines, *advice)
     report = RunReport(setup.degrees, 1, steps, seconds, None, None, (), cache, notes, None, gained, setup.transfer_dtype)
+    say_report(report)
+
+
+def say_report(report: RunReport) -> None:
     took, *rest = report.shown
     say("\n".join((f"Parallel DiT: {took}", *rest)))

@@ -57,8 +57,12 @@ class MeasuredRun:
         calibration = self.calibration
         if calibration is None or not self.calls or not self.seconds:
             return ""
-        one_device = [self._on_one(number, calibration) for number in range(len(calibration.machine.names))]
-        fitting = [seconds for seconds in one_device if seconds is not None]
+        costs = [self._costs(calibration, shape, count, count) for shape, count in self.calls.items()]
+        fitting = []
+        for device in range(len(calibration.machine.names)):
+            predictions = [predict(each, Mode(Degrees(), device=device), self.setup.offload) for each in costs]
+            if not any(prediction.lacks for prediction in predictions):
+                fitting.append(sum(prediction.seconds for prediction in predictions))
         return f"{min(fitting) / self.seconds:.1f} x one {self._unit}" if fitting else ""
 
     def advice(self) -> str:
@@ -91,14 +95,3 @@ class MeasuredRun:
         run = (shape.latent, entries, count, shape.text_tokens, setup.transfer_dtype, setup.compile)
         workload = workload_of(self.checkpoint, setup.dtype, calibration.machine.names[0], *run)
         return CalibratedCosts(calibration, replace(workload, warm_up=exact))
-
-    def _on_one(self, device: int, calibration: Calibration) -> float | None:
-        """Seconds of all calls on this device alone. None: it does not hold the model."""
-        seconds = 0.0
-        for shape, count in self.calls.items():
-            costs = self._costs(calibration, shape, count, count)
-            prediction = predict(costs, Mode(Degrees(), device=device), self.setup.offload)
-            if prediction.lacks:
-                return None
-            seconds += prediction.seconds
-        return seconds

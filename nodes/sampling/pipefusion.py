@@ -28,10 +28,9 @@ from parallel_backend.wire.sampling import RunStats
 
 from ..model.call_checks import check_has_family
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
-from ..model.end_of_run import gain_and_advice
+from ..model.end_of_run import gain_and_advice, say_report
 from ..model.sampling_run import CallShape
 from ..ui.host import check_cancelled
-from ..ui.node_text import say
 from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters
 from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced, why_wrapped
@@ -169,8 +168,7 @@ class PipeFusion:
             stub.setup.transfer_dtype,
         )
         log.info("Parallel DiT: %s", self.last.summary)
-        took, *rest = self.last.shown
-        say("\n".join((f"Parallel DiT: {took}", *rest)))
+        say_report(self.last)
         return result
 
     def _expected(self, sampling: Sampling) -> Request | None:
