@@ -134,6 +134,27 @@ class PictureFirst(TwoStreams):
         return h[:, : h.shape[1] - words.shape[1]]
 
 
+class OwnBlocksFirst(Tokens):
+    """Words, picture and a reference each pass blocks of their own, then joint ones: diffusers' Flux 3 has this form."""
+
+    parts = "words", "picture", "reference"
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        self.own = nn.ModuleDict({part: nn.ModuleList(self.block(operations) for _ in range(2)) for part in self.parts})
+
+    def mixed(self, h, words, emb, t):
+        parts = {"words": words, "picture": h, "reference": h.flip(-1)[:, : h.shape[1] // 2] + 1}
+        tables = {part: rows(tokens.shape[1], h) for part, tokens in parts.items()}
+        for part, blocks in self.own.items():
+            for block in blocks:
+                parts[part] = block(parts[part], emb, tables[part])
+        joint, table = torch.cat([*parts.values()], 1), torch.cat([*tables.values()], 1)
+        for block in self.blocks:
+            joint = block(joint, emb, table)
+        return joint[:, words.shape[1] :][:, : h.shape[1]]
+
+
 class RegistersBetween(TwoStreams):
     """More tokens of every rank, in the middle of its blocks."""
 
