@@ -19,6 +19,7 @@ from parallel_backend.families.base.step_inputs import Config
 from ..ui.other_nodes import is_known
 from . import sparse_attention as sparse_node
 from .attention_choice import OVERRIDE, chosen_attention
+from .sequence_control import below_controls
 
 SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 """A replacement for a block that returns its input: the block is skipped."""
@@ -76,7 +77,11 @@ def _skipped(
     skipped, sparse = [], None
     remaining: dict[str, dict[Any, Any]] = {}
     for name, functions in replaced.items():
-        for block, function in functions.items():
+        for block, around in functions.items():
+            # Residuals of controls are computed in this process. What is around the block inside of them is looked at.
+            function = around if family.blocks.controlled_sequence is None else below_controls(around)
+            if function is None:
+                continue
             if name == "dit" and native is not None and is_known(SKIP, function):
                 kind, index = block[:2]
                 if kind in native and index < counts[native[kind]]:

@@ -32,8 +32,7 @@ from .attention_choice import preferred_attention
 from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
-from .controlnet import residuals
-from .fun_control import FunControl, fun_controls
+from .controls_here import ControlsHere, NativeArguments
 from .lora import PREFIX, NativeWeights
 from .make_room import make_room
 from .native_call import NativeClass, by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
@@ -162,8 +161,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         return NativeText(self.checkpoint)
 
     @functools.cached_property
-    def fun_control(self) -> FunControl:
-        return FunControl(self.checkpoint, self.native, self.unet_config, self.dtype)
+    def controls_here(self) -> ControlsHere:
+        return ControlsHere(self.checkpoint, lambda: self.native, self.unet_config, self.dtype)
 
     @functools.cached_property
     def native(self) -> NativeClass:
@@ -300,6 +299,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         inputs = {name: value for name, value in extra.items() if value is not None}
+        named, asked_timestep = {"context": context, **inputs}, timestep
         latents = (x,) if isinstance(x, torch.Tensor) else tuple(x)
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, latents, options):
@@ -326,12 +326,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         timestep = for_entries(timestep, tensors, len(latents[0]))
         if is_carried:
             latents, finish = family.inputs.carried(latents, timestep, inputs)
-        if controls := fun_controls(family, options):
-            assert context is not None  # `conditioning` has refused a call without one
-            layers = self.fun_control_layers()
-            control = (control or {}) | self.fun_control.additions(layers, controls, latents[0], timestep, context, options)
         along = "rows" if band is None else band.run.patching.along
-        block_residuals = residuals(family, config, control, tuple(latents[0].shape), along)
+        native_arguments = NativeArguments(latents, asked_timestep, named, options)
+        block_residuals = self.controls_here.residuals(native_arguments, control, tensors, along, self.run)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(
             x=latents,
@@ -365,11 +362,6 @@ class RemoteDiffusionModel(torch.nn.Module):
                 return model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
 
         return self.run.tried(lambda: self.transformer(expected), predict)
-
-    def fun_control_layers(self) -> comfy.model_patcher.ModelPatcher:
-        """The layers that Fun controls need in this process, with the run's patches for them."""
-        run = self.run
-        return self.fun_control.model([run.patches, run.bypass_patches], run.hook_patches.values(), run.patches_uuid)
 
     def _sizes(self, latents: Latents, band: Band | None) -> dict[str, Any]:
         """Sizes of the whole latent that `Inputs.conditioning` needs, the same in every band."""

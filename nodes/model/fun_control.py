@@ -6,12 +6,10 @@ output. So all residuals of a call can be computed before the ranks begin. The f
 too, and the patch is called with zeros, to which it adds the residual.
 """
 
-import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import comfy.ldm.common_dit
-import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
 import torch
@@ -20,18 +18,15 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import original_values
 from parallel_backend.families import Family
 
-from ..ui.host import refuse
 from ..ui.other_nodes import is_known
 from .block_patches import FUN_CONTROL
 from .controlnet import Control
-from .lora import PREFIX, Patch
+from .layers_here import LayersHere
 from .native_call import NativeClass
 
 REFINERS, BLOCKS = "noise_refiner", "double_block"
 """Kinds of patch that the node puts on a MODEL, and also kinds of residuals (Blocks.residuals)."""
 EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_pad_token")
-
-Patches = Mapping[str, list[Patch]]
 
 
 def fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -45,37 +40,12 @@ def fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, list[A
 
 
 class FunControl:
-    """Computes the residuals of Fun controls, with the checkpoint's layers in front of the blocks.
-
-    The layers are read at the first use. ComfyUI moves and unloads them as any other model.
-    """
+    """Computes the residuals of Fun controls, with the checkpoint's layers in front of the blocks."""
 
     def __init__(self, checkpoint: Checkpoint, native: NativeClass, unet_config: Mapping[str, Any], dtype: torch.dtype):
         """`native`: ComfyUI's class, `unet_config` its arguments. `dtype`: in which ranks compute."""
         self._checkpoint, self._native, self._unet_config, self._dtype = checkpoint, native, unet_config, dtype
-        self._patched: dict[Any, comfy.model_patcher.ModelPatcher] = {}  # the last patches' name -> layers with them
-
-    def model(self, patches: list[Patches], hooked: Collection[Patches], name: Any) -> comfy.model_patcher.ModelPatcher:
-        """The layers as a model for ComfyUI to load, with the `patches` that are for them. `name` stands for `patches`.
-
-        ValueError if `hooked`, the patches of a conditioning's LoRAs, have some for these layers.
-        """
-        layer_patches: dict[str, list[Patch]] = {}
-        for key in self._layers.model.state_dict():
-            if key_patches := [patch for table in patches for patch in table.get(key, ())]:
-                layer_patches[key] = key_patches
-            if any(key in table for table in hooked):
-                refuse(
-                    f"a conditioning's LoRA for {key.removeprefix(PREFIX)} beside ZImageFunControlnet",
-                    "Load that LoRA for the whole model.",
-                )
-        if not layer_patches:
-            return self._layers
-        if name not in self._patched:
-            patcher = self._layers.clone()
-            patcher.patches, patcher.patches_uuid = layer_patches, name
-            self._patched = {name: patcher}
-        return self._patched[name]
+        self.layers = LayersHere(self._make, "ZImageFunControlnet")
 
     def additions(
         self,
@@ -127,8 +97,7 @@ class FunControl:
                 zeros = torch.zeros_like(picture)
         return residuals
 
-    @functools.cached_property
-    def _layers(self) -> comfy.model_patcher.ModelPatcher:
+    def _make(self) -> torch.nn.Module:
         """ComfyUI's class without its blocks and without the refiners of the text, whose outputs no control reads."""
         settings = {**self._unet_config, "n_layers": 0, "dtype": self._dtype, "device": "meta"}
         layers = self._native(**settings, operations=comfy.ops.manual_cast)
@@ -138,10 +107,4 @@ class FunControl:
             for key, value in original_values(self._checkpoint, prefix).items():
                 values[prefix + key] = value.to(self._dtype)
         layers.load_state_dict(values, assign=True)
-        whole = torch.nn.Module()
-        whole.add_module(PREFIX.removesuffix("."), layers.eval().requires_grad_(False))
-        return comfy.model_patcher.ModelPatcher(
-            whole,
-            load_device=comfy.model_management.get_torch_device(),
-            offload_device=comfy.model_management.unet_offload_device(),
-        )
+        return layers

@@ -51,6 +51,9 @@ NATIVE: Mapping[str, str] = {
 """Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
 
 
+NO_ARGUMENTS = ("dtype", "disable_unet_model_creation")
+"""Entries of ComfyUI's unet_config that are no arguments of the class, or are given apart."""
+
 NativeClass = type[Any]
 """One of those classes, a torch Module with `forward` and mostly `_forward`. ComfyUI declares no common base for them."""
 

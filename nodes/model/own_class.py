@@ -36,14 +36,12 @@ from .call_checks import checked_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import BAND_KEY, RemoteDiffusionModel
 from .kept_proofs import kept_proof
-from .native_call import NativeClass, native_config, on_meta
+from .native_call import NO_ARGUMENTS, NativeClass, native_config, on_meta
 from .reach import is_plain, told_to_own_class
 from .sampling_run import CallShape, steps_of
 
 log = logging.getLogger(__name__)
 
-NO_ARGUMENTS = ("dtype", "disable_unet_model_creation")
-"""Entries of ComfyUI's unet_config that are no arguments of the class, or are given apart."""
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -21,7 +21,6 @@ from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
-from .fun_control import fun_controls
 from .lora import NativeWeights
 from .native_call import native_config, on_meta
 from .own_class import OwnClassModel
@@ -96,12 +95,10 @@ class RemoteModelPatcher(RankMemoryPatcher):
         run.cache = None
 
     def model_patches_models(self):
-        """As ComfyUI's, with the layers that Fun controls need in this process."""
-        models = super().model_patches_models()
-        if fun_controls(self.stub.checkpoint.family, self.model_options["transformer_options"]):
-            patches = [self.patches, bypass_patches(self.injections)]
-            models.append(self.stub.fun_control.model(patches, self.hook_patches.values(), self.patches_uuid))
-        return models
+        """As ComfyUI's, with the layers that controls need in this process."""
+        options, patches = self.model_options["transformer_options"], [self.patches, bypass_patches(self.injections)]
+        here = self.stub.controls_here.models(options, patches, self.hook_patches.values(), self.patches_uuid)
+        return [*super().model_patches_models(), *here]
 
     @property
     def stub(self) -> RemoteDiffusionModel:

@@ -15,7 +15,9 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.processes.pool import again
 
 Residuals = dict[str, torch.Tensor]
-"""A ControlNet's additions: block "<list>.<index>" -> [B, n, hidden]. Several blocks may have the same tensor."""
+"""What a control adds: block "<list>.<index>" -> [B, n, hidden] for the call's n picture tokens. Several blocks may have the
+same tensor. Of families with Blocks.controlled_sequence they are [B, n + t + r, hidden]: behind the picture's tokens come
+those of the text stream and of the references, and the call is for the whole latent."""
 
 
 @dataclass(frozen=True, eq=False)

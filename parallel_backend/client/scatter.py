@@ -10,7 +10,7 @@ from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire import messages as m
 
-from .call import Conditioning, PostedStep, Residuals
+from .call import Conditioning, PostedCall, PostedStep, Residuals
 from .shared_residuals import SharedResiduals
 
 
@@ -34,8 +34,8 @@ class Scatter:
         stages = [self._residuals(stage, call.residuals) for stage in range(self._degrees.pipe)]
         # A ControlNet with few blocks uses one tensor for several blocks of the model: it is sent once.
         added = [list({id(tensor): tensor for tensor in blocks.values()}.values()) for blocks in stages]
-        entries = step.entries.slice
-        parts = [tensor[entries, images.slice] for tensors in added for images, _ in shards for tensor in tensors]
+        entries, rows = step.entries.slice, self._rows_of_residuals(call, [images for images, _ in shards])
+        parts = [_joined(tensor[entries], places) for tensors in added for places in rows for tensor in tensors]
         placed = iter(self.shared.place(replica, step.seq, parts))
         messages: list[tuple[int, m.Step]] = []
         for stage, blocks in enumerate(stages):
@@ -58,6 +58,7 @@ class Scatter:
                     residuals={block: numbers[id(tensor)] for block, tensor in blocks.items()},
                     added=tuple(next(placed) for _ in added[stage]),
                     x=x,
+                    controlled=bool(call.residuals) and self._family.blocks.controlled_sequence is not None,
                 )
                 messages += [(rank, message) for rank in self._degrees.ranks(replica, stage, index)]
         with self._ranks.pool.together():
@@ -71,6 +72,16 @@ class Scatter:
         owned = self._family.blocks.owned(self._config, self._stage_blocks[stage])
         places = {block: block.split(".") for block in residuals}
         return {block: residuals[block] for block, (name, index) in places.items() if int(index) in owned[name]}
+
+    def _rows_of_residuals(self, call: PostedCall, images: list[Span]) -> list[tuple[Span, ...]]:
+        """By sequence rank, the rows of a residual that it needs. `images`: the rank's picture tokens."""
+        if self._family.blocks.controlled_sequence is None or not call.residuals:
+            return [(part,) for part in images]
+        picture, text = call.conditioning.token_order.image, call.conditioning.text_tokens
+        assert call.with_text and call.tokens == call.conditioning.token_order.span
+        references = Span(0, call.conditioning.token_order.references).shift(picture + text)
+        texts = self.cut.text(text)
+        return [(part, words.shift(picture), references) for part, words in zip(images, texts, strict=True)]
 
     def conditioning(self, conditioning: Conditioning) -> None:
         """Send a conditioning: text tokens to the first stage, vectors that modulate blocks to all stages."""
@@ -99,3 +110,9 @@ class Scatter:
                     )
                     for rank in degrees.ranks(replica, stage, index):
                         self._ranks.send(rank, message)
+
+
+def _joined(tensor: torch.Tensor, rows: tuple[Span, ...]) -> torch.Tensor:
+    """These rows of [B, n, ...], in this order. A view where they are one span."""
+    parts = [tensor[:, span.slice] for span in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -164,6 +164,7 @@ MINIMAX_H3 = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("proj_in", "audio_proj_in", "context_embedder", "token_refiner"),
         epilogue=("norm_out", "proj_out", "audio_proj_out"),
+        controlled_sequence=segments,
         native={"double_block": BLOCKS},
         segments=segments,
     ),

@@ -70,7 +70,7 @@ class ConditioningStore:
             name: to_device(tensor, self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()
         }
-        ends = message.tensors.get(TEXT_ENDS)
+        ends = message.tensors.get(TEXT_ENDS) if message.batch else None  # a replica may have no entry of a call
         token_order = self._family.token_order(message.grid, message.references, message.along)
         self._held[message.id] = RankConditioning(
             message.grid,

@@ -23,8 +23,8 @@ class KeptTexts:
         self._decided: dict[tuple[int, int], Step] = {}
 
     def of(self, step: Step) -> Step:
-        """The micro-step, without its text if that has run."""
-        if not self._keeps or not step.with_text:
+        """The micro-step, without its text if that has run. A controlled text is another one in every call."""
+        if not self._keeps or not step.with_text or step.controlled:
             return step
         key = step.seq, step.conditioning
         if key not in self._decided:

@@ -16,7 +16,7 @@ from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.prefix_keys import PrefixKeys
 from parallel_backend.rank.attention.sparse import SparseStep
 from parallel_backend.rank.attention.token_groups import TokenGroups, frames, windows
-from parallel_backend.rank.stage.block_slots import StageDone
+from parallel_backend.rank.stage.block_slots import Residual, StageDone
 from parallel_backend.rank.stage.build import keep_timestep_exact
 from parallel_backend.wire.sampling import Step
 
@@ -62,9 +62,11 @@ class StageForward:
         try:
             # No graph where residuals are copied from the host, blocks wait for streamed weights, or a node has chosen a
             # kernel that is launched elsewhere: a graph has none of them. Nobody has captured a block-sparse kernel yet.
+            # A graph would also put a controlled text's keys where those of the text itself are kept.
             kernel = stage.kernel_of(conditioning.changes.attention).kernel
             sparse = conditioning.changes.sparse is not None
-            if self._graphs is None or step.residuals or stage.store.streams or not kernel.graphs or sparse:
+            added = bool(step.residuals) or step.controlled
+            if self._graphs is None or added or stage.store.streams or not kernel.graphs or sparse:
                 return forward(inputs)
             return self._graphs.run(state, inputs, forward)
         finally:
@@ -88,7 +90,7 @@ class StageForward:
             overlap=step.overlap,
             text_first=self._family.blocks.text_first,
             text_mask_BT=None if text_mask is None else text_mask[step.entries.slice],
-            prefix=conditioning.prefix if state.buffer is None else PrefixKeys(conditioning.batch),
+            prefix=PrefixKeys(conditioning.batch) if state.buffer is not None or step.controlled else conditioning.prefix,
             text_ends_T=None if text_ends is None else text_ends[0],
             text_runs=conditioning.text_runs,
             image_padding=self._family.image_padding(conditioning.grid),
@@ -98,7 +100,7 @@ class StageForward:
             sparse=self._sparse(state, text, image),
         )
         rows = self._rows(conditioning, image_span, text_span)
-        residuals = self._residuals(step, conditioning, image_span)
+        residuals = self._residuals(step, conditioning, image_span, len(text_span))
         stage.stage_io.begin_step(inputs.received, len(text_span), rows, residuals)
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
@@ -164,20 +166,30 @@ class StageForward:
         """As StepInputs.of_tokens, before a StepInputs has been made."""
         return kept_on(self._stage.device, conditioning.kept[image], name, lambda: make(image))
 
-    def _residuals(self, step: Step, conditioning: RankConditioning, image: Span) -> dict[str, torch.Tensor]:
-        """By block, the tensor to add to its output: [b, n, hidden], zero for reference tokens."""
+    def _residuals(self, step: Step, conditioning: RankConditioning, image: Span, text_tokens: int) -> dict[str, Residual]:
+        """By block, what is added to its output for the rank's tokens. Zero for references, unless it is controlled."""
         if not step.residuals:
             return {}
         order = conditioning.token_order
         # Always copies: the client reuses the shared memory once it has the micro-step's outputs, and other tensor ranks may
         # then still compute.
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]
-        if order.references:
-            picture_rows = self._of_tokens(conditioning, image, "picture rows", order.picture_rows)
-            for index, tensor in enumerate(added):
-                added[index] = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
-                added[index][:, picture_rows] = tensor
-        return {block: added[index] for block, index in step.residuals.items()}
+        residuals: list[Residual] = []
+        for tensor in added:
+            of_image, text, references = tensor, None, None
+            if step.controlled:
+                picture = tensor.shape[1] - text_tokens - order.references
+                of_image, text, references = tensor.split((picture, text_tokens, order.references), dim=1)
+            if order.references:
+                of_picture = of_image
+                of_image = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
+                of_image[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = of_picture
+                if references is not None:
+                    rows = self._of_tokens(conditioning, image, "reference rows", order.reference_rows)
+                    numbers = self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)
+                    of_image[:, rows] = references[:, numbers]
+            residuals.append(Residual(of_image, text))
+        return {block: residuals[index] for block, index in step.residuals.items()}
 
     def _rows(self, conditioning: RankConditioning, image: Span, text: Span) -> Rows | None:
         """The rank's rows of whole tensors, for block slots. None for models that take packed tokens."""

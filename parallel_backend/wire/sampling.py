@@ -63,9 +63,12 @@ class Step:
     residuals: dict[str, int]
     """Block "<list>.<index>" of the stage -> index in `added` of the tensor that a ControlNet adds behind the block."""
     added: tuple[torch.Tensor, ...]
-    """[entries, m, hidden] each, for the rank's m picture tokens."""
+    """[entries, m, hidden] each, for the rank's m picture tokens. With `controlled` [entries, m + t + r, hidden]: then
+    come the rank's t tokens of the text stream, and all references."""
     x: torch.Tensor | None
     """[entries, n + a, channels]: the rank's latent tokens and, if the text runs, companion tokens. None on later stages."""
+    controlled: bool = False
+    """A control adds to the text too, here or on another stage: keys and values of the text hold for this call alone."""
 
 
 @dataclass(frozen=True)

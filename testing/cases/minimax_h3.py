@@ -117,12 +117,20 @@ def _plain():
 
 
 def _reference(model, latents, timestep, tensors):
-    """diffusers' class with one packed sequence: text, references, sound, video."""
+    return reference(model, latents, timestep, tensors, {})
+
+
+def reference(model, latents, timestep, tensors, added):
+    """diffusers' class with one packed sequence: text, references, sound, video.
+
+    `added`: block -> [batch, tokens of the sequence, width] that a control adds behind it."""
     config = {name: value for name, value in CONFIG.items() if name != "adaln_curve_grid"}
     published = MiniMaxH3Transformer3DModel(**config).eval()
     weights = {f"time_embedder.{name}": value for name, value in _plain().time_embedder.state_dict().items()}
     weights |= {name: value for name, value in model.state_dict().items() if name != "adaln_t_table"}
     published.load_state_dict(weights)
+    for index, more in added.items():
+        published.transformer_blocks[index].register_forward_hook(lambda _block, _args, out, more=more: out + more)
     video, sound = latents
     height, width = video.shape[-2:]
     video = F.pad(video, (0, width % 2, 0, height % 2, 0, 0), mode="circular")

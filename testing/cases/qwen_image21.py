@@ -49,7 +49,13 @@ def _of(batch, tensors):
 
 
 def _reference(model, x, timestep, tensors):
-    """The published forward with the class's weights, all tokens at once under one mask of queries by keys, float64."""
+    return reference(model, x, timestep, tensors, {})
+
+
+def reference(model, x, timestep, tensors, added):
+    """The published forward with the class's weights, all tokens at once under one mask of queries by keys, float64.
+
+    `added`: block -> [batch, prefix + picture tokens, width] that a control adds behind it."""
     weights = {name: value.double() for name, value in model.state_dict().items()}
     config, (batch, _, rows, columns) = model.config, x.shape
     heads, size = config["num_attention_heads"], config["attention_head_dim"]
@@ -105,7 +111,7 @@ def _reference(model, x, timestep, tensors):
         joint = joint + gate.tanh() * linear(f"{block}attn.to_out.0", value)
         value = F.layer_norm(joint, joint.shape[-1:], eps=1e-6) * (1 + scale_ff)
         value = F.silu(linear(f"{block}img_mlp.gate_layer", value)) * linear(f"{block}img_mlp.proj", value)
-        joint = joint + gate_ff.tanh() * linear(f"{block}img_mlp.out", value)
+        joint = joint + gate_ff.tanh() * linear(f"{block}img_mlp.out", value) + added.get(index, 0.0)
     picture = F.layer_norm(joint[:, prefix:], joint.shape[-1:], eps=1e-6)
     picture = picture * (1 + linear("norm_out.linear", F.silu(temb[:-1]))[:, None])
     return linear("proj_out", picture).transpose(1, 2).reshape(x.shape).float()

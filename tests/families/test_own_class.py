@@ -73,7 +73,9 @@ def test_what_stages_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).stages.startswith(why)
 
 
-@pytest.mark.parametrize("name", ["Tokens", "SharedKeys", "Crossed", "TwoStreams", "PictureFirst", "OwnBlocksFirst", "MasksKeys"])
+@pytest.mark.parametrize(
+    "name", ["Tokens", "SharedKeys", "Crossed", "TwoStreams", "PictureFirst", "OwnBlocksFirst", "MasksKeys"]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_tokens_that_can_be_cut_are_proven(name, batch):
     proof = trial(own(name), call(batch), TIMES)

@@ -222,3 +222,11 @@ def test_changed_weights_have_the_text_run_again(engine):
     engine.stage.adapters.drop()
     engine.adapted()
     assert torch.equal(computed(engine, 4, 0.8), before)
+
+
+def test_a_replica_may_have_no_entry_of_a_call(made, pools):
+    """CFG 1 with a split_batch_degree of 2."""
+    model, file = made
+    given = CASE.inputs(batch=1)
+    found = pools.load(file, Degrees(batch=2)).predict(ModelCall(*given), nobody)
+    assert tiny.relative(found, CASE.reference(model, *given)) <= TOLERANCE

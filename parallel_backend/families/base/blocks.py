@@ -161,6 +161,10 @@ class Blocks:
     """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list after whose blocks it is added. For Z-Image
     the kinds are those of patches of ComfyUI's native model, and lists of the prologue count."""
 
+    controlled_sequence: Segments | None = None
+    """The order of the joint sequence in ComfyUI's native model, for controls that add to all of its tokens (Fun control of
+    VACE's kind). Residuals are then of all tokens, see client.call.Residuals. None: the model has no such control."""
+
     native: Mapping[str, str] | None = field(default_factory=dict)
     """Kind of block by which other nodes replace blocks of ComfyUI's native model ("double_block", "single_block") -> list.
     None: the native model allows it, but the blocks of these lists do more than the native blocks."""

@@ -11,7 +11,7 @@ first slot of a list cuts its arguments down. The last slot puts its results int
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,13 @@ class StageDone(Exception):
 
     def __init__(self, text: torch.Tensor, image: torch.Tensor):
         self.text, self.image = text, image
+
+
+class Residual(NamedTuple):
+    """What a control adds to a block's output: [b, n, hidden], and [b, t, hidden] if it adds to the text too."""
+
+    image: torch.Tensor
+    text: torch.Tensor | None = None
 
 
 @dataclass
@@ -46,8 +53,8 @@ class StageIO:
     """t."""
     rows: Rows | None = None
     """None if the forward gets the rank's tokens only."""
-    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
-    """"<list>.<index>" of a block -> [b, n, hidden] that a ControlNet adds to its image tokens."""
+    residuals: dict[str, Residual] = field(default_factory=dict)
+    """"<list>.<index>" of a block -> what a control adds to its output."""
     inputs: StepInputs | None = field(default=None, init=False)
     """Inputs of the forward. None outside of a micro-step, where the model is called as its class is."""
     whole_text: int = field(default=0, init=False)
@@ -67,7 +74,7 @@ class StageIO:
         received: torch.Tensor | None,
         text_tokens: int,
         rows: Rows | None,
-        residuals: dict[str, torch.Tensor] | None = None,
+        residuals: dict[str, Residual] | None = None,
     ) -> None:
         """A micro-step begins. `received`: the result of `outgoing` on the stage before."""
         self.outputs.clear()
@@ -178,12 +185,15 @@ class BlockSlot:
         return self.results(padded_text, padded_image)
 
     def add_residual(self, out: Any) -> Any:
-        """A block's results plus its ControlNet residual, added behind the block as in ComfyUI's native models."""
+        """A block's results plus its control's residual, added behind the block as in ComfyUI's native models."""
         residual = self.stage_io.residuals.get(self.name)
         if residual is None:
             return out
         text, image = self._parts(out)
-        return self.results(text, image + residual)
+        if residual.text is not None:
+            assert text is not None, "a control that adds to the text is for models of one joint sequence"
+            text = text + residual.text
+        return self.results(text, image + residual.image)
 
     def attach(self, block: nn.Module, whole_latent: bool) -> None:
         """Hook the slot into a block of the stage."""

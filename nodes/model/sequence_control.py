@@ -1,0 +1,162 @@
+"""Controls of VACE's kind (Fun control of Qwen-Image 2.1 and MiniMax H3), run in ComfyUI's process. Ranks get residuals.
+
+The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first block's
+input, and each copy adds to the output of one block, for all tokens. The branch reads times and positions, but no block's
+output. So the native model runs here without its blocks. Each patch is called around a block that gives zeros, and what it
+adds to them is the residual.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import comfy.model_patcher
+import comfy.ops
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.original import OriginalTensors
+from parallel_backend.client.call import Residuals
+from parallel_backend.families import Family
+from parallel_backend.families.base.patching import Latents
+from parallel_backend.families.base.segments import CallTokens
+from parallel_backend.families.base.step_inputs import REFERENCES
+
+from ..ui.host import refuse
+from ..ui.other_nodes import is_known
+from .layers_here import LayersHere
+from .native_call import NO_ARGUMENTS, NativeClass
+
+CONTROL = re.compile(r"nodes_(?:qwen\.QwenImage21|minimax_h3\.MiniMaxH3)FunControlBlockPatch")
+"""Class of the nodes' patches around a block. All of a branch have one `control_patch`. `previous` is the patch that was
+around the block before, or None."""
+
+Replacement = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+
+
+def controls_around(function: Any) -> list[Any]:
+    """The controls among the patches around a block, outermost first."""
+    controls = []
+    while function is not None and is_known(CONTROL, function):
+        controls.append(function)
+        function = function.previous
+    return controls
+
+
+def below_controls(function: Any) -> Any:
+    """The patch around a block inside its controls. None: there is no other."""
+    controls = controls_around(function)
+    return controls[-1].previous if controls else function
+
+
+def sequence_controls(family: Family, options: Mapping[str, Any]) -> dict[int, list[Any]]:
+    """Block -> the controls around it in a call's transformer_options. Empty for families that take none."""
+    if family.blocks.controlled_sequence is None:
+        return {}
+    [kind] = family.blocks.native or {}
+    found = {
+        block[1]: controls_around(function)
+        for block, function in options.get("patches_replace", {}).get("dit", {}).items()
+        if block[0] == kind
+    }
+    return {index: controls for index, controls in found.items() if controls}
+
+
+class SequenceControl:
+    """Computes the residuals of such controls, with the checkpoint's layers around the blocks."""
+
+    def __init__(self, checkpoint: Checkpoint, native: NativeClass, unet_config: Mapping[str, Any], dtype: torch.dtype):
+        """`native`: ComfyUI's class, `unet_config` its arguments. `dtype`: in which ranks compute."""
+        self._checkpoint, self._native, self._unet_config, self._dtype = checkpoint, native, unet_config, dtype
+        self.layers = LayersHere(self._make, "a Fun ControlNet")
+
+    def residuals(
+        self,
+        model: comfy.model_patcher.ModelPatcher,
+        controls: Mapping[int, list[Any]],
+        latents: Latents,
+        timestep: torch.Tensor,
+        arguments: Mapping[str, Any],
+        options: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Residuals:
+        """Residuals of all tokens (client.call.Residuals) of a model call, on the CPU.
+
+        `model`: from `layers`. latents [B, C, (T,) H, W], `timestep` and `arguments` are those of the native class's
+        `_forward`, and `options` its transformer_options. `tensors`: the call's conditioning tensors.
+        """
+        family = self._checkpoint.family
+        [(kind, blocks)] = (family.blocks.native or {}).items()
+        first = [control.control_patch for control in controls.get(0, ())]
+        if any(control.control_patch not in first for around in controls.values() for control in around):
+            refuse("a control that begins behind the first block", "Load the model with a native loader for it.")
+        added: dict[int, torch.Tensor] = {}
+
+        def around(index: int) -> Replacement:
+            def replaced(args: dict[str, Any], _more: dict[str, Any]) -> dict[str, Any]:
+                patch = None
+                for control in reversed(controls.get(index, ())):
+                    outer = copy.copy(control)
+                    outer.previous, patch = patch, outer
+                if patch is not None:
+                    zeros = torch.zeros_like(args["img"])
+                    residual = patch(args, {"original_block": lambda _args: {"img": zeros}})["img"]
+                    if residual.any():  # outside of its start and end a control adds nothing
+                        added[index] = residual if residual.ndim == 3 else residual[None]
+                        added[index] = added[index].cpu()  # those of a video would fill the device together
+                return {"img": args["img"]}
+
+            return replaced
+
+        count = family.blocks.counts(self._checkpoint.config)[blocks]
+        inside = {**options, "patches_replace": {"dit": {(kind, index): around(index) for index in range(count)}}}
+        x = latents[0] if len(latents) == 1 else list(latents)
+        self._native._forward(model.model.diffusion_model, x, timestep, transformer_options=inside, **arguments)
+        if not added:
+            return {}
+        places = self._places(latents, arguments, tensors)
+        for index, residual in added.items():
+            assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
+            added[index] = residual[:, places]
+        return {f"{blocks}.{index}": residual for index, residual in added.items()}
+
+    def _places(self, latents: Latents, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[n + t + r]: for each token in the order of Residuals, its place in the native model's sequence."""
+        family, patching = self._checkpoint.family, self._checkpoint.family.patching
+        shapes = [tuple(latent.shape) for latent in latents]
+        grid, companion = patching.grid(shapes[0]), patching.companion_tokens(shapes)
+        picture, text = torch.Size(grid).numel(), family.text_tokens(grid, companion, tensors)
+        references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
+        sequence = family.blocks.controlled_sequence
+        assert sequence is not None
+        runs = family.inputs.reference_runs(arguments)
+        segments = sequence(CallTokens(text, companion, picture, runs, references))
+        assert segments is not None
+        places, start = torch.empty(picture + text + references, dtype=torch.long), 0
+        for segment in segments:
+            numbers = torch.arange(segment.tokens.start, segment.tokens.stop)
+            numbers = torch.where(numbers < picture, numbers, numbers + text) if segment.of_image else numbers + picture
+            places[numbers] = torch.arange(start, start + len(numbers))
+            start += len(numbers)
+        order = patching.order(grid)
+        return places if order is None else torch.cat((places[:picture][order], places[picture:]))
+
+    def _make(self) -> torch.nn.Module:
+        """ComfyUI's class, with blocks that have no weights."""
+        settings = {name: value for name, value in self._unet_config.items() if name not in NO_ARGUMENTS}
+        layers = self._native(**settings, dtype=self._dtype, device="meta", operations=comfy.ops.manual_cast)
+        checkpoint, values = self._checkpoint, OriginalTensors(self._checkpoint)
+        key_map = checkpoint.family.file.key_map(checkpoint.config)
+        in_blocks = (source.key for target, source in key_map.items() if checkpoint.family.blocks.place(target) is not None)
+        name = next(in_blocks).partition(".")[0]
+        setattr(layers, name, torch.nn.ModuleList(torch.nn.Identity() for _ in getattr(layers, name)))
+        known = {source.key for source in key_map.values()}
+        state = {}
+        for key, tensor in layers.state_dict().items():
+            value = values.value(key) if key in known else values.stored(key)
+            if value is None:
+                refuse(f"a Fun ControlNet ({checkpoint.path.name} has no {key})", "Take the model's file as ComfyUI has it.")
+            state[key] = value.to(tensor.dtype)
+        layers.load_state_dict(state, assign=True)
+        return layers
