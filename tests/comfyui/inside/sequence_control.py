@@ -1,27 +1,40 @@
 """Controls that add to all tokens, on the parallel MODEL, against ComfyUI's own model with the same. Run by serve.py.
 
 "two": two of them, the second one ends after the first step. "patched": one, with a LoRA of a layer that runs in ComfyUI's
-process too. A branch that starts from a later block's input depends on blocks, which ranks have: it is refused.
+process too. "core": by ComfyUI's own node and network, where it has them (0.38). A branch that starts from a later block's
+input depends on blocks, which ranks have: it is refused.
 """
 
+import asyncio
 import sys
 from contextlib import ExitStack
 from functools import partial
 from unittest import mock
 
-from boot import BASE, Results, comfy, difference, node, parallel, sequence, torch
+from boot import BASE, CHECKOUT, Results, comfy, difference, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
 from control_branch import Branch, controlled, copies, nodes_minimax_h3, nodes_qwen
+from controlnet import randomise
 from families import detecting, read, sample
+
+import nodes
 
 PATCHES = {
     "minimax-h3-pruned": (nodes_minimax_h3.MiniMaxH3FunControlBlockPatch, "blocks", "video_patch_proj.weight"),
     "qwen-image-2.1-edit": (nodes_qwen.QwenImage21FunControlBlockPatch, "transformer_blocks", "img_in.weight"),
 }
+EXTENSIONS = {}
+"""ComfyUI's own modules of nodes -> ids of their nodes."""
 ALWAYS, FIRST_STEP = (0.0, 1e9), (0.99, 1e9)
 
 
 def main(results: Results, names: list[str]) -> None:
+    for module in ("nodes_minimax_h3", "nodes_qwen"):
+        before = set(nodes.NODE_CLASS_MAPPINGS)
+        assert asyncio.run(
+            nodes.load_custom_node(str(CHECKOUT / "comfy_extras" / f"{module}.py"), module_parent="comfy_extras")
+        )
+        EXTENSIONS[module] = set(nodes.NODE_CLASS_MAPPINGS) - before
     for name in names:
         results.case(name, partial(compare, name))
 
@@ -51,7 +64,7 @@ def compare(name: str) -> dict:
             clone.add_patches({key: ("diff", (change,))}, 0.7)
             return controlled(clone, patch, Branch(branches[1], 0.3, ALWAYS, seed=1))
 
-        apply = {"two": two, "patched": patched}
+        apply = {"two": two, "patched": patched} | core(name, native)
         expected = {case: sample(with_it(native), name) for case, with_it in apply.items()}
         found = {"moved": {case: difference(each, sample(native, name)) for case, each in expected.items()}}
         modes = {
@@ -69,3 +82,46 @@ def compare(name: str) -> dict:
         except ValueError as error:
             found["later"] = str(error)
     return found
+
+
+class FakeVAE:
+    """Any picture -> one latent of this shape."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.latent = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+
+    def spacial_compression_encode(self) -> int:
+        return 16
+
+    def encode(self, _pixels: torch.Tensor) -> torch.Tensor:
+        return self.latent
+
+
+def core(name: str, native) -> dict:
+    """{"core": function that puts ComfyUI's own control on a MODEL}. Empty for a ComfyUI without it."""
+    config, cpu = native.model.model_config.unet_config, torch.device("cpu")
+    latent, kept = read(name)[2], {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.manual_cast}
+    if name.startswith("minimax"):
+        node_id, [shape, _] = "MiniMaxH3FunControlNetApply", [tuple(part.shape) for part in latent["samples"].unbind()]
+        if node_id not in EXTENSIONS["nodes_minimax_h3"]:
+            return {}
+        from comfy.ldm.minimax.controlnet import MiniMaxH3FunControl
+
+        sizes = {each: config[each] for each in ("hidden_size", "num_attention_heads", "attention_head_dim")}
+        sizes |= {each: config[each] for each in ("ffn_hidden_size", "time_embed_dim")}
+        curves = "adaln_curve_grid" in config
+        network = MiniMaxH3FunControl(49, (0, 2), **sizes, use_adaln_curves=curves, **kept)
+        pictures = {"control_video": torch.rand(9, 96, 96, 3), "mask": torch.ones(9, 96, 96)}
+    else:
+        node_id, shape = "QwenImage21FunControlNetApply", (1, *latent.shape[1:])
+        if node_id not in EXTENSIONS["nodes_qwen"]:
+            return {}
+        from comfy.ldm.qwen_image21.model import QwenImage21FunControl
+
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        network = QwenImage21FunControl(2, 2 * shape[1] + 1, width, config["attention_head_dim"], fused_mlp=True, **kept)
+        pictures = {"control_image": torch.rand(1, 96, 96, 3), "mask": torch.rand(1, 96, 96)}
+    network = randomise(network, seed=6).requires_grad_(False)
+    patch = comfy.model_patcher.ModelPatcher(network, load_device=cpu, offload_device=cpu)
+    vae = FakeVAE(shape)
+    return {"core": lambda model: node(node_id, model, patch, vae, 0.2, 0.0, 0.9, **pictures)}
