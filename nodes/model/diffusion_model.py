@@ -33,6 +33,7 @@ from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controls_here import ControlsHere, NativeArguments
+from .long_step import LongStep
 from .lora import PREFIX, NativeWeights
 from .make_room import make_room
 from .native_call import NativeClass, by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
@@ -358,8 +359,9 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         def predict(model: RemoteTransformer) -> torch.Tensor | Latents:
             cache = None if self.run.cache is None else self.run.cache.for_calls
+            poll = LongStep(model, first=not self.run.calls)
             with self.run.counted(shape, steps):
-                return model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
+                return model.predict(call, poll, self.comm_overlap, cache, evaluation.start_next)
 
         return self.run.tried(lambda: self.transformer(expected), predict)
 

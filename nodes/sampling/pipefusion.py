@@ -29,6 +29,7 @@ from parallel_backend.wire.sampling import RunStats
 from ..model.call_checks import check_has_family
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..model.end_of_run import gain_and_advice, say_report
+from ..model.long_step import LongStep
 from ..model.sampling_run import CallShape
 from ..ui.host import check_cancelled
 from .band_guidance import BandedGuidance
@@ -206,7 +207,9 @@ class PipeFusion:
         run = self._banded_run(model, cut, sampling.stub, True, extrapolate)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, sampling.stub, sampling.shapes, check_cancelled)
+        options["transformer_options"][BAND_KEY] = Band(
+            run, 0, limit, sampling.stub, sampling.shapes, LongStep(model, first=True)
+        )
         arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
             return executor(*arguments), run
@@ -241,7 +244,7 @@ class PipeFusion:
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))
 
         try:
-            parts = run_bands(run, sample, steps.drain, check_cancelled)
+            parts = run_bands(run, sample, steps.drain, LongStep(model, first=True))
             steps.drain()
         except BaseException:  # Cancel too
             model.discard_run(run.run)

@@ -96,11 +96,13 @@ def _rank(pool: Pool, rank: int, weights: int) -> RankOverview:
 def _model(one: OnRanks) -> ModelOverview:
     model = one.model
     on_devices = [weights + adapters for weights, adapters in zip(model.weight_bytes, model.adapter_bytes, strict=True)]
-    streamed = [
-        max(0, weights.total - held) for weights, held in zip(model.resident.weights, model.weight_bytes, strict=True)
-    ]
     took = [(run.compute_seconds, run.wait_seconds + run.streaming_wait_seconds) for run in model.last_run]
     computing = tuple(round(computed / max(computed + waited, 1e-9), 3) for computed, waited in took)
     return ModelOverview(
-        model.checkpoint.path.name, str(model.degrees), tuple(on_devices), tuple(streamed), model.is_parked, computing
+        model.checkpoint.path.name,
+        str(model.degrees),
+        tuple(on_devices),
+        tuple(model.streamed_bytes),
+        model.is_parked,
+        computing,
     )

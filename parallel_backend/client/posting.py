@@ -39,6 +39,8 @@ class Posting:
         self._scatter, self._conditionings, self._causes, self._wake, self.lock = scatter, conditionings, causes, wake, lock
         self._micro_steps = MicroSteps(degrees, patch, self._send_step, scatter.shared.done, self._rows)
         self._error: Exception | None = None
+        self.answered = 0
+        """Number of calls with all outputs so far."""
 
     @property
     def cut(self) -> SequenceCut:
@@ -108,6 +110,7 @@ class Posting:
         if nonfinite:
             self._causes.fail(assembly.call, output.seq, assembly.first_seq)
         elif complete and not assembly.nonfinite:
+            self.answered += 1
             assembly.call.future.set_result(assembly.tokens())
 
     def _send_step(self, replica: int, step: PostedStep) -> None:

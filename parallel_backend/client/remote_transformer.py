@@ -68,6 +68,17 @@ class RemoteTransformer:
         return list(self.resident.device_bytes)
 
     @property
+    def streamed_bytes(self) -> list[int]:
+        """By rank, bytes of weights that it copies to its device for each step, or that made way for another model."""
+        held = zip(self.resident.weights, self.weight_bytes, strict=True)
+        return [max(0, weights.total - on_device) for weights, on_device in held]
+
+    @property
+    def answered(self) -> int:
+        """Number of calls that the ranks have answered since the model was loaded."""
+        return self._posting.answered
+
+    @property
     def adapter_bytes(self) -> list[int]:
         """By rank, bytes that `adapt` added."""
         return self._adaptation.bytes

@@ -10,8 +10,8 @@ class Ready:
     rank: int
 
 
-START_UP, IDLE = "start-up", "idle"
-"""HeartbeatMessage.doing of a rank before its first message, and between messages."""
+START_UP, IDLE, COMPILING = "start-up", "idle", "compiling"
+"""HeartbeatMessage.doing of a rank before its first message, between messages, and while torch.compile makes a graph."""
 
 
 @dataclass(frozen=True)

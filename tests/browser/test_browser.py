@@ -48,6 +48,9 @@ SAID = (
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 12 s",
     "AuraFlow, ComfyUI's own class, verified",
+    "rank 1 compiles, 12 s",
+    "first step, 7 s",
+    "first step (each step copies 12.2 GB of weights to the devices), 7 s",
 )
 """Lines on nodes beside those of a run's end."""
 CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())

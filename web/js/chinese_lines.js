@@ -29,6 +29,9 @@ const LINES = [
     [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1，已 $2 秒"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded$/, "正在试算 ComfyUI 自己的类 $1"],
+    [/^rank (\d+) compiles, (\d+) s$/, "进程 $1 正在编译，已 $2 秒"],
+    [/^first step, (\d+) s$/, "第一步，已 $1 秒"],
+    [/^first step \(each step copies ([\d.]+) GB of weights to the devices\), (\d+) s$/, "第一步（每步向设备复制 $1 GB 权重），已 $2 秒"],
     [/^(.*), ComfyUI's own class, verified$/, "ComfyUI 自己的类 $1，已验证"],
 ];
 const PREFIX = "Parallel DiT: ";

@@ -24,6 +24,7 @@ from parallel_backend.core.cores import usable_cores
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaRedirect
 from parallel_backend.wire.heartbeat import Heartbeat
+from parallel_backend.wire.lifecycle import COMPILING
 
 from .linear import PackedLinear, RankLinear
 from .module_cache import CachedModule
@@ -207,7 +208,7 @@ class Compiler:
 
         if not self._failed:
             try:
-                with self._heartbeat.within("compiling"):  # a graph may take a minute
+                with self._heartbeat.within(COMPILING):  # a graph may take a minute
                     compiled = compile_fx(graph, inputs)
                 self.graphs += 1
                 return compiled
