@@ -11,6 +11,7 @@ import pytest
 from parallel_backend.client.measurements import measured_links
 from parallel_backend.client.overview import overview_of
 from parallel_backend.client.registry import Registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.wire import messages as m
@@ -65,6 +66,7 @@ def test_weights_that_are_elsewhere_are_counted(tmp_path):
             SimpleNamespace(compute_seconds=1.0, wait_seconds=3.0, streaming_wait_seconds=0.0),
         ],
     )
+    model.streamed_bytes = RemoteTransformer.streamed_bytes.fget(model)
     pool = pool_with(m.HeartbeatMessage(0, m.IDLE, 1, False))
     pool.devices = ("cuda:0", "cuda:1")
     found = overview_of(pool, [SimpleNamespace(model=model)])
