@@ -4,11 +4,11 @@
 
 Model Sparse Attention's threshold (tau) takes another number of blocks for each head; SLA and VSA take as many for all. For
 every self-attention of a run on one rank: the share of pairs of blocks that comfy-kitchen's formula sees exactly
-(comfy_kitchen/backends/eager/sol_attn.py of 0.2.40, arXiv 2607.24027), by head, mean over the run. Blocks have 8 tokens, since
-a sequence of 256 would have four of 64.
+(comfy_kitchen/backends/eager/sol_attn.py of 0.2.40, arXiv 2607.24027), by head, mean over the run. Blocks have 8 tokens,
+since a sequence of 256 would have four of 64.
 
-`spread`: standard deviation over the heads of a layer, as a share of their mean. `busiest`: how far the largest of N ranks lies
-above the mean, worked out for heads that are normally distributed: of n heads' sum the spread is 1 / sqrt(n).
+`spread`: standard deviation over the heads of a layer, as a share of their mean. `busiest`: how far the largest of N ranks
+lies above the mean, worked out for heads that are normally distributed: of n heads' sum the spread is 1 / sqrt(n).
 """
 
 import argparse
