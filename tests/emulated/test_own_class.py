@@ -56,6 +56,7 @@ SEQUENCE = (
         ("SharedKeys", SEQUENCE[:1]),
         ("TwoStreams", SEQUENCE),
         ("PictureFirst", SEQUENCE[:1]),
+        ("OwnBlocksFirst", (Degrees(pipe=2), Degrees(ulysses=3))),
         ("MasksKeys", SEQUENCE[1:4]),
     ],
 )
