@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from functools import partial
 from unittest import mock
 
+import core_controls
 from boot import BASE, CHECKOUT, Results, comfy, difference, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
 from control_branch import Branch, controlled, copies, nodes_minimax_h3, nodes_qwen
-from controlnet import randomise
 from families import detecting, read, sample
 
 import nodes
@@ -23,18 +23,13 @@ PATCHES = {
     "minimax-h3-pruned": (nodes_minimax_h3.MiniMaxH3FunControlBlockPatch, "blocks", "video_patch_proj.weight"),
     "qwen-image-2.1-edit": (nodes_qwen.QwenImage21FunControlBlockPatch, "transformer_blocks", "img_in.weight"),
 }
-EXTENSIONS = {}
-"""ComfyUI's own modules of nodes -> ids of their nodes."""
 ALWAYS, FIRST_STEP = (0.0, 1e9), (0.99, 1e9)
 
 
 def main(results: Results, names: list[str]) -> None:
     for module in ("nodes_minimax_h3", "nodes_qwen"):
-        before = set(nodes.NODE_CLASS_MAPPINGS)
-        assert asyncio.run(
-            nodes.load_custom_node(str(CHECKOUT / "comfy_extras" / f"{module}.py"), module_parent="comfy_extras")
-        )
-        EXTENSIONS[module] = set(nodes.NODE_CLASS_MAPPINGS) - before
+        file = CHECKOUT / "comfy_extras" / f"{module}.py"
+        assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
     for name in names:
         results.case(name, partial(compare, name))
 
@@ -99,29 +94,14 @@ class FakeVAE:
 
 def core(name: str, native) -> dict:
     """{"core": function that puts ComfyUI's own control on a MODEL}. Empty for a ComfyUI without it."""
-    config, cpu = native.model.model_config.unet_config, torch.device("cpu")
-    latent, kept = read(name)[2], {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.manual_cast}
+    latent, config = read(name)[2], native.model.model_config.unet_config
     if name.startswith("minimax"):
-        node_id, [shape, _] = "MiniMaxH3FunControlNetApply", [tuple(part.shape) for part in latent["samples"].unbind()]
-        if node_id not in EXTENSIONS["nodes_minimax_h3"]:
-            return {}
-        from comfy.ldm.minimax.controlnet import MiniMaxH3FunControl
-
-        sizes = {each: config[each] for each in ("hidden_size", "num_attention_heads", "attention_head_dim")}
-        sizes |= {each: config[each] for each in ("ffn_hidden_size", "time_embed_dim")}
-        curves = "adaln_curve_grid" in config
-        network = MiniMaxH3FunControl(49, (0, 2), **sizes, use_adaln_curves=curves, **kept)
+        node_id, patch = "MiniMaxH3FunControlNetApply", core_controls.of_h3(config)
+        shape = tuple(latent["samples"].unbind()[0].shape)
         pictures = {"control_video": torch.rand(9, 96, 96, 3), "mask": torch.ones(9, 96, 96)}
     else:
-        node_id, shape = "QwenImage21FunControlNetApply", (1, *latent.shape[1:])
-        if node_id not in EXTENSIONS["nodes_qwen"]:
-            return {}
-        from comfy.ldm.qwen_image21.model import QwenImage21FunControl
-
-        width = config["num_attention_heads"] * config["attention_head_dim"]
-        network = QwenImage21FunControl(2, 2 * shape[1] + 1, width, config["attention_head_dim"], fused_mlp=True, **kept)
+        node_id, patch = "QwenImage21FunControlNetApply", core_controls.of_qwen21(config)
+        shape = (1, *latent.shape[1:])
         pictures = {"control_image": torch.rand(1, 96, 96, 3), "mask": torch.rand(1, 96, 96)}
-    network = randomise(network, seed=6).requires_grad_(False)
-    patch = comfy.model_patcher.ModelPatcher(network, load_device=cpu, offload_device=cpu)
     vae = FakeVAE(shape)
-    return {"core": lambda model: node(node_id, model, patch, vae, 0.2, 0.0, 0.9, **pictures)}
+    return {"core": lambda model: node(node_id, model, patch, vae, 0.2, 0.0, 0.9, **pictures)} if patch else {}

@@ -17,6 +17,7 @@ import comfy.lora
 import comfy.samplers
 import comfy.sd
 import comfy.utils
+import core_controls
 import execution
 import folder_paths
 import stand_ins
@@ -202,6 +203,9 @@ def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[sta
             blocks = (config["n_layers"] + 1) // 2  # of the network, each behind one of two blocks of the model
             control = network(config["dim"], config["n_heads"], 0, KINDS["refining"], blocks)
             stand_ins.replace("ModelPatchLoader", lambda name: (control,))
+        if case.name.startswith("minimax-h3"):
+            branch = core_controls.of_h3(native.model_config.unet_config)
+            stand_ins.replace("ModelPatchLoader", lambda name: (branch,))
         attending = masking if case.settings["boolean_masks"] else lambda model: model
         install_loaders(lambda name: attending(load_native(name)), files, case, vae)
         for name, file in loras.items():
