@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
+from parallel_backend.core.block_changes import KEPT_INT4, KEPT_INT8, BlockChanges, NormalizedGuidance
 from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
+from parallel_backend.families.base.blocks import CAUSAL_TEXT
 from parallel_backend.families.base.step_inputs import Config
 
 from ..ui.other_nodes import is_known
@@ -66,7 +67,17 @@ def block_changes(
     left[OVERRIDE] = override = sparse_node.below(override)
     if override is not None and (chosen := chosen_attention(override, attention)) is not None:
         kernel, left[OVERRIDE] = chosen, None
-    return BlockChanges(skipped, guidance, kernel, sparse), left
+    changes = BlockChanges(skipped, guidance, kernel, sparse, kept_text=_kept_text(family, options))
+    return changes, left
+
+
+def _kept_text(family: Family, options: Mapping[str, Any]) -> str:
+    """How keys and values of a text that is kept for the run are stored, by QwenImage21Cache. Its device is not heeded but
+    for "off": ranks keep them on their own."""
+    setting = options.get("qwen_image21_cache") or {}
+    stored = setting.get("dtype", "")
+    keeps = any(CAUSAL_TEXT in spec.attention.values() for spec in family.blocks.lists)
+    return stored if keeps and stored in (KEPT_INT8, KEPT_INT4) and setting.get("device") != "off" else ""
 
 
 def _skipped(

@@ -35,7 +35,7 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset({"MiniMaxH3"})),
     # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
-    "qwen_image21_cache": frozenset(),
+    "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
     # The next step's time, for models with mean flow.
     **dict.fromkeys(
         ("sigmas", "sample_sigmas"), frozenset({"HunyuanVideo15", "HunyuanVideo15_SR_Distilled", "HunyuanImage21"})

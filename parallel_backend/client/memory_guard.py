@@ -289,4 +289,5 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
         family.patching.cut(conditioning.layout.along).band_dim,
         timed,
         conditioning.changes.together,
+        conditioning.changes.kept_text,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
-from parallel_backend.core.packed_values import change_bits, change_bytes
+from parallel_backend.core.packed_values import change_bits, change_bytes, packed_value_bytes, packs
 from parallel_backend.core.spans import Span, split, split_carrying
 from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
@@ -109,6 +109,8 @@ class Request:
     """Each token has a timestep."""
     together: bool = False
     """All entries are the first replica's."""
+    kept_text: str = ""
+    """How a text that runs once a run is stored, see BlockChanges."""
 
     @property
     def image(self) -> int:
@@ -194,10 +196,14 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
     layers = [over for block in sizes.attention[span.slice] for over in block]
     layers += sizes.prologue if span.start == 0 else ()
     image, copies = request.image, request.kept
+    itemsize: float = sizes.itemsize
     if not copies:
         layers, image, copies = [over for over in layers if over == CAUSAL_TEXT], 0, 1
+        if packs(request.kept_text, sizes.head_size):
+            itemsize = packed_value_bytes(request.kept_text, sizes.head_size)
     values = int(head_values(sizes, layers, image, request.text, request.padding))
-    return 2 * copies * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
+    heads = request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at)
+    return int(2 * copies * heads * values * itemsize)
 
 
 def head_values(sizes: ModelSizes, layers: Iterable[str], image: float, text: int, padding: int) -> float:

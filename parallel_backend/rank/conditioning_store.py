@@ -78,7 +78,7 @@ class ConditioningStore:
             message.text_tokens,
             message.batch,
             tensors,
-            PrefixKeys(message.batch),
+            PrefixKeys(message.batch, message.changes.kept_text),
             message.companion_tokens,
             message.changes,
             () if ends is None else text_runs(ends[0]),

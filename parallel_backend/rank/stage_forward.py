@@ -62,10 +62,12 @@ class StageForward:
         try:
             # No graph where residuals are copied from the host, blocks wait for streamed weights, or a node has chosen a
             # kernel that is launched elsewhere: a graph has none of them. Nobody has captured a block-sparse kernel yet.
-            # A graph would also put a controlled text's keys where those of the text itself are kept.
+            # A graph would also put a controlled text's keys where those of the text itself are kept, and a packed text's
+            # keys are new tensors in each call.
             kernel = stage.kernel_of(conditioning.changes.attention).kernel
             sparse = conditioning.changes.sparse is not None
-            added = bool(step.residuals) or step.controlled
+            other_text = step.controlled or bool(conditioning.changes.kept_text)
+            added = bool(step.residuals) or other_text
             if self._graphs is None or added or stage.store.streams or not kernel.graphs or sparse:
                 return forward(inputs)
             return self._graphs.run(state, inputs, forward)

@@ -123,3 +123,20 @@ def refusing(reach, family, name):
         return
     with pytest.raises(ValueError, match=f"'{name}' conditioning"):
         reach.refuse_what_does_not_reach_the_ranks({}, [name], family)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "stored"),
+    [
+        ("qwen-image-2.1", {"device": "auto", "dtype": "int8"}, "int8"),
+        ("qwen-image-2.1", {"device": "cpu", "dtype": "int4"}, "int4"),
+        ("qwen-image-2.1", {"device": "auto", "dtype": "default"}, ""),
+        ("qwen-image-2.1", {"device": "off", "dtype": "int8"}, ""),  # nothing is kept natively
+        ("flux", {"device": "auto", "dtype": "int8"}, ""),
+    ],
+)
+def test_the_node_for_a_kept_text_decides_how_it_is_stored(module, family, setting, stored):
+    config = {"num_layers": 1, "num_single_layers": 1}
+    options = {"qwen_image21_cache": setting}
+    changes, _ = module("model.block_patches").block_changes(FAMILIES[family], config, options, 1, "auto")
+    assert changes.kept_text == stored

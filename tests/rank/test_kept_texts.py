@@ -5,7 +5,10 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
+from parallel_backend.core.block_changes import KEPT_INT4, KEPT_INT8, UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.kitchen import kitchen
+from parallel_backend.core.packed_values import packed_value_bytes
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
@@ -14,6 +17,7 @@ from parallel_backend.families.qwen_image21 import PLACES, POSITIONS, prefix_ten
 from parallel_backend.placement.memory_model import Request, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.rank.attention.prefix_keys import PrefixKeys
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.kept_texts import KeptTexts
 from parallel_backend.rank.loaded_stage import LoadedStage
@@ -179,10 +183,10 @@ def test_kept_keys_give_the_same_bit_for_bit_as_keys_of_this_call(engine, monkey
     assert torch.equal(kept, computed(engine, 3, 0.8))
 
 
-def put(engine, tensors):
+def put(engine, tensors, changes=UNCHANGED):
     """As conditioning 1."""
     grid = tuple(CASE.inputs()[0].shape[2:])
-    engine.put_conditioning(m.PutConditioning(1, grid, 0, tensors[TEXT_ENDS].shape[1], 2, tensors))
+    engine.put_conditioning(m.PutConditioning(1, grid, 0, tensors[TEXT_ENDS].shape[1], 2, tensors, changes=changes))
 
 
 def test_a_conditioning_that_is_sent_again_has_its_text_run(engine):
@@ -198,17 +202,60 @@ def test_a_conditioning_that_was_dropped_leaves_no_keys(engine):
     assert not torch.equal(computed(engine, 2, 1.0), before)
 
 
-def test_kept_keys_are_the_bytes_that_were_predicted_and_go_with_the_run(engine, made):
+@pytest.mark.parametrize("stored", ["", KEPT_INT8, pytest.param(KEPT_INT4, id="int4, for which heads are too small")])
+def test_kept_keys_are_the_bytes_that_were_predicted_and_go_with_the_run(engine, made, stored):
+    x, _, tensors = CASE.inputs()
+    put(engine, tensors, BlockChanges(kept_text=stored))
     without = engine.run_bytes
     computed(engine, 1, 1.0)
-    x, _, tensors = CASE.inputs()
-    request = Request((len(x[0, 0]), len(x[0, 0, 0])), 0, tensors[TEXT_ENDS].shape[1], 0, len(x))
+    tokens = tensors[TEXT_ENDS].shape[1]
+    request = Request((len(x[0, 0]), len(x[0, 0, 0])), 0, tokens, 0, len(x), kept_text=stored)
     sizes, stages = model_sizes(open_checkpoint(made[1]), "fp32", "cpu"), (Span(0, CASE.config["num_layers"]),)
     predicted = memory_of(sizes, Degrees(), stages, 0, (request,)).buffers
     assert engine.run_bytes - without == predicted > 0
     assert predicted == 2 * memory_of(sizes, Degrees(tensor=2), stages, 1, (request,)).buffers
     engine.close_run(0)
     assert engine.run_bytes == without
+
+
+def test_a_text_in_fewer_bits_is_close_and_the_same_in_every_call_and_mode(pools, made):
+    """Rows are quantised by token and head, so ranks have the values that one has. The first call reads them too."""
+    least, most = 1e-5, 0.02
+    x, timestep, tensors = CASE.inputs()
+    call = ModelCall(x, timestep, tensors, changes=BlockChanges(kept_text=KEPT_INT8))
+    model = pools.load(made[1], Degrees(), fresh=True)
+    exact = model.predict(ModelCall(x, timestep, tensors), lambda: None)
+    found = model.predict(call, lambda: None)
+    assert least < tiny.relative(found, exact) < most
+    assert torch.equal(model.predict(call, lambda: None), found)
+    for degrees in (Degrees(ulysses=2), Degrees(ring=2), Degrees(pipe=2), Degrees(tensor=2), Degrees(batch=2)):
+        shared = pools.load(made[1], degrees, fresh=True)
+        # A value that lies between two steps may go to the other one.
+        assert tiny.relative(shared.predict(call, lambda: None), found) < least, degrees
+
+
+@pytest.mark.parametrize(
+    ("stored", "name", "settings", "value_bytes"),
+    [
+        (KEPT_INT8, "TensorWiseINT8Layout", {"is_weight": True, "per_channel": True, "convrot": True}, 1),
+        (KEPT_INT4, "TensorCoreConvRotW4A4Layout", {}, 0.5),
+    ],
+)
+def test_rows_in_fewer_bits_are_those_of_comfy_kitchen_s_layout(stored, name, settings, value_bytes):
+    Layout = getattr(kitchen().tensors, name)
+    x = torch.randn(2, 5, 3, 128, generator=torch.Generator().manual_seed(0))
+    keys = PrefixKeys(2, stored)
+    for entry in range(2):  # one after the other
+        keys.put(0, x[entry : entry + 1], -x[entry : entry + 1], Span(entry, entry + 1), first=4)
+    expected = Layout.dequantize(*Layout.quantize(x.flatten(0, 2), convrot_groupsize=64, **settings)).view(x.shape)
+    found, values = keys.of(0, Span(0, 2), Span(5, 7))
+    assert torch.equal(found, expected[:, :, 1:])
+    assert torch.equal(values, -expected[:, :, 1:])
+    assert keys.nbytes == 2 * x.numel() * packed_value_bytes(stored, 128) == 2 * x.numel() * (value_bytes + 4 / 128)
+    again = PrefixKeys(2, stored)
+    again.put(0, x, x, Span(0, 2), first=0)
+    again.put(0, 2 * x[:1], x[:1], Span(0, 1), first=0)  # of another call
+    assert torch.allclose(again.of(0, Span(0, 1), Span(0, 3))[0], 2 * expected[:1], atol=1e-5)
 
 
 def test_changed_weights_have_the_text_run_again(engine):
