@@ -300,7 +300,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         inputs = {name: value for name, value in extra.items() if value is not None}
-        named, asked_timestep = {"context": context, **inputs}, timestep
+        asked_timestep, others = timestep, {"context": context, **inputs}
         latents = (x,) if isinstance(x, torch.Tensor) else tuple(x)
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, latents, options):
@@ -328,7 +328,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         if is_carried:
             latents, finish = family.inputs.carried(latents, timestep, inputs)
         along = "rows" if band is None else band.run.patching.along
-        native_arguments = NativeArguments(latents, asked_timestep, named, options)
+        native_arguments = NativeArguments(latents, asked_timestep, others, options)
         block_residuals = self.controls_here.residuals(native_arguments, control, tensors, along, self.run)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(

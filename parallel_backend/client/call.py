@@ -20,6 +20,11 @@ same tensor. Of families with Blocks.controlled_sequence they are [B, n + t + r,
 those of the text stream and of the references, and the call is for the whole latent."""
 
 
+def different(residuals: Residuals) -> int:
+    """Number of different tensors among them."""
+    return len({id(tensor) for tensor in residuals.values()})
+
+
 @dataclass(frozen=True, eq=False)
 class ModelCall:
     """One evaluation of the model by a sampler: of the whole latent, or of one band of it."""

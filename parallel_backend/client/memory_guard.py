@@ -126,12 +126,12 @@ class MemoryGuard:
         if self._of_this_run:
             self._of_last_run, self._of_this_run = self._of_this_run, set()
 
-    def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False) -> None:
-        """To be called before an exact call: ValueError if it cannot fit. `timed`: see memory_model.Request.
+    def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False, added: int = 0) -> None:
+        """To be called before an exact call: ValueError if it cannot fit. `timed`, `added`: see memory_model.Request.
 
         Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
         """
-        request = request_of(conditioning, self.family, timed=timed)
+        request = request_of(conditioning, self.family, timed=timed, added=added)
         if request in self._admitted:
             return
         if self._free is None:
@@ -144,15 +144,15 @@ class MemoryGuard:
         free = _FreeMemory(self._device_memories(poll), self.resident.expected())
         self._runs[run] = _Run(free, bands, KV_COPIES if extrapolate else 1)
 
-    def check(self, run: int, conditioning: Conditioning, timed: bool = False) -> None:
+    def check(self, run: int, conditioning: Conditioning, timed: bool = False, added: int = 0) -> None:
         """To be called before a call of a run: ValueError if the run with this conditioning too cannot fit.
 
-        `timed`: see memory_model.Request. Does not wait for ranks, since other calls may be under way.
+        `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be under way.
         """
         known = self._runs.get(run)
         if known is None or (conditioning.id in known.requests and not self.resident.parked):
             return
-        known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands, timed)
+        known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands, timed, added)
         for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
         self._fit(tuple(known.requests.values()), known.free)
@@ -273,8 +273,10 @@ class _Run:
         self.requests: dict[int, Request] = {}
 
 
-def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False) -> Request:
-    """The memory model's record of calls with this conditioning. `kept`, `bands`, `timed`: see memory_model.Request."""
+def request_of(
+    conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
+) -> Request:
+    """The memory model's record of calls with this conditioning. Other arguments: see memory_model.Request."""
     tensors, is_looked_at = conditioning.tensors.items(), family.inputs.is_looked_at
     return Request(
         conditioning.layout.grid,
@@ -290,4 +292,5 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
         timed,
         conditioning.changes.together,
         conditioning.changes.kept_text,
+        added,
     )

@@ -24,7 +24,7 @@ from parallel_backend.placement.residency import shared_bytes
 from parallel_backend.processes.pool import DeviceFull, Poll, wait_for
 from parallel_backend.wire import messages as m
 
-from .call import Conditioning, ModelCall, PostedCall, TokenLayout, has_token_times
+from .call import Conditioning, ModelCall, PostedCall, TokenLayout, different, has_token_times
 from .giving_way import give_way, hand_over
 from .lora import Adaptation, Delta
 from .memory_guard import MemoryGuard
@@ -194,7 +194,7 @@ class RemoteTransformer:
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), call.may_forecast)
         if isinstance(entry, Forecast):
             return like(call.x, entry.output())
-        self._memory.admit(conditioning, poll, has_token_times(timestep))
+        self._memory.admit(conditioning, poll, has_token_times(timestep), different(call.residuals))
         # Packed and unpacked where the latents are: on a host it took 3.3 ms of a call at 1024 x 1024 beside an H100.
         tokens = patching.pack_all(latents).cpu()
         whole = conditioning.token_order.span
@@ -221,7 +221,7 @@ class RemoteTransformer:
         assert call.x.shape[:2] == (conditioning.batch, count)
         assert not (call.run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(call.x, call.timestep)
-        self._memory.check(call.run, conditioning, has_token_times(call.timestep))
+        self._memory.check(call.run, conditioning, has_token_times(call.timestep), different(call.residuals))
         if not all(len(shard) for shard in self._posting.cut.image(tokens)):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(

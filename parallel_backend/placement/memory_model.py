@@ -111,6 +111,8 @@ class Request:
     """All entries are the first replica's."""
     kept_text: str = ""
     """How a text that runs once a run is stored, see BlockChanges."""
+    added: int = 0
+    """Tensors of hidden states that controls add behind blocks."""
 
     @property
     def image(self) -> int:
@@ -149,12 +151,15 @@ def memory_of(
     # At most two sends are under way (StageLink.send).
     ends = 2 * (at.pipe < degrees.pipe - 1) + (at.pipe > 0)
     staged = ends * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
+    # A rank copies all additions for its blocks before the first one (stage_forward.py).
+    additions = (min(each.added, len(span)) * max(step) for each, step in zip(requests, tokens, strict=True))
+    added = math.ceil(max(additions, default=0) * sizes.token_bytes / degrees.sequence)
     return MemoryNeed(
         rank_weights(sizes, degrees, span).total,
         sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),
-        max((likely for _, likely in computing), default=0),
+        max((likely for _, likely in computing), default=0) + added,
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
-        max((least for least, _ in computing), default=0),
+        max((least for least, _ in computing), default=0) + added,
         math.ceil(staged) if sizes.on_gpus else 0,
         transport if sizes.on_gpus else 0,
         WORKSPACES if sizes.on_gpus and requests else 0,

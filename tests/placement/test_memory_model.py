@@ -272,6 +272,24 @@ def test_times_of_tokens_count(pools, made):
 # What is free.
 
 
+def test_additions_of_controls_count(pools, made):
+    """Each rank copies those for its blocks before the first of them. Blocks may share one."""
+    case = next(case for case in CASES if case.name == "flux-dev")
+    model = pools.load(made(case), Degrees(pipe=2, ulysses=2))
+    x, timestep, tensors = case.inputs()
+    tokens, hidden = torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)
+    blocks = [f"{name}.{index}" for name, count in case.row.blocks.counts(case.config).items() for index in range(count)]
+    pair = [torch.ones(len(x), tokens, hidden) for _ in range(2)]
+    model.begin_timeline()
+    for residuals in ({}, {block: pair[number % 2] for number, block in enumerate(blocks)}):
+        model.predict(ModelCall(x, timestep, tensors, residuals=residuals), nobody)
+    one, several = sorted(model._memory._admitted, key=lambda request: request.added)
+    assert several == replace(one, added=2)
+    (little, *_), (much, *_) = (model._memory.memory_check.memory((request,)) for request in (one, several))
+    of_an_entry = (tokens + one.text) * hidden * 4
+    assert much.activations - little.activations == 2 * of_an_entry / 2  # two tensors, over two ranks
+
+
 def test_the_hosts_memory_is_that_of_the_system():
     free, total = host_memory()
     system = psutil.virtual_memory()

@@ -318,6 +318,34 @@ RANK_MUTANTS = (
         ("tests/client/test_controlnet.py", "-k", "diffusers"),
     ),
     Mutant(
+        "a controlled text's keys kept for calls without the control",
+        RANK + "stage_forward.py",
+        "if state.buffer is not None or step.controlled else conditioning.prefix",
+        "if state.buffer is not None else conditioning.prefix",
+        ("tests/client/test_controls_of_all_tokens.py", "-k", "kept"),
+    ),
+    Mutant(
+        "a controlled text left out as if it were the kept one",
+        RANK + "kept_texts.py",
+        "if not self._keeps or not step.with_text or step.controlled:",
+        "if not self._keeps or not step.with_text:",
+        ("tests/client/test_controls_of_all_tokens.py", "-k", "kept"),
+    ),
+    Mutant(
+        "a control adds nothing to references",
+        RANK + "stage_forward.py",
+        "of_image[:, rows] = references[:, numbers]",
+        "of_image[:, rows] = 0 * references[:, numbers]",
+        ("tests/client/test_controls_of_all_tokens.py", "-k", "forward and minimax"),
+    ),
+    Mutant(
+        "a kept text in 4 bits where 8 are asked for",
+        RANK + "attention/prefix_keys.py",
+        "tensors.TensorWiseINT8Layout if stored == KEPT_INT8 else",
+        "tensors.TensorWiseINT8Layout if stored != KEPT_INT8 else",
+        ("tests/rank/test_kept_texts.py", "-k", "fewer_bits"),
+    ),
+    Mutant(
         "shared outputs outlive a LoRA",
         RANK + "engine.py",
         "self.drop_graphs()\n        self.stage.module_cache.forget()\n        self._texts",
@@ -525,6 +553,13 @@ PROCESS_MUTANTS = (
 
 CLIENT_MUTANTS = (
     Mutant(
+        "the text's share of a control taken from the picture's rows",
+        CLIENT + "scatter.py",
+        "(part, words.shift(picture), references)",
+        "(part, words, references)",
+        ("tests/client/test_controls_of_all_tokens.py", "-k", "forward"),
+    ),
+    Mutant(
         "ranks that have failed are used again",
         CLIENT + "pools.py",
         "        self.end_failed()\n        for other",
@@ -689,6 +724,24 @@ ACCEPTANCE_MUTANTS = (
 )
 
 NODE_MUTANTS = (
+    Mutant(
+        "a control's rows in another order than the ranks' tokens",
+        "nodes/model/sequence_control.py",
+        "return places if order is None else torch.cat((places[:picture][order], places[picture:]))",
+        "return places",
+        ("tests/comfyui/test_sequence_control.py", "-k", "minimax"),
+        (),
+        "default",
+    ),
+    Mutant(
+        "a control that begins behind the first block is not refused",
+        "nodes/model/sequence_control.py",
+        "if any(control.control_patch not in first for around in controls.values() for control in around):",
+        "if False:",
+        ("tests/comfyui/test_sequence_control.py", "-k", "minimax"),
+        (),
+        "default",
+    ),
     Mutant(
         "numbers above their limit accepted",
         "nodes/ui/input_checks.py",
