@@ -45,6 +45,13 @@ def built(case: dict[str, Any]) -> torch.nn.Module:
     return model
 
 
+def on_device(value: Any) -> Any:
+    """A value of a call, with zeros for each {"shape": ...}."""
+    if isinstance(value, dict):
+        return torch.zeros(*value["shape"], dtype=torch.bfloat16, device=DEVICE)
+    return [on_device(each) for each in value] if isinstance(value, list) else value
+
+
 def figures(case: dict[str, Any]) -> dict[str, int]:
     """Of the second call, whose inputs are on the device."""
     accounts = (Account(),)
@@ -54,9 +61,10 @@ def figures(case: dict[str, Any]) -> dict[str, int]:
         latents = [torch.zeros(case["entries"], *shape, dtype=torch.bfloat16, device=DEVICE) for shape in case["latents"]]
         x = latents if len(latents) > 1 else latents[0]
         timestep = torch.full((case["entries"],), case["timestep"], device=DEVICE)
+        values = {name: on_device(value) for name, value in case["values"].items()}
         for _ in range(2):
             accounts[0].begin()
-            model(x, timestep, transformer_options={}, **made, **case["values"])
+            model(x, timestep, transformer_options={}, **made, **values)
         (account,) = accounts
         return {
             "kernels": account.kernels.total(),

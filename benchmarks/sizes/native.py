@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.comfyui_server import find_python
 from testing.real_sizes import RealModel
 
@@ -31,11 +33,18 @@ def _case(real: RealModel) -> dict[str, Any]:
         "shapes": _shapes(real),
         "metadata": real.metadata,
         "tensors": {name: tuple(value.shape) for name, value in call.items()},
-        "values": real.call,
+        "values": {name: _plain(value) for name, value in real.call.items()},
         "latents": real.latents,
         "entries": real.entries,
         "timestep": real.timestep,
     }
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: a tensor is {"shape": its shape}."""
+    if isinstance(value, torch.Tensor):
+        return {"shape": tuple(value.shape)}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _shapes(real: RealModel) -> dict[str, tuple[int, ...]]:

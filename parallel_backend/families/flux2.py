@@ -93,6 +93,7 @@ FLUX2 = Family(
     name="flux2",
     model_class="Flux2Transformer2DModel",
     native_classes=("Flux2",),
+    fused_module="parallel_backend.families.models.fused_flux2",
     file=FileLayout(
         detect=lambda shapes: all(key in shapes for key in _NEEDED),
         configure=_configure,

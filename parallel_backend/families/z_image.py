@@ -98,6 +98,7 @@ Z_IMAGE = Family(
     name="z-image",
     model_class="ZImageTransformer2DModel",
     native_classes=("ZImage",),
+    fused_module="parallel_backend.families.models.fused_z_image",
     file=FileLayout(
         detect=lambda shapes: next_dit.has_keys(shapes, MODULATION),
         configure=_configure,

@@ -3,7 +3,7 @@ gives with the same, and its own result again without them."""
 
 import pytest
 
-from tests.comfyui.test_families import CASES, has_class, save_case
+from tests.comfyui.test_families import CASES, has_class, save_case, skip_without_class
 
 pytestmark = pytest.mark.comfyui
 
@@ -21,8 +21,7 @@ def found(comfyui, inside, base):
 
 @pytest.mark.parametrize("case", CONTROLLED, ids=lambda case: case.name)
 def test_equals_the_native_model_with_the_same_control(comfyui, found, case, measured):
-    if not has_class(comfyui, case):
-        pytest.skip(f"this ComfyUI has no {case.native.newer}")
+    skip_without_class(comfyui, case)
     result = found[case.name]
     assert "error" not in result, result
     assert min(result["moved"].values()) > 0.01

@@ -6,6 +6,7 @@ picture that is made, so its keys and values do not depend on the sampler's step
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +14,43 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
-from .dispatched_attention import DispatchedAttention, Rotary, rotary_pairs, rotated
+from . import fused
+from .dispatched_attention import DispatchedAttention
 
 Vectors = tuple[torch.Tensor, torch.Tensor]
 """A scale or a gate of the prefix [1, 1, hidden], at time 0, and of the picture [b, 1, hidden]."""
 
 
-def by_vectors(x: torch.Tensor, vectors: Vectors, prefix: int) -> torch.Tensor:
-    """[b, s, hidden] -> the same shape: the first `prefix` tokens times the first vector, the others times the second."""
-    at_zero, at_time = vectors
-    if not prefix:
-        return x * at_time
-    return torch.cat((x[:, :prefix] * at_zero, x[:, prefix:] * at_time), dim=1)
+@dataclass(frozen=True)
+class Modulation:
+    """One for all blocks."""
+
+    scale: Vectors
+    """Of attention's input."""
+    gate: Vectors
+    scale_ff: Vectors
+    """Of the feed-forward's input."""
+    gate_ff: Vectors
+    no_shift: torch.Tensor
+    """[1, 1, hidden] of zeros, which kernels for a scale and a shift read."""
+    prefix: int
+    """How many tokens have the first vectors."""
+
+    def modulated(self, norm: nn.LayerNorm, x: torch.Tensor, scales: Vectors) -> torch.Tensor:
+        """norm(x) * (1 + scale): [b, s, hidden]."""
+        at_zero, at_time = scales
+        if not self.prefix:
+            return fused.modulated(norm, x, at_time, self.no_shift)
+        parts = (x[:, : self.prefix], at_zero), (x[:, self.prefix :], at_time)
+        return torch.cat([fused.modulated(norm, each.contiguous(), scale, self.no_shift) for each, scale in parts], dim=1)
+
+    def gated(self, x: torch.Tensor, gates: Vectors, out: torch.Tensor) -> torch.Tensor:
+        """x + gate * out: [b, s, hidden]."""
+        at_zero, at_time = gates
+        if not self.prefix:
+            return fused.gated(x, at_time, out)
+        parts = (slice(0, self.prefix), at_zero), (slice(self.prefix, None), at_time)
+        return torch.cat([fused.gated(x[:, part], gate, out[:, part]) for part, gate in parts], dim=1)
 
 
 class TextNorm(nn.Module):
@@ -82,13 +108,14 @@ class Positions(nn.Module):
         super().__init__()
         self.widths, self.theta = widths, theta
 
-    def forward(self, positions: torch.Tensor) -> Rotary:
-        """-> cosines and sines [s, head size]."""
+    def forward(self, positions: torch.Tensor) -> fused.Rotation:
+        """-> [1, s, 1, head size / 2, 2, 2]."""
         angles = []
         for axis, width in zip(positions.T, self.widths, strict=True):
             powers = torch.arange(0, width, 2, dtype=torch.float32, device=axis.device) / width
             angles.append(torch.outer(axis, 1 / self.theta**powers))
-        return rotary_pairs(torch.cat(angles, dim=1))
+        joined = torch.cat(angles, dim=1)[None, :, None]
+        return fused.rotation(joined.cos(), joined.sin())
 
 
 class Attention(nn.Module):
@@ -100,9 +127,10 @@ class Attention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(heads * head_size, width, bias=False)])
         self.processor = DispatchedAttention()
 
-    def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: fused.Rotation) -> torch.Tensor:
         query, key, value = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.to_q, self.to_k, self.to_v))
-        return self.to_out[0](self.processor(rotated(self.norm_q(query), rotary), rotated(self.norm_k(key), rotary), value))
+        query, key = fused.normed_and_rotated(query, key, (self.norm_q, self.norm_k), rotary)
+        return self.to_out[0](self.processor(query, key, value))
 
 
 class FeedForward(nn.Module):
@@ -121,15 +149,11 @@ class Block(nn.Module):
         self.img_norm1, self.img_norm2 = (nn.LayerNorm(width, elementwise_affine=False, eps=eps) for _ in range(2))
         self.attn, self.img_mlp = Attention(width, heads, head_size, eps), FeedForward(width, inner)
 
-    def forward(
-        self, hidden_states: torch.Tensor, modulation: tuple[Vectors, Vectors, Vectors, Vectors], rotary: Rotary, prefix: int
-    ) -> torch.Tensor:
-        """[b, s, hidden] -> the same shape. The first `prefix` of the s tokens are the prefix's. `modulation`: scale and
-        gate of attention, then of the feed-forward."""
-        scale, gate, scale_ff, gate_ff = modulation
-        x = hidden_states
-        x = x + by_vectors(self.attn(by_vectors(self.img_norm1(x), scale, prefix), rotary), gate, prefix)
-        return x + by_vectors(self.img_mlp(by_vectors(self.img_norm2(x), scale_ff, prefix)), gate_ff, prefix)
+    def forward(self, hidden_states: torch.Tensor, modulation: Modulation, rotary: fused.Rotation) -> torch.Tensor:
+        """[b, s, hidden] -> the same shape."""
+        x, by = hidden_states, modulation
+        x = by.gated(x, by.gate, self.attn(by.modulated(self.img_norm1, x, by.scale), rotary))
+        return by.gated(x, by.gate_ff, self.img_mlp(by.modulated(self.img_norm2, x, by.scale_ff)))
 
 
 class OutputNorm(nn.Module):
@@ -139,7 +163,8 @@ class OutputNorm(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=eps)
 
     def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) * (1 + self.linear(F.silu(temb))[:, None])
+        scale = self.linear(F.silu(temb))[:, None]
+        return fused.modulated(self.norm, x, scale, torch.zeros_like(scale))
 
 
 class QwenImage21Transformer2DModel(ModelMixin, ConfigMixin):  # type: ignore[misc]  # diffusers' bases disagree
@@ -190,17 +215,19 @@ class QwenImage21Transformer2DModel(ModelMixin, ConfigMixin):  # type: ignore[mi
         the text's, in their order. `positions` [p + n, 3] float32 of the prefix's tokens, then of the picture's.
         """
         temb = self.time_text_embed(timestep, hidden_states.dtype)
-        scale, gate, scale_ff, gate_ff = self.modulation(temb).chunk(4, dim=-1)
-        modulation = tuple(
-            (vector[-1:, None], vector[:-1, None]) for vector in (1 + scale, gate.tanh(), 1 + scale_ff, gate_ff.tanh())
+        scale, gate, scale_ff, gate_ff = (
+            (vectors[-1:, None], vectors[:-1, None]) for vectors in self.modulation(temb).chunk(4, dim=-1)
         )
+        gate, gate_ff = ((at_zero.tanh(), at_time.tanh()) for at_zero, at_time in (gate, gate_ff))
+        prefix = len(positions) - hidden_states.shape[1]
+        modulation = Modulation(scale, gate, scale_ff, gate_ff, torch.zeros_like(scale[0]), prefix)
         parts = [self.img_in(hidden_states)]
-        if prefix := len(positions) - hidden_states.shape[1]:
+        if prefix:
             words = [self.txt_in(encoder_hidden_states)] + ([] if references is None else [self.img_in(references)])
             tokens = torch.cat(words, dim=1)
             parts.insert(0, tokens if places is None else tokens[:, places])
         rotary = self.pos_embed(positions)
         joint = torch.cat(parts, dim=1)
         for block in self.transformer_blocks:
-            joint = block(joint, modulation, rotary, prefix)
+            joint = block(joint, modulation, rotary)
         return (self.proj_out(self.norm_out(joint[:, prefix:], temb[:-1])),)
