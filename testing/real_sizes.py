@@ -249,6 +249,35 @@ WITH_REFERENCES = {
 """A model whose prompt, with its given pictures, is computed once a run."""
 
 
+OTHERS = {
+    "z-image": RealModel(
+        "z-image",
+        {
+            "in_channels": 16, "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "n_kv_heads": 30,
+            "cap_feat_dim": 2560, "axes_dims": (32, 48, 48), "axes_lens": (1536, 512, 512),
+        },
+        "picture, 1024 x 1024",
+        ((16, 128, 128),),
+        (200, 2560),
+        call={"num_tokens": 200},
+        depths=("n_layers",),
+    ),
+    "flux2-dev": RealModel(
+        "flux2",
+        {
+            "patch_size": 1, "in_channels": 128, "num_layers": 8, "num_single_layers": 48, "guidance_embeds": True,
+            "attention_head_dim": 128, "num_attention_heads": 48, "joint_attention_dim": 15360,
+            "axes_dims_rope": (32, 32, 32, 32),
+        },
+        "picture, 1024 x 1024",
+        ((128, 64, 64),),
+        (512, 15360),
+        depths=("num_layers", "num_single_layers"),
+    ),
+}
+"""Of which one rank alone is traced, beside ComfyUI's own class."""
+
+
 def save_header(
     path: Path, config: dict[str, Any] = FLUX_DEV, family: str = "flux", metadata: dict[str, Any] | None = None
 ) -> Path:

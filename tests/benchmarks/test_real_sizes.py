@@ -130,13 +130,16 @@ def test_the_memory_models_figures_are_those_of_the_result(name):
 
 @pytest.mark.parametrize("name", list(WITH_REFERENCES))
 def test_given_pictures_take_no_more_than_predicted(name, measured):
-    """One set of figures is for any number of pictures, so it is the most of them."""
-    found, ratios_found = json.loads(REFERENCES.read_text())["cases"], {}
+    """One set of figures is for any number of pictures, so it is the most of them: too much by 1.4, or by little, for none."""
+    found, ratios_found, too_much = json.loads(REFERENCES.read_text())["cases"], {}, {}
     for key, _, degrees in cases([name], (1, 2, 4, 8)):
-        ranks = with_predictions(name, degrees, found[key])["ranks"]
-        ratios_found |= {f"{key}, rank {at}": rank["predicted"] / rank["peak"] for at, rank in enumerate(ranks)}
+        for at, rank in enumerate(with_predictions(name, degrees, found[key])["ranks"]):
+            ratios_found[f"{key}, rank {at}"] = ratio = rank["predicted"] / rank["peak"]
+            if ratio > 1.4 and rank["predicted"] - rank["peak"] > 50e6:
+                too_much[f"{key}, rank {at}"] = ratio
     measured(f"predicted over traced memory of a run, {name}, most", max(ratios_found.values()))
-    assert {key: ratio for key, ratio in ratios_found.items() if not 0.995 <= ratio <= 1.4} == {}
+    assert min(ratios_found.values()) >= 0.995
+    assert too_much == {}
 
 
 def test_states_between_and_beyond_the_traced_ranks():
