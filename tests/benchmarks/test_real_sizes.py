@@ -130,7 +130,7 @@ def test_the_memory_models_figures_are_those_of_the_result(name):
 
 @pytest.mark.parametrize("name", list(WITH_REFERENCES))
 def test_given_pictures_take_no_more_than_predicted(name, measured):
-    """One set of figures is for any number of pictures, so it is the most of them: too much by 1.4, or by little, for none."""
+    """One set of figures is for any number of pictures, so it is the most of them: too much by 1.4, or by few bytes."""
     found, ratios_found, too_much = json.loads(REFERENCES.read_text())["cases"], {}, {}
     for key, _, degrees in cases([name], (1, 2, 4, 8)):
         for at, rank in enumerate(with_predictions(name, degrees, found[key])["ranks"]):
