@@ -67,11 +67,13 @@ class ControlsHere:
                 layers[0], of_picture, latents[0], call.timestep, context, dict(call.options)
             )
             control = (control or {}) | added
+        of_blocks = residuals(family, config, control, tuple(latents[0].shape), along)
         if of_sequence := sequence_controls(family, call.options):
+            assert not of_blocks, "a family with controls of all tokens takes no ControlNet, which is refused above"
             return self._sequence_control.residuals(
                 layers[0], of_sequence, latents, call.timestep, call.others, call.options, tensors
             )
-        return residuals(family, config, control, tuple(latents[0].shape), along)
+        return of_blocks
 
     def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:
         """A family has at most one of the two kinds."""
