@@ -51,9 +51,6 @@ NATIVE: Mapping[str, str] = {
 """Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
 
 
-NO_ARGUMENTS = ("dtype", "disable_unet_model_creation")
-"""Entries of ComfyUI's unet_config that are no arguments of the class, or are given apart."""
-
 NativeClass = type[Any]
 """One of those classes, a torch Module with `forward` and mostly `_forward`. ComfyUI declares no common base for them."""
 
@@ -62,6 +59,11 @@ def native_class(kind: str) -> NativeClass:
     """The native model's class, for the name of a class of ComfyUI's supported_models."""
     module, _, name = NATIVE[kind].partition(":")
     return getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
+
+
+def class_arguments(unet_config: Mapping[str, Any]) -> dict[str, Any]:
+    """ComfyUI's unet_config without the entries that are no arguments of the native class, or are given apart."""
+    return {name: value for name, value in unet_config.items() if name not in ("dtype", "disable_unet_model_creation")}
 
 
 def runs_wrappers(native: NativeClass) -> bool:

@@ -36,7 +36,7 @@ from .call_checks import checked_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import BAND_KEY, RemoteDiffusionModel
 from .kept_proofs import kept_proof
-from .native_call import NO_ARGUMENTS, NativeClass, native_config, on_meta
+from .native_call import NativeClass, class_arguments, native_config, on_meta
 from .reach import is_plain, told_to_own_class
 from .sampling_run import CallShape, steps_of
 
@@ -74,7 +74,7 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnC
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not, or a single tensor
         raise unknown from None
     kind = type(native)
-    arguments = {name: value for name, value in config.unet_config.items() if name not in NO_ARGUMENTS}
+    arguments = class_arguments(config.unet_config)
     unet = isinstance(native, comfy.model_base.UNetModel)
     if not kind.__module__.startswith(ROOT) or (other is not None and (other.what == UNET) != unet):
         raise unknown

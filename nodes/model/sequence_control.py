@@ -26,7 +26,7 @@ from parallel_backend.families.base.step_inputs import REFERENCES
 from ..ui.host import refuse
 from ..ui.other_nodes import is_known
 from .layers_here import LayersHere
-from .native_call import NO_ARGUMENTS, NativeClass
+from .native_call import NativeClass, class_arguments
 
 CONTROL = re.compile(r"nodes_(?:qwen\.QwenImage21|minimax_h3\.MiniMaxH3)FunControlBlockPatch")
 """Class of the nodes' patches around a block. All of a branch have one `control_patch`. `previous` is the patch that was
@@ -144,7 +144,7 @@ class SequenceControl:
 
     def _make(self) -> torch.nn.Module:
         """ComfyUI's class, with blocks that have no weights."""
-        settings = {name: value for name, value in self._unet_config.items() if name not in NO_ARGUMENTS}
+        settings = class_arguments(self._unet_config)
         layers = self._native(**settings, dtype=self._dtype, device="meta", operations=comfy.ops.manual_cast)
         checkpoint, values = self._checkpoint, OriginalTensors(self._checkpoint)
         key_map = checkpoint.family.file.key_map(checkpoint.config)
