@@ -2,7 +2,7 @@
 
 "two": two of them, the second one ends after the first step. "patched": one, with a LoRA of a layer that runs in ComfyUI's
 process too. "core": by ComfyUI's own node and network, where it has them (0.38). A branch that starts from a later block's
-input depends on blocks, which ranks have: it is refused.
+input depends on blocks, which ranks have: it is refused, and so is a ControlNet beside a branch.
 """
 
 import asyncio
@@ -76,7 +76,18 @@ def compare(name: str) -> dict:
             sample(controlled(modes["one rank"], patch, Branch(branches[3], 0.3, ALWAYS, seed=3)), name)
         except ValueError as error:
             found["later"] = str(error)
+        beside = controlled(modes["one rank"], patch, Branch(branches[1], 0.3, ALWAYS, seed=1))
+        beside.set_model_unet_function_wrapper(with_controlnet)
+        try:
+            sample(beside, name)
+        except ValueError as error:
+            found["controlnet"] = str(error)
     return found
+
+
+def with_controlnet(apply, call: dict) -> torch.Tensor:
+    """A model call as with a ControlNet, which these models have none of."""
+    return apply(call["input"], call["timestep"], **call["c"], control={"input": [torch.zeros(1, 1, 1)]})
 
 
 class FakeVAE:
