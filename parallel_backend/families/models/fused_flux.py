@@ -22,30 +22,15 @@ class Attention(original.FluxAttnProcessor):
     ) -> Any:
         """[b, n, C] and text [b, t, C'] -> both, the image first; without text [b, s, H D]."""
         assert image_rotary_emb is not None
-        query, key, value = (heads(attn, layer(hidden_states)) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        turns = image_rotary_emb[:, image_rotary_emb.shape[1] - query.shape[1] :]
-        query, key = fused.normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), turns)
         if encoder_hidden_states is not None:
-            layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            words, word_keys, word_values = (heads(attn, layer(encoder_hidden_states)) for layer in layers)
-            norms = attn.norm_added_q, attn.norm_added_k
-            turns = image_rotary_emb[:, : words.shape[1]]
-            words, word_keys = fused.normed_and_rotated(words, word_keys, norms, turns)
-            pairs = (words, query), (word_keys, key), (word_values, value)
-            query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
+            turns = image_rotary_emb, image_rotary_emb
+            return fused.two_streams(self, attn, hidden_states, encoder_hidden_states, turns, attn.head_dim, attention_mask)
+        layers = attn.to_q, attn.to_k, attn.to_v
+        query, key, value = (layer(hidden_states).unflatten(-1, (-1, attn.head_dim)) for layer in layers)
+        query, key = fused.normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), image_rotary_emb)
         backend, parallel = self._attention_backend, self._parallel_config
         out = dispatch_attention_fn(query, key, value, attention_mask, backend=backend, parallel_config=parallel)
-        out = out.flatten(2).type_as(query)
-        if encoder_hidden_states is None:
-            return out
-        text = encoder_hidden_states.shape[1]
-        image = attn.to_out[1](attn.to_out[0](out[:, text:].contiguous()))
-        return image, attn.to_add_out(out[:, :text].contiguous())
-
-
-def heads(attn: original.FluxAttention, x: torch.Tensor) -> torch.Tensor:
-    """[b, s, H D] -> [b, s, H, D], of the heads that the rank has."""
-    return x.unflatten(-1, (-1, attn.head_dim))
+        return out.flatten(2).type_as(query)
 
 
 class Block(original.FluxTransformerBlock):

@@ -24,20 +24,9 @@ class Attention(original.Flux2AttnProcessor):
         image_rotary_emb: Any = None,
     ) -> Any:
         """Image [b, n, C] and text [b, t, C] -> the same shapes."""
-        turns, text = image_rotary_emb[0][None], encoder_hidden_states.shape[1]
-        query, key, value = (heads(attn, layer(hidden_states)) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-        words, word_keys, word_values = (heads(attn, layer(encoder_hidden_states)) for layer in layers)
-        query, key = fused.normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), turns[:, text:])
-        norms = attn.norm_added_q, attn.norm_added_k
-        words, word_keys = fused.normed_and_rotated(words, word_keys, norms, turns[:, :text])
-        pairs = (words, query), (word_keys, key), (word_values, value)
-        query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
-        backend, parallel = self._attention_backend, self._parallel_config
-        out = dispatch_attention_fn(query, key, value, attention_mask, backend=backend, parallel_config=parallel)
-        out = out.flatten(2).type_as(query)
-        image = attn.to_out[1](attn.to_out[0](out[:, text:].contiguous()))
-        return image, attn.to_add_out(out[:, :text].contiguous())
+        turns = image_rotary_emb[0][None]
+        streams = hidden_states, encoder_hidden_states
+        return fused.two_streams(self, attn, *streams, (turns, turns), attn.head_dim, attention_mask)
 
 
 class ParallelAttention(original.Flux2ParallelSelfAttnProcessor):
@@ -57,16 +46,11 @@ class ParallelAttention(original.Flux2ParallelSelfAttnProcessor):
         of_both = of_attention + attn.mlp_hidden_dim * attn.mlp_mult_factor
         own = widened.shape[-1] * of_attention // of_both
         attended, widened = widened.split((own, widened.shape[-1] - own), dim=-1)
-        query, key, value = (heads(attn, part) for part in attended.chunk(3, dim=-1))
+        query, key, value = (part.unflatten(-1, (-1, attn.head_dim)) for part in attended.chunk(3, dim=-1))
         query, key = fused.normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), image_rotary_emb[0][None])
         backend, parallel = self._attention_backend, self._parallel_config
         out = dispatch_attention_fn(query, key, value, attention_mask, backend=backend, parallel_config=parallel)
         return attn.to_out(torch.cat((out.flatten(2).type_as(query), attn.mlp_act_fn(widened)), dim=-1))
-
-
-def heads(attn: Any, x: torch.Tensor) -> torch.Tensor:
-    """[b, s, H D] -> [b, s, H, D], of the heads that the rank has."""
-    return x.unflatten(-1, (-1, attn.head_dim))
 
 
 class Block(original.Flux2TransformerBlock):
@@ -104,7 +88,7 @@ def _fed(x: torch.Tensor, vectors: tuple[torch.Tensor, ...], norm: Any, feed_for
 class SingleBlock(original.Flux2SingleTransformerBlock):
     """diffusers' single block."""
 
-    def forward(
+    def forward(  # type: ignore[override]  # diffusers declares the result of other arguments
         self,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None,
@@ -126,10 +110,9 @@ class SingleBlock(original.Flux2SingleTransformerBlock):
 class Positions(original.Flux2PosEmbed):
     """diffusers' tables, as Rotations."""
 
-    def forward(self, ids: torch.Tensor) -> Rotations:
+    def forward(self, ids: torch.Tensor) -> Rotations:  # type: ignore[override]  # diffusers declares one tensor of its two
         """Positions [s, axes]."""
-        cos, sin = super().forward(ids)
-        return fused.rotation(cos[:, None, 0::2], sin[:, None, 0::2]), ids[:, :1]
+        return fused.rotation_of_tables(super().forward(ids))[0], ids[:, :1]
 
 
 CLASSES = {

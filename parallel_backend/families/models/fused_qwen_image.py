@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_qwenimage as original
 from torch import nn
 
@@ -30,21 +29,8 @@ class Attention(original.QwenDoubleStreamAttnProcessor2_0):
         `image_rotary_emb`: Rotations.
         """
         assert image_rotary_emb is not None and encoder_hidden_states_mask is None
-        text, size = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
-        layers, word_layers = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        query, key, value = (layer(hidden_states).unflatten(-1, (-1, size)) for layer in layers)
-        words, word_keys, word_values = (layer(encoder_hidden_states).unflatten(-1, (-1, size)) for layer in word_layers)
-        image_turns, text_turns = image_rotary_emb
-        query, key = fused.normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), image_turns)
-        word_norms = attn.norm_added_q, attn.norm_added_k
-        words, word_keys = fused.normed_and_rotated(words, word_keys, word_norms, text_turns)
-        pairs = (words, query), (word_keys, key), (word_values, value)
-        query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
-        backend, parallel = self._attention_backend, self._parallel_config
-        out = dispatch_attention_fn(query, key, value, backend=backend, parallel_config=parallel)
-        out = out.flatten(2).type_as(query)
-        image = attn.to_out[1](attn.to_out[0](out[:, text:].contiguous()))
-        return image, attn.to_add_out(out[:, :text].contiguous())
+        size = attn.inner_dim // attn.heads
+        return fused.two_streams(self, attn, hidden_states, encoder_hidden_states, image_rotary_emb, size)
 
 
 class Block(original.QwenImageTransformerBlock):

@@ -38,7 +38,7 @@ class Block(original.ZImageTransformerBlock):
     def forward(
         self,
         x: torch.Tensor,
-        attn_mask: torch.Tensor | None,
+        attn_mask: Any,
         freqs_cis: torch.Tensor,
         adaln_input: torch.Tensor | None = None,
         noise_mask: torch.Tensor | None = None,
