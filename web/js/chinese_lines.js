@@ -1,7 +1,87 @@
 /**
- * What this pack says on a node, in Chinese, for an editor in Chinese. The server's lines are English (nodes/ui/node_text.py);
- * reasons and errors inside of them, and lines that are not here, stay so.
+ * What this pack says on a node, in Chinese. The server's lines are English (nodes/ui/node_text.py). Names stay as they are,
+ * and so do errors, whose words are looked for in logs and issues. tests/browser/test_chinese.py holds the tables to the server's texts.
  */
+import { translated } from "./chinese.js";
+
+/** Why something is so: behind "since" or a colon. */
+export const REASONS = [
+    // why a run is not cut into bands (nodes/sampling, nodes/model/run_shapes.py)
+    [/^the conditioning has its own (.*)$/, "条件自带 $1"],
+    [/^what (.*) has put around the model looks at whole calls$/, "$1 在模型外加的函数要看完整的调用"],
+    [/^what (.*) has put around the sampler looks at the whole latent$/, "$1 在采样器外加的函数要看整个潜空间图"],
+    [/^context windows call the model for one part of the latent after another$/, "上下文窗口逐段调用模型"],
+    [/^the guider (.*) calls two models$/, "引导器 $1 调用两个模型"],
+    [/^the guider (.*) may look at the whole latent$/, "引导器 $1 可能要看整个潜空间图"],
+    [/^Z-Image's Fun control looks at the whole latent$/, "Z-Image 的 Fun 控制要看整个潜空间图"],
+    [
+        /^Model Sparse Attention needs whole sequences\. With a ulysses_degree in its place they are shared out too$/,
+        "Model Sparse Attention 需要完整的序列。改用 ulysses_degree 也能分到多块卡上",
+    ],
+    [/^random inpaint noise is drawn for the whole latent$/, "局部重绘的随机噪声是为整个潜空间图生成的"],
+    [/^(.*)'s (\S*) wrapper may look at the whole latent$/, "$1 在 $2 外加的函数可能要看整个潜空间图"],
+    [/^(.*)'s (\S*) may look at the whole latent$/, "$1 的 $2 可能要看整个潜空间图"],
+    [/^(.*) is told of each evaluation, one after the other$/, "$1 要依次得知每次计算"],
+    [/^dpm_adaptive sets its step size by the whole latent$/, "dpm_adaptive 按整个潜空间图决定步长"],
+    [/^ar_video computes one block of frames after the other$/, "ar_video 逐段计算视频帧"],
+    [/^(.*) is not one of ComfyUI's samplers$/, "$1 不是 ComfyUI 自带的采样器"],
+    [/^(.*) wraps a sampler with noise of its own$/, "$1 包着一个自带噪声的采样器"],
+    [
+        /^another node calls the model for parts of the latent, or for several latents at a time$/,
+        "另一个节点对潜空间图的局部、或对多个潜空间图一起调用模型",
+    ],
+    [/^a function on the MODEL asks for another latent than the sampler's$/, "MODEL 上的函数要的不是采样器的潜空间图"],
+    [
+        /^a function on the MODEL makes a conditioning of its own for a part of the latent$/,
+        "MODEL 上的函数为潜空间图的局部另做了条件",
+    ],
+    [/^the conditioning's mask is not of the latent's size$/, "条件的遮罩与潜空间图大小不同"],
+    [/^the bands did not make the same number of model calls$/, "各分片调用模型的次数不同"],
+    [/^the bands are at different timesteps$/, "各分片处在不同的时间步"],
+    // why replicas wait for each other (nodes/model/concurrent_conds.py)
+    [/^ComfyUI's own multi-GPU node shares them out$/, "ComfyUI 自己的多卡节点在分配它们"],
+    [/^another node's (\S*) wrapper may keep a state from one to the next$/, "另一个节点在 $1 外加的函数可能在两次计算之间保留状态"],
+    [/^another node's (\S*) may keep a state from one to the next$/, "另一个节点的 $1 可能在两次计算之间保留状态"],
+    [
+        /^another node's wrapper around the diffusion model may keep a state from one to the next$/,
+        "另一个节点在扩散模型外加的函数可能在两次计算之间保留状态",
+    ],
+    [/^another node is told of each$/, "另一个节点要得知每次计算"],
+    // why a VAE is not cut (nodes/vae, client/vae.py, vaes/ltx.py)
+    [/^a VAE of this kind \((.*)\) cannot be cut$/, "这种 VAE（$1）不能分段"],
+    [/^a VAE whose decoder ends in tanh cannot be cut$/, "解码器以 tanh 结尾的 VAE 不能分段"],
+    [/^another node has changed this VAE$/, "另一个节点改动了这个 VAE"],
+    [/^another node has changed this VAE's layers$/, "另一个节点改动了这个 VAE 的层"],
+    [/^this VAE has blocks of the kind (.*)$/, "这个 VAE 有 $1 类的块"],
+    [/^this VAE's decoder draws noise inside its layers$/, "这个 VAE 的解码器在层内生成噪声"],
+    [/^this VAE's layers are of another kind$/, "这个 VAE 的层是另一种"],
+    [/^there is only one device for it$/, "只有一个设备可用"],
+    [/^the latent has (\d+) rows and columns at most, too few for (\d+) ranks$/, "潜空间图最多 $1 行（列），不够分给 $2 个进程"],
+    [
+        /^the picture has (\d+) rows and columns at most, too few for (\d+) ranks, of (\d+) each$/,
+        "图像最多 $1 行（列），不够 $2 个进程各分 $3 行",
+    ],
+    [/^this VAE does not take (\d+) frames evenly$/, "这个 VAE 不能均匀处理 $1 帧"],
+    [/^a device has less than the ([\d.]+) GB that its band needs$/, "有设备放不下它那一段所需的 $1 GB"],
+    [/^a device has less than the ([\d.]+) GB that its part of the VAE needs$/, "有设备放不下它那部分 VAE 所需的 $1 GB"],
+    // why GPUs are hidden (core/device_choice.py)
+    [
+        /^ ComfyUI was started with (.*), which hides all other GPUs: restart it with (.*)\.$/,
+        "ComfyUI 启动时带有 $1，其他显卡因此不可见：请改用 $2 重新启动。",
+    ],
+    [/^ On Windows ComfyUI shows the first GPU only, unless it is started with (.*)\.$/, "在 Windows 上 ComfyUI 只显示第一块显卡，除非启动时加 $1。"],
+    [
+        /^ (.*) is '(.*)' in ComfyUI's environment, which hides all other GPUs: remove it, or list the numbers of all in it, such as 0,1, and restart ComfyUI\.$/,
+        "ComfyUI 的环境变量 $1 为 '$2'，其他显卡因此不可见：请删除它，或写上所有显卡的编号（例如 0,1），再重启 ComfyUI。",
+    ],
+    // how much is streamed (placement/memory_check.py)
+    [/^weights come from host memory as they are needed: (.*)$/, "其余权重用到时才从内存复制：{1}"],
+    [/^([\d.]+) of ([\d.]+) GB on rank (\d+), (.*)$/, "进程 $3 有 $1 GB（共 $2 GB），{4}"],
+    [/^([\d.]+) of ([\d.]+) GB on rank (\d+)$/, "进程 $3 有 $1 GB（共 $2 GB）"],
+];
+
+const P2P_OFF =
+    "P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory";
 
 const LINES = [
     // of the end of a run (client/reports/run_report.py)
@@ -15,16 +95,56 @@ const LINES = [
     [/^close to exact: step cache$/, "接近精确：步缓存"],
     [/^close to exact: packed transfers$/, "接近精确：压缩传输"],
     [/^naive patches, a control$/, "互不交换的分片（对照）"],
-    [/^not in (?:bands|patches): (.*)$/, "没有分片：$1"],
+    [/^not in (?:bands|patches): (.*)$/, "没有分片：{1}"],
     [/^step cache: (\d+) of (\d+) model calls computed$/, "步缓存：$2 次模型调用算了 $1 次"],
+    [/^step cache: not used, since (.*)$/, "步缓存：没有使用，因为{1}"],
+    [
+        /^step cache: every call is computed, since the conditioning has LoRAs of its own \(hooks\)$/,
+        "步缓存：每次都要计算，因为条件自带 LoRA（hooks）",
+    ],
     [/^degrees auto: one device, (.*), planned ([\d.]+) s$/, "auto 的选择：只用 $1，预计 $2 秒"],
     [/^degrees auto: (.*) on (.*), planned ([\d.]+) s$/, "auto 的选择：$1，设备 $2，预计 $3 秒"],
+    [/^degrees auto has one device only\.(.*)$/, "degrees 为 auto，但只有一个设备。{1}"],
+    [/^one (?:GPU|rank) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "只用一块卡约需 $1 秒（见并行诊断）"],
+    [/^(.*), (\d+) patches would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1、$2 个分片约需 $3 秒（见并行诊断）"],
     [/^(.*) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1 约需 $2 秒（见并行诊断）"],
-    // of long work (nodes/ui/loading_bar.py, client/loading.py)
+    // of what is said in a run (nodes/model, client/memory_guard.py, processes/failure_text.py)
+    [
+        /^split_batch_degree (\d+), but there is work for only (\d+) of (\d+) copies of the model at a time\. Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place\.$/,
+        "split_batch_degree 为 $1，但同一时间 $3 份模型里只有 $2 份有事做。请调大 batch_size；或改用 pipefusion_degree 或 ulysses_degree，把一张图分开算。",
+    ],
+    [
+        /^split_batch_degree (\d+), but there is work for only (\d+) of (\d+) copies of the model at a time, since (.*)\.$/,
+        "split_batch_degree 为 $1，但同一时间 $3 份模型里只有 $2 份有事做，因为{4}。",
+    ],
+    [
+        /^split_batch_degree (\d+), but NAG looks at both prompts at once, so 1 of (\d+) copies of the model computes them\. Share out one picture: pipefusion_degree or ulysses_degree in its place\.$/,
+        "split_batch_degree 为 $1，但 NAG 要同时看两个提示词，所以 $2 份模型里只有 1 份在算。请改用 pipefusion_degree 或 ulysses_degree，把一张图分开算。",
+    ],
+    [
+        /^this MODEL and another one take turns on the same ranks, and are read anew at each turn\. Give one of them other devices, or load it with a native loader\.$/,
+        "这个 MODEL 和另一个轮流使用同样的进程，每次轮换都要重新读取。请给其中一个换别的设备，或用原生加载器加载它。",
+    ],
+    [
+        /^torch\.compile is skipped: this MODEL's layers are on its ranks\. To have them compiled there, set compile on the loader: Parallel DiT Loader has it\.$/,
+        "跳过了 torch.compile：这个 MODEL 的层在各进程里。要在那里编译，请打开加载器的 compile（Parallel DiT 加载器有它）。",
+    ],
+    [
+        /^(.*) ran out of memory\. This is tried once more with new ranks, on which ([\d.]+) GB more of rank (\d+)'s weights come from host memory as they are needed$/,
+        "$1 显存不足。现在用新的进程再试一次，进程 $3 的权重再有 $2 GB 用到时才从内存复制",
+    ],
+    [new RegExp(`^${P2P_OFF}$`), "P2P 已关闭：显卡直连时 NCCL 的链路自检没有通过，所以数据经内存传输"],
+    // of long work (nodes/ui/loading_bar.py, client/loading.py, nodes/self_test.py)
     [/^starting (\d+) ranks$/, "正在启动 $1 个进程"],
     [/^loading, (\d+) %$/, "正在读取模型，$1 %"],
     [/^loading$/, "正在读取模型"],
-    [/^([\d.]+) GB of weights on (\d+) ranks(.*)$/, "$2 个进程上有 $1 GB 权重$3"],
+    [
+        new RegExp(`^([\\d.]+) GB of weights on (\\d+) ranks, (weights come .*), ${P2P_OFF}$`),
+        "$2 个进程上有 $1 GB 权重，{3}；P2P 已关闭，数据经内存传输",
+    ],
+    [new RegExp(`^([\\d.]+) GB of weights on (\\d+) ranks, ${P2P_OFF}$`), "$2 个进程上有 $1 GB 权重；P2P 已关闭，数据经内存传输"],
+    [/^([\d.]+) GB of weights on (\d+) ranks, (weights come .*)$/, "$2 个进程上有 $1 GB 权重，{3}"],
+    [/^([\d.]+) GB of weights on (\d+) ranks$/, "$2 个进程上有 $1 GB 权重"],
     [/^calibrating, about 10 s, once for this machine and kind of model, (\d+) s$/, "正在测量，约 10 秒，每种模型一次，已 $1 秒"],
     [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1，已 $2 秒"],
@@ -33,19 +153,23 @@ const LINES = [
     [/^first step, (\d+) s$/, "第一步，已 $1 秒"],
     [/^first step \(each step copies ([\d.]+) GB of weights to the devices\), (\d+) s$/, "第一步（每步向设备复制 $1 GB 权重），已 $2 秒"],
     [/^(.*), ComfyUI's own class, verified$/, "ComfyUI 自己的类 $1，已验证"],
+    [/^done, (\d+) of (\d+) checks$/, "自检完成，$1/$2 项"],
+    [/^(.*), (\d+) of (\d+) checks$/, "正在自检 $1，已完成 $2/$3 项"],
+    [/^(\S*_degree \d+.*) on (.*)$/, "$1，设备 $2"],
+    // of a VAE (nodes/vae)
+    [/^Decoded in (\d+) bands on (.*)\.$/, "分 $1 段解码，设备 $2。"],
+    [/^Encoded in (\d+) bands on (.*)\.$/, "分 $1 段编码，设备 $2。"],
+    [/^Decoded in tiles on (.*)\.$/, "分块解码，设备 $1。"],
+    [/^Encoded in tiles on (.*)\.$/, "分块编码，设备 $1。"],
+    [/^Decoded whole by ComfyUI, since (.*)\.$/, "由 ComfyUI 整体解码，因为{1}。"],
+    [/^Encoded whole by ComfyUI, since (.*)\.$/, "由 ComfyUI 整体编码，因为{1}。"],
 ];
 const PREFIX = "Parallel DiT: ";
 
 function line(text) {
     const prefix = text.startsWith(PREFIX) ? PREFIX : "";
-    const said = text.slice(prefix.length);
-    const known = LINES.find(([pattern]) => pattern.test(said));
-    return known ? prefix + said.replace(...known) : text;
+    return prefix + translated(text.slice(prefix.length), LINES, REASONS);
 }
 
 /** All lines of what was said on a node, each in Chinese if it is known. */
 export const chinese = (text) => text.split("\n").map(line).join("\n");
-
-/** Whether the editor's language is Chinese. `app`: ComfyUI's. */
-export const isChinese = (app) =>
-    String(app.ui.settings.getSettingValue("Comfy.Locale") ?? navigator.language).startsWith("zh");

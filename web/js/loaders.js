@@ -4,6 +4,8 @@
  */
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
+import { isChinese } from "./chinese.js";
+import { chineseToast } from "./chinese_toasts.js";
 
 export const NODE = "ParallelizeModel";
 export const PIPELINE = "ApplyPipeFusion";
@@ -16,9 +18,10 @@ export const isModel = (slot) => slot?.type === "MODEL";
 export const linkOf = (graph, id) => (id == null ? undefined : graph.links.get(id));
 const runs = (node) => node.mode !== NEVER && node.mode !== BYPASS;
 
-/** Tell the user in a corner of the page. `seconds`: how long, if not as usual. */
+/** Tell the user in a corner of the page, in the editor's language. `seconds`: how long, if not as usual. */
 export function say(title, severity, detail, seconds = SECONDS[severity]) {
-    app.extensionManager.toast.add({ severity, summary: title, detail, life: 1000 * seconds });
+    const [summary, text] = isChinese(app) ? [title, detail].map(chineseToast) : [title, detail];
+    app.extensionManager.toast.add({ severity, summary, detail: text, life: 1000 * seconds });
 }
 
 /** The node of an id of a prompt: numbers of subgraph nodes, outer to inner, and its own. */
@@ -125,7 +128,6 @@ export function grouped(entries, key) {
     for (const entry of entries) groups.set(entry[key], [...(groups.get(entry[key]) ?? []), entry.name]);
     return [...groups].map(([said, names]) => [said, names.join("; ")]);
 }
-
 
 /**
  * {decided: what becomes of each loader that runs, idle: [{name, why}] of those that do not, answer: the server's}. None

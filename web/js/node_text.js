@@ -5,7 +5,8 @@
  */
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
-import { chinese, isChinese } from "./chinese_lines.js";
+import { isChinese } from "./chinese.js";
+import { chinese } from "./chinese_lines.js";
 
 const SAID = "parallel_dit.said"; // of nodes/ui/node_text.py, which sends it behind ComfyUI's own event of the same line
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];

@@ -4,7 +4,8 @@
  */
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
-import { chinese, isChinese } from "./chinese_lines.js";
+import { isChinese } from "./chinese.js";
+import { chinese } from "./chinese_lines.js";
 
 const ID = "parallel-dit-ranks";
 const EVENT = "parallel_dit.ranks"; // of nodes/ranks_panel.py
@@ -115,6 +116,7 @@ const said = new Map(); // node -> the last text on it in this run
 let shown = null; // the panel's element
 let state = null; // what the server has told last
 let words = ENGLISH;
+const inWords = (text) => (words === CHINESE ? chinese(text) : text); // what the server said
 
 function element(kind, className = "", text = "") {
     const made = document.createElement(kind);
@@ -217,7 +219,7 @@ function poolParts(pool) {
         const onSame = pool.ranks.filter(({ device }) => device === rank.device);
         parts.push(rankRow(rank, number, onSame));
     }
-    for (const note of pool.notes) parts.push(element("div", "quiet", note));
+    for (const note of pool.notes) parts.push(element("div", "quiet", inWords(note)));
     if (pool.links.length) parts.push(element("h3", "", words.links), ...linkParts(pool.links));
     parts.push(element("h3", "", words.models));
     if (!pool.models.length) parts.push(element("div", "quiet", words.noModel));
@@ -253,7 +255,7 @@ function draw() {
     else parts.push(legend(), ...state.pools.flatMap(poolParts));
     if (runs.length) {
         parts.push(element("h3", "", words.runs));
-        for (const text of runs) parts.push(element("div", "row quiet", words === CHINESE ? chinese(text) : text));
+        for (const text of runs) parts.push(element("div", "row quiet", inWords(text)));
     }
     const buttons = element("div", "buttons");
     const unload = () => api.fetchApi("/parallel_dit/ranks/unload", { method: "POST" });

@@ -1,0 +1,154 @@
+"""What the pack says on nodes and in a corner of ComfyUI's page, as examples, and its reasons as they stand in the code."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+
+from parallel_backend.client.reports.run_report import RunReport
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.failure_text import P2P_OFF
+from scripts.comfyui_server import PACK
+
+_RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, (1, 3), None, ())
+_RUNS = (
+    _RUN,
+    replace(_RUN, calls=(2, 3), gained="1.7 x one GPU"),
+    replace(_RUN, calls=None, reason="the conditioning has its own area", gained="0.9 x one rank"),
+    replace(_RUN, calls=None, cache="step cache: 14 of 20 model calls computed"),
+    replace(_RUN, calls=None, transfer_dtype="int8"),
+    replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced")),
+    replace(_RUN, degrees=Degrees(patch=2, patch_mode="naive")),
+)
+_WEIGHTS = "3.5 GB of weights on 2 ranks"
+_RANKS = "3.2 of 12.1 GB on rank 0, 2.2 of 9.1 GB on rank 1, 4.0 of 8.1 GB on rank 3"
+_STREAMED = f"weights come from host memory as they are needed: {_RANKS}"
+_COPIES = "split_batch_degree 2, but there is work for only 1 of 2 copies of the model at a time"
+_HIDDEN = " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with no --cuda-device."
+LINES = (
+    *(line for run in _RUNS for line in run.shown),
+    "starting 2 ranks",
+    "loading",
+    "loading, 40 %",
+    *(_WEIGHTS, f"{_WEIGHTS}, {_STREAMED}", f"{_WEIGHTS}, {P2P_OFF}", f"{_WEIGHTS}, {_STREAMED}, {P2P_OFF}"),
+    "calibrating, about 10 s, once for this machine and kind of model",
+    "calibrating, about 10 s, once for this machine and kind of model, 3 s",
+    "degrees auto: ulysses_degree 2 on cuda:0, cuda:1, planned 8.1 s",
+    "degrees auto: one device, cuda:0, planned 8.1 s",
+    "degrees auto has one device only.",
+    f"degrees auto has one device only.{_HIDDEN}",
+    "ulysses_degree 2 on cuda:0, cuda:1",
+    "pipefusion_degree 2, 4 patches would take about 8.1 s (see Parallel Doctor)",
+    "ulysses_degree 2 would take about 8.1 s (see Parallel Doctor)",
+    "one GPU would take about 8.1 s (see Parallel Doctor)",
+    "trying AuraFlow, ComfyUI's own class, before its weights are loaded",
+    "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 12 s",
+    "AuraFlow, ComfyUI's own class, verified",
+    "rank 1 compiles, 12 s",
+    "first step, 7 s",
+    "first step (each step copies 12.2 GB of weights to the devices), 7 s",
+    "step cache: not used, since another node calls the model for parts of the latent, or for several latents at a time",
+    "step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)",
+    f"{_COPIES}. Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place.",
+    f"{_COPIES}, since another node is told of each.",
+    "split_batch_degree 2, but NAG looks at both prompts at once, so 1 of 2 copies of the model computes them. Share out "
+    "one picture: pipefusion_degree or ulysses_degree in its place.",
+    "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
+    "devices, or load it with a native loader.",
+    "torch.compile is skipped: this MODEL's layers are on its ranks. To have them compiled there, set compile on the "
+    "loader: Parallel DiT Loader has it.",
+    "cuda:1 ran out of memory. This is tried once more with new ranks, on which 2.5 GB more of rank 1's weights come from "
+    "host memory as they are needed",
+    P2P_OFF,
+    "links, 3 of 14 checks",
+    "done, 14 of 14 checks",
+    "Decoded in 2 bands on cuda:0, cuda:1.",
+    "Encoded in tiles on cuda:0, cuda:1.",
+    "Decoded whole by ComfyUI, since there is only one device for it.",
+)
+"""Lines on nodes, without the pack's name in front of them."""
+
+_LOADER = "Load Diffusion Model (flux1-dev.safetensors)"
+_PLAN = (
+    f"{_LOADER}: 23.8 GB of weights on cuda:0 (24.0 GB), cuda:1 (24.0 GB). Parallelize Model would share out each picture"
+)
+TOASTS = (
+    "Run on several GPUs",
+    "Run on one GPU again",
+    "Explain this workflow",
+    "Parallel DiT's nodes are not loaded.",
+    "No loader of a diffusion model is in this workflow.",
+    "ComfyUI shows no GPU on this machine.",
+    f"Nothing was changed. ComfyUI shows one GPU on this machine.{_HIDDEN}",
+    "Nothing was changed. This version of ComfyUI does not say which file a MODEL is from. Put Parallel DiT Loader in place "
+    "of the node that loads it, or Parallel Checkpoint Loader for an all-in-one file.",
+    f"Parallelize Model is now behind {_LOADER}. Undo takes it back.",
+    f"Parallelize Model is now behind {_LOADER}, and Apply PipeFusion, as no card holds the whole model. Undo takes it "
+    "back.",
+    f"On several GPUs already: {_LOADER}.",
+    f"Left as it is: {_LOADER}: which model file it loads is not known.",
+    f"Would stay as it is: {_LOADER}: it does not run (bypassed or muted).",
+    f"Left as it is: {_LOADER}: Parallelize Model behind it is bypassed or muted.",
+    f"Left as it is: {_LOADER}: a loader of GGUF files does not say which file a MODEL is from; take Parallel DiT Loader.",
+    f"{_PLAN}; every step gives what one GPU gives.",
+    f"{_PLAN}; Apply PipeFusion would come too, as the cards do not reach each other directly (P2P): its first step is "
+    "exact, the others are close to it, and its widget warmup_steps makes more of them exact.",
+    "Taken out: Parallelize Model. Undo brings it back.",
+    "Taken out: Parallelize Model and Apply PipeFusion. Undo brings it back.",
+    "Parallel DiT Loader stays: put ComfyUI's own loader in its place.",
+    "Nothing in this workflow runs on several GPUs.",
+)
+
+_OTHER_REASONS = (
+    "dpm_adaptive sets its step size by the whole latent",
+    "ar_video computes one block of frames after the other",
+    "another node calls the model for parts of the latent, or for several latents at a time",
+    "another node has changed this VAE",
+    "there is only one device for it",
+    "a device has less than the 1.5 GB that its band needs",
+    "a device has less than the 1.5 GB that its part of the VAE needs",
+)
+_GIVE_REASONS = (
+    *("nodes/sampling/eligibility.py", "nodes/sampling/known_samplers.py", "nodes/model/concurrent_conds.py"),
+    *("nodes/vae/known.py", "nodes/vae/rows.py", "nodes/vae/bands.py", "parallel_backend/vaes/ltx.py"),
+    "parallel_backend/core/device_choice.py",
+)
+"""Their functions that return `str | None`, or whose name begins with `why`, return a reason for the user."""
+
+
+def reasons() -> list[str]:
+    """Every reason for the user, as it stands in the code, with 3 in each place that is filled in."""
+    return sorted({*_OTHER_REASONS, *_not_local(), *(reason for path in _GIVE_REASONS for reason in _returned(path))})
+
+
+def _returned(path: str) -> Iterator[str]:
+    for function in _nodes(path, ast.FunctionDef):
+        gives = function.returns is not None and "str" in ast.unparse(function.returns)
+        if not gives or not ("None" in ast.unparse(function.returns) or function.name.startswith(("why", "_unknown"))):
+            continue
+        if function.name in ("region_of", "innermost"):  # a key, a sampler
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Return):
+                yield from _text(node.value)
+
+
+def _not_local() -> Iterator[str]:
+    for path in PACK.glob("**/*.py"):
+        if path.relative_to(PACK).parts[0] in ("nodes", "parallel_backend"):
+            for call in _nodes(str(path), ast.Call):
+                if isinstance(call.func, ast.Name) and call.func.id == "NotLocal":
+                    yield from _text(call.args[0])
+
+
+def _nodes(path: str, kind: type) -> Iterator:
+    return (node for node in ast.walk(ast.parse((PACK / path).read_text())) if isinstance(node, kind))
+
+
+def _text(value: ast.expr | None) -> Iterator[str]:
+    """The texts that an expression can be, of those that are written in it."""
+    if isinstance(value, ast.IfExp):
+        yield from (*_text(value.body), *_text(value.orelse))
+    if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value:
+        yield value.value
+    if isinstance(value, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "3" for part in value.values)
