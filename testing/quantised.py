@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[str, str, dict[str, object]]] = {
     "w4a4": ("convrot_w4a4", "TensorCoreConvRotW4A4Layout", {"convrot_groupsize": 64}),
     "w4a8": ("asym_w4a8_int8", "AsymW4A8Int8Layout", {"convrot_groupsize": 64, "codebook_tensor": CODEBOOK}),
     "w4a8, no codebook": ("asym_w4a8_int8", "AsymW4A8Int8Layout", {"convrot_groupsize": 64, "codebook": False}),
+    "w4a16": ("awq_w4a16", "TensorCoreAWQW4A16Layout", {"group_size": 64}),
 }
 """Name -> ComfyUI's format, comfy-kitchen's layout, and what it is made with."""
 SLOW = ("w4a8",)
@@ -32,7 +33,22 @@ SAID = ("convrot", "convrot_groupsize", "group_size")
 def quantised(weight: torch.Tensor, kind: str) -> QuantizedTensor:
     """Of a weight [out, in] float32."""
     _, layout, settings = KINDS[kind]
-    return QuantizedTensor.from_float(weight, layout, **settings)
+    return awq(weight, **settings) if kind == "w4a16" else QuantizedTensor.from_float(weight, layout, **settings)
+
+
+def awq(weight: torch.Tensor, group_size: int) -> QuantizedTensor:
+    """Of a weight [out, in] float32: 16 even steps from each group's least value to its largest. comfy-kitchen has no
+    quantiser of this format."""
+    groups = weight.unflatten(1, (-1, group_size))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / 15
+    codes = ((groups - low) / scale).round().to(torch.uint8).flatten(1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    layout = get_layout_class(KINDS["w4a16"][1])
+    of_groups = [each.squeeze(-1).t().contiguous() for each in (scale, low + 8 * scale)]
+    fields = {"scale": of_groups[0], "zeros": of_groups[1], "group_size": group_size}
+    params = layout.Params(**fields, orig_dtype=weight.dtype, orig_shape=tuple(weight.shape))
+    return QuantizedTensor(packed, KINDS["w4a16"][1], params)
 
 
 def settings(kind: str, **more: object) -> dict[str, object]:

@@ -10,13 +10,14 @@ from typing import Any
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement import traced_states
+from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.traced_states import RANKS, TracedStates
 from testing.real_sizes import REAL_MODELS, RealModel
 
 from .trace import mode_name
 
-STAGES, SENT = 4, 2
-"""Stages of a pipeline of which the first has blocks of the first kind alone, and hidden states that it has sent."""
+SENT = 2
+"""Hidden states that a pipeline's first stage has sent, and holds."""
 START, END = "    # traced: python -m benchmarks.sizes.states\n", "    # end of traced\n"
 
 
@@ -37,15 +38,17 @@ def states_of(name: str, cases: dict[str, Any]) -> TracedStates:
             found.append(round(most, 2))
         return found
 
-    lists = _lists(REAL_MODELS[name], states(Degrees())[0], states(Degrees(pipe=STAGES)))
+    stages = _stages(REAL_MODELS[name])
+    lists = (1.0,) if stages is None else (round((states(Degrees(pipe=stages))[0] - SENT) / states(Degrees())[0], 3), 1.0)
     return TracedStates(*(tuple(along(axis)) for axis in ("tensor", "ulysses", "ring", "patch")), lists)
 
 
-def _lists(real: RealModel, whole: float, stages: list[float]) -> tuple[float, ...]:
-    """`TracedStates.lists`. With two kinds of blocks the first of STAGES stages has one of them."""
+def _stages(real: RealModel) -> int | None:
+    """The fewest stages, of RANKS, of which the first has blocks of the first kind alone. None: there is one kind."""
     if len(real.depths) == 1:
-        return (1.0,)
-    return round((stages[0] - SENT) / whole, 3), 1.0
+        return None
+    first, *others = (real.config[name] for name in real.depths)
+    return next(stages for stages in RANKS if even_stages(first + sum(others), stages)[0].stop <= first)
 
 
 def table(cases: dict[str, Any]) -> str:

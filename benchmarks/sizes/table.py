@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness import measuring
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.memory_model import Request
-from testing.real_sizes import OTHERS, REAL_MODELS, WITH_REFERENCES
+from testing.real_sizes import REAL_MODELS, WITH_REFERENCES
 
 from .native import native_figures
 from .trace import figures, mode_name, predicted
@@ -23,7 +23,7 @@ from .trace import figures, mode_name, predicted
 RANKS = (1, 2, 4, 8)
 SHOWN = 6
 """Operations of a row's "by name"."""
-ALL = REAL_MODELS | WITH_REFERENCES | OTHERS
+ALL = REAL_MODELS | WITH_REFERENCES
 
 
 def modes(ranks: Sequence[int]) -> Iterator[Degrees]:

@@ -21,12 +21,15 @@ LAYERS = (
     Layer("mxfp8", block=32),
     Layer("convrot_w4a4", rotation=256, block=64),
     Layer("asym_w4a8_int8", rotation=256, block=16),
+    Layer("awq_w4a16", block=64),
 )
 FP8 = "fp8_e4m3fn"
 EXPANDED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """The most relative error of a product with an expanded weight, by compute dtype."""
-MULTIPLIED = {"int8_tensorwise": 0.03, "asym_w4a8_int8": 0.03, FP8: 0.08, "mxfp8": 0.08, "nvfp4": 0.25, "convrot_w4a4": 0.25}
-"""The same where the layer's input is rounded to the format: about twice the error of that rounding."""
+ROUNDED = {"int8_tensorwise": 0.03, "asym_w4a8_int8": 0.03, FP8: 0.08, "mxfp8": 0.08, "nvfp4": 0.25, "convrot_w4a4": 0.25}
+MULTIPLIED = ROUNDED | {"awq_w4a16": EXPANDED[torch.bfloat16]}
+"""The same where the layer's input is rounded to the format: about twice the error of that rounding. awq_w4a16's input is
+rounded to its scales' dtype, which is bf16 here."""
 
 
 def look_at_quantised(session: SelfTestSession, findings: Findings) -> None:
@@ -81,7 +84,7 @@ def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
     for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].scales.items():
         spread = torch.rand(ones.shape, generator=g) + 0.5
         if ones.dtype != torch.uint8:  # block scales keep products in int8's range; row scales are small
-            scales[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
+            scales[name] = ((8 if ones.dtype.itemsize == 1 else 0.01) * spread).to(ones.dtype)
         elif layer.format == "mxfp8":  # exponents
             scales[name] = (118 + 6 * spread).to(torch.uint8)
         else:

@@ -200,7 +200,7 @@ class Checkpoint:
             return math.prod(shape) * 2
         if storage in KEPT:
             entry = self.entries[self.key_map[target].key]
-            scales = {leaf: tensor.shape for leaf, tensor in entry.scales.items()}
+            scales = {leaf: (tensor.shape, tensor.dtype) for leaf, tensor in entry.scales.items()}
             return quantised_bytes(storage, shape, entry.shape, scales)
         return math.prod(shape) * (
             1 if storage else self.compute_dtype(target, TORCH_DTYPES[compute_name(dtype_name)]).itemsize

@@ -26,6 +26,7 @@ class ScalePlace(Enum):
     ROW_OR_WHOLE = "a row's, or all"
     COLUMN = "a column's"
     BLOCK = "some neighbouring ones of a row"
+    GROUP = "as BLOCK, [groups of columns, rows]"
     TILED = "as BLOCK, in the order in which tensor cores read them (`untiled`)"
 
 
@@ -42,6 +43,12 @@ class ScaleLayout:
         """A rank keeps each scale in one byte, not in float32."""
         return self.place in (ScalePlace.BLOCK, ScalePlace.TILED)
 
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of a scale on a rank. `dtype`: in the file."""
+        if self.in_bytes:
+            return 1
+        return 2 if self.place is ScalePlace.GROUP and dtype != "fp32" else 4
+
 
 FLOATS = ("fp32", "bf16", "fp16")
 TILE = 128, 4
@@ -56,6 +63,8 @@ class Format:
     scales: Mapping[str, ScaleLayout]
     block: int = 1
     """Neighbouring values of a row that share a scale; 0 where the layer's settings have it (`group_size`)."""
+    usual_block: int = 0
+    """`block` of a layer whose settings do not have it."""
     per_byte: int = 1
     rotated: bool = False
     """Groups of a row's values are rotated (ConvRot); the layer's settings have their size (`convrot_groupsize`)."""
@@ -98,8 +107,16 @@ FORMATS = {
             "weight_codebook": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
         },
         block=0,
+        usual_block=16,
         per_byte=2,
         rotated=True,
+    ),
+    "awq_w4a16": Format(
+        "I8",
+        {"weight_scale": ScaleLayout(ScalePlace.GROUP, FLOATS), "weight_zeros": ScaleLayout(ScalePlace.GROUP, FLOATS)},
+        block=0,
+        usual_block=64,
+        per_byte=2,
     ),
 }
 """The format's name in files -> the format."""
@@ -142,7 +159,7 @@ class Quantised(Packing):
     """The packing of a weight, or of a rank's part of one, in one of KEPT. `scales`: by name, on the weight's device.
 
     Scales are float32 [rows, 1] by row, [1, 1] for all values and [columns] by column; by block they are
-    [rows, columns / block] in one byte each, and tiles are as in the file.
+    [rows, columns / block] in one byte each. Tiles and groups, with the values that are added to groups, are as in the file.
     """
 
     layer: Layer
@@ -177,6 +194,9 @@ class Quantised(Packing):
                 # comfy-kitchen multiplies this format in int8, so the values before the row's scale are integers.
                 if number == 0 and self.layer.format == "asym_w4a8_int8":
                     values = values.round_().clamp_(-127, 127)
+            if "weight_zeros" in self.scales:
+                added = self.scales["weight_zeros"].t()[part].float()
+                values = (values.view(len(values), added.shape[1], -1) + added[:, :, None]).view(len(values), columns)
             if self.layer.rotation:
                 values = rotate(values, self.layer.rotation)
             out[part] = values * self.scales["pre_quant_scale"] if "pre_quant_scale" in self.scales else values
@@ -198,6 +218,8 @@ class Quantised(Packing):
                 codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
                 codebook = self.scales.get("weight_codebook")
                 return codes.float() - 8 if codebook is None else codebook.view(-1)[codes.int()]
+            case "awq_w4a16":  # unsigned
+                return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).float() - 8
         raise AssertionError(self.layer.format)
 
     def _scale_factors(self, rows: int, columns: int) -> list[torch.Tensor]:
@@ -211,6 +233,8 @@ class Quantised(Packing):
                 return [torch.where(exponents == 0, 0.0, torch.exp2(exponents.float() - 127))]
             case "asym_w4a8_int8":
                 return [self.scales["weight_s_rel"].float(), self.scales["weight_s_channel"]]
+            case "awq_w4a16":
+                return [self.scales["weight_scale"].t().float()]
         return [self.scales["weight_scale"]]
 
 
@@ -273,10 +297,11 @@ def blank(layer: Layer, rows: int, columns: int, device: torch.device) -> tuple[
         ScalePlace.ROW: (rows, 1),
         ScalePlace.ROW_OR_WHOLE: (rows, 1),
         ScalePlace.BLOCK: blocks,
+        ScalePlace.GROUP: blocks[::-1],
         ScalePlace.TILED: tiled_shape(*blocks),
     }
     scales = {}
-    dtypes = {ScalePlace.BLOCK: torch.float8_e4m3fn, ScalePlace.TILED: torch.uint8}
+    dtypes = {ScalePlace.BLOCK: torch.float8_e4m3fn, ScalePlace.TILED: torch.uint8, ScalePlace.GROUP: torch.bfloat16}
     for leaf, layout in FORMATS[layer.format].scales.items():
         if layout.needed:
             ones = torch.ones(shapes[layout.place], device=device)
@@ -299,16 +324,20 @@ def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
     return packed, Quantised(layer, {"weight_scale": scale})
 
 
-def quantised_bytes(kind: str, shape: tuple[int, ...], whole: tuple[int, ...], scales: Mapping[str, tuple[int, ...]]) -> int:
+def quantised_bytes(
+    kind: str, shape: tuple[int, ...], whole: tuple[int, ...], scales: Mapping[str, tuple[tuple[int, ...], str]]
+) -> int:
     """Bytes on a rank of a weight of `shape` in one of KEPT, with its scales. Its rows are rows of the file's weight.
 
-    `whole`: shape of the file's weight. `scales`: shapes in the file; empty for a weight from `quantise_int8`.
+    `whole`: shape of the file's weight. `scales`: shape and dtype in the file; empty for a weight from
+    `quantise_int8`.
     """
     size = math.prod(shape) // FORMATS[kind].per_byte
     for leaf, layout in FORMATS[kind].scales.items():
         if leaf in scales or (not scales and layout.needed):
-            values = math.prod(scales.get(leaf, (shape[0], 1)))
-            size += (1 if layout.in_bytes else 4) * (values if values == 1 else values * shape[0] // whole[0])
+            stored, dtype = scales.get(leaf, ((shape[0], 1), "fp32"))
+            values = math.prod(stored)
+            size += layout.nbytes(dtype) * (values if values == 1 else values * shape[0] // whole[0])
     return size
 
 
@@ -327,6 +356,9 @@ def cut_scale(
             return joined([scales[span.slice] for span in rows]) if len(scales) == size[0] else scales
         case ScalePlace.COLUMN:
             return torch.cat([tensor.float().view(-1)[span.slice] for span in columns])
+        case ScalePlace.GROUP:
+            groups = torch.cat([tensor[span.start // layer.block : span.stop // layer.block] for span in columns])
+            return torch.cat([groups[:, span.slice] for span in rows], dim=1)
     if place is ScalePlace.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
         return joined([tensor.view(torch.uint8)[part] for part in whole])
     blocks = untiled(tensor, size[0], size[1] // layer.block) if place is ScalePlace.TILED else tensor

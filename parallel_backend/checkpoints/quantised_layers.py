@@ -13,7 +13,7 @@ from typing import Any
 from parallel_backend.core.short_text import short
 
 from .packed_formats import FP8_KINDS
-from .quantised_formats import CODES, FLOATS, FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace, tiled_shape
+from .quantised_formats import CODES, FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace, tiled_shape
 from .tensor_files import Entry, read_settings
 
 MARKER = "scaled_fp8"
@@ -21,7 +21,7 @@ SETTINGS = ".comfy_quant"
 FULL_PRECISION = "full_precision_matrix_mult"
 OLD_NAMES = {".scale_weight": "weight_scale", ".scale_input": "input_scale"}
 BLOCKS = 4, 8, *range(16, 1025, 16)
-"""Values of asym_w4a8_int8's group_size."""
+"""Values of group_size, for formats whose settings have it."""
 SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 
 
@@ -104,7 +104,7 @@ def _layer(name: str, layer: str, settings: Mapping[str, Any], columns: int) -> 
     settings = {**(params if isinstance(params, dict) else {}), **settings}
     rotated = known.rotated and (kind != "int8_tensorwise" or bool(settings.get("convrot", False)))
     rotation = settings.get("convrot_groupsize", 256) if rotated else 0
-    block = known.block or settings.get("group_size", 16)
+    block = known.block or settings.get("group_size", known.usual_block)
     for setting, value, fits in (
         ("convrot_groupsize", rotation, not rotated or (type(rotation) is int and rotation in ROTATIONS)),
         ("group_size", block, known.block or (type(block) is int and block in BLOCKS and columns % 16 == 0)),
@@ -134,11 +134,13 @@ def _checked(name: str, key: str, scale: Entry, weight: Entry, expected: ScaleLa
         ScalePlace.ROW_OR_WHOLE: by_row or whole,
         ScalePlace.COLUMN: scale.shape == (columns,),
         ScalePlace.BLOCK: scale.shape == blocks,
+        ScalePlace.GROUP: scale.shape == blocks[::-1],
         ScalePlace.TILED: bool(blocks) and scale.shape == tiled_shape(*blocks),
     }
     if scale.dtype in expected.dtypes and fits[expected.place]:
         return scale
-    usable = "scales of a whole weight or of each of its rows" if expected.dtypes == FLOATS else "scales of other values"
+    by_values = expected.place in (ScalePlace.BLOCK, ScalePlace.GROUP, ScalePlace.TILED)
+    usable = "scales of other values" if by_values else "scales of a whole weight or of each of its rows"
     raise ValueError(
         f"model_name: {name} holds {short(key)} as {short(scale.dtype)} of shape {short(list(scale.shape))} beside a weight "
         f"of shape {short(list(weight.shape))}; {usable} can be used."

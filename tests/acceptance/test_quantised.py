@@ -17,7 +17,7 @@ def test_every_format_passes_on_a_cpu_and_is_multiplied_where_it_can_be(monkeypa
     assert result.status == kit.PASSED, result.why
     how = {name.partition(" on ")[0]: word for name, word in result.figures.items() if name.endswith("how")}
     multiplied = {name for name, word in how.items() if "multiplied by comfy-kitchen" in word}
-    assert multiplied == {name for name in how if name.startswith(("int8", "convrot", "asym"))}
+    assert multiplied == {name for name in how if name.startswith(("int8", "convrot", "asym", "awq"))}
     assert all("expanded to float32" in how[name] for name in how.keys() - multiplied)
 
 

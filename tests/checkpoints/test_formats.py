@@ -527,7 +527,7 @@ def test_other_formats_in_the_header_are_refused_by_name(whole, tmp_path, how):
     stored, _ = scaled_new(E4M3)(whole)
     stored = {key: value for key, value in stored.items() if not key.endswith(".comfy_quant")}
     save_file(stored, tmp_path / "other.safetensors", header_of(stored, how=how))
-    with pytest.raises(ValueError, match=f"^model_name: other.safetensors .*in the format {how}, .* asym_w4a8_int8 work"):
+    with pytest.raises(ValueError, match=f"^model_name: other.safetensors .*in the format {how}, .* awq_w4a16 work"):
         open_checkpoint(tmp_path / "other.safetensors")
 
 

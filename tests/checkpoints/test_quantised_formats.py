@@ -58,7 +58,7 @@ def whole(tmp_path_factory):
     return load_file(tiny.save_original(model, CONFIG, tmp_path_factory.mktemp("whole") / "whole.safetensors"))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8, no codebook"])
+@pytest.mark.parametrize("kind", ["fp8", "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8, no codebook", "w4a16"])
 def test_the_weights_take_no_more_than_the_file(whole, tmp_path, kind):
     """What converters leave in 16 bits too, even where it is computed in float32: a fifth of a tiny nvfp4 file."""
     path = tmp_path / "model.safetensors"
@@ -124,6 +124,8 @@ def as_comfyui(path, layer: str, kind: str) -> QuantizedTensor:
         case "asym_w4a8_int8":
             fields |= {"scale": file[f"{layer}.weight_s_rel"], "s_channel": file[f"{layer}.weight_s_channel"]}
             fields |= {"codebook": file.get(f"{layer}.weight_codebook")}
+        case "awq_w4a16":
+            fields |= {"scale": scale, "zeros": file[f"{layer}.weight_zeros"]}
         case _:
             fields |= {"scale": scale}
     return QuantizedTensor(weight, other._layout_cls, type(other._params)(**fields))
@@ -163,7 +165,8 @@ def test_a_layers_product_is_comfy_kitchens_own(files, request, kind, forced):
         assert torch.equal(layer(x), expected)
         assert layer(x[:, :0]).shape == (2, 0, 256)
         # The control: a product that rounds the input is another one.
-        assert (tiny.relative(layer(x), F.linear(x, layer.weight, layer.bias)) > 1e-3) == (forced or not rounds_input)
+        rounds = KINDS[kind][0] != "awq_w4a16" and (forced or not rounds_input)
+        assert (tiny.relative(layer(x), F.linear(x, layer.weight, layer.bias)) > 1e-3) == rounds
 
 
 def test_what_is_beside_the_product(whole, tmp_path, as_on_a_gpu):
@@ -260,9 +263,25 @@ def test_parts_of_a_weight(files, kind):
                 assert packed.nbytes == expected.numel() // entry.layer.per_byte
 
 
+def test_scales_of_16_bits_stay_so_and_are_computed_in(whole, tmp_path):
+    """awq_w4a16's, of which there are two for 64 values: comfy-kitchen multiplies in their dtype, and so does ComfyUI."""
+    stored, values = quantise_blocks(whole, "w4a16")
+    groups = (".weight_scale", ".weight_zeros")
+    stored = {key: value.bfloat16() if key.endswith(groups) else value for key, value in stored.items()}
+    path, name = tmp_path / "half.safetensors", "transformer_blocks.1.attn.to_out.0"
+    save_file(stored, path)
+    layer, checkpoint = tiny.whole_model(path).get_submodule(name), open_checkpoint(path)
+    assert layer.nbytes == checkpoint.nbytes(f"{name}.weight", "fp32") == 256 * 256 // 2 + 2 * 2 * 256 * 4
+    weight, x = as_comfyui(path, "double_blocks.1.img_attn.proj", "w4a16"), torch.randn(5, 256)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), F.linear(x, weight, layer.bias).float())
+        assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert tiny.relative(layer.weight, values["double_blocks.1.img_attn.proj.weight"]) < 2e-2
+
+
 def test_large_weights_are_expanded_piece_by_piece(files, monkeypatch):
     monkeypatch.setattr("parallel_backend.checkpoints.quantised_formats.CHUNK_VALUES", 5 * 256)
-    for kind in ("nvfp4", "w4a8", "int8, rotated"):
+    for kind in ("nvfp4", "w4a8", "w4a16", "int8, rotated"):
         path, values = files(kind)
         layer = packed_layers(tiny.whole_model(path))["transformer_blocks.1.attn.to_out.0"]
         assert torch.equal(layer.weight, values["double_blocks.1.img_attn.proj.weight"])
@@ -311,7 +330,7 @@ def half(leaf: str):
     return lambda tensors: tensors | {f"{LAYER}.{leaf}": tensors[f"{LAYER}.{leaf}"].flatten(1)[: 768 // 2].contiguous()}
 
 
-INT8, FP4, FP8, W4A4, W4A8 = "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8"
+INT8, FP4, FP8, W4A4, W4A8, W4A16 = "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8", "w4a16"
 BROKEN = {
     "int8, no scale": (INT8, drop("weight_scale"), "lacks .*qkv.weight_scale"),
     "int8, half of the scales": (INT8, half("weight_scale"), r"holds .*weight_scale as fp32 of shape \[384, 1\]"),
@@ -340,6 +359,10 @@ BROKEN = {
     "w4a8, groups of no size": (W4A8, says(W4A8, group_size=0), "has group_size 0"),
     "w4a8, a codebook of eight": (W4A8, put("weight_codebook", torch.ones(8)), "holds .*weight_codebook as fp32"),
     "w4a8, a codebook of one": (W4A8, put("weight_codebook", torch.ones(1)), "holds .*weight_codebook as fp32"),
+    "w4a16, no scales": (W4A16, drop("weight_scale"), "lacks .*qkv.weight_scale"),
+    "w4a16, no zeros": (W4A16, drop("weight_zeros"), "lacks .*qkv.weight_zeros"),
+    "w4a16, other groups": (W4A16, says(W4A16, group_size=128), r"holds .*weight_scale as fp32 of shape \[4, 768\]"),
+    "w4a16, scales of rows first": (W4A16, put("weight_zeros", torch.ones(768, 4)), r"holds .*weight_zeros as fp32"),
     "a format that is no text": (INT8, put("comfy_quant", marked({"format": ["int8_tensorwise"]})), "in the format \\["),
     "an unknown format": (INT8, put("comfy_quant", marked({"format": "svdquant_w4a4"})), "in the format svdquant_w4a4"),
     "another scale": (INT8, put("weight_scale_2", torch.ones(())), "holds .*weight_scale_2"),
@@ -359,6 +382,7 @@ SCALES = {
     "int8": ("weight_scale", torch.cat((torch.full((767, 1), 0.1), torch.tensor([[float("inf")]])))),
     "nvfp4": ("weight_scale_2", torch.tensor(float("-inf"))),
     "w4a8": ("weight_codebook", torch.full((16,), float("nan"))),
+    "w4a16": ("weight_zeros", torch.full((4, 768), float("inf"))),
 }
 
 

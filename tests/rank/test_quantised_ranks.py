@@ -25,7 +25,7 @@ RATIO = 0.05
 """Of distances from the plain model: one rank's and a mode's."""
 EXACT = 1e-5
 MODES = (Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
-KINDS = ("int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8", "fp8")
+KINDS = ("int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8", "w4a16", "fp8")
 ROUNDED = ("int8, rotated", "w4a4", "w4a8")
 """Multiplied in this format on a CPU too."""
 

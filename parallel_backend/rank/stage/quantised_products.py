@@ -1,7 +1,8 @@
 """Products with quantised weights by comfy-kitchen, ComfyUI's kernel library, where ComfyUI would use it on the device.
 
 The rules are those of comfy/ops.py (`mixed_precision_ops`, `pick_operations`) and comfy/model_management.py
-(`supports_fp8_compute` and similar functions). int8 and the 4-bit integer formats multiply on every device; fp8, nvfp4 and
+(`supports_fp8_compute` and similar functions). int8 and the 4-bit integer formats multiply on every device, awq_w4a16 by
+expanding a weight for each product of more than some rows; fp8, nvfp4 and
 mxfp8 on GPUs that support them, and on which a trial works. All other weights are expanded. comfy-kitchen chooses among its
 kernels. Without the package this project's code expands all weights.
 """
@@ -28,6 +29,7 @@ LAYOUTS = {
     "mxfp8": "TensorCoreMXFP8Layout",
     "convrot_w4a4": "TensorCoreConvRotW4A4Layout",
     "asym_w4a8_int8": "AsymW4A8Int8Layout",
+    "awq_w4a16": "TensorCoreAWQW4A16Layout",
 }
 """Format -> comfy-kitchen's name of its layout."""
 
@@ -78,7 +80,7 @@ class KitchenWeight:
         if not self.multiplies:
             return F.linear(x, self.weight.dequantize(), bias)
         if not self._rounds_input:
-            return F.linear(x, self.weight, bias)
+            return F.linear(x, self.weight, bias).to(x.dtype)  # awq_w4a16 computes in its scales' dtype
         rows = self._tensor_class.from_float(x.reshape(-1, x.shape[-1]), self._layout, scale=self.input_scale)
         return F.linear(rows, self.weight, bias).reshape(*x.shape[:-1], -1)
 
@@ -99,6 +101,9 @@ def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object]
             scale = scales["weight_scale"].view(-1)
             settings = {"convrot_groupsize": layer.rotation, "quant_group_size": layer.block}
             return {"scale": scale, "linear_dtype": layer.linear_dtype, **settings}, packed.view(torch.int8)
+        case "awq_w4a16":
+            groups = {"scale": scales["weight_scale"], "zeros": scales["weight_zeros"]}
+            return {**groups, "group_size": layer.block}, packed.view(torch.int8)
     codebook = scales.get("weight_codebook")
     return {
         "scale": scales["weight_s_rel"],
