@@ -16,6 +16,7 @@ from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_T
 
 from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
+from .traced_states import typical
 
 USABLE_MEMORY = 0.95
 """Share of free memory that an estimate may fill. The rest is the allocator's slack: torch's rounds large sizes up to 2 MB
@@ -25,8 +26,8 @@ WEIGHTS_SHARE = 0.85
 KV_COPIES = 2
 """Sets of K/V buffers where keys of the last two steps are kept, to extrapolate this step's along the line through them."""
 ACTIVATIONS = {True: 20, False: 16}
-"""Hidden states of a micro-step's tokens that are in memory at once, at the peak of a block, of models that were not traced
-with real sizes (traced_states.py); True: text runs through the blocks with the image. They are the input, normed and as
+"""Hidden states of a micro-step's tokens that are in memory at once on one rank, at the peak of a block, of models that were
+not traced with real sizes (traced_states.py, which has what more ranks change); True: text runs through the blocks with the image. They are the input, normed and as
 queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables and norms in float32.
 Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14,
 Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15,
@@ -242,7 +243,7 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 def _states(sizes: ModelSizes, degrees: Degrees, span: Span) -> float:
     """Hidden states of a micro-step's tokens at the peak of the blocks `span`."""
     if sizes.traced is None:
-        return ACTIVATIONS[sizes.joint]
+        return typical(ACTIVATIONS[sizes.joint]).at(degrees, 0)
     return sizes.traced.at(degrees, sizes.lists[span.stop - 1] if sizes.lists else len(sizes.traced.lists) - 1)
 
 

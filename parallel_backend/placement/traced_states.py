@@ -1,5 +1,7 @@
 """Memory at the peak of a run, of models whose ranks were traced with real sizes (benchmarks/sizes), in hidden states."""
 
+import functools
+import statistics
 from dataclasses import dataclass
 
 from parallel_backend.core.degrees import Degrees
@@ -98,3 +100,18 @@ TRACED: dict[tuple[str, int], TracedStates] = {
     ),
 }
 """By family and hidden size. In bf16, text to picture or video; smaller models of a family may have other proportions."""
+
+
+@functools.cache
+def typical(one_rank: float) -> TracedStates:
+    """Of a model that was not traced: `one_rank` hidden states on one rank, and on more as many times that as the median of
+    the traced models has."""
+
+    def along(axis: str) -> ByRanks:
+        traced = [getattr(states, axis) for states in TRACED.values()]
+        first, second, third, last = (
+            one_rank * statistics.median(each[place] / each[0] for each in traced) for place in range(len(RANKS))
+        )
+        return first, second, third, last
+
+    return TracedStates(along("tensor"), along("ulysses"), along("ring"), along("patch"))
