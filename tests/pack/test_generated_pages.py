@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import architecture_picture, module_list
+from scripts import architecture_picture, module_list, result_dates
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = re.compile(r"`((?:[\w.-]+/)+\w+\.py)`")
@@ -40,11 +40,25 @@ INVENTED = "NAME"
 """Stands in a path for a name that the reader chooses."""
 
 
-@pytest.mark.parametrize("script", ["architecture_picture.py", "module_list.py"])
+@pytest.mark.parametrize("script", ["architecture_picture.py", "module_list.py", "result_dates.py"])
 def test_the_committed_page_is_the_one_of_this_code(script):
     command = [sys.executable, f"scripts/{script}", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_result_has_its_date(tmp_path, monkeypatch):
+    """A page that lacks one is stale, and so is one with a result that is gone."""
+    whole = result_dates.PAGE.read_text(encoding="utf-8")
+    assert result_dates.listed(result_dates.PAGE) == {path.name for path in result_dates.results()}
+    monkeypatch.setattr(sys, "argv", ["script", "--check"])
+    first = next(line for line in whole.splitlines() if "json" in line)
+    for stale in (whole.replace(f"{first}\n", ""), f"{whole}{first.replace('.json', '-gone.json')}\n"):
+        page = tmp_path / "dates.md"
+        page.write_text(stale, encoding="utf-8")
+        monkeypatch.setattr(result_dates, "PAGE", page)
+        with pytest.raises(SystemExit, match="run python scripts/result_dates.py"):
+            result_dates.main()
 
 
 @pytest.mark.parametrize("made", [(architecture_picture, "PICTURE"), (module_list, "PAGE")], ids=lambda made: made[1])
