@@ -15,8 +15,8 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PAGE = DOCS / "results" / "dates.md"
 HEAD = """# Dates of the results
 
-Made by `python scripts/result_dates.py`. *Commit* brought the result: the code that was measured is that commit's or one a few before it.
-`git log --oneline COMMIT.. -- parallel_backend nodes` says what has changed since. Results of one date are in the order of their names.
+Made by `python scripts/result_dates.py`. *Commit* brought the result: what was measured is its code, or that of a few commits
+before. `git log --oneline COMMIT.. -- parallel_backend nodes` says what has changed since.
 
 | date | result | commit | shown in |
 |---|---|---|---|

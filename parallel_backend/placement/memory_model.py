@@ -27,8 +27,9 @@ KV_COPIES = 2
 """Sets of K/V buffers where keys of the last two steps are kept, to extrapolate this step's along the line through them."""
 ACTIVATIONS = {True: 20, False: 16}
 """Hidden states of a micro-step's tokens that are in memory at once on one rank, at the peak of a block, of models that were
-not traced with real sizes (traced_states.py, which has what more ranks change); True: text runs through the blocks with the image. They are the input, normed and as
-queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables and norms in float32.
+not traced with real sizes; `typical` in traced_states.py has what more ranks change. True: text runs through the blocks with
+the image. They are the input, normed and as queries, keys and values, attention's result, 4 hidden sizes of the feed-forward
+twice, rotary tables and norms in float32.
 Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14,
 Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15,
 LTX-Video 12 to 17."""

@@ -57,7 +57,7 @@ def test_every_result_has_its_date(tmp_path, monkeypatch):
         page = tmp_path / "dates.md"
         page.write_text(stale, encoding="utf-8")
         monkeypatch.setattr(result_dates, "PAGE", page)
-        with pytest.raises(SystemExit, match="run python scripts/result_dates.py"):
+        with pytest.raises(SystemExit, match=r"run python scripts/result_dates\.py"):
             result_dates.main()
 
 
