@@ -15,7 +15,7 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PAGE = DOCS / "results" / "dates.md"
 HEAD = """# Dates of the results
 
-Made by `python scripts/result_dates.py`. *Commit* brought the result: what was measured is its code, or that of a few commits
+Made by `python scripts/result_dates.py`. *Commit* brought the result: its code was measured, or that of a few commits
 before. `git log --oneline COMMIT.. -- parallel_backend nodes` says what has changed since.
 
 | date | result | commit | shown in |
