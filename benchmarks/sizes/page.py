@@ -1,4 +1,4 @@
-"""The tables of docs/results/real_sizes.md, from the newest result of table.py.
+"""docs/results/real_sizes_modes.md, and the table beside ComfyUI's own classes in real_sizes.md: table.py's newest result.
 
 python -m benchmarks.sizes.page
 """
@@ -12,9 +12,15 @@ from testing.real_sizes import REAL_MODELS
 from .table import cases
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RESULTS = ROOT / "docs" / "results" / "real_sizes.md", ROOT / "benchmarks" / "results"
+PAGES, RESULTS = ROOT / "docs" / "results", ROOT / "benchmarks" / "results"
 GB = 1e9
-MODES = "<!-- modes: python -m benchmarks.sizes.page -->", "<!-- end of modes -->"
+MODES_HEAD = """# Real sizes in every mode
+
+Made by `python -m benchmarks.sizes.page` from a [result](../../benchmarks/results/{}), which has every rank and every link.
+What the columns say, and how they were found: [real sizes without memory](real_sizes.md). PipeFusion has as many patches as
+stages. bf16, torch's attention; MiniMax H3 is the plain model. *Patch* is displaced patches.
+
+"""
 NATIVE = "<!-- native: python -m benchmarks.sizes.page -->", "<!-- end of native -->"
 ALL_RANKS = (1, 2, 4, 8)
 
@@ -63,16 +69,17 @@ def native_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(text: str, result: dict[str, Any]) -> str:
-    for (start, end), made in ((MODES, modes_table(result)), (NATIVE, native_table(result))):
-        before, rest = text.split(start)
-        _, after = rest.split(end)
-        text = f"{before}{start}\n{made}\n{end}{after}"
-    return text
+def with_native_table(text: str, result: dict[str, Any]) -> str:
+    before, rest = text.split(NATIVE[0])
+    _, after = rest.split(NATIVE[1])
+    return f"{before}{NATIVE[0]}\n{native_table(result)}\n{NATIVE[1]}{after}"
 
 
 def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(), json.loads(newest().read_text())))
+    path, page = newest(), PAGES / "real_sizes.md"
+    result = json.loads(path.read_text())
+    page.write_text(with_native_table(page.read_text(), result))
+    (PAGES / "real_sizes_modes.md").write_text(f"{MODES_HEAD.format(path.name)}{modes_table(result)}\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from benchmarks.sizes.states import states_of
 from benchmarks.sizes.table import cases, modes, row, with_predictions
 from benchmarks.sizes.trace import figures, trace
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.placement.traced_states import TRACED, TracedStates
+from parallel_backend.placement.traced_states import TRACED, TracedStates, typical
 from testing import tiny
 from testing.cases.krea2 import CONFIG as KREA
 from testing.real_sizes import REAL_MODELS, WITH_REFERENCES
@@ -140,6 +140,17 @@ def test_given_pictures_take_no_more_than_predicted(name, measured):
     measured(f"predicted over traced memory of a run, {name}, most", max(ratios_found.values()))
     assert min(ratios_found.values()) >= 0.995
     assert too_much == {}
+
+
+def test_a_model_that_was_not_traced_is_like_the_median_of_those_that_were():
+    """On one rank it holds what it is said to. What each rank computes for the whole picture grows with the ranks."""
+    states = typical(20.0)
+    assert states.at(Degrees(), 0) == 20.0
+    for axis in ("tensor", "ulysses", "ring", "patch"):
+        ratios = sorted(getattr(each, axis)[-1] / getattr(each, axis)[0] for each in TRACED.values())
+        at_eight = states.at(Degrees(**{axis: 8}, **({"patch_mode": "displaced"} if axis == "patch" else {})), 0) / 20.0
+        assert ratios[0] < at_eight < ratios[-1]
+        assert at_eight < 0.7 if axis == "tensor" else at_eight > 1.0
 
 
 def test_states_between_and_beyond_the_traced_ranks():

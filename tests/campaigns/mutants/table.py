@@ -146,6 +146,13 @@ CHECKPOINT_MUTANTS = (
         ("tests/checkpoints/test_formats.py", "-k", "expanded_form or rounds_once"),
     ),
     Mutant(
+        "what is added to a group of values is left out",
+        CHECKPOINTS + "quantised_formats.py",
+        "+ added[:, :, None])",
+        ")",
+        ("tests/checkpoints/test_quantised_formats.py", "-k", "stay_as_small"),
+    ),
+    Mutant(
         "a cut inside a GGUF block",
         CHECKPOINTS + "packed_formats.py",
         "if columns.start % values or columns.stop % values:",
@@ -679,6 +686,13 @@ CLIENT_MUTANTS = (
         "USABLE_MEMORY * (memory.free + memory.held))",
         "USABLE_MEMORY * memory.free)",
         ("tests/placement/test_memory_model.py",),
+    ),
+    Mutant(
+        "a rank of several holds what a single one holds",
+        PLACEMENT + "traced_states.py",
+        "one_rank * statistics.median(each[place] / each[0] for each in traced)",
+        "one_rank",
+        ("tests/benchmarks/test_real_sizes.py", "-k", "not_traced"),
     ),
     Mutant(
         "keys that a run keeps twice counted once",
