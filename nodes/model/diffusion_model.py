@@ -36,7 +36,15 @@ from .controls_here import ControlsHere, NativeArguments
 from .long_step import LongStep
 from .lora import PREFIX, NativeWeights
 from .make_room import make_room
-from .native_call import NativeClass, by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
+from .native_call import (
+    NATIVE,
+    NativeClass,
+    by_name,
+    leaves_wrappers_to_parent,
+    native_class,
+    runs_wrappers,
+    wrappers_of,
+)
 from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .run_shapes import PART, Shapes, is_for_all
@@ -53,9 +61,6 @@ TAKING_TURNS = (
 
 HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
 """ComfyUI takes notice of the attention that a model's file asks for (0.37 and newer)."""
-
-ASKED_FOR = frozenset({"MiniMaxH3"})
-"""Classes of ComfyUI's supported_models by whose native class a node tells models apart (Model Sparse Attention)."""
 
 BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""
@@ -131,8 +136,9 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What isinstance sees beside the type: the native model's class where a node asks for it."""
-        return self.native if self.native_kind in ASKED_FOR else type(self)
+        """What isinstance sees beside the type: the native model's class, by which nodes tell models apart. Model Sparse
+        Attention does, and nodes that go on to change the model's inside, which is refused by their name then."""
+        return self.native if self.native_kind in NATIVE else type(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """ValueError if another node replaces one of the native model's layers or functions.

@@ -1,6 +1,7 @@
 """Models that no family computes: ComfyUI's own class runs on ranks, once a trial has shown how it can be shared out."""
 
 import functools
+import importlib
 import inspect
 import json
 import logging
@@ -151,9 +152,19 @@ class OwnClassModel(RemoteDiffusionModel):
         else:
             vars(self)["patch_size"] = self._meta.patch_size
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """As RemoteDiffusionModel's."""
+        return self.native
+
     @functools.cached_property
     def native(self) -> NativeClass:
-        return type(self._meta)
+        own = self.setup.own_class
+        assert own is not None
+        native: Any = importlib.import_module(own.module)
+        for name in own.name.split("."):
+            native = getattr(native, name)
+        return native
 
     @functools.cached_property
     def _meta(self) -> torch.nn.Module:

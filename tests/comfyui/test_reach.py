@@ -17,6 +17,7 @@ REFUSED = {  # node -> what is said of it
     "ForwardPatch": ("MeddlingForwardPatch", "another 'diffusion_model.forward'", REMOVE),
     "BlockCompile": ("MeddlingBlockCompile", "another 'diffusion_model.double_blocks.0'", "Switch on `compile`"),
     "OtherClass": ("MeddlingOtherClass", "another '__class__' in the native model", REMOVE),
+    "KnownClass": ("MeddlingKnownClass", "another 'diffusion_model.style'", REMOVE),
     "LayerPatch": ("MeddlingLayerPatch", "another 'img_in.forward' in the native model", "Remove the node"),
     "Note": ("MeddlingNote", "the entry 'a_note_of_its_own' of transformer_options", REMOVE),
     "AttentionPatch": ("MeddlingAttentionPatch", "model patch 'attn1_patch'", REMOVE),

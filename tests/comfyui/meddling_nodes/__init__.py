@@ -6,6 +6,7 @@
 import functools
 from unittest.mock import patch
 
+import comfy.ldm.flux.model
 import torch
 from comfy.patcher_extension import PatcherInjection, WrappersMP
 
@@ -90,6 +91,15 @@ class OtherClass(Node):
         model.model.diffusion_model.__class__ = torch.nn.Identity
 
 
+class KnownClass(Node):
+    """As RES4LYF's patchers, which look at the class before they put anything."""
+
+    def put(self, model):
+        if model.model.diffusion_model.__class__ is not comfy.ldm.flux.model.Flux:
+            raise ValueError("This node is for Flux only!")
+        model.add_object_patch("diffusion_model.style", None)
+
+
 class LayerPatch(Node):
     def put(self, model):
         model.model.diffusion_model.img_in.forward = torch.nn.Identity()
@@ -137,7 +147,7 @@ class BlockWrapper(Node):
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "meddling", blocks_outside)
 
 
-NODES = (BlockCache, ForwardCache, ForwardPatch, BlockCompile, OtherClass, LayerPatch, Note, Nothing)
+NODES = (BlockCache, ForwardCache, ForwardPatch, BlockCompile, OtherClass, KnownClass, LayerPatch, Note, Nothing)
 NODES += (AttentionPatch, AttentionReplacement, OwnKernel, Injection, Wrapper, BlockWrapper)
 NODE_CLASS_MAPPINGS = {f"Meddling{kind.__name__}": kind for kind in NODES}
 NODE_DISPLAY_NAME_MAPPINGS = {"MeddlingBlockCache": "First Block Cache"}
