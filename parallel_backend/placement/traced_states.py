@@ -90,6 +90,41 @@ TRACED: dict[tuple[str, int], TracedStates] = {
         patch=(17.05, 17.16, 19.35, 27.72),
         lists=(1.0,),
     ),
+    ("z-image", 3840): TracedStates(
+        tensor=(18.06, 12.72, 10.06, 8.72),
+        ulysses=(18.06, 20.37, 24.98, 34.54),
+        ring=(18.06, 20.37, 26.5, 35.73),
+        patch=(18.06, 20.37, 24.98, 39.69),
+        lists=(1.0,),
+    ),
+    ("flux2", 6144): TracedStates(
+        tensor=(21.58, 12.08, 7.58, 5.58),
+        ulysses=(21.58, 21.58, 21.59, 22.61),
+        ring=(21.58, 23.63, 25.64, 25.65),
+        patch=(21.58, 21.59, 21.59, 29.61),
+        lists=(0.691, 1.0),
+    ),
+    ("flux2", 4096): TracedStates(
+        tensor=(21.73, 12.23, 7.73, 5.73),
+        ulysses=(21.73, 21.73, 21.74, 22.76),
+        ring=(21.73, 23.78, 25.79, 25.8),
+        patch=(21.73, 21.74, 21.74, 29.76),
+        lists=(0.693, 1.0),
+    ),
+    ("flux2", 3072): TracedStates(
+        tensor=(21.77, 12.27, 7.77, 5.77),
+        ulysses=(21.77, 21.77, 22.78, 22.8),
+        ring=(21.77, 23.82, 25.83, 25.84),
+        patch=(21.77, 21.77, 21.78, 29.8),
+        lists=(0.694, 1.0),
+    ),
+    ("wan", 3072): TracedStates(
+        tensor=(13.67, 9.0, 6.67, 5.92),
+        ulysses=(13.67, 14.86, 17.24, 22.0),
+        ring=(13.67, 17.57, 21.95, 26.71),
+        patch=(13.67, 14.86, 17.91, 30.67),
+        lists=(1.0,),
+    ),
     # end of traced
     # The most of three: without a given picture, with one and with three (real_sizes.WITH_REFERENCES).
     ("qwen-image-2.1", 4096): TracedStates(
