@@ -8,8 +8,9 @@ from tests.support import chromium
 from tests.support.requirements import missing
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Of one file at a time: while it is open an event loop runs in this thread, which other tests start for themselves."""
     from playwright import sync_api
 
     if (path := chromium.find()) is None:
