@@ -32,8 +32,11 @@ def listed(page: Path) -> set[str]:
 
 def results() -> list[Path]:
     """The newest first."""
-    named = sorted(RESULTS.glob("*.json"))
-    return sorted(named, key=lambda path: "".join(DATE.findall(path.name)[-1:]), reverse=True)
+    return sorted(sorted(RESULTS.glob("*.json")), key=date_of, reverse=True)
+
+
+def date_of(path: Path) -> str:
+    return DATE.findall(path.name)[-1]
 
 
 def row(path: Path) -> str:
@@ -42,8 +45,7 @@ def row(path: Path) -> str:
     ).stdout.strip()
     pages = [page for page in sorted(DOCS.rglob("*.md")) if page != PAGE and path.name in page.read_text(encoding="utf-8")]
     shown = ", ".join(f"[{page.stem}]({_from_here(page)})" for page in pages)
-    (date,) = DATE.findall(path.name)[-1:]
-    return f"| {date} | [{path.stem}](../../benchmarks/results/{path.name}) | {commit} | {shown} |"
+    return f"| {date_of(path)} | [{path.stem}](../../benchmarks/results/{path.name}) | {commit} | {shown} |"
 
 
 def _from_here(page: Path) -> str:
@@ -55,7 +57,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with the committed page, and write nothing")
     if not parser.parse_args().check:
         PAGE.write_text(HEAD + "\n".join(map(row, results())) + "\n", encoding="utf-8")
-    elif listed(PAGE) != {path.name for path in RESULTS.glob("*.json")}:
+    elif listed(PAGE) != {path.name for path in results()}:
         sys.exit(f"{PAGE.name} has not all results: run python scripts/result_dates.py")
 
 

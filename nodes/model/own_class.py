@@ -1,7 +1,6 @@
 """Models that no family computes: ComfyUI's own class runs on ranks, once a trial has shown how it can be shared out."""
 
 import functools
-import importlib
 import inspect
 import json
 import logging
@@ -24,7 +23,7 @@ from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.others import TO_COME, UNET, other_model
-from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import Proof, trial
@@ -161,10 +160,7 @@ class OwnClassModel(RemoteDiffusionModel):
     def native(self) -> NativeClass:
         own = self.setup.own_class
         assert own is not None
-        native: Any = importlib.import_module(own.module)
-        for name in own.name.split("."):
-            native = getattr(native, name)
-        return native
+        return class_of(own)
 
     @functools.cached_property
     def _meta(self) -> torch.nn.Module:

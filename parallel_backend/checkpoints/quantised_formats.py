@@ -26,7 +26,7 @@ class ScalePlace(Enum):
     ROW_OR_WHOLE = "a row's, or all"
     COLUMN = "a column's"
     BLOCK = "some neighbouring ones of a row"
-    GROUP = "as BLOCK, [groups of columns, rows]"
+    GROUP = "as BLOCK, stored as [blocks of a row, rows]"
     TILED = "as BLOCK, in the order in which tensor cores read them (`untiled`)"
 
 
@@ -212,14 +212,13 @@ class Quantised(Packing):
             case "nvfp4":  # the first of two values in the high bits
                 return _fp4_table(packed.device)[torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1).int()]
             case "convrot_w4a4":  # signed
-                codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-                return ((codes ^ 8).float()) - 8
+                return (_half_bytes(packed) ^ 8).float() - 8
             case "asym_w4a8_int8":
-                codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+                codes = _half_bytes(packed)
                 codebook = self.scales.get("weight_codebook")
                 return codes.float() - 8 if codebook is None else codebook.view(-1)[codes.int()]
             case "awq_w4a16":  # unsigned
-                return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).float() - 8
+                return _half_bytes(packed).float() - 8
         raise AssertionError(self.layer.format)
 
     def _scale_factors(self, rows: int, columns: int) -> list[torch.Tensor]:
@@ -236,6 +235,11 @@ class Quantised(Packing):
             case "awq_w4a16":
                 return [self.scales["weight_scale"].t().float()]
         return [self.scales["weight_scale"]]
+
+
+def _half_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, n] -> uint8 [rows, 2 n] of 0 to 15: the first of two values is in the low bits."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 @functools.cache

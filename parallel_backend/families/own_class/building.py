@@ -61,9 +61,14 @@ def imported(
     return getattr(importlib.import_module(module), name)
 
 
+def class_of(own: OwnClass) -> type[nn.Module]:
+    """The class, see `imported`."""
+    return imported(own.folder, own.module, own.name, own.settings, own.imports)
+
+
 def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of the class, told to be in `dtype`. Its parameters are on the meta device; tables that it makes are not."""
-    kind = imported(own.folder, own.module, own.name, own.settings, own.imports)
+    kind = class_of(own)
     arguments = {
         name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
         for name, value in json.loads(own.arguments).items()
