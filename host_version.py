@@ -5,8 +5,8 @@ import importlib.metadata
 import logging
 import re
 
-OLDEST = (0, 3, 64)
-"""The oldest ComfyUI that it is tested in (tests/comfyui/test_oldest.py), and `requires-comfyui` of pyproject.toml."""
+OLDEST = (0, 33, 0)
+"""The oldest ComfyUI that it is tested in, and `requires-comfyui` of pyproject.toml."""
 DIFFUSERS = (0, 38), (0, 42)
 """Oldest and newest minor version of diffusers that it is tested with: the bounds in pyproject.toml."""
 

@@ -25,7 +25,6 @@ from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.planning.before_running import Cards, why_pipefusion
 
 from .loader import CHECKPOINTS, FOLDER, file_path, opened
-from .model.native_source import INSTEAD, loaders_say_it
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
 
@@ -109,8 +108,6 @@ def answer(loaders: list[Mapping[str, Any]], file_plans: "FilePlans") -> dict[st
     if len(devices) < 2:
         kind = "no GPU" if device_kind(devices[0]) == "cpu" else "one GPU"
         why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
-    elif not loaders_say_it():
-        why = f"This version of ComfyUI does not say which file a MODEL is from. {INSTEAD}"
     plans = [loader_plan(each["class_type"], each["inputs"], devices, file_plans) for each in loaders]
     shown = [{"name": name, "memory": nbytes} for name, nbytes in zip(devices, cards(devices).memory, strict=True)]
     return {"devices": len(devices), "cards": shown, "why": why, "loaders": [asdict(each) for each in plans]}

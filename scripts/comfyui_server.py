@@ -36,8 +36,8 @@ REQUIREMENTS = (
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.1
-PORT_TAKEN = re.compile(r"Port \d+ is already in use|address already in use")
-"""What ComfyUI (0.3.64: asyncio) says before it ends because another process took the port that was free a moment ago."""
+PORT_TAKEN = re.compile(r"Port \d+ is already in use")
+"""What ComfyUI says before it ends because another process took the port that was free a moment ago."""
 STARTS = 3
 """How often it is started at most, each time at another port, when that happens."""
 

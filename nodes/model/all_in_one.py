@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import comfy.memory_management
 import comfy.model_detection
 import comfy.model_patcher
 import comfy.sd
@@ -65,8 +66,7 @@ def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]
                 f"ckpt_name: {path.name} has neither a text encoder nor a VAE beside its transformer. Use Parallel DiT "
                 "Loader, with Load CLIP and Load VAE."
             )
-        management = getattr(comfy, "memory_management", None)  # since 2026
-        if management is not None and management.aimdo_enabled:  # its loading to GPUs needs views of ComfyUI's own map
+        if comfy.memory_management.aimdo_enabled:  # its loading to GPUs needs views of ComfyUI's own map
             tensors, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
         else:
             tensors, metadata = {name: file.get_tensor(name) for name in slices if name not in left_out}, file.metadata()

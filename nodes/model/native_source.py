@@ -35,15 +35,9 @@ class NativeSource:
     weight_dtype: str
 
 
-def loaders_say_it() -> bool:
-    """Whether this ComfyUI's loaders note their file on the MODEL."""
-    return "cached_patcher_init" in comfy.model_patcher.ModelPatcher.__init__.__code__.co_names
-
-
 def native_source(model: comfy.model_patcher.ModelPatcher) -> NativeSource:
     """The source of a native MODEL. ValueError, with advice, if it is unknown or not the contents of a single file."""
-    noted = getattr(model, "cached_patcher_init", None)  # since 2026
-    if noted is None:
+    if (noted := model.cached_patcher_init) is None:
         raise ValueError(f"model: which file this MODEL is from is not known: its loader does not say it. {INSTEAD}")
     function, arguments = noted[:2]
     if (path_name := LOADERS.get(name := name_of(function))) is None:

@@ -53,10 +53,6 @@ class RemoteModelPatcher(RankMemoryPatcher):
     is_injected: bool
     _told_of_compile = False
 
-    def __init__(self, model, load_device, *arguments, **named):
-        self.load_device = load_device  # ComfyUI 0.3.64 calls `model_size`, which needs this, before it sets it
-        super().__init__(model, load_device, *arguments, **named)
-
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights."""
         self._check(patches, strength_patch, strength_model)
@@ -105,9 +101,9 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return self.model.diffusion_model
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As RankMemoryPatcher's. ValueError if patched values are needed in place, by saving nodes of older ComfyUIs."""
+        """As RankMemoryPatcher's. ValueError if patched values are needed in place, as other packs' saving nodes do."""
         if force_patch_weights:
-            refuse("saving or extracting weights", "Update ComfyUI, or load the model with a native loader for it.")
+            refuse("saving or extracting weights", "Load the model with a native loader for it.")
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
     def get_nested_additional_models(self):

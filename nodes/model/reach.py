@@ -1,6 +1,6 @@
 """Refuses everything in a model call that would change the native model's result but does not reach the ranks.
 
-The tables list the entries of `transformer_options` that do reach them or need not: all that ComfyUI 0.3.64 and 0.33.0 set
+The tables list the entries of `transformer_options` that do reach them or need not: all that ComfyUI sets
 (samplers, context windows, patchers, models), and those of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
 """
 

@@ -18,7 +18,7 @@ PART = "another node calls the model for parts of the latent, or for several lat
 
 def shapes_of_run(model: Any, noise: torch.Tensor) -> Shapes:
     """Shapes of the latents that ComfyUI's BaseModel `model` is sampled for. Of a nested latent, the video's comes first."""
-    nested = getattr(model, "latent_shapes", None) or ()  # older ComfyUI has none
+    nested = model.latent_shapes or ()
     return tuple(map(tuple, nested)) if len(nested) > 1 else (tuple(noise.shape),)
 
 

@@ -60,7 +60,7 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Poo
     make_room(pool, needed)
     on_piece = partial(comfy.utils.ProgressBar(len(latent) * pieces).update, 1)
     run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
-    with shared_output(pool, (len(latent), *shape[1:]), _output_dtype(vae)) as (images, shared):
+    with shared_output(pool, (len(latent), *shape[1:]), vae.vae_output_dtype()) as (images, shared):
         for index, entry in enumerate(entries):
             target = images[index : index + 1]
             if cut.kind.independent:
@@ -132,12 +132,7 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Poo
             latent = torch.empty(shape, dtype=dtype)
             remote.run(x, cut.weights.scale, latent, check_cancelled, bytes_needed=needed, on_piece=on_piece)
         latents.append(known.after(model, latent))
-    return torch.cat(latents).to(vae.output_device, _output_dtype(vae))
-
-
-def _output_dtype(vae: comfy.sd.VAE) -> torch.dtype:
-    """Older versions of ComfyUI always give float32."""
-    return vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
+    return torch.cat(latents).to(vae.output_device, vae.vae_output_dtype())
 
 
 def with_room(pool: Pool, work: Callable[[], T]) -> T:

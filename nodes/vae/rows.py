@@ -13,7 +13,7 @@ from parallel_backend.vaes import ltx
 
 from .tiles import why_no_tiles
 
-if TYPE_CHECKING:  # older versions of ComfyUI do not have all of these
+if TYPE_CHECKING:
     from comfy.ldm.cosmos.vae import CausalContinuousVideoTokenizer as CosmosVAE
     from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE as LTXVAE
     from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
@@ -92,12 +92,11 @@ def _resamplers(model: "HunyuanVAE") -> tuple[list[Any], list[Any]]:
 
 
 def _hunyuan_settings(model: "HunyuanVAE") -> dict[str, Any]:
-    """Versions of ComfyUI that run a video in chunks have the attribute `carried`."""
     down, up = _resamplers(model)
-    strides = [getattr(layer.conv, "conv", layer.conv).stride[0] for layer in down]
+    strides = [layer.conv.conv.stride[0] for layer in down]
     scales = [layer.scale_factor[0] if isinstance(layer.scale_factor, tuple) else layer.scale_factor for layer in up]
     times = {"encoder": strides, "decoder": [int(scale) for scale in scales]}
-    return {"times": times, "chunked": getattr(model.decoder, "carried", False)}
+    return {"times": times, "chunked": True}
 
 
 def _shuffled_settings(model: "HunyuanVAE") -> dict[str, Any]:
@@ -105,8 +104,8 @@ def _shuffled_settings(model: "HunyuanVAE") -> dict[str, Any]:
     down, up = _resamplers(model)
     factors = {"encoder": [[2 if layer.tds else 1, 2, 2] for layer in down]}
     factors["decoder"] = [[2 if layer.tus else 1, 2, 2] for layer in up]
-    carried = type(model.decoder.conv_in).__name__ == "CarriedConv3d"
-    return {"kind": "video" if model.decoder.refiner_vae else "refiner", "factors": factors, "chunked": carried}
+    video = model.decoder.refiner_vae  # set for HunyuanVideo 1.5, in spite of its name
+    return {"kind": "video" if video else "refiner", "factors": factors, "chunked": video}
 
 
 def _image_settings(model: "HunyuanVAE") -> dict[str, Any]:
@@ -114,16 +113,10 @@ def _image_settings(model: "HunyuanVAE") -> dict[str, Any]:
     return {"kind": "image", "factors": {"encoder": [[2, 2]] * len(down), "decoder": [[2, 2]] * len(up)}, "chunked": False}
 
 
-def _whole_or_four(model: "HunyuanVAE", frames: int) -> bool:
-    """Encoding in chunks, ComfyUI drops last frames that do not fill a frame of the latent. Encoding whole, it does not."""
-    return _hunyuan_settings(model)["chunked"] or frames % 4 == 1
-
-
 _PADDINGS = ("zeros", "reflect", "replicate")
 
 
 def _ltx_settings(model: "LTXVAE") -> dict[str, Any]:
-    """Older versions of ComfyUI take a timestep of 0.05 for every model."""
     parts = {"encoder": model.encoder, "decoder": model.decoder}
     return {
         "blocks": {name: [list(block) for block in part.blocks_desc] for name, part in parts.items()},
@@ -134,7 +127,7 @@ def _ltx_settings(model: "LTXVAE") -> dict[str, Any]:
         "norm_layer": model.encoder.norm_layer,
         "causal_decoder": model.decoder.causal,
         "timed": model.timestep_conditioning,
-        "timestep": getattr(model, "decode_timestep", 0.05),
+        "timestep": model.decode_timestep,
     }
 
 
@@ -151,7 +144,7 @@ def _ltx_noise(model: "LTXVAE", latent: torch.Tensor) -> torch.Tensor:
     """The latent with a little noise for models with a timestep, drawn on the device on which ComfyUI draws it."""
     if not model.timestep_conditioning:
         return latent
-    scale = getattr(model, "decode_noise_scale", 0.025)
+    scale = model.decode_noise_scale
     noise = torch.randn_like(latent.to(comfy.model_management.vae_device())).to(latent)
     return noise * scale + (1.0 - scale) * latent
 
@@ -183,11 +176,6 @@ def _hunyuan_channels(model: "HunyuanVAE") -> int:
     return getattr(first, "conv", first).weight.shape[1]
 
 
-def _ltx_frames(model: "LTXVAE", frames: int) -> bool:
-    """Older versions of ComfyUI refuse a video whose last frames do not fill a frame of the latent."""
-    return frames % 8 == 1 or hasattr(model, "comfy_has_chunked_io")
-
-
 _KL = Known("AutoencoderKL", 4, _kl_channels, before=_unpacked, why_not=_squashed)
 _KL_ENCODER = Known("AutoencoderKL", 4, _kl_channels, after=_packed)
 _HUNYUAN = Known(
@@ -195,9 +183,7 @@ _HUNYUAN = Known(
     5,
     _hunyuan_channels,
     settings=_hunyuan_settings,
-    frames=_whole_or_four,
     why_not=_squashed,
-    paddings=("zeros", "replicate"),  # in older versions of ComfyUI convolutions do the replicate padding themselves
 )
 _HUNYUAN_IMAGE = Known("HunyuanImage 2.1", 4, _hunyuan_channels, settings=_image_settings)
 _REFINER = Known(
@@ -208,12 +194,11 @@ _REFINER = Known(
     settings=_shuffled_settings,
     frames=lambda _model, frames: frames == 1 or frames % 4 == 0,
 )
-# Versions of ComfyUI without chunks have another autoencoder under the same name.
 _HUNYUAN_15 = Known(
     "HunyuanVideo 1.5",
     5,
     _hunyuan_channels,
-    lambda model: model.decoder.refiner_vae and _shuffled_settings(model)["chunked"],
+    lambda model: model.decoder.refiner_vae,
     settings=_shuffled_settings,
 )
 _LTX = Known(
@@ -233,7 +218,6 @@ _LTX_ENCODER = Known(
     after=lambda model, latent: model.per_channel_statistics.normalize(latent),
     settings=_ltx_settings,
     why_not=_ltx_why_not,
-    frames=_ltx_frames,
     paddings=_PADDINGS,
 )
 _COSMOS = Known("Cosmos", 5, lambda model: model.latent_channels, before=_cosmos_before)

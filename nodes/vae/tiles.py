@@ -9,7 +9,7 @@ import torch
 
 from parallel_backend.vaes import minimax_h3
 
-if TYPE_CHECKING:  # older versions of ComfyUI do not have it
+if TYPE_CHECKING:
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
 
 RunTiles = Callable[[Iterator[torch.Tensor]], Generator[torch.Tensor, None, None]]

@@ -71,7 +71,6 @@ CASES = (
             "native": replace(
                 _IMAGE_CASE.native or Native(IMAGE, _conditioning, (16, 1, 8, 6)),
                 conditioning=_conditioning,
-                newer="Anima",
                 detected=cosmos_predict2.DETECTED | {"modules": {"comfy.ldm.anima.model.LLMAdapter": _SIZES}},
             ),
         }

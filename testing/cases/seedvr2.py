@@ -171,7 +171,7 @@ def _native(config):
         "expand_ratio": 3 if config["gated"] else config["ffn_dim"] // width,
         "values": {"comfy.ldm.seedvr.model.SEEDVR2_7B_VID_DIM": width if config["pixel_rope"] else 0},
     }
-    return Native(config, _conditioning, NATIVE_LATENT, newer="SeedVR2", detected=detected)
+    return Native(config, _conditioning, NATIVE_LATENT, detected=detected)
 
 
 class _Case(Case):

@@ -75,7 +75,7 @@ def scaled(whole: Tensors, kind: torch.dtype, suffix: str, by_row: bool) -> tupl
 
 
 def scaled_old(kind: torch.dtype, by_row: bool = False):
-    """As ComfyUI's scaled files were until its version 0.3.60 or so."""
+    """As ComfyUI's scaled files were in 2025."""
 
     def make(whole: Tensors) -> tuple[Tensors, Tensors]:
         stored, expanded, layers = scaled(whole, kind, ".scale_weight", by_row)

@@ -24,8 +24,6 @@ OTHERS = (
     *("gradient_estimation", "gradient_estimation_cfg_pp", "er_sde", "seeds_3", "sa_solver", "sa_solver_pece"),
     "uni_pc_bh2",
 )
-LATER = ("exp_heun_2_x0", "exp_heun_2_x0_sde")
-"""Those that the oldest ComfyUI lacks."""
 
 every_sampler = pytest.mark.parametrize(
     "sampler", [*KINDS, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]

@@ -86,8 +86,7 @@ def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
 def test_the_menus_command_is_told_what_becomes_of_each_loader(found):
     takes = {"takes": True, "file": "tiny.safetensors", "weights": 32321792}
     devices, why, *plans = found["menu"]
-    if why:  # an older ComfyUI's loaders do not note their file, so that Parallelize Model has nothing to read
-        assert "Parallel DiT Loader" in why
+    assert not why
     assert devices == 2
     unknown = {"why": "which model file it loads is not known"}
     refused = plans.pop(2)

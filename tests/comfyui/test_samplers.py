@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.comfyui.samplers import KINDS, LATER, OTHERS, every_sampler, selected
-from tests.support.requirements import missing
+from tests.comfyui.samplers import KINDS, OTHERS, every_sampler, selected
 
 pytestmark = pytest.mark.comfyui
 
@@ -35,16 +34,13 @@ def found(request, inside):
 @pytest.fixture
 def got(found, sampler):
     """What the sampler's runs gave."""
-    if sampler in LATER and sampler not in found["all samplers"]:
-        missing(f"this ComfyUI has no {sampler}", expected=False)
     got = found[f"sampler {sampler}"]
     assert "error" not in got, got
     return got
 
 
 def test_the_samplers_here_are_all_that_comfyui_has(found):
-    names = set(found["all samplers"])
-    assert names | set(LATER) == {*KINDS, *OTHERS}
+    assert set(found["all samplers"]) == {*KINDS, *OTHERS}
 
 
 @every_sampler

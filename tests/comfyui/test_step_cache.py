@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 
 from tests.comfyui.conftest import unselected
 from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, Graph, copy_of_bundled
-from tests.comfyui.samplers import KINDS, LATER, OTHERS, selected
+from tests.comfyui.samplers import KINDS, OTHERS, selected
 from tests.comfyui.websocket import Events
-from tests.support.requirements import missing
 
 pytestmark = pytest.mark.comfyui
 
@@ -61,8 +60,6 @@ def test_the_control_a_cache_that_outlives_its_run_is_another_picture(found):
 
 @pytest.mark.parametrize(("how", "sampler"), list(ways_and_samplers()))
 def test_a_sampler_works(found, sampler, how):
-    if sampler in LATER and sampler not in found["all samplers"]:
-        missing(f"this ComfyUI has no {sampler}", expected=False)
     got = found[f"{how} {sampler}"]
     assert "error" not in got, got
     assert got["finite"]

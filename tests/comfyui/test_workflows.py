@@ -218,7 +218,7 @@ def test_ui_form_says_the_same_as_the_api_form(definitions, name):
     for node_id, node in nodes.items():
         definition, expected = definitions[node["type"]], prompt[str(node_id)]["inputs"]
         assert node["type"] == prompt[str(node_id)]["class_type"]
-        # Save Image and Preview as Text have gained outputs since 0.3.64; the editor adds those that a file lacks.
+        # The editor adds the outputs of Save Image and Preview as Text, which a file may lack.
         given = [(output["name"], output["type"]) for output in node["outputs"]]
         offered = list(zip(definition["output_name"], definition["output"], strict=True))
         assert given == (offered if node["type"] not in ("SaveImage", "PreviewAny") else [])

@@ -29,7 +29,7 @@ def patcher(module, flux_file) -> Any:
     weights = module("model.lora").NativeWeights(checkpoint, meta, config, torch.float32)
     setup = Setup(checkpoint.path, "fp32", ("cpu",), Degrees(), "auto")
     model = torch.nn.Module()
-    model.model_loaded_weight_memory = 0
+    model.model_loaded_weight_memory, model.latent_shapes = 0, None
     model.diffusion_model = module("model.diffusion_model").RemoteDiffusionModel(
         checkpoint, setup, setup.devices, True, weights, "Flux", {}
     )

@@ -106,6 +106,11 @@ def test_a_model_without_injections_tells_nobody_of_them(patcher):
     assert told == []
 
 
+def test_reading_patched_weights_in_place_is_refused(patcher):
+    with pytest.raises(ValueError, match="saving or extracting weights"):
+        patcher.partially_load("cpu", force_patch_weights=True)
+
+
 @every(rows.HOOK_TYPES)
 def test_hook_types(patcher, name, outcome):
     for version in VERSIONS.values():

@@ -15,16 +15,16 @@ from host_version import DIFFUSERS, OLDEST, check_comfyui, check_diffusers
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("version", ["0.3.64", "0.3.65", "0.4", "0.33.0", "1.0.0", "v0.33.1", "0.3.64+12", "nightly"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1", "0.40", "1.0.0", "v0.33.1", "0.33.0+12", "nightly"])
 def test_new_enough(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__=version))
     check_comfyui()
 
 
-@pytest.mark.parametrize("version", ["0.3.63", "0.3", "0.2.99", "v0.3.9", "0.3.63+1"])
+@pytest.mark.parametrize("version", ["0.32.9", "0.3.64", "0.4", "v0.9.0", "0.32.0+1"])
 def test_too_old(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__=version))
-    with pytest.raises(RuntimeError, match=re.escape(f"needs ComfyUI 0.3.64 or newer, and this one is {version}. Update")):
+    with pytest.raises(RuntimeError, match=re.escape(f"needs ComfyUI 0.33.0 or newer, and this one is {version}. Update")):
         check_comfyui()
 
 

@@ -275,7 +275,7 @@ def found_in(image: torch.Tensor) -> torch.Tensor:
 
 def tracked(images: torch.Tensor, **_inputs: Any) -> tuple[dict[str, Any]]:
     """A SAM3_TRACK_DATA of one object."""
-    from comfy.ldm.sam3.tracker import pack_masks  # an older ComfyUI has none
+    from comfy.ldm.sam3.tracker import pack_masks
 
     masks = found_in(images)
     packed = pack_masks(masks[:, None] > 0)
@@ -290,8 +290,7 @@ def upsampled(samples: dict[str, Any], **_named: Any) -> tuple[dict[str, Any]]:
 
 def replace(name: str, run: Callable[..., tuple]) -> None:
     """This function, with the node's inputs by name, in place of a node of ComfyUI."""
-    if (kind := nodes.NODE_CLASS_MAPPINGS.get(name)) is None:
-        return  # an older ComfyUI has no such node
+    kind = nodes.NODE_CLASS_MAPPINGS[name]
     members = {
         "INPUT_TYPES": kind.INPUT_TYPES,
         "RETURN_TYPES": tuple(kind.RETURN_TYPES),

@@ -238,13 +238,10 @@ def main(results: Results) -> None:
     results.case("Qwen-Image, batch 2", lambda: decodes(wan, latent(2, 16, 1, 5, 4)))
     results.case("Wan 2.2", lambda: decodes(wan22_vae(), latent(1, 48, 2, 3, 2)))
     results.case("Wan, cancelled", lambda: cancelled(wan, latent(1, 16, 5, 16, 16), decodes, latent(1, 16, 2, 3, 3)))
-    if hasattr(comfy.ldm, "minimax"):
-        results.case("Qwen-Image Layered", lambda: decodes(wan_vae(4), latent(1, 16, 1, 3, 3)))
-        h3 = h3_vae()
-        results.case("MiniMax H3", lambda: decodes(h3, latent(1, 24, 8, 6, 5)))
-        results.case(
-            "MiniMax H3, one frame, batch 2, three ranks", lambda: decodes(h3, latent(2, 24, 1, 5, 3), "cpu,cpu,cpu")
-        )
+    results.case("Qwen-Image Layered", lambda: decodes(wan_vae(4), latent(1, 16, 1, 3, 3)))
+    h3 = h3_vae()
+    results.case("MiniMax H3", lambda: decodes(h3, latent(1, 24, 8, 6, 5)))
+    results.case("MiniMax H3, one frame, batch 2, three ranks", lambda: decodes(h3, latent(2, 24, 1, 5, 3), "cpu,cpu,cpu"))
     results.case("wrong channels", lambda: decodes(vae, latent(1, 16, 4, 4)))
     results.case("wrong devices", lambda: decodes(vae, small, "cpu,tpu"))
     results.case("three ranks, batch 3", lambda: decodes(vae, latent(3, 4, 11, 5), "cpu,cpu,cpu"))

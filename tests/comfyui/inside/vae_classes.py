@@ -188,8 +188,7 @@ def main(results: Results) -> None:
     results.case("encode too small", lambda: encode(images["SD"], 1, 8, 8))
     results.case("encode Wan 2.1", lambda: encode(wan_vae(), 9, 40, 24))
     results.case("encode Wan 2.2", lambda: encode(wan22_vae(), 5, 48, 32))
-    if hasattr(comfy.ldm, "minimax"):
-        results.case("encode MiniMax H3", lambda: encode(h3_vae(), 22, 96, 80))
+    results.case("encode MiniMax H3", lambda: encode(h3_vae(), 22, 96, 80))
 
     hunyuan = hunyuan_video_vae()
     results.case("encode HunyuanVideo", lambda: encode(hunyuan, 14, 40, 24))
