@@ -5,7 +5,6 @@ request is `POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "inpu
 headers of files are read.
 """
 
-import asyncio
 import json
 import threading
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from parallel_backend.planning.before_running import Cards, why_pipefusion
 from .loader import CHECKPOINTS, FOLDER, file_path, opened
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
+from .ui.long_work import Busy, LongWork
 
 ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
@@ -63,7 +63,7 @@ def add_route() -> None:
         return
     from aiohttp import web  # installed wherever ComfyUI runs as a server
 
-    plans = FilePlans()
+    plans, work = FilePlans(), LongWork("plan")
 
     @server.routes.post(ROUTE)
     async def plan(request: web.Request) -> web.Response:
@@ -71,7 +71,10 @@ def add_route() -> None:
             loaders = asked(parsed(await request.read()))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
-        return web.json_response(await asyncio.to_thread(answer, loaders, plans))
+        try:
+            return web.json_response(await work.done(lambda: answer(loaders, plans)))
+        except Busy:
+            return web.json_response({"error": "Other workflows are being planned. Try again."}, status=503)
 
 
 def parsed(body: bytes) -> Any:

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from parallel_backend.processes.pool import Poll
 from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
 from ..ui.other_nodes import calling_nodes, named
+from ..ui.prompt_graph import present_prompt
 from .attention_choice import preferred_attention
 from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
@@ -53,11 +53,6 @@ from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
 log = logging.getLogger(__name__)
-
-TAKING_TURNS = (
-    "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
-    "devices, or load it with a native loader."
-)
 
 HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
 """ComfyUI takes notice of the attention that a model's file asks for (0.37 and newer)."""
@@ -211,19 +206,22 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """As `transformer`, with the patches of any earlier run."""
-        run = self.run
-        model = registry().model(self.setup, check_cancelled, LoadingBar(), run.patcher(), make_room, expected)
-        kinds = {(each.family.name, repr(each.config)) for each in (self.checkpoint, model.checkpoint)}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"model_name: {self.checkpoint.path.name} has been replaced on disk by a model of another kind. Have its "
-                "loader read it again: change one of its widgets, and back."
-            )
-        if run.loaded() is not model:
-            run.loaded, run.loads = weakref.ref(model), run.loads + 1
-            if run.loads == 2:
-                run.tell(TAKING_TURNS)
+        given = self.run.patcher(), make_room, expected, self.checkpoint
+        model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)
+        self._take(model.checkpoint)
+        self.run.answers(model)
         return model
+
+    def follow_files(self) -> None:
+        """At the first use in a prompt: take the model's files as they are now, as ranks do. See PromptFiles."""
+        self._take(registry().checkpoint(present_prompt(), self.setup, self.checkpoint))
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.file_state != self.checkpoint.file_state:
+            self.checkpoint = checkpoint
+            self.weights.read_from(checkpoint)
+            for made in ("_text", "controls_here", "whole_bytes"):
+                vars(self).pop(made, None)
 
     def _patches_name(self) -> tuple[Any, ...] | None:
         """Stands for all patches of the run. None: it has none."""

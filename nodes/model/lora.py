@@ -61,6 +61,10 @@ class NativeWeights:
         modules = {name.rpartition(".")[0] for name in self.tensors}
         self._with_modules = {above for module in modules for above in _above(module)}
 
+    def read_from(self, checkpoint: Checkpoint) -> None:
+        """Take values from these files, which hold a model of the same kind."""
+        self._values = OriginalTensors(checkpoint)
+
     def check(self, key: str, patch: Patch, hooked: bool = False) -> None:
         """ValueError for the user, unless `deltas` can express the patch. `hooked`: it is a conditioning's (a hook)."""
         name, shape = self._find(key)

@@ -13,6 +13,7 @@ from typing import Any
 import comfy.model_base
 import torch
 
+from parallel_backend.checkpoints.limits import check_own_arguments
 from parallel_backend.checkpoints.own_class import file_shapes
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.block_changes import BlockChanges
@@ -20,6 +21,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
+from parallel_backend.core.short_text import short
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.others import TO_COME, UNET, other_model
@@ -68,6 +70,11 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnC
         if config is None:
             raise unknown
         config.set_inference_dtype(torch.float32, None)
+    except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
+        raise unknown from None
+    stated_arguments = {name: value for name, value in config.unet_config.items() if name in stated}
+    check_own_arguments(short(path.name), stated_arguments, list(shapes.values()))
+    try:
         with meta_parameters():
             native = config.get_model(tensors, "").diffusion_model
         renamed = {key: config.process_unet_state_dict({key: tensor}) for key, tensor in tensors.items()}

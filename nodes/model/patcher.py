@@ -79,6 +79,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         )
         if self.stub.run.cache is None and CACHE_KEY in self.model_options["transformer_options"]:
             self.stub.run.tell(HOOKED)
+        self.stub.follow_files()
         registry().begin_run()
 
     def cleanup(self):
@@ -92,6 +93,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
 
     def model_patches_models(self):
         """As ComfyUI's, with the layers that controls need in this process."""
+        self.stub.follow_files()
         options, patches = self.model_options["transformer_options"], [self.patches, bypass_patches(self.injections)]
         here = self.stub.controls_here.models(options, patches, self.hook_patches.values(), self.patches_uuid)
         return [*super().model_patches_models(), *here]

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,11 @@ from .step_cache import SamplingCache
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+TAKING_TURNS = (
+    "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
+    "devices, or load it with a native loader."
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,13 @@ class SamplingRun:
         log.warning("Parallel DiT: %s", text)
         say(f"Parallel DiT: {text}")
         self.lines.append(text)
+
+    def answers(self, model: RemoteTransformer) -> None:
+        """Note the model that answers the next call. The user is told if models take turns."""
+        if self.loaded() is not model:
+            self.loaded, self.loads = weakref.ref(model), self.loads + 1
+            if self.loads == 2:
+                self.tell(TAKING_TURNS)
 
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The graph of the prompt that ComfyUI is executing."""
+"""The prompt that ComfyUI is executing: its id and its graph."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,12 @@ from .other_nodes import COMFYUI
 
 Graph = Mapping[str, Mapping[str, Any]]
 """A prompt in ComfyUI's API form: number of a node -> its class_type and inputs, of which links are [number, output]."""
+
+
+def present_prompt() -> str | None:
+    """Id of the prompt. None if nodes are run without one, from Python."""
+    context = get_executing_context()
+    return None if context is None else context.prompt_id
 
 
 def feeds_a_sampler() -> bool:

@@ -30,7 +30,7 @@ from parallel_backend.families.others import UnknownModel, other_model
 
 from .attention_preferences import take_preferences
 from .class_check import check_class
-from .file_state import check_file_state, file_state
+from .file_state import check_file_state, file_state, has_changed
 from .folder import read_config, read_folder
 from .limits import check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
@@ -71,9 +71,9 @@ class Checkpoint:
         check_file_state(self.files, expected or self.file_state, self.path.name)
 
     @property
-    def is_unchanged(self) -> bool:
-        """The files are still as they were when they were opened."""
-        return file_state(self.files) == self.file_state
+    def has_changed(self) -> bool:
+        """The files are there, and not as they were when they were opened."""
+        return has_changed(self.files, self.file_state)
 
     @property
     def files(self) -> set[Path]:

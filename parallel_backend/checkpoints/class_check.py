@@ -51,14 +51,14 @@ def check_class(
         raise ValueError(f"model_name: {name} has a configuration with which {family.name} has no {short(target)}.")
     for target, source in key_map.items():
         stored, shape = entries[source.key], shapes[target]
-        if not _fits(source.shape(stored.shape), shape, source.flat, target in whole):
+        if not fits(source.shape(stored.shape), shape, source.flat, target in whole):
             raise ValueError(
                 f"model_name: {name} holds {short(source.key)} of shape {short(list(stored.shape))}, where "
                 f"{family.name} has {list(shape)} for {short(target)}."
             )
 
 
-def _fits(stored: tuple[int, ...], shape: tuple[int, ...], flat: bool, whole: bool) -> bool:
+def fits(stored: tuple[int, ...], shape: tuple[int, ...], flat: bool, whole: bool) -> bool:
     """Whether values of the shape `stored` are a parameter's. Sizes of 1 are ignored, since GGUF's tools may drop them, but
     not of a parameter that ranks cut as it is stored (`whole`)."""
     if whole and not flat:

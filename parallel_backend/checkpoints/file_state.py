@@ -5,6 +5,7 @@ that is overwritten, replaced or cut meanwhile would give weights of two models.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,10 +31,24 @@ def file_state(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def has_changed(paths: Iterable[Path], expected: str) -> bool:
+    """Whether the files are there, and their state is not `expected`. Files that are away for a moment, as on a network
+    drive, have not changed."""
+    paths = list(paths)
+    return all(map(os.path.isfile, paths)) and file_state(paths) != expected
+
+
 def check_file_state(paths: Iterable[Path], expected: str, name: str) -> None:
     """ValueError, naming the model `name`, if the files' state is not `expected`."""
-    if file_state(paths) != expected:
+    paths = list(paths)
+    if file_state(paths) == expected:
+        return
+    if not all(map(os.path.isfile, paths)):
         raise ValueError(
-            f"model_name: {short(name)} has changed on disk while it was in use: it was overwritten, replaced, cut or "
-            "removed. Its weights would be those of two files. Queue the prompt again once the file is whole."
+            f"model_name: {short(name)} has changed on disk while it was in use: it is not there any more. Weights that are "
+            "not in memory have to be read from it. Queue the prompt again once the file is back."
         )
+    raise ValueError(
+        f"model_name: {short(name)} has changed on disk while it was in use: it was overwritten, replaced or cut. "
+        "Its weights would be those of two files. Queue the prompt again once the file is whole."
+    )

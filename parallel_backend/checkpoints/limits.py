@@ -5,7 +5,7 @@ Files come from anywhere. A malicious file must not make a rank build a million 
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from types import NoneType
 from typing import Any
@@ -18,6 +18,10 @@ from parallel_backend.families.base.step_inputs import Config
 MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
+MAX_UNSEEN = 1 << 12
+"""Largest size that no tensor has, such as a length of text."""
+COUNTED = "layers", "blocks", "depth"
+"""In names of settings that count modules, each of which has a tensor at least."""
 
 
 def check_settings(name: str, layout: FileLayout, settings: Config, defaults: Mapping[str, Any], tensors: int) -> None:
@@ -56,6 +60,25 @@ def check_stated(name: str, family: Family, config: Config, stated: Mapping[str,
             raise ValueError(
                 f"{shown}With such weights this version of {family.name} computes {entry} {values} only. Load the file with "
                 "Load Diffusion Model, on one GPU."
+            )
+
+
+def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> None:
+    """ValueError, naming the argument, for one with which a class would build more than the file `name` has tensors for.
+
+    `arguments`: those of the class that the file's header states, which ComfyUI takes as they are. `shapes`: of its tensors.
+    """
+    widest = max((size for shape in shapes for size in shape), default=0)
+    for argument, value in arguments.items():
+        most = max(widest, MAX_UNSEEN)
+        if any(word in argument for word in COUNTED):
+            most = len(shapes)
+        elif "theta" in argument:
+            most = MAX_SETTING
+        if not _plausible(value, None, most):
+            raise ValueError(
+                f"model_name: {name} says in its header that its {short(argument)} is {short(value)}, which no model with "
+                "such tensors has. It is damaged, or made to do harm: get the model anew."
             )
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
+from parallel_backend.core.short_text import short
 from parallel_backend.families.own_class.family import own_class_family
 
 from .checkpoint import Checkpoint, checked, entries_of, open_checked, refusals
+from .class_check import fits
 from .file_state import file_state
 
 
@@ -26,7 +28,7 @@ def file_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]
 
 def open_own_class(path: Path, own: OwnClass) -> Checkpoint:
     """A single file in the layout of ComfyUI's own class. ValueError as `open_checkpoint`, and if the file lacks a parameter
-    of the class. What the class has no use for is left out, as ComfyUI leaves it out."""
+    of the class, or has one of another shape. What the class has no use for is left out, as ComfyUI leaves it out."""
     with refusals(path):
         family = own_class_family(own)
         entries, stated, attention = entries_of(path)
@@ -39,4 +41,11 @@ def open_own_class(path: Path, own: OwnClass) -> Checkpoint:
         entries = {key: entry for key, entry in entries.items() if 0 not in entry.shape}
         family = replace(family, file=replace(family.file, key_map=lambda _config: key_map))
         checkpoint = checked(Checkpoint(path, family, {}, key_map, entries, stated, attention=attention), sized=False)
+        for target, source in key_map.items():
+            found, needed = checkpoint.shape(target), family.shapes[target]
+            if not fits(found, needed, flat=False, whole=len(needed) == 2):  # a matrix may stay packed in its rows
+                raise ValueError(
+                    f"model_name: {short(path.name)} holds {short(source.key)} of the shape {short(list(found))}, and "
+                    f"ComfyUI's class {own.name} has {list(needed)}. It is damaged, or for another version of the class."
+                )
         return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))

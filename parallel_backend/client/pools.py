@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from parallel_backend.core.devices import on_ray
+from parallel_backend.core.cores import usable_cores
+from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.processes.pool import LinksDown, Pool
 from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
 
@@ -38,6 +39,13 @@ class Pools:
     def working(self) -> tuple[Pool, ...]:
         """The pools that have not failed, in the order of their last use."""
         return tuple(pool for pool in self._pools if pool.error is None)
+
+    def threads(self, devices: tuple[str, ...]) -> int | None:
+        """CPU threads of each new rank on `devices`: CPU ranks of all pools share the cores. None: the ranks decide."""
+        if device_kind(devices[0]) != "cpu":
+            return None
+        cpu_devices = [name for pool in self.working for name in pool.devices if device_kind(name) == "cpu"]
+        return max(1, usable_cores() // len((*devices, *cpu_devices)))
 
     def use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
         """The result of `action` with the ranks on these devices, started if necessary.

@@ -20,6 +20,15 @@ SHARE = 0.5
 """Of free host memory that the files may have: pages that are in use, by a text encoder's file, are not to make room."""
 
 
+def read_ahead(present: "ReadAhead | None", files: frozenset[Path]) -> "ReadAhead | None":
+    """Begins to read `files`, in place of other ones that `present` reads. Nothing begins without files."""
+    if not files or (present is not None and present.files == files):
+        return present
+    if present is not None:
+        present.stop()
+    return ReadAhead(files)
+
+
 class ReadAhead:
     """Reading that is under way. Linux only: elsewhere nothing is read, for there a read takes a core to copy pages."""
 

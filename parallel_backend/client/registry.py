@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.own_class import open_setup
-from parallel_backend.core.cores import usable_cores
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.host_memory import room_for_weights
 from parallel_backend.core.setup import Setup
@@ -34,12 +32,15 @@ from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
 from .overview import PoolOverview, overview_of
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
-from .read_ahead import ReadAhead
+from .prompt_files import PromptFiles
+from .read_ahead import ReadAhead, read_ahead
 from .remote_transformer import RemoteTransformer
 from .shortfalls import Shortfalls
 
 log = logging.getLogger(__name__)
 
+Expected = Callable[[], Request | None]
+"""Gives the run for which a model is loaded, if one is known."""
 BORROWED = "Parallel DiT: the ranks have been used for something else, and the model is not there any more"
 
 
@@ -61,6 +62,9 @@ class Registry:
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()))
         self._models = ModelsOnRanks()
+        self._files = PromptFiles()
+        self.unload_asked = False
+        """Whether to free everything before the next prompt uses a model. Set by whoever asks, on any thread."""
         self._shortfalls = Shortfalls()
         self._exiting = False
         self._reading: ReadAhead | None = None
@@ -73,58 +77,65 @@ class Registry:
         progress: LoadProgress = lambda doing, fraction: None,
         owner: Any = None,
         make_room: MakeRoom = no_room,
-        expected: Callable[[], Request | None] = lambda: None,
+        expected: Expected = lambda: None,
+        opened: Checkpoint | None = None,
     ) -> RemoteTransformer:
-        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or its files have changed.
+        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or its files had changed
+        when the prompt began.
 
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
-        ranks give way after `make_room`. A model that is loaded already stays as it is, whatever is expected. If a device
-        runs out of memory during loading, the model is loaded once more and streams more of its weights (shortfalls.py).
+        ranks give way after `make_room`. `opened`: see PromptFiles.of. If a device runs out of memory during loading, the
+        model is loaded once more and streams more of its weights (shortfalls.py).
         """
         with self._lock:
             if self._reading is not None:
                 self._reading.stop()
             entry = self._models.find(setup)
-            if entry is not None and not entry.model.checkpoint.is_unchanged:
+            checkpoint = self._files.of(setup, entry, opened)
+            if entry is not None and entry.model.checkpoint.file_state != checkpoint.file_state:
                 log.info("Parallel DiT: %s has changed on disk and is read again", setup.path.name)
                 self._unload(entry, poll)
                 entry = None
             if entry is None:
+                load = functools.partial(self._load, checkpoint, setup, poll, progress, make_room, expected)
                 try:
-                    model = self._load(setup, poll, progress, make_room, expected)
+                    model = load()
                 except NoRoomToLoad as error:
                     if not error.next_try:
                         raise
                     log.warning("Parallel DiT: %s", error.next_try)
                     progress(error.next_try, 0.0)
-                    model = self._load(setup, poll, progress, make_room, expected)
+                    model = load()
                 entry = self._models.add(setup, model)
             self._models.use(entry, owner)
             self._former_owners.clear()
             return entry.model
 
+    def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
+        """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
+        with self._lock:
+            if self._files.begin(prompt) and self.unload_asked:
+                self.unload()
+            return self._files.of(setup, self._models.find(setup), opened)
+
     def _load(
-        self, setup: Setup, poll: Poll, progress: LoadProgress, make_room: MakeRoom, expected: Callable[[], Request | None]
+        self,
+        checkpoint: Checkpoint,
+        setup: Setup,
+        poll: Poll,
+        progress: LoadProgress,
+        make_room: MakeRoom,
+        expected: Expected,
     ) -> RemoteTransformer:
-        checkpoint = open_checkpoint(setup.path) if setup.own_class is None else open_setup(setup)
+        checkpoint.check_unchanged()
         while len(present := list(self._models)) >= MOST_MODELS:
             self._unload(present[0], poll)
 
         def load(pool: Pool) -> RemoteTransformer:
-            def ask(device: str, missing: int) -> int:
-                return self._make_room(setup, pool, make_room, device, missing)
-
+            ask = functools.partial(self._make_room, setup, pool, make_room)
             return load_model(
-                pool,
-                checkpoint,
-                setup,
-                poll,
-                progress,
-                make_room=ask,
-                expected=expected(),
-                keep_others=True,
-                shortfalls=self._shortfalls,
+                pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True, shortfalls=self._shortfalls
             )
 
         try:
@@ -210,11 +221,17 @@ class Registry:
                 if (entry := self._models.find(setup)) is not None:
                     self._unload(entry, poll)
                 return
+            self.unload_asked = False
             for each in self._models:
                 self._let_go(each)
-            freeing = [(pool, self._begin_freeing(pool)) for pool in self._pools.working]
-            for pool, freed in freeing:
+            for pool, freed in [(pool, self._begin_freeing(pool)) for pool in self._pools.working]:
                 self._finish_freeing(pool, freed, poll)
+
+    def unload_between_prompts(self, prompt_runs: Callable[[], bool]) -> None:
+        """`unload` if it is `unload_asked` and no prompt runs. The lock keeps the next one from using a model meanwhile."""
+        with self._lock:
+            if self.unload_asked and not prompt_runs():
+                self.unload()
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
         """Free the ranks' memory of one model; with the last one on them everything, parts of VAEs too."""
@@ -268,8 +285,7 @@ class Registry:
 
     def _model_of(self, setup: Setup) -> RemoteTransformer | None:
         """The model of `setup`, if it is on ranks."""
-        entry = self._models.find(setup)
-        return None if entry is None else entry.model
+        return None if (entry := self._models.find(setup)) is None else entry.model
 
     def overview(self) -> list[PoolOverview]:
         """The ranks and what they do, for people. Never waits."""
@@ -277,7 +293,7 @@ class Registry:
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
         """Whether there are working ranks on exactly these devices. Never waits."""
-        return any(pool.devices == devices for pool in self._pools.working)
+        return devices in (pool.devices for pool in self._pools.working)
 
     def bytes_on(self, setup: Setup, device: str) -> int:
         """Bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
@@ -299,18 +315,10 @@ class Registry:
             try:
                 if not self._exiting:
                     self._pools.begin(devices)
-                    self._read_ahead(frozenset(files))
+                    if not any(each.model.checkpoint.files == set(files) for each in self._models):
+                        self._reading = read_ahead(self._reading, frozenset(files))
             finally:
                 self._lock.release()
-
-    def _read_ahead(self, files: frozenset[Path]) -> None:
-        if not files or any(each.model.checkpoint.files == files for each in self._models):
-            return
-        if self._reading is not None:
-            if self._reading.files == files:
-                return
-            self._reading.stop()
-        self._reading = ReadAhead(files)
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
         """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None."""
@@ -369,10 +377,7 @@ class Registry:
                 self._lock.release()
 
     def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
-        threads = self.threads
-        if threads is None and device_kind(devices[0]) == "cpu":  # the CPU ranks of all pools share the cores
-            cpu_devices = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
-            threads = max(1, usable_cores() // len((*devices, *cpu_devices)))
+        threads = self._pools.threads(devices) if self.threads is None else self.threads
         if self._exiting:
             raise RankError("Parallel DiT: ComfyUI is ending, and no ranks are started any more")
         return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)

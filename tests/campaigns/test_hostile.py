@@ -7,9 +7,10 @@ import pytest
 
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.hostile import files, hosted, requests
-from tests.campaigns.hostile.__main__ import degrees
+from tests.campaigns.hostile.__main__ import degrees, own_degrees
 from tests.campaigns.hostile.verdict import Tally, ranks_of, run
 from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
+from tests.support.planted_comfyui import planted_comfyui
 
 SEED = 1
 
@@ -31,6 +32,14 @@ def test_quantised_files_are_named_or_run(ranks, tmp_path, kind, count):
 @pytest.mark.slow
 def test_single_files_are_named_or_run(ranks, tmp_path):
     tally = run("singles", files.singles(tmp_path), 12, SEED, ranks, degrees)
+    assert not tally.defects, tally.defects
+    assert tally.outcomes["refused"]
+
+
+@pytest.mark.slow
+def test_files_of_own_classes_are_named_or_run(ranks, tmp_path):
+    with planted_comfyui():
+        tally = run("own classes", files.own_classes(tmp_path), 20, SEED, ranks, own_degrees)
     assert not tally.defects, tally.defects
     assert tally.outcomes["refused"]
 

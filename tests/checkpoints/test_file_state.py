@@ -15,12 +15,16 @@ def test_another_file_of_the_same_size_and_time_is_another_file(flux_file, tmp_p
     tiny.save_original(tiny.random_flux(seed=1), tiny.FLUX, other)
     now = path.stat()
     checkpoint = open_checkpoint(path)
-    assert checkpoint.is_unchanged
+    assert not checkpoint.has_changed
     path.read_bytes()
-    assert checkpoint.is_unchanged, "reading is no change"
+    assert not checkpoint.has_changed, "reading is no change"
     os.utime(other, ns=(now.st_atime_ns, now.st_mtime_ns))
     other.replace(path)
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (now.st_size, now.st_mtime_ns)
-    assert not checkpoint.is_unchanged
+    assert checkpoint.has_changed
     with pytest.raises(ValueError, match=r"^model_name: model\.safetensors has changed on disk"):
+        checkpoint.check_unchanged()
+    path.unlink()
+    assert not checkpoint.has_changed, "it may be back soon"
+    with pytest.raises(ValueError, match=r"^model_name: model\.safetensors has changed .* it is not there any more"):
         checkpoint.check_unchanged()

@@ -16,12 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import MAX_REFUSAL, open_checkpoint, to_original
 from parallel_backend.checkpoints.folder import INDEX
-from parallel_backend.checkpoints.limits import MAX_SETTING
+from parallel_backend.checkpoints.limits import MAX_SETTING, MAX_UNSEEN, check_own_arguments
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.checkpoints.safetensors_file import MAX_HEADER_BYTES
 from parallel_backend.checkpoints.tensor_files import open_file
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.own_class.building import build
 from testing import tiny
 from tests.campaigns.fuzz import files
+from tests.support.planted_comfyui import planted, planted_comfyui
 
 SHAPES = {"a.weight": [4, 4]}
 
@@ -351,6 +354,43 @@ REFUSALS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_settings_beyond_any_model_are_refused(tmp_path, flux_model, case):
     refused(diffusers_folder(tmp_path / "folder", flux_model, CONFIGS[case]), REFUSALS[case])
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("num_layers", 11),
+        ("audio_inject_layers", [0, 11]),
+        ("depth", 1000),
+        ("dim", MAX_UNSEEN + 1),
+        ("patch_size", [1, MAX_SETTING, 2]),
+        ("rope_theta", MAX_SETTING + 1),
+        ("eps", float("inf")),
+        ("model_type", "x" * 2000),
+        ("extra", {"a": {"b": 1}}),
+    ],
+)
+def test_a_class_builds_no_more_than_its_file_has_tensors_for(argument, value):
+    """ComfyUI takes them from the header as they are: 1,000 layers took 90 s to build."""
+    shapes = [(64, 16)] * 10
+    sound = {"num_layers": 10, "dim": 64, "text_len": 512, "rope_theta": 1e6, "window_size": [-1, -1], "bias": True}
+    check_own_arguments("a", sound, shapes)
+    check_own_arguments("a", {"dim": 5120}, [(5120, 64)])
+    with pytest.raises(ValueError, match=f"^model_name: a says in its header that its {argument} is "):
+        check_own_arguments("a", sound | {argument: value}, shapes)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 33), (33, 4), (32, 2, 2), (128,), (4, 32, 1)])
+def test_a_tensor_of_another_shape_than_the_own_classes_is_refused(tmp_path, shape):
+    """On the client: a rank that reads it would end all ranks."""
+    path = tmp_path / "own.safetensors"
+    with planted_comfyui():
+        tensors = build(planted("Right")).to_empty(device="cpu").state_dict()
+        save_file(tensors, path)
+        assert open_own_class(path, planted("Right")).shape("inp.weight") == (32, 4)
+        save_file(tensors | {"inp.weight": torch.zeros(shape)}, path)
+        with pytest.raises(ValueError, match=r"^model_name: own\.safetensors holds inp\.weight of the shape .* \[32, 4\]"):
+            open_own_class(path, planted("Right"))
 
 
 def test_a_list_is_held_to_the_limit_of_its_setting(tmp_path, flux_model):

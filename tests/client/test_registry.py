@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel_backend.client import p2p_verdicts
+from parallel_backend.client import p2p_verdicts, pools, prompt_files, read_ahead
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
@@ -55,7 +55,7 @@ class FakeModel:
     """`asked`: what it was asked to hand over. `refused`: a model that does not fit. `copied`: all of its weights are in
     host memory too."""
 
-    def __init__(self, pool, checkpoint, *_arguments, make_room, **_named):
+    def __init__(self, pool, checkpoint, _setup, _poll, _progress, make_room, *_arguments, **_named):
         if checkpoint.refused:
             raise ValueError("does not fit")
         self.pool, self.checkpoint, self.make_room = pool, checkpoint, make_room
@@ -98,6 +98,27 @@ class FakeModel:
         self.runs += 1
 
 
+class FakeCheckpoint:
+    """`on_disk`: the state of every file. A file of the state "away" is not there."""
+
+    on_disk = "old"
+
+    def __init__(self, path):
+        if self.on_disk == "away":
+            raise ValueError("does not exist")
+        self.path, self.files, self.file_state = path, {path}, self.on_disk
+        self.moves, self.refused = "stuck" not in path.name, "large" in path.name
+        self.family, self.config = SimpleNamespace(name="flux"), {"kind": self.on_disk.partition(" ")[2]}
+
+    @property
+    def has_changed(self):
+        return self.on_disk not in (self.file_state, "away")
+
+    def check_unchanged(self):
+        if self.on_disk != self.file_state:
+            raise ValueError(f"{self.path} has changed")
+
+
 @pytest.fixture
 def registry(monkeypatch):
     monkeypatch.setattr(registry_module, "Pool", FakePool)
@@ -113,12 +134,8 @@ def loaded(registry, monkeypatch):
     A name with "stuck" has weights that cannot leave their device, one with "large" does not fit.
     """
 
-    def open_checkpoint(path):
-        moves, refused = "stuck" not in path.name, "large" in path.name
-        return SimpleNamespace(is_unchanged=True, moves=moves, refused=refused, files={path})
-
     monkeypatch.setattr(registry_module, "load_model", FakeModel)
-    monkeypatch.setattr(registry_module, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(prompt_files, "open_checkpoint", FakeCheckpoint)
 
     def load(name, *devices, make_room=no_room, owner=None):
         devices = devices or DEVICES
@@ -195,7 +212,7 @@ def test_files_are_read_ahead_until_a_model_is_asked_for(registry, loaded, monke
         def stop(self):
             stopped.append(self.files)
 
-    monkeypatch.setattr(registry_module, "ReadAhead", Reading)
+    monkeypatch.setattr(read_ahead, "ReadAhead", Reading)
     one, other = {Path("one")}, {Path("other")}
     registry.begin(DEVICES, one)
     registry.begin(DEVICES, one)
@@ -311,7 +328,7 @@ def test_ranks_beside_end_where_their_devices_are_wanted_or_they_have_failed(loa
 
 
 def test_cpu_ranks_beside_each_other_share_the_cores(loaded, monkeypatch):
-    monkeypatch.setattr(registry_module, "usable_cores", lambda: 16)
+    monkeypatch.setattr(pools, "usable_cores", lambda: 16)
     threads = [loaded("a", *devices)[1].pool.threads for devices in (("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"), ("cuda:0",))]
     assert threads == [8, 4, None]
 
@@ -332,6 +349,23 @@ def test_models_stay_beside_each_other_and_only_that_of_the_key_is_unloaded(regi
     assert [model.unloaded for model in others] == [True, *[False] * MOST_MODELS]
 
 
+def test_an_unload_asked_for_during_a_prompt_is_done_before_the_next_one(registry, loaded):
+    key, model = loaded("a")
+    registry.checkpoint("one", key, model.checkpoint)
+    registry.unload_asked = True
+    registry.unload_between_prompts(lambda: True)
+    assert registry.checkpoint("one", key, model.checkpoint) is model.checkpoint  # the prompt's second run
+    assert loaded("a")[1] is model
+    registry.checkpoint("two", key, model.checkpoint)
+    again = loaded("a")[1]
+    assert model.unloaded
+    registry.unload_between_prompts(lambda: False)  # it is done already
+    assert not again.unloaded
+    registry.unload_asked = True
+    registry.unload_between_prompts(lambda: False)
+    assert again.unloaded
+
+
 def test_a_model_that_is_refused_costs_the_others_nothing(loaded):
     model = loaded("a")[1]
     with pytest.raises(ValueError, match="does not fit"):
@@ -339,13 +373,48 @@ def test_a_model_that_is_refused_costs_the_others_nothing(loaded):
     assert loaded("a")[1] is model
 
 
-def test_a_file_that_has_changed_is_read_again(registry, loaded):
-    model = loaded("a")[1]
-    model.checkpoint.is_unchanged = False
+@pytest.mark.parametrize("on_disk", ["new", "away"])
+def test_a_file_that_changes_in_a_prompt_is_read_by_the_next_one(registry, loaded, monkeypatch, on_disk):
+    """A prompt computes with one model, in all its runs. A file that is away is missed only if its data is needed."""
+    key, model = loaded("a")
+    opened = registry.checkpoint("one", key, model.checkpoint)
+    monkeypatch.setattr(FakeCheckpoint, "on_disk", on_disk)
+    assert registry.checkpoint("one", key, opened) is loaded("a")[1].checkpoint is opened
+    assert loaded("a")[1] is model
+    assert registry.checkpoint("two", key, opened).file_state == ("old" if on_disk == "away" else "new")
     again = loaded("a")[1]
-    assert again is not model
-    assert model.unloaded
+    assert (again is model, model.unloaded) == ((True, False) if on_disk == "away" else (False, True))
     assert loaded("a")[1] is again
+
+
+def test_nodes_of_no_prompt_read_a_changed_file_at_their_next_run(registry, loaded, monkeypatch):
+    key, model = loaded("a")
+    registry.checkpoint(None, key, model.checkpoint)
+    monkeypatch.setattr(FakeCheckpoint, "on_disk", "new")
+    assert registry.checkpoint(None, key, model.checkpoint).file_state == "new"
+
+
+@pytest.mark.parametrize("on_disk", ["new", "away"])
+def test_a_model_read_again_in_a_prompt_is_that_of_its_beginning(registry, loaded, monkeypatch, on_disk):
+    """Another model took its memory, or its ranks were killed: with the new file a run would be of two models."""
+    key, model = loaded("a")
+    opened = registry.checkpoint("one", key, model.checkpoint)
+    monkeypatch.setattr(FakeCheckpoint, "on_disk", on_disk)
+    registry.unload(key)
+    with pytest.raises(ValueError, match="a has changed"):
+        loaded("a")
+    assert not model.pool.closed
+    monkeypatch.setattr(FakeCheckpoint, "on_disk", "old")
+    assert loaded("a")[1].checkpoint is opened
+
+
+def test_a_file_replaced_by_a_model_of_another_kind_is_refused(registry, loaded, monkeypatch):
+    key, model = loaded("a")
+    monkeypatch.setattr(FakeCheckpoint, "on_disk", "new kind")
+    with pytest.raises(ValueError, match=r"^model_name: a has been replaced on disk by a model of another kind"):
+        registry.checkpoint("one", key, model.checkpoint)
+    other = FakeCheckpoint(Path("a"))  # by its loader, which was run again
+    assert registry.checkpoint("two", key, other) is other
 
 
 def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded):
@@ -576,7 +645,7 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
     keys = [Setup(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa") for name in ("before", "now")]
 
     class Loading:
-        def __init__(self, *_arguments, make_room, **_named):
+        def __init__(self, _pool, _checkpoint, _setup, _poll, _progress, make_room, *_arguments, **_named):
             self.freed, self.on_ranks = make_room("cuda:0", 1), True
 
     def make_room(device: str, missing: int) -> int:
@@ -584,7 +653,7 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
         return 7 + registry.give_back(keys[0], device, 1)
 
     monkeypatch.setattr(registry_module, "load_model", Loading)
-    monkeypatch.setattr(registry_module, "open_checkpoint", lambda path: None)
+    monkeypatch.setattr(prompt_files, "open_checkpoint", FakeCheckpoint)
     found = []
     load = threading.Thread(target=lambda: found.append(registry.model(keys[1], nobody, make_room=make_room)), daemon=True)
     load.start()

@@ -150,6 +150,43 @@ def test_loading_shows_a_bar_and_words_on_the_node_that_waits(server, large):
     assert "Parallel DiT: 0.3 GB of weights on 2 ranks" in texts
 
 
+CHANGES = {
+    "replaced": lambda path, other: other.replace(path),
+    "overwritten": lambda path, other: path.write_bytes(other.read_bytes()),
+    "away": lambda path, other: path.rename(other),
+}
+
+
+def test_a_run_under_way_keeps_the_model_that_it_began_with(server, base, tmp_path):
+    """Whatever becomes of the file and whoever asks for its memory. The next prompt reads the file anew."""
+    path = base / "models" / "diffusion_models" / "changing.safetensors"
+    write_random(path, LARGE | {"num_attention_heads": 1})
+    first, whole = path.read_bytes(), prompt(path.name, seed=80, steps=40)
+
+    def anew() -> np.ndarray:
+        server.post("/free", {"free_memory": True})  # ComfyUI's cache, too
+        outcome = server.run(whole)
+        assert outcome.status == "success", outcome.error
+        return pixels(outcome.images[0])
+
+    expected = anew()
+    for change in ("unloaded", *CHANGES):
+        path.write_bytes(first)
+        (other := tmp_path / "other").write_bytes(first[:-400_000] + bytes(400_000))
+        assert np.array_equal(anew(), expected), change
+        server.post("/free", {"free_memory": True})
+        with Events(server.port, "change-test") as events:
+            prompt_id = server.queue(whole, client_id="change-test")
+            events.until("progress", prompt_id, where=lambda data: data["max"] == 40 and data["value"] >= 2)
+            CHANGES.get(change, lambda *_: server.post("/parallel_dit/ranks/unload", {}))(path, other)
+            outcome = server.wait(prompt_id)
+        assert outcome.status == "success", (change, outcome.error)
+        assert np.array_equal(pixels(outcome.images[0]), expected), change
+        if change in ("replaced", "overwritten"):
+            assert not np.array_equal(anew(), expected), change
+    path.unlink(missing_ok=True)
+
+
 def cancel_while_it_loads(server, rank_processes, large, ranks: int, least: int):
     """(the ranks, which are stopped; how the prompt ended; seconds from Cancel to that; whether it had loaded by then)."""
     devices = {"pipefusion_degree": ranks, "devices": ",".join(["cpu"] * ranks)}  # 3: others than before, so new ones

@@ -1,6 +1,7 @@
 """What the server tells open panels of the ranks: once a change, and nothing when all are closed."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -70,3 +71,56 @@ def test_small_changes_of_memory_are_no_news(module, monkeypatch):
         monkeypatch.setattr(panel, "registry", lambda pool=pool: SimpleNamespace(overview=lambda: [pool]))
         seen.append(panel.shown())
     assert seen[0] == seen[1]
+
+
+@pytest.fixture
+def unloading(module, monkeypatch):
+    """(Unloading, its registry, the prompts that run)"""
+    panel = module("ranks_panel")
+    monkeypatch.setattr(panel, "SECONDS", 0.01)
+    ranks, running = SimpleNamespace(unload_asked=False, unloaded=0, may=threading.Event()), []
+    ranks.may.set()
+
+    def unload(prompt_runs):
+        assert ranks.may.wait(30)
+        if ranks.unload_asked and not prompt_runs():
+            ranks.unload_asked, ranks.unloaded = False, ranks.unloaded + 1
+
+    ranks.unload_between_prompts = unload
+    monkeypatch.setattr(panel, "registry", lambda: ranks)
+    return panel.Unloading(SimpleNamespace(get_current_queue_volatile=lambda: (running, []))), ranks, running
+
+
+def test_unload_waits_for_the_prompts_end_and_is_done_once(unloading):
+    panel, ranks, running = unloading
+
+    async def run():
+        assert await panel.asked()
+        running.append("prompt")
+        assert [await panel.asked() for _ in range(8)] == [False] * 8
+        await asyncio.sleep(0.1)
+        assert ranks.unloaded == 1
+        running.clear()
+        while ranks.unload_asked:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert (ranks.unloaded, len(asyncio.all_tasks())) == (2, 1)
+
+    asyncio.run(run())
+
+
+def test_unloads_take_no_thread_of_comfyuis_page(module, unloading):
+    """One is under way, one waits, and others are refused."""
+    panel, ranks, _ = unloading
+    busy = module("ui.long_work").Busy
+
+    async def run():
+        ranks.may.clear()
+        asked = [asyncio.create_task(panel.asked()) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        assert [type(each.exception()) for each in asked if each.done()] == [busy] * 6
+        assert not [each for each in threading.enumerate() if each.name.startswith("asyncio_")]
+        ranks.may.set()
+        assert [await each for each in asked if not each.done()] == [True, True]
+
+    asyncio.run(run())

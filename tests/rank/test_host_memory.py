@@ -40,10 +40,11 @@ class Blocks:
     """Stands for a checkpoint: every block has bytes of its own, and it is counted how often each is read."""
 
     def __init__(self):
-        self.reads, self.changed = Counter(), False
+        self.reads, self.changed, self.changing = Counter(), False, False
 
     def read(self, name: str, into: torch.Tensor) -> None:
         self.reads[name] += 1
+        self.changed |= self.changing
         into.copy_(self.bytes(name))
 
     def bytes(self, name: str) -> torch.Tensor:
@@ -164,6 +165,7 @@ def test_who_cannot_share_has_a_copy_of_its_own_and_says_so(monkeypatch, caplog)
 
 
 def test_without_room_a_block_is_read_anew_from_a_file_that_is_unchanged(monkeypatch, caplog):
+    """Neither before the read nor while it is read."""
     blocks, room = Blocks(), [SIZES["block 1"]]
     monkeypatch.setattr(host_store, "room_for_weights", lambda device: room[0])
 
@@ -177,7 +179,10 @@ def test_without_room_a_block_is_read_anew_from_a_file_that_is_unchanged(monkeyp
         with pytest.raises(ValueError, match="has changed"):
             store.source("block 2")
         assert torch.equal(store.source("block 1"), blocks.bytes("block 1"))
-        blocks.changed, room[0] = False, 1 << 40
+        blocks.changed, blocks.changing = False, True
+        with pytest.raises(ValueError, match="has changed"):
+            store.source("block 2")
+        blocks.changed, blocks.changing, room[0] = False, False, 1 << 40
         store.source("block 2")
         assert store.holds("block 2")
 

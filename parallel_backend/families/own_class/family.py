@@ -63,6 +63,8 @@ class OwnClassFamily(Family):
     own: OwnClass | None = None
     parameters: frozenset[str] = frozenset()
     """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of all of the class's tensors."""
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """As Family.run. A stage that is not the last one returns no tokens."""
@@ -119,4 +121,5 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
         half_dtypes=lambda _config: own.halves,
         own=own,
         parameters=frozenset(parameters),
+        shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
     )

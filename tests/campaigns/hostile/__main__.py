@@ -18,13 +18,15 @@ from parallel_backend.core.degrees import Degrees
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI
 from testing.thread_ranks import thread_ranks
+from tests.support.planted_comfyui import planted_comfyui
 
 from . import files, hosted
 from .verdict import Tally, Trial, ranks_of, run
 
 SHARES = {
-    "single files": 0.25,
-    "folders": 0.25,
+    "single files": 0.2,
+    "folders": 0.2,
+    "own classes": 0.1,
     "quantised": 0.15,
     "GGUF": 0.05,
     hosted.LORA: 0.15,
@@ -41,6 +43,11 @@ def degrees(rng: random.Random) -> Degrees:
     return rng.choice((*[Degrees()] * 4, Degrees(pipe=2), Degrees(tensor=2)))
 
 
+def own_degrees(rng: random.Random) -> Degrees:
+    """As `degrees`, of those that an own class has."""
+    return rng.choice((*[Degrees()] * 4, Degrees(pipe=2), Degrees(ulysses=2)))
+
+
 def say(number: int, text: str) -> None:
     sys.stdout.write(f"case {number}: {text}\n")
     sys.stdout.flush()
@@ -54,7 +61,7 @@ def said(tally: Tally) -> Tally:
 
 def of_files(count: Callable[[str], int], seed: int, only: Collection[str]) -> Iterator[Tally]:
     """Kinds that are opened here, and run on rank threads."""
-    with files.scratch() as name, thread_ranks() as start, ranks_of(start) as ranks:
+    with files.scratch() as name, planted_comfyui(), thread_ranks() as start, ranks_of(start) as ranks:
         places = {part: Path(name) / part for part in ("made", "sound")}
         for place in places.values():
             place.mkdir()
@@ -63,9 +70,11 @@ def of_files(count: Callable[[str], int], seed: int, only: Collection[str]) -> I
             "folders": files.folders(places["made"], places["sound"]),
             "quantised": files.packed(places["made"]),
             "GGUF": files.ggufs(places["made"]),
+            "own classes": files.own_classes(places["made"]),
         }
         for kind in [kind for kind in kinds if kind in only]:
-            yield said(run(kind, kinds[kind], count(kind), seed, ranks, degrees, say))
+            cuts = own_degrees if kind == "own classes" else degrees
+            yield said(run(kind, kinds[kind], count(kind), seed, ranks, cuts, say))
 
 
 def of_requests(count: Callable[[str], int], seed: int, only: Collection[str]) -> Iterator[Tally]:

@@ -1,10 +1,11 @@
-"""Kinds of files: single ones, folders, quantised ones, GGUF. Each kind makes a Trial from random numbers."""
+"""Kinds of files: single ones, folders, quantised ones, GGUF, own classes. Each kind makes a Trial from random numbers."""
 
 import json
 import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import to_original
 from parallel_backend.client.call import ModelCall
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights
 from testing import quantised, tiny
 from testing.cases import all_cases
 from testing.cases.case import Case
 from tests.campaigns.fuzz import damage
+from tests.support.planted_comfyui import planted
 
 from .tensors import NUMBERS, TEXTS, Stored, Tensors, changed, reshaped, resized, stored, write
 from .verdict import Trial
@@ -310,3 +317,38 @@ def ggufs(folder: Path) -> Callable[[random.Random], Trial]:
 
 def scratch() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="parallel-dit-hostile-")
+
+
+OWN = "Tokens", "TwoStreams", "Crossed"
+"""Planted classes that ranks share out in every way."""
+
+
+@cache
+def proven(name: str) -> tuple[OwnClass, ModelCall, dict[str, torch.Tensor], torch.Tensor]:
+    """A planted class with its proof, a call, weights, and what the call gives."""
+    own, g = planted(name), torch.Generator().manual_seed(0)
+    draw_weights(model := build(own), 7)
+    named = {"context": torch.randn(2, 5, 16, generator=g)}
+    given = Call(torch.randn(2, 4, 2, 4, 6, generator=g), torch.tensor([700.0, 300.0]), named)
+    own = replace(own, blocks=trial(own, given, (900.0, 1.0)).blocks)
+    with torch.inference_mode():
+        whole = given.run(model)
+    return own, ModelCall(given.x, given.timestep, to_tensors(named, given.timestep)), model.state_dict(), whole
+
+
+def own_classes(folder: Path) -> Callable[[random.Random], Trial]:
+    """Files of classes that no family computes. To be used within planted_comfyui."""
+
+    def make(rng: random.Random) -> Trial:
+        own, call, state, whole = proven(rng.choice(OWN))
+        sound, path = rng.random() < 0.03, emptied(folder) / name_of(rng, ".safetensors")
+        tensors = stored(state)
+        if rng.random() < 0.3:
+            matrices = [key for key, value in state.items() if value.ndim == 2]
+            for key in rng.sample(matrices, 2):
+                tensors[key] = Stored.of(state[key].to(rng.choice((torch.bfloat16, torch.float8_e4m3fn))))
+        write(path, tensors if sound else changed(rng, tensors), {}, None, rng)
+        is_exact = sound and all(tensor.dtype == "F32" for tensor in tensors.values())
+        return Trial(path, call, (lambda: whole) if is_exact else (lambda: None), own)
+
+    return make

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.not_finite import NotFiniteError
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.processes.pool import Pool, RankError
 from testing.models import on_ranks
 from testing.tiny import relative
@@ -37,6 +39,8 @@ class Trial:
     path: Path
     call: ModelCall | None
     expected: Expected = lambda: None
+    own: OwnClass | None = None
+    """ComfyUI's class that computes it. None: a family."""
 
 
 @dataclass
@@ -119,7 +123,7 @@ def judge(tally: Tally, number: int, trial: Trial, ranks: Ranks, degrees: Degree
     begun = time.process_time()
     tracemalloc.start()
     try:
-        checkpoint = open_checkpoint(trial.path)
+        checkpoint = open_checkpoint(trial.path) if trial.own is None else open_own_class(trial.path, trial.own)
     except Exception as error:
         note(tally, number, error, trial.path, "refused")
         return
@@ -129,7 +133,7 @@ def judge(tally: Tally, number: int, trial: Trial, ranks: Ranks, degrees: Degree
         tally.slowest = max(tally.slowest, (time.process_time() - begun, number))
     pool = ranks.pool(degrees.world)
     try:
-        model = on_ranks(pool, checkpoint, degrees, "fp32", "sdpa", lambda: None)
+        model = on_ranks(pool, checkpoint, degrees, "fp32", "sdpa", lambda: None, own_class=trial.own)
         output = None if trial.call is None else model.predict(trial.call, lambda: None)
     except (RankError, NotFiniteError) as error:
         if pool.error is None and isinstance(error, NotFiniteError):

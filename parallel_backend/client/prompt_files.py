@@ -1,0 +1,43 @@
+"""The model files of the present prompt, as it first saw them: a file that changes later changes none of its results."""
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.own_class import open_setup
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.setup import Setup
+
+from .models_on_ranks import OnRanks
+
+
+class PromptFiles:
+    """The checkpoints that the present prompt computes with. Used under the registry's lock."""
+
+    def __init__(self):
+        self._prompt: str | None = None
+        self._seen: dict[tuple[str, OwnClass | None], Checkpoint] = {}
+
+    def begin(self, prompt: str | None) -> bool:
+        """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one. Whether it
+        is another prompt."""
+        if is_new := prompt is None or prompt != self._prompt:
+            self._prompt = prompt
+            self._seen.clear()
+        return is_new
+
+    def of(self, setup: Setup, on_ranks: OnRanks | None, opened: Checkpoint | None) -> Checkpoint:
+        """The checkpoint of `setup`. The prompt's first call decides: that of the model `on_ranks`, or else the one that a
+        node has `opened`, unless its files have changed since; or else the files as they are now.
+
+        ValueError for files that cannot be opened, and for a model of another kind than the `opened` one.
+        """
+        key = str(setup.path), setup.own_class
+        if key not in self._seen:
+            known = None if on_ranks is None else on_ranks.model.checkpoint, opened
+            present = next((each for each in known if each is not None and not each.has_changed), None)
+            self._seen[key] = present or (open_checkpoint(setup.path) if setup.own_class is None else open_setup(setup))
+        seen = self._seen[key]
+        if opened is not None and (opened.family.name, opened.config) != (seen.family.name, seen.config):
+            raise ValueError(
+                f"model_name: {seen.path.name} has been replaced on disk by a model of another kind. Have its loader read "
+                "it again: change one of its widgets, and back."
+            )
+        return seen

@@ -1,0 +1,43 @@
+"""A MODEL whose file is replaced: all that this process reads of it is the file of the prompt's beginning."""
+
+import os
+
+import pytest
+import torch
+
+from testing import tiny
+
+KEY = "diffusion_model.double_blocks.0.img_attn.proj.weight"
+
+
+@pytest.fixture
+def replaced(patcher, flux_file, tmp_path):
+    """`replaced()` puts other weights at the path of the MODEL's file. The file is another one when the test has ended."""
+    kept = tmp_path / "kept.safetensors"
+    os.link(flux_file, kept)
+
+    def replace():
+        other = tiny.save_original(tiny.random_flux(seed=1), tiny.FLUX, tmp_path / "other.safetensors")
+        os.replace(other, flux_file)
+
+    yield replace
+    os.replace(kept, flux_file)
+
+
+def test_the_file_of_a_prompt_is_that_of_its_first_run(module, patcher, replaced, monkeypatch):
+    prompt = ["one"]
+    monkeypatch.setattr(module("model.diffusion_model"), "present_prompt", lambda: prompt[0])
+    patcher.pre_run()
+    before, controls, names = patcher.stub.checkpoint, patcher.stub.controls_here, patcher.stub.double_blocks
+    value = patcher.patch_weight_to_device(KEY, return_weight=True).clone()
+    replaced()
+    patcher.pre_run()
+    assert patcher.stub.checkpoint is before
+    with pytest.raises(ValueError, match="has changed on disk while it was in use"):
+        names.state_dict()
+    prompt[0] = "two"
+    patcher.pre_run()
+    assert patcher.stub.checkpoint.file_state != before.file_state
+    assert patcher.stub.controls_here is not controls
+    assert not torch.equal(patcher.patch_weight_to_device(KEY, return_weight=True), value)
+    assert patcher.stub.double_blocks.state_dict()
