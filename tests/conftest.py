@@ -7,6 +7,7 @@ from one test into the next is a defect that test_requests.py looks for.
 import functools
 import json
 import multiprocessing
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -99,6 +100,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     refusal = AssertionError("a test that starts rank processes has to be marked `processes`")
     with mock.patch.object(LocalRanks, "_start", side_effect=refusal):
         return (yield)
+
+
+def seed(name: str) -> None:
+    """Draws without a generator are the same in each run, and differ from test to test and from fixture to fixture."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    seed(f"{fixturedef.argname}[{request.param_index}]")
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seed(item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)

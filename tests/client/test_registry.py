@@ -417,7 +417,8 @@ def test_a_file_replaced_by_a_model_of_another_kind_is_refused(registry, loaded,
     assert registry.checkpoint("two", key, other) is other
 
 
-def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded):
+def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded, monkeypatch):
+    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: SIZE)  # the machine may have less
     freed = []
     loaded("a"), loaded("b"), loaded("a")
     third = loaded("c", make_room=lambda *_: freed.append(1) or 7)[1]
@@ -554,18 +555,28 @@ def test_that_p2p_fails_is_known_at_the_next_start_of_comfyui(starts, tmp_path):
     assert [path.name for path in (tmp_path / "parallel_dit").iterdir()] == ["without_p2p.json"]
 
 
-@pytest.mark.parametrize("changed", ["driver", "torch", "IOMMU", "card"])
+MACHINE = "/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cmdline"
+"""Drivers, and the kernel's options, which the IOMMU is one of."""
+
+
+@pytest.mark.parametrize("changed", [*MACHINE, "torch", "kernel", "IOMMU", "card"])
 def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, changed):
-    driver, units = tmp_path / "version", tmp_path / "iommu"
-    driver.write_text("NVRM version: 580.95.05")
+    assert tuple(path.as_posix() for path in p2p_verdicts.MACHINE) == MACHINE
+    files = {path: tmp_path / "machine" / path[1:] for path in MACHINE}
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("580.95.05")
+    units = tmp_path / "iommu"
     (units / "dmar0").mkdir(parents=True)
-    monkeypatch.setattr(p2p_verdicts, "MACHINE", (driver, tmp_path / "no such driver"))
+    monkeypatch.setattr(p2p_verdicts, "MACHINE", (*files.values(), tmp_path / "no such driver"))
     monkeypatch.setattr(p2p_verdicts, "IOMMU", units)
     assert starts() == (True, 2)
-    if changed == "driver":
-        driver.write_text("NVRM version: 590.48.01")
+    if changed in files:
+        files[changed].write_text("590.48.01")
     elif changed == "torch":
         monkeypatch.setattr(p2p_verdicts.torch, "__version__", "99")
+    elif changed == "kernel":
+        monkeypatch.setattr(p2p_verdicts.platform, "release", lambda: "99")
     elif changed == "IOMMU":
         (units / "dmar0").rmdir()
     else:

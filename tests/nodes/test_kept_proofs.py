@@ -1,6 +1,7 @@
 """Proofs of trials on disk: read again for the same class, call and code, and for nothing else."""
 
 import dataclasses
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_another_call_class_or_code_is_tried_again(kept, own):
     assert kept(own)[1]
     (Path(own.folder) / "comfy" / "ldm" / "model.py").write_text("x = 1\n")
     assert not kept(own)[1]
+
+
+@pytest.mark.parametrize("package", ["torch", "comfy-kitchen", "einops"])
+def test_another_version_of_a_package_is_tried_again(module, kept, own, monkeypatch, package):
+    proofs = module("model.kept_proofs")
+    assert package in proofs.PACKAGES and len(proofs.PACKAGES) == 3
+    kept(own)
+    monkeypatch.setattr(proofs, "_version", lambda name: "99" if name == package else importlib.metadata.version(name))
+    assert kept(own)[1]
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1]", "unproven"])

@@ -59,7 +59,7 @@ def test_any_factor_of_another_size_is_seen(case, axis):
                 assert why is not None, (index, other.shape)
                 assert size == 0 or "[" in why, "shapes are named"
             missing = [*factors[:index], None, *factors[index + 1 :]]
-            assert why_unfit(kind, missing, region) is not None or "mid" in case or "third" in case or "cores" in case
+            assert why_unfit(kind, missing, region) is not None
             assert why_unfit(kind, [*factors[:index], ones(()), *factors[index + 1 :]], region) is not None
 
 

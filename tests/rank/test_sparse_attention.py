@@ -21,6 +21,7 @@ from testing.cases import minimax_h3 as h3
 pytestmark = pytest.mark.threads
 
 sparse = importlib.import_module("parallel_backend.rank.attention.sparse")
+REFUSAL = sparse.refusal
 TOLERANCE = 1e-5
 BLOCK = 64
 CASES = {case.name: case for case in all_cases()}
@@ -37,6 +38,30 @@ def kernel_on_cpu(monkeypatch):
     monkeypatch.setattr(sparse, "refusal", lambda *_: "")
     kitchen = pytest.importorskip("comfy_kitchen")
     monkeypatch.setattr(kitchen, "sol_attn", block_sparse, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "available", "dtype", "heads_of", "cubes"),
+    [
+        ("", True, torch.bfloat16, 128, False),
+        ("", True, torch.bfloat16, 128, True),
+        ("", True, torch.float16, 128, False),
+        ("bf16", True, torch.float16, 128, True),
+        ("bf16", True, torch.float32, 128, True),
+        ("heads of 128, not 64", True, torch.bfloat16, 64, False),
+        ("comfy-kitchen's kernel", False, torch.bfloat16, 128, False),
+        ("comfy-kitchen's kernel", None, torch.bfloat16, 128, True),
+    ],
+)
+def test_tensors_that_comfyui_would_attend_in_full(monkeypatch, said, available, dtype, heads_of, cubes):
+    """`available`: what comfy-kitchen says of the device. None: a release that is not asked."""
+    kitchen = pytest.importorskip("comfy_kitchen")
+    if available is None:
+        monkeypatch.delattr(kitchen, "sol_attn_is_available", raising=False)
+    else:
+        monkeypatch.setattr(kitchen, "sol_attn_is_available", lambda device: available, raising=False)
+    why = REFUSAL(torch.device("cpu"), dtype, heads_of, cubes)
+    assert why.startswith(said) and bool(why) == bool(said)
 
 
 def block_sparse(

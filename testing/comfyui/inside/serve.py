@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import zlib
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ os.dup2(2, 1)  # whatever else is printed is no reply
 sys.path.insert(1, sys.argv.pop(3))  # before the standard library, which has a `trace` too
 
 import boot  # noqa: E402
+import torch  # noqa: E402
 
 
 def main() -> None:
@@ -30,9 +32,7 @@ def main() -> None:
         sys.stdout.flush()
         request = json.loads(line)
         if request.pop("here", False):
-            results = boot.Results(request["skip"])
-            importlib.import_module(request["script"]).main(results, **request["arguments"])
-            Path(request["result"]).write_text(json.dumps(results.found))
+            results_of(request["script"], request["arguments"], request["skip"], request["result"])
             freeze()
             print(0, file=REPLIES, flush=True)
             continue
@@ -57,6 +57,12 @@ def run(script: str, arguments: dict[str, Any], skip: list[str], result: str, ou
         os.dup2(printed.fileno(), 2)
     # The parent started it, so this process cannot wait for its end, which is how one looks whether it runs.
     forkserver._forkserver.ensure_running = lambda: None
+    results_of(script, arguments, skip, result)
+
+
+def results_of(script: str, arguments: dict[str, Any], skip: list[str], result: str) -> None:
+    """Runs the script and writes what it found to `result`. Its draws without a generator are the same in each run."""
+    torch.manual_seed(zlib.crc32(script.encode()))
     results = boot.Results(skip)
     importlib.import_module(script).main(results, **arguments)
     Path(result).write_text(json.dumps(results.found))
