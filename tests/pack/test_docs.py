@@ -60,7 +60,7 @@ def test_the_chinese_readme_says_the_same():
     assert sorted({*links(pages[0])} - {"README.zh.md"}) == sorted({*links(pages[1])} - {"README.md", "docs/using.zh.md"})
     for alike in (r"`([^`]+)`", r"\b\d+\.\d+\b", r"^(#+) ", r"^ +((?:bash|python) .*?)(?:  .*)?$"):
         assert sorted(re.findall(alike, english, re.MULTILINE)) == sorted(re.findall(alike, chinese, re.MULTILINE)), alike
-    models = re.findall(r"[A-Z][\w-]+(?:\.\d)?", english[english.index("- **Pictures") : english.index("Each family")])
+    models = re.findall(r"[A-Z][\w-]+(?:\.\d)?", english[english.index("- **Pictures") : english.index("Each of these")])
     assert {model for model in models if model not in chinese} == {"Pictures", "Videos"}
 
 

@@ -62,7 +62,7 @@ OTHERS = (  # what the rest is
     (r"ace_?step|stable[-_]audio|minimax_music|yue2", "makes sounds, in seconds on one card"),
     (r"hunyuan_?3d|triposplat|trellis|pixal3d", "makes 3D models, in seconds on one card"),
     (r"hidream_o1|pixeldit", "computes on pixels, without a VAE"),
-    (r"flux3", "Flux 3 Klein: no source of its files' keys has been found"),
+    (r"flux3", "Flux 3 Klein: not supported yet; its keys are in diffusers' converter"),
     (r"moss_image", "MOSS-Image: no source of it has been found"),
     (r"ming_image|fibo2", "a family to come"),
     (r"mage_flow|boogu|newbie|joyai|lens_|void_pass|dancer|causal_forcing", "no class in diffusers"),
