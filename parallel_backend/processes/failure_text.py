@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parallel_backend.wire.lifecycle import IDLE
@@ -46,6 +46,11 @@ def asked(summary: str) -> int:
 def last_seen(doing: str) -> str:
     """A clause on the rank's last known work. `doing`: see lifecycle.HeartbeatMessage; empty if no heartbeat came."""
     return f", last seen {doing if doing == IDLE else f'in {doing}'}" if doing else ""
+
+
+def unanswered(seconds: Mapping[int, float]) -> str:
+    """Sentences about drivers that do not answer. `seconds`: by rank, for how long."""
+    return "".join(f" The GPU's driver has not answered rank {rank} for {time:.0f} s." for rank, time in seconds.items())
 
 
 def failed(name: str, doing: str, summary: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from parallel_backend.wire import messages as m
 
-from .failure_text import LESS_MEMORY, RESTART, last_seen
+from .failure_text import LESS_MEMORY, RESTART, last_seen, unanswered
 
 SILENCE_SECONDS = 20.0
 """Time without a heartbeat after which a rank counts as stopped. Heartbeats come every second during all work, but loading a
@@ -22,6 +22,9 @@ FIRST_SECONDS = 1800.0
 STALL_SECONDS, STALL_FACTOR = 60.0, 20.0
 """Time without progress that is allowed in micro-steps no larger than a finished one: the larger of these seconds and this
 multiple of the longest pause seen in micro-steps. Each block and transfer is progress."""
+UNANSWERED_SECONDS = 5.0
+"""Time without an answer from which a driver is named. In work, minutes are no fault: a thread of the rank that launches a
+kernel for the first time holds the driver until the queue has room."""
 STEPS_REMEMBERED = 256
 """Micro-steps whose sizes are kept; far more than can be under way."""
 SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Residency, m.VAEBegun, m.VAEOutput)
@@ -150,7 +153,8 @@ class Watchdog:
         if len(self._ready) < len(self._beats):
             return self._late(seconds)
         progress = sum(beat.progress for beat in self._beats if beat is not None)
-        busy = {rank: beat for rank, beat in enumerate(self._beats) if beat is not None and beat.doing != m.IDLE}
+        deaf = self._deaf()
+        busy = {r: beat for r, beat in enumerate(self._beats) if beat is not None and (beat.doing != m.IDLE or r in deaf)}
         steps = [((model, step[0]), step[1]) for (model, _), step in self._steps.items() if step is not None]
         slow = any(reply in SLOW_REPLIES for reply in awaited)
         progressed = self._moved or progress != self._progress
@@ -165,12 +169,17 @@ class Watchdog:
         limit = max(self.first if new else self.stall, self.factor * self._longest)
         if self._stalled < limit:
             return None
-        ranks = tuple(rank for rank, beat in busy.items() if not beat.waiting)
+        ranks = tuple(rank for rank, beat in busy.items() if not beat.waiting) or tuple(deaf)
         did = "came no further"
         if not ranks:
             ranks, did = (tuple(busy), "waited for each other") if busy else (self._all, "left a request unanswered")
-        text = f"{did} for {limit:.0f} s{last_seen(self.doing(ranks[0]))}. {RESTART}"
+        text = f"{did} for {limit:.0f} s{last_seen(self.doing(ranks[0]))}.{unanswered(deaf)} {RESTART}"
         return Verdict(ranks, text, hung=True)
+
+    def _deaf(self) -> dict[int, float]:
+        """Ranks whose device's driver does not answer -> for how many seconds."""
+        found = {rank: beat.unanswered for rank, beat in enumerate(self._beats) if beat is not None}
+        return {rank: seconds for rank, seconds in found.items() if seconds >= UNANSWERED_SECONDS}
 
     def _late(self, seconds: float) -> Verdict | None:
         """A verdict on ranks that do not start."""
@@ -181,4 +190,5 @@ class Watchdog:
             return None
         unseen = tuple(rank for rank in self._all if self._beats[rank] is None)
         ranks = unseen or tuple(rank for rank in self._all if rank not in self._ready)
-        return Verdict(ranks, f"did not start within {self.start:.0f} s. {RESTART}", hung=not unseen)
+        text = f"did not start within {self.start:.0f} s.{unanswered(self._deaf())} {RESTART}"
+        return Verdict(ranks, text, hung=not unseen)

@@ -2,6 +2,10 @@
 
 On CUDA the host runs ahead of its device: the host may be idle while the device is stuck in an earlier micro-step. So the
 main thread puts marks (CUDA events) between the device's operations, and the heartbeat says which marks the device passed.
+
+A question to the device's driver may wait for as long as another thread of the rank does: behind a full queue a first launch
+of a kernel holds the driver's lock. So one thread asks, another sends what is known, and for how long the driver has not
+answered.
 """
 
 import contextlib
@@ -10,12 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .channel import Channel
 from .lifecycle import START_UP, HeartbeatMessage
 
+ASKING_THREAD = "device"
+"""Name of the thread that asks the driver."""
 MARKS = 1 << 14
 """Most marks that are kept. The host is a few micro-steps ahead at most, with some marks for each of their transfers."""
 
@@ -25,16 +31,30 @@ class Mark:
     """A point between the device's operations, and the work of the device behind it."""
 
     passed: Callable[[], bool]
-    """Whether the device has passed the point. Never waits. RuntimeError if the device has failed."""
+    """Whether the device has passed the point. Waits for the driver alone. RuntimeError if the device has failed."""
     doing: str | None
     """As Heartbeat.doing. None: the device does nothing up to the next mark."""
     waiting: bool
     """The device waits for another rank, in a transfer."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What the device's driver has answered."""
+
+    at: Mark | None = None
+    """The last mark that the device has passed."""
+    next: Mark | None = None
+    """The first mark that it has not passed. None: it has passed all."""
+    passed: int = 0
+    """Number of marks that it has passed."""
+    memory: tuple[int, int] = (0, 0)
+    """Free and all memory, as of the last question about it."""
+
+
 @dataclass
 class Heartbeat:
-    """The state of a rank. The main thread writes it, but for `_at`, `_passed` and `_memory`, which `beat` writes."""
+    """The state of a rank. The main thread writes it, but for `_seen` and `_asked`, which `ask` writes."""
 
     doing: str = START_UP
     """The rank's present work, in the words of an error."""
@@ -45,50 +65,59 @@ class Heartbeat:
     run_bytes: int = 0
     """Bytes on the rank's device of all models' K/V buffers and prompts."""
     memory: Callable[[], tuple[int, int]] | None = None
-    """Returns free and all memory of the rank's device. Called on the thread of `beat`, which keeps the last answer
-    after an exception. None: the rank has not got its device yet."""
-    _memory: tuple[int, int] = (0, 0)
-    """As of the last beat that asked."""
+    """Returns free and all memory of the rank's device. `ask` calls it, and keeps the last answer after an exception. None:
+    the rank has not got its device yet."""
     _marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS))
     """Marks that the device has not passed yet."""
-    _at: Mark | None = None
-    """The last mark that the device has passed."""
-    _passed: int = 0
-    """Number of marks that the device has passed."""
+    _seen: Seen = Seen()
+    _asked: float | None = None
+    """When the question under way began, by time.monotonic. None: there is none."""
     _asking: threading.Lock = field(default_factory=threading.Lock)
-    """Held while marks are asked, and while they may not be."""
+    """Held while the driver is asked, and while it may not be."""
 
     def mark(self, passed: Callable[[], bool], waiting: bool = False, idle: bool = False) -> None:
         """Put a mark behind the device's work so far: from there on it does the rank's present work; if `idle`, nothing."""
         self._marks.append(Mark(passed, None if idle else self.doing, waiting))
 
-    def beat(self, rank: int) -> HeartbeatMessage:
-        """The device's work while it has some, else the host's. To be called on one thread only."""
-        if self._asking.acquire(blocking=False):  # a beat that waited for a capture would be missed
+    def ask(self) -> None:
+        """Ask the driver for the device's place and memory. Waits while the driver does.
+
+        To be called on one thread only, never on that of `beat`.
+        """
+        with self._asking:
+            self._asked = time.monotonic()
             try:
+                self._seen = replace(self._seen, next=self._next())
                 while self._marks and _has_passed(self._marks[0]):
-                    self._at = self._marks.popleft()
-                    self._passed += 1
+                    at = self._marks.popleft()
+                    self._seen = replace(self._seen, at=at, next=self._next(), passed=self._seen.passed + 1)
                 if self.memory is not None:
-                    # Who computes on a failed device reports it. A thread that ended here would have a rank taken for dead.
+                    # Who computes on a failed device reports it. A thread that ended here would ask no more.
                     with contextlib.suppress(Exception):
-                        self._memory = self.memory()
+                        self._seen = replace(self._seen, memory=self.memory())
             finally:
-                self._asking.release()
-        progress, memory = self.progress + self._passed, (*self._memory, self.run_bytes)
-        if not self._marks:
-            return HeartbeatMessage(rank, self.doing, progress, self.waiting, *memory)
-        at, following = self._at, self._marks[0]
-        if at is None or at.doing is None:  # the device is about to begin the work behind the next mark
-            return HeartbeatMessage(rank, following.doing or self.doing, progress, False, *memory)
-        return HeartbeatMessage(rank, at.doing, progress, at.waiting, *memory)
+                self._asked = None
+
+    def beat(self, rank: int) -> HeartbeatMessage:
+        """The device's work while it has some, else the host's, by what the driver answered last. Never waits."""
+        seen, asked = self._seen, self._asked
+        progress = self.progress + seen.passed
+        rest = (*seen.memory, self.run_bytes, 0.0 if asked is None else time.monotonic() - asked)
+        if seen.next is None:
+            return HeartbeatMessage(rank, self.doing, progress, self.waiting, *rest)
+        if seen.at is None or seen.at.doing is None:  # the device is about to begin the work behind the next mark
+            return HeartbeatMessage(rank, seen.next.doing or self.doing, progress, False, *rest)
+        return HeartbeatMessage(rank, seen.at.doing, progress, seen.at.waiting, *rest)
 
     def unasked(self) -> AbstractContextManager[Any]:
-        """Context in which no mark is asked whether the device has passed it; beats go on. Waits for a question under way.
+        """Context in which the driver is not asked; beats go on. Waits for a question under way.
 
         On ROCm a question of another thread makes a capture invalid, whatever its mode is (pytorch's issue 177309).
         """
         return self._asking
+
+    def _next(self) -> Mark | None:
+        return self._marks[0] if self._marks else None
 
     def done(self) -> None:
         """Add 1 to `progress`."""
@@ -115,11 +144,23 @@ class Heartbeat:
 
 
 def send_heartbeats(heartbeat: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
-    """Main function of a thread: sends a HeartbeatMessage every `seconds`, whatever the main thread does."""
-    with contextlib.suppress(OSError):  # the client is gone: the control thread ends this process
-        while True:
-            channel.send(heartbeat.beat(rank))
-            time.sleep(seconds)
+    """Main function of a thread: sends a HeartbeatMessage every `seconds`, whatever the main thread and the driver do."""
+    ended = threading.Event()
+    threading.Thread(target=_ask_on, args=(heartbeat, seconds, ended), name=ASKING_THREAD, daemon=True).start()
+    try:
+        with contextlib.suppress(OSError):  # the client is gone: the control thread ends this process
+            while True:
+                channel.send(heartbeat.beat(rank))
+                time.sleep(seconds)
+    finally:
+        ended.set()
+
+
+def _ask_on(heartbeat: Heartbeat, seconds: float, ended: threading.Event) -> None:
+    """Main function of the thread that asks the driver. Nobody waits for its end, which a driver may delay."""
+    while not ended.is_set():
+        heartbeat.ask()
+        ended.wait(seconds)
 
 
 def _has_passed(mark: Mark) -> bool:

@@ -27,6 +27,8 @@ class HeartbeatMessage:
     total_bytes: int = 0
     """All of that memory. 0: not known yet."""
     run_bytes: int = 0
+    unanswered: float = 0.0
+    """Seconds for which the driver of the rank's device has not answered a question. What is said of the device is older."""
 
 
 @dataclass(frozen=True)

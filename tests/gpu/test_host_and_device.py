@@ -92,6 +92,8 @@ def test_a_heartbeat_says_where_a_busy_device_is():
     torch.cuda._sleep(LONG)
     traffic.mark(traffic.clock.now(), idle=True)
     heartbeat.doing = "idle"
+    heartbeat.ask()
     assert heartbeat.beat(0).doing == "micro-step 1"
     torch.cuda.synchronize()
+    heartbeat.ask()
     assert heartbeat.beat(0).doing == "idle"

@@ -3,14 +3,17 @@
 The devices are those of tests/support/fake_cuda.py. A wait is what NCCL's is: work in the stream, nothing to the host.
 """
 
+import ctypes
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.rank.comm import event_query
 from parallel_backend.rank.comm.transfers import Clock, Elapsed, Traffic
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
@@ -52,6 +55,7 @@ class Stage:
         self.heartbeat.doing = m.IDLE
 
     def beat(self) -> m.HeartbeatMessage:
+        self.heartbeat.ask()
         return self.heartbeat.beat(self.rank)
 
     def seen(self) -> tuple[str, bool]:
@@ -121,13 +125,52 @@ def test_a_device_that_failed_keeps_its_place_and_the_beats_go_on(stages):
         assert stage.seen() == ("micro-step 5", True)
 
 
-def test_the_heartbeats_thread_looks_on_the_ranks_own_device(stages):
+def test_a_driver_that_waits_for_a_first_launch_delays_no_beat(stages, monkeypatch):
+    """The launch holds the lock of the device's context until its queue has room, and a query waits for that lock."""
+    stage, context, asked = stages[1], threading.Lock(), threading.Event()
+    query = fake_cuda.FakeEvent.query
+
+    def locked_query(event) -> bool:
+        asked.set()
+        with context:
+            return query(event)
+
+    monkeypatch.setattr(fake_cuda.FakeEvent, "query", locked_query)
+    stage.micro_step(5, receives=True)
+    asking = threading.Thread(target=stage.heartbeat.ask)
+    with context:
+        asking.start()
+        assert asked.wait(10)
+        first = stage.heartbeat.beat(1)
+        stage.heartbeat.done()
+        later = stage.heartbeat.beat(1)
+        assert 0 < first.unanswered < later.unanswered
+        assert (later.doing, later.progress) == ("micro-step 5", first.progress + 1)
+    asking.join(10)
+    answered = stage.heartbeat.beat(1)
+    assert (answered.doing, answered.waiting, answered.unanswered) == ("micro-step 5", True, 0.0)
+
+
+def test_an_event_is_asked_by_a_call_that_lets_other_threads_of_python_run(monkeypatch):
+    """torch's own query does not: a rank whose driver waits would send no heartbeats."""
+    results = iter([0, 600, 719])
+    event = SimpleNamespace(cuda_event=77, query=lambda: "torch's own, which raises")
+    monkeypatch.setattr(event_query, "event_query", lambda: lambda handle: next(results) if handle == 77 else None)
+    assert [event_query.has_passed(event) for _ in range(3)] == [True, False, "torch's own, which raises"]
+    assert event_query.has_passed(SimpleNamespace(cuda_event=0, query=lambda: "never recorded")) == "never recorded"
+    monkeypatch.undo()
+    query = event_query.event_query()
+    assert (query is not None) == bool(torch.version.cuda or torch.version.hip)
+    assert query is None or not query._flags_ & ctypes._FUNCFLAG_PYTHONAPI  # ctypes keeps the lock for Python's own calls
+
+
+def test_the_thread_that_asks_looks_on_the_ranks_own_device(stages):
     """A look from a thread whose device is another makes a context on that one, of hundreds of megabytes."""
     stages[1].micro_step(5, receives=True)
     found = []
 
     def look() -> None:
-        stages[1].beat()
+        stages[1].heartbeat.ask()
         found.append(torch.cuda.current_device())
 
     thread = threading.Thread(target=look)

@@ -5,6 +5,7 @@ The judge by itself, with a clock of the test's own; the pool over pipes without
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import re
@@ -30,6 +31,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
+from parallel_backend.processes import watchdog
 from parallel_backend.processes.failure_text import LESS_MEMORY, died, failed
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Pool, RankError, wait_for
@@ -37,6 +39,7 @@ from parallel_backend.processes.rank_log import STACK_LINES, TAIL_LINES, tail
 from parallel_backend.processes.watchdog import Verdict, Watchdog
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.heartbeat import Heartbeat, send_heartbeats
 from parallel_backend.wire.tcp import shutdown
 from testing import tiny
 from testing.fork_server import started_by
@@ -74,9 +77,9 @@ class Played:
             for rank in range(2):
                 self.beat(rank)
 
-    def beat(self, rank: int, doing: str = m.IDLE, done: int = 0, waiting: bool = False) -> None:
+    def beat(self, rank: int, doing: str = m.IDLE, done: int = 0, waiting: bool = False, unanswered: float = 0.0) -> None:
         self.progress[rank] += done
-        self.dog.heard(rank, m.HeartbeatMessage(rank, doing, self.progress[rank], waiting))
+        self.dog.heard(rank, m.HeartbeatMessage(rank, doing, self.progress[rank], waiting, unanswered=unanswered))
 
     def second(self, awaited=(), blocked=(False, False), turned: bool = True, seconds: float = 1.0) -> Verdict | None:
         self.dog.turns += turned
@@ -96,12 +99,15 @@ def step(seq: int, tokens: int = 100, conditioning: int = 1) -> m.Step:
     return m.Step(seq, 0, conditioning, span, True, False, True, Span(0, 1), torch.ones(1), {}, (), None)
 
 
-def working(played: Played, seq: int, waiting: tuple[bool, bool] = (False, False)):
-    """Both ranks answer, in a micro-step, and come no further."""
+def working(played: Played, seq: int, waiting: tuple[bool, bool] = (False, False), deaf: int | None = None):
+    """Both ranks answer, in a micro-step, and come no further. `deaf`: the rank whose driver does not answer from now on."""
+    seconds = itertools.count()
 
     def beats() -> None:
+        since = next(seconds)
         for rank in range(2):
-            played.beat(rank, f"micro-step {seq}", waiting=waiting[rank])
+            doing = m.IDLE if seq == 0 else f"micro-step {seq}"
+            played.beat(rank, doing, waiting=waiting[rank], unanswered=since * (rank == deaf))
 
     return beats
 
@@ -215,6 +221,29 @@ def test_an_output_before_the_last_part_of_its_step_is_sent_leaves_nothing_open(
     played.dog.sent(step(1))  # to the other rank
     assert played.until(heard=lambda: [played.beat(rank) for rank in range(2)])[1] is None
     assert played.dog._steps == {(None, 1): None}
+
+
+@pytest.mark.parametrize(
+    ("seq", "waiting", "known", "limit", "blamed"),
+    [
+        (2, (False, True), True, 60, (0,)),
+        (2, (False, True), False, 1800, (0,)),
+        (2, (True, True), True, 60, (1,)),  # both waited for the other when their drivers answered last
+        (0, (False, False), True, 65, (1,)),  # at rest, so it is counted once it is no question of a moment any more
+    ],
+    ids=["known", "first of its size", "both wait", "at rest"],
+)
+def test_a_driver_that_never_answers_is_judged_as_a_stall(seq, waiting, known, limit, blamed):
+    played = Played()
+    if known:
+        measured(played, 1)
+    if seq:
+        played.dog.sent(step(seq))
+    deaf = blamed[0]
+    count, verdict = played.until(heard=working(played, seq, waiting, deaf))
+    assert (verdict.ranks, verdict.hung) == (blamed, True)
+    assert abs(count - limit) <= 2
+    assert f" The GPU's driver has not answered rank {deaf} for {count - 1} s. Queue the prompt again" in verdict.text
 
 
 def test_what_is_known_of_one_models_micro_steps_says_nothing_of_anothers():
@@ -367,6 +396,37 @@ def test_a_rank_that_falls_silent(pipe_pool):
     assert text.endswith("The end of its log:\nlog of rank 1")
     with pytest.raises(RankError):
         pool.send(0, m.Unload())
+
+
+class AskingRanks(PipeRanks):
+    """They beat as the product's. The driver of rank 1 answers once `answers` is set."""
+
+    def __init__(self, start: launch.StartSettings):
+        self.answers = threading.Event()
+        super().__init__(start)
+
+    def _beat(self, rank: int, seconds: float) -> None:
+        heartbeat = Heartbeat("micro-step 7", waiting=rank == 0, memory=functools.partial(self._ask, rank))
+        send_heartbeats(heartbeat, rank, self.theirs[rank], seconds)
+
+    def _ask(self, rank: int) -> tuple[int, int]:
+        if rank == 1:
+            self.answers.wait(60)
+        return 5, 9
+
+
+def test_a_driver_that_does_not_answer_silences_no_rank(monkeypatch):
+    monkeypatch.setattr(watchdog, "UNANSWERED_SECONDS", 0.5)
+    with contextlib.closing(Pool(("cpu", "cpu"), start=AskingRanks, silence=1.0)) as pool:
+        pool.ready.result(timeout=10)
+        while pool.watchdog.beat(1).unanswered < 2.0:  # longer than the silence that would end it
+            assert pool.error is None
+            time.sleep(0.1)
+        assert pool.watchdog.beat(0).unanswered < 1.0
+        pool.watchdog.stall = 1.0
+        text = error_of(pool.ask(m.Unload(), m.Unloaded))
+        assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 1 s, last seen in micro-step 7. The GPU's d")
+        pool.ranks.answers.set()
 
 
 @pytest.mark.slow

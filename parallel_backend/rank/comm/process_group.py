@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.core.devices import device_kind, in_its_process, on_ray
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
 from .interfaces import LOOPBACK, interface_towards, interface_with, loopback_interface
@@ -17,8 +17,25 @@ GLOO_INTERFACE, NCCL_INTERFACE = INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NC
 """Environment variables: the interface that each library listens on. A user's setting stays."""
 
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
-"""torch's environment variable (ProcessGroupNCCL.hpp), as is_high_priority_stream in the options of every group. A user's
-setting stays."""
+"""torch's environment variable (ProcessGroupNCCL.hpp), as is_high_priority_stream in the options of every group."""
+NEW_NCCL = "TORCH_DIST_USE_NCCL2"
+"""torch's environment variable since 2.15: "0" makes the older class of NCCL groups. See `DEFAULTS`."""
+RECORDER, OLD_RECORDER = RECORDER_VARIABLES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""torch's environment variables: the number of transfers whose Python stacks its flight recorder keeps. Versions that know
+the old name only have it off unless it is set."""
+
+DEFAULTS = {
+    "NCCL_DEBUG": "WARN",  # goes to standard output, and with it into the rank's log
+    # NCCL's streams before those that compute: a transfer's kernel then gets the next free multiprocessors, instead of those
+    # that are left by all kernels queued before it. torch reads this when it makes a communicator, and ROCm's does too.
+    HIGH_PRIORITY: "1",
+    # The class that torch 2.15 makes by itself takes the GPU with the rank's number, not the one in `devices`. It ignores
+    # HIGH_PRIORITY, and splits the world's communicator at every new group.
+    NEW_NCCL: "0",
+    # The recorder gathers a Python stack at each transfer: 7 of 29 microseconds of a short sum on a CPU.
+    RECORDER: "0",
+}
+"""Environment variables of a rank, set before its process group is made. A user's setting stays."""
 
 NO_GLOO_DEVICE = "unsupported gloo device"
 """In torch's error where its Gloo was built without a transport for this system."""
@@ -26,6 +43,10 @@ NO_GLOO_DEVICE = "unsupported gloo device"
 
 class GlooError(RuntimeError):
     """This torch's Gloo cannot run here."""
+
+
+class CardError(RuntimeError):
+    """The rank's transfers would run on another GPU than its model."""
 
 
 def backend_for(devices: tuple[str, ...]) -> str:
@@ -36,7 +57,10 @@ def backend_for(devices: tuple[str, ...]) -> str:
 
 
 def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: timedelta, p2p: bool = True) -> None:
-    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`: see rank_settings.SelfTest."""
+    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`: see rank_settings.SelfTest.
+
+    CardError if NCCL's communicators would be on another GPU than the rank's.
+    """
     if rendezvous.address:
         interface = interface_towards(rendezvous.address)
     else:
@@ -44,17 +68,15 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
     if interface is not None:
         os.environ.setdefault(GLOO_INTERFACE, interface)
         os.environ.setdefault(NCCL_INTERFACE, f"={interface}")  # without "=" it is the name's beginning
-    os.environ.setdefault("NCCL_DEBUG", "WARN")  # goes to standard output, and with it into the rank's log
-    # NCCL's streams before those that compute: a transfer's kernel then gets the next free multiprocessors, instead of those
-    # that are left by all kernels queued before it. torch reads this where it makes a communicator, and ROCm's does too.
-    os.environ.setdefault(HIGH_PRIORITY, "1")
+    set_defaults()
     if not p2p:
         os.environ[P2P_DISABLE] = "1"
     # No device_id: bound to a device, all transfers between two ranks would share one communicator and wait for each other
     # (pytorch #154132). Unbound, every group makes its communicator when first used, by self_test.py.
+    backend = backend_for(devices)
     try:
         dist.init_process_group(
-            backend_for(devices),
+            backend,
             store=rendezvous.store,
             rank=rank,
             world_size=len(devices),
@@ -64,6 +86,29 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
         if NO_GLOO_DEVICE in str(error).lower():
             raise GlooError(gloo_advice(str(error))) from error
         raise
+    if backend == "nccl":
+        check_card(devices[rank])
+
+
+def set_defaults() -> None:
+    """Set DEFAULTS in this process's environment."""
+    recorder_set = any(name in os.environ for name in RECORDER_VARIABLES)
+    for name, value in DEFAULTS.items():
+        if not (name == RECORDER and recorder_set):
+            os.environ.setdefault(name, value)
+
+
+def check_card(device: str) -> None:
+    """CardError if this process computes, or its communicators are, on another GPU than `device` of the devices widget."""
+    own = torch.device(in_its_process(device)).index
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)  # None: a communicator takes the GPU of its first tensor
+    for what, index in (("computes", torch.cuda.current_device()), ("transfers", own if bound is None else bound.index)):
+        if index != own:
+            user = f" Unset {NEW_NCCL} before ComfyUI starts." if os.environ.get(NEW_NCCL, "0") != "0" else ""
+            raise CardError(
+                f"devices: this rank is to run on {device}, and torch {torch.__version__} {what} on cuda:{index}.{user} "
+                "The GPUs cuda:0, cuda:1 and so on, in this order and without a gap, may work."
+            )
 
 
 def is_far() -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 
+from .event_query import has_passed
 from .recorder import Recorder
 
 CUDA_FAILED = re.compile(r"CUDA error|Cuda failure", re.IGNORECASE)
@@ -165,6 +166,6 @@ class Transfer:
 
 
 def _passed(event: "torch.cuda.Event", device: torch.device) -> bool:
-    """Whether the device has passed the event. Called on the heartbeat's thread."""
+    """Whether the device has passed the event. Called on the thread that asks the driver for the heartbeat."""
     torch.cuda.set_device(device)  # a thread begins with device 0, and the query would create a context there
-    return event.query()
+    return has_passed(event)

@@ -16,6 +16,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from parallel_backend.core.kitchen import kitchen
+from parallel_backend.wire.heartbeat import ASKING_THREAD
 from tests.support.fake_cuda import Card
 
 from . import graphs, host, streams
@@ -116,7 +117,7 @@ def _let_heartbeats_end(others: set[threading.Thread]) -> None:
     """Rank threads' heartbeats ask their device once more after their pool's end. `others`: threads from before, such as
     those of pools of CPU ranks that a test run keeps, which may go on."""
     for thread in set(threading.enumerate()) - others:
-        if thread.name == "heartbeat":
+        if thread.name in ("heartbeat", ASKING_THREAD):
             thread.join(LAST_BEAT)
 
 
