@@ -25,6 +25,16 @@ provide() {
     echo "== installing" $lacking
     install $lacking
 }
+# Installs each editor of frontends.txt into a folder of its own, since ComfyUI has one too.
+provide_frontends() {
+    local line place
+    while read -r line; do
+        place="$venv/frontends/${line#*==}"
+        [ -d "$place" ] && continue
+        echo "== installing $line"
+        install --no-deps --target "$place" "$line"
+    done < <(grep -v '^#' "$root/frontends.txt")
+}
 
 if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
     echo "== installing torch"

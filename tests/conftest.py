@@ -50,7 +50,7 @@ class RootIsNoTestPackage:
 FIGURES = pytest.StashKey[dict[str, float]]()
 LONG = (
     *("test_exactness.py", "test_transport.py", "test_compile.py", "test_browser.py", "test_families.py"),
-    *("test_memory_model.py", "test_flat_memory.py", "test_stops.py"),
+    *("test_memory_model.py", "test_flat_memory.py", "test_stops.py", "test_menu.py"),
 )
 """Files that go first: each is one process's (`--dist loadfile`), so what comes last should be short, or the others wait."""
 STARTING = ("processes", "alone", "comfyui", "ray", "gpu")

@@ -1,11 +1,29 @@
-from collections.abc import Iterator
+import io
+import mimetypes
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from scripts.comfyui_server import PACK, ComfyUIServer
+from tests.browser.editor import READY, Editor
 from tests.comfyui.conftest import base, bundled_workflows_models, comfyui, session_server  # noqa: F401 (fixtures)
 from tests.support import chromium
 from tests.support.requirements import missing
+
+SECONDS = 60
+"""Limit of what the page does, for a machine whose cores are shared."""
+TABS = 40
+"""Height of the bar of open workflows."""
+SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False}
+OWN = "own"
+"""The editor that the ComfyUI checkout comes with, the oldest that is supported."""
+EDITORS = (OWN, *re.findall(r"^[\w-]+==(.+)$", (PACK / "frontends.txt").read_text(), re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +33,64 @@ def browser() -> Iterator[Any]:
 
     if (path := chromium.find()) is None:
         missing(f"no Chromium: none of {', '.join(chromium.NAMES)} is on the path", expected=False)
+    # A page that is given by a test is of no network, to Chromium, and might not call ComfyUI on this machine.
+    flags = ["--no-sandbox", "--disable-features=LocalNetworkAccessChecks"]
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=flags)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(session_server, bundled_workflows_models) -> ComfyUIServer:  # noqa: F811
+    session_server.post("/settings", SETTINGS)
+    return session_server
+
+
+@pytest.fixture(scope="module", params=EDITORS)
+def editor(browser, server, request) -> Iterator[Editor]:
+    """ComfyUI's page, in each editor."""
+    page = browser.new_page(viewport={"width": 1600, "height": 900})
+    page.set_default_timeout(1000 * SECONDS)
+    address = f"http://127.0.0.1:{server.port}/"
+    if request.param != OWN:
+        give_frontend(page, address, request.param)
+    page.goto(address)
+    page.wait_for_function(READY)
+    yield Editor(page)
+    page.close()
+
+
+def give_frontend(page: Any, address: str, version: str) -> None:
+    """The page gets the editor's files from this version's package, as of a server with --front-end-root, and all else from
+    the server. So one ComfyUI does for every editor. Skips where the package is not installed."""
+    static = Path(sys.prefix) / "frontends" / version / "comfyui_frontend_package" / "static"
+    if not static.is_dir():
+        missing(f"no editor {version} in {static.parents[1]}; scripts/test installs it")
+    files = "|".join(re.escape(path.name) for path in static.iterdir())
+
+    def give(route):
+        file = static / (route.request.url.removeprefix(address).split("?")[0] or "index.html")
+        if file.is_file():
+            kind = mimetypes.guess_type(file.name)[0]
+            route.fulfill(body=file.read_bytes(), content_type=kind)
+        else:
+            route.continue_()
+
+    page.route(re.compile(rf"{re.escape(address)}(({files})(/[^?]*)?)?(\?.*)?$"), give)
+
+
+@pytest.fixture(scope="module")
+def shoot(editor) -> Callable[[str], None]:
+    """`shoot(name)`: a screenshot below the bar of open workflows, in 256 colours, if any are wanted."""
+    given = os.environ.get("PARALLEL_DIT_SCREENSHOTS")
+    if given is None:
+        return lambda _name: None
+    folder = Path(given)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def save(name: str) -> None:
+        shown = Image.open(io.BytesIO(editor.page.screenshot())).convert("RGB")
+        shown.crop((0, TABS, *shown.size)).quantize(256, kmeans=2).save(folder / f"{name}.png", optimize=True)
+
+    return save

@@ -1,9 +1,20 @@
 """ComfyUI's editor in a browser, as tests use it."""
 
+import io
 from itertools import pairwise
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from PIL import Image
+
+from scripts.comfyui_server import ComfyUIServer
 
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.ParallelDiTLoader && app.graph._nodes.length"
+
+SETTLE = 300
+"""Milliseconds."""
+RUN_SECONDS = 300
+"""Limit of a run, for a machine whose cores are shared."""
 
 
 class Editor:
@@ -23,6 +34,25 @@ class Editor:
     def open(self, graph: dict[str, Any]) -> None:
         self.page.evaluate("graph => app.loadGraphData(graph)", graph)
         self.shows(graph)
+
+    def load(self, graph: dict[str, Any]) -> None:
+        """Open a workflow, and wait until nodes that follow what they are connected to have settled."""
+        self.page.evaluate("graph => app.loadGraphData(graph)", graph)
+        self.page.wait_for_timeout(SETTLE)
+
+    def prompt(self) -> dict[str, Any]:
+        """The prompt that Run would send."""
+        return self.page.evaluate("async () => (await app.graphToPrompt()).output")
+
+    def undo(self) -> None:
+        self._history("Undo")
+
+    def redo(self) -> None:
+        self._history("Redo")
+
+    def _history(self, command: str) -> None:
+        self.page.evaluate("command => app.extensionManager.command.execute(command)", f"Comfy.{command}")
+        self.page.wait_for_timeout(SETTLE)
 
     def shows(self, graph: dict[str, Any]) -> None:
         """Wait until the canvas has this workflow's nodes, and is drawn."""
@@ -77,6 +107,10 @@ class Editor:
     def run(self) -> None:
         self.page.get_by_test_id("queue-button").click()
 
+    def tab(self, name: str) -> Any:
+        """The button of a tab of the sidebar: by its class, in newer editors by its test id."""
+        return self.page.locator(f".{name}-tab-button, [data-testid={name}-tab-button]")
+
     def problems(self) -> list[str]:
         """Nodes that ComfyUI does not know, that are marked red, or whose list lacks the file's choice."""
         return self.page.evaluate(
@@ -94,7 +128,7 @@ class Editor:
         for _ in range(5):  # a click on the button closes a menu that an earlier command has not closed yet
             self.page.keyboard.press("Escape")
             self.page.get_by_role("menuitem").first.wait_for(state="detached")
-            self.page.locator(".comfy-menu-button-wrapper").click()
+            self.page.locator(".comfy-menu-button-wrapper, [data-testid=comfy-menu-button]").click()
             if all(self._opens(item, inside) for item, inside in pairwise(items)):
                 break
         items[-1].hover()
@@ -122,10 +156,23 @@ class Editor:
 
     def model_of(self, kind: str) -> list[str]:
         """Types of the nodes that a node's model comes through, the loader last."""
-        prompt = self.page.evaluate("async () => (await app.graphToPrompt()).output")
+        prompt = self.prompt()
         node = next(node for node in prompt.values() if node["class_type"] == kind)
         found = []
         while "model" in node["inputs"]:
             node = prompt[node["inputs"]["model"][0]]
             found.append(node["class_type"])
         return found
+
+    def toast(self, text: str) -> None:
+        """Wait until a corner of the page says this. Newer editors have the text once more, for screen readers."""
+        self.page.get_by_text(text).first.wait_for()
+
+    def shown_picture(self, server: ComfyUIServer, before: str = "") -> Image.Image:
+        """The picture on the Save Image node, once there is one other than `before`."""
+        image = "app.graph._nodes.find(n => n.type == 'SaveImage').imgs?.[0]"
+        seen = f"before => {image}?.naturalWidth && {image}.src != before"
+        self.page.wait_for_function(seen, arg=before, timeout=1000 * RUN_SECONDS)
+        query = dict(parse_qsl(urlsplit(self.page.evaluate(f"() => {image}.src")).query, keep_blank_values=True))
+        shown = server.get("/view", **{key: query[key] for key in ("filename", "subfolder", "type")})
+        return Image.open(io.BytesIO(shown))

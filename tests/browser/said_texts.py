@@ -81,6 +81,9 @@ TOASTS = (
     f"Nothing was changed. ComfyUI shows one GPU on this machine.{_HIDDEN}",
     "Nothing was changed. This version of ComfyUI does not say which file a MODEL is from. Put Parallel DiT Loader in place "
     "of the node that loads it, or Parallel Checkpoint Loader for an all-in-one file.",
+    "Nothing was changed: this editor would lose the wire to KSampler; Load LoRA. Please report it, and connect the nodes "
+    "by hand.",
+    "Nothing was changed: node.connect. Please report it, and connect the nodes by hand.",
     f"Parallelize Model is now behind {_LOADER}. Undo takes it back.",
     f"Parallelize Model is now behind {_LOADER}, and Apply PipeFusion, as no card holds the whole model. Undo takes it "
     "back.",

@@ -3,67 +3,26 @@
 PARALLEL_DIT_SCREENSHOTS: a folder to put screenshots into, such as those of docs/images.
 """
 
-import io
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import pytest
-from PIL import Image
 
-from scripts.comfyui_server import PACK, ComfyUIServer
+from scripts.comfyui_server import PACK
 from scripts.make_workflows import GRAPHS
-from tests.browser.editor import READY, Editor
+from tests.browser.editor import READY, RUN_SECONDS, Editor
 from tests.comfyui.conftest import FOLDER
-from tests.support import chromium
 from tests.support.requirements import missing_nodes
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
-SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False}
-SECONDS, RUN_SECONDS = 60, 300  # limits, for a machine whose cores are shared
-TABS = 40
 IN_VIEW = 8
 """Templates whose pictures the dialog shows without scrolling."""
 COMMANDS = json.loads((PACK / "locales" / "zh" / "commands.json").read_text())
 CHINESE_COMMAND = COMMANDS["ParallelDiT_RunOnSeveralGPUs"]["label"]
-PLAN = "**/parallel_dit/plan"
 CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def server(session_server, bundled_workflows_models) -> ComfyUIServer:
-    session_server.post("/settings", SETTINGS)
-    return session_server
-
-
-@pytest.fixture(scope="module")
-def shoot(editor) -> Callable[[str], None]:
-    """`shoot(name)`: a screenshot below the bar of open workflows, in 256 colours, if any are wanted."""
-    given = os.environ.get("PARALLEL_DIT_SCREENSHOTS")
-    if given is None:
-        return lambda _name: None
-    folder = Path(given)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def save(name: str) -> None:
-        shown = Image.open(io.BytesIO(editor.page.screenshot())).convert("RGB")
-        shown.crop((0, TABS, *shown.size)).quantize(256, kmeans=2).save(folder / f"{name}.png", optimize=True)
-
-    return save
-
-
-@pytest.fixture(scope="module")
-def editor(browser, server) -> Editor:
-    page = browser.new_page(viewport={"width": 1600, "height": 900})
-    page.set_default_timeout(1000 * SECONDS)
-    page.goto(f"http://127.0.0.1:{server.port}/")
-    page.wait_for_function(READY)
-    return Editor(page)
 
 
 def workflow(name: str) -> dict[str, Any]:
@@ -109,7 +68,7 @@ def from_templates(editor, shoot) -> Editor:
     page.reload()
     page.wait_for_function(READY)
     for name in ("flux_dev_ulysses_pipefusion", "quickstart"):
-        page.get_by_text("Templates", exact=True).first.click()
+        page.get_by_role("button", name="Templates", exact=True).click()
         page.get_by_role("dialog").get_by_text(FOLDER, exact=True).click()
         card = page.get_by_test_id(f"template-workflow-{name}")
         card.wait_for()
@@ -127,17 +86,6 @@ def from_templates(editor, shoot) -> Editor:
         card.wait_for(state="detached")
         editor.shows(workflow(name))
     return editor
-
-
-def shown_picture(server, editor, before: str = "") -> Image.Image:
-    """The picture on the Save Image node, once there is one other than `before`."""
-    image = "app.graph._nodes.find(n => n.type == 'SaveImage').imgs?.[0]"
-    page = editor.page
-    page.wait_for_function(
-        f"before => {image}?.naturalWidth && {image}.src != before", arg=before, timeout=1000 * RUN_SECONDS
-    )
-    query = dict(parse_qsl(urlsplit(page.evaluate(f"() => {image}.src")).query, keep_blank_values=True))
-    return Image.open(io.BytesIO(server.get("/view", **{key: query[key] for key in ("filename", "subfolder", "type")})))
 
 
 def wait_for_report(editor, text: str) -> None:
@@ -164,7 +112,7 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shoot
     editor.run()
     page.wait_for_function("() => Math.max(...window.progress) > 0.4", timeout=1000 * RUN_SECONDS)
     shoot("progress")
-    picture = shown_picture(server, editor)
+    picture = editor.shown_picture(server)
     assert picture.size == (256, 256)
     low, high = picture.convert("L").getextrema()
     assert high - low > 200
@@ -181,7 +129,7 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shoot
     assert editor.widget("PipeFusionSampler", "steps") == 4
     editor.run()
     wait_for_report(editor, "split_batch_degree 2")
-    assert shown_picture(server, editor, before).size == (256, 256)
+    assert editor.shown_picture(server, before).size == (256, 256)
     assert not editor.problems()
 
 
@@ -218,7 +166,7 @@ def test_the_panel_shows_ranks_while_it_is_open(editor, server, shoot):
             window.comfyAPI.api.api.addEventListener("parallel_dit.ranks", () => { window.told += 1; });
         }"""
     )
-    tab = page.locator(".parallel-dit-ranks-tab-button")
+    tab = editor.tab("parallel-dit-ranks")
     panel = page.locator(".pdit")
     tab.click()
     panel.get_by_text("quickstart-digits").first.wait_for()
@@ -299,98 +247,6 @@ def test_help_panel_has_the_nodes_page(editor, shoot, name):
             shoot("help-panel")
 
 
-def template(server: ComfyUIServer, name: str) -> str:
-    """One of ComfyUI's own."""
-    return server.get(f"/templates/{name}.json").decode()
-
-
-@pytest.fixture
-def on_two_cards(editor) -> Iterator[Editor]:
-    """The menu's command is told of two cards that each hold half of the model."""
-
-    def told(route):
-        response = route.fetch()
-        loaders = [
-            plan | ({"pipefusion": "no card holds the whole model"} if plan["takes"] else {})
-            for plan in response.json()["loaders"]
-        ]
-        cards = [{"name": f"cuda:{index}", "memory": 24 * 10**9} for index in range(2)]
-        route.fulfill(response=response, json={"devices": 2, "cards": cards, "why": "", "loaders": loaders})
-
-    editor.page.reload()
-    editor.page.wait_for_function(READY)
-    editor.page.route(PLAN, told)
-    yield editor
-    editor.page.unroute(PLAN)
-
-
-def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, server, shoot):
-    editor, page = on_two_cards, on_two_cards.page
-    graph = json.loads(template(server, "flux_dev_checkpoint_example").replace("t5xxl_fp16", "t5xxl_fp8_e4m3fn"))
-    inside = {
-        node["type"]: node["widgets_values"]
-        for node in graph["definitions"]["subgraphs"][0]["nodes"]
-        if node.get("widgets_values")
-    }
-    inside["EmptySD3LatentImage"][:2], inside["KSampler"][2] = [64, 64], 2
-    page.evaluate("graph => app.loadGraphData(graph)", graph)
-    page.wait_for_function("() => app.rootGraph.subgraphs.size == 1")
-    before = editor.saved()
-    loader = "Load Diffusion Model (flux1-dev.safetensors) in Text to Image (Flux.1 Dev)"
-    editor.menu("Parallel DiT", "Explain this workflow")
-    page.get_by_text(
-        f"{loader}: 0.0 GB of weights on cuda:0 (24.0 GB), cuda:1 (24.0 GB). Parallelize Model would"
-    ).wait_for()
-    shoot("explain-this-workflow")
-    assert editor.saved() == before
-    editor.menu("Parallel DiT", "Run on several GPUs")
-    as_told = "and Apply PipeFusion, as no card holds the whole model"
-    page.get_by_text(f"Parallelize Model is now behind {loader}, {as_told}. Undo takes it back.").wait_for()
-    behind = ["ApplyPipeFusion", "ParallelizeModel", "UNETLoader"]
-    assert editor.model_of("KSampler") == behind
-    page.keyboard.press("Control+z")
-    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 8")
-    assert editor.saved() == before
-    page.keyboard.press("Control+y")
-    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
-    page.evaluate("() => app.canvas.setGraph(app.rootGraph.subgraphs.values().next().value)")
-    command = editor.open_menu("Parallel DiT", "Run on several GPUs")
-    shoot("run-on-several-gpus")
-    command.click()
-    page.get_by_text("On several GPUs already").wait_for()
-    assert editor.model_of("KSampler") == behind
-    editor.menu("Parallel DiT", "Run on one GPU again")
-    page.get_by_text("Taken out: Parallelize Model and Apply PipeFusion. Undo brings it back.").wait_for()
-    assert editor.model_of("KSampler") == ["UNETLoader"]
-    page.keyboard.press("Control+z")
-    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
-    assert editor.model_of("KSampler") == behind
-    page.evaluate(
-        """() => {
-            const nodes = app.rootGraph.subgraphs.values().next().value.nodes;
-            const { widgets } = nodes.find(node => node.type == 'ParallelizeModel');
-            [widgets[0].value, widgets[1].value] = [2, 'pipefusion'];
-            app.canvas.setGraph(app.rootGraph);
-        }"""
-    )
-    editor.run()
-    assert shown_picture(server, editor).size == (64, 64)
-
-
-@pytest.mark.full
-def test_run_on_several_gpus_says_what_it_leaves(on_two_cards, server):
-    """A template with four loaders, of which two are bypassed, and whose files are not here."""
-    editor, page = on_two_cards, on_two_cards.page
-    page.evaluate("graph => app.loadGraphData(graph)", json.loads(template(server, "video_wan2_2_14B_flf2v")))
-    page.wait_for_function("() => app.rootGraph.nodes.filter(node => node.type == 'UNETLoader').length == 4")
-    before = editor.saved()
-    editor.menu("Parallel DiT", "Run on several GPUs")
-    loaders = "Left as it is: Load Diffusion Model; Load Diffusion Model: "
-    page.get_by_text(f"{loaders}which model file it loads is not known.").wait_for()
-    page.get_by_text(f"{loaders}it does not run (bypassed or muted).").wait_for()
-    assert editor.saved() == before
-
-
 @pytest.mark.full
 def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
     server.post("/settings", {"Comfy.Locale": "zh"})
@@ -421,6 +277,6 @@ def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
         }"""
     )
     assert "Parallel DiT: 正在启动 2 个进程" in shown
-    editor.page.locator(".parallel-dit-ranks-tab-button").click()
+    editor.editor.tab("parallel-dit-ranks").click()
     editor.page.locator(".pdit").get_by_role("button", name="卸载").wait_for()
     shoot("ranks-panel-chinese")

@@ -30,6 +30,11 @@ const TOASTS = [
     [/^No loader of a diffusion model is in this workflow\.$/, "这个工作流里没有扩散模型的加载器。"],
     [/^Nothing was changed\. (.*)$/, "没有改动。{1}"],
     [
+        /^Nothing was changed: this editor would lose the wire to (.*)\. Please report it, and connect the nodes by hand\.$/,
+        "没有改动：这个编辑器会断开到 $1 的连线。请报告此问题，并手动连接节点。",
+    ],
+    [/^Nothing was changed: (.*)\. Please report it, and connect the nodes by hand\.$/, "没有改动：$1。请报告此问题，并手动连接节点。"],
+    [
         /^Parallelize Model is now behind (.*), and Apply PipeFusion, as (.*)\. Undo takes it back\.$/,
         "$1 后面接上了并行化模型和应用 PipeFusion，因为{2}。可以撤销。",
     ],

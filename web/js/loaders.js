@@ -6,16 +6,13 @@ import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { isChinese } from "./chinese.js";
 import { chineseToast } from "./chinese_toasts.js";
+import { isModel, linksFrom, lost, NODE, wires } from "./wires.js";
 
-export const NODE = "ParallelizeModel";
-export const PIPELINE = "ApplyPipeFusion";
 export const NO_LOADER = "No loader of a diffusion model is in this workflow.";
 const [NEVER, BYPASS] = [2, 4]; // modes of nodes that do not run
 const SECONDS = { success: 12, info: 8, warn: 15, error: 15 };
 
 const rootGraph = () => app.rootGraph ?? app.graph; // the former since 2025-10
-export const isModel = (slot) => slot?.type === "MODEL";
-export const linkOf = (graph, id) => (id == null ? undefined : graph.links.get(id));
 const runs = (node) => node.mode !== NEVER && node.mode !== BYPASS;
 
 /** Tell the user in a corner of the page, in the editor's language. `seconds`: how long, if not as usual. */
@@ -36,12 +33,12 @@ function nodeAt(id) {
 
 /** It gives out a MODEL that it was not given. */
 function isLoader(node) {
-    const given = (input) => isModel(input) || isModel(linkOf(node.graph, input.link));
+    const given = (input, slot) => isModel(input) || isModel(node.getInputLink(slot));
     return !node.isVirtualNode && !node.subgraph && node.outputs?.some(isModel) && !node.inputs?.some(given);
 }
 
 function isUsed(node) {
-    return node.outputs.some((output) => isModel(output) && output.links?.length);
+    return node.outputs.some((output, slot) => isModel(output) && node.isOutputConnected(slot));
 }
 
 /** Whether Parallelize Model is somewhere behind a node of the prompt. */
@@ -61,8 +58,8 @@ function isParallel(prompt, id) {
 
 /** Parallelize Model behind it is there, but bypassed or muted. */
 function isSwitchedOff(node) {
-    const links = node.outputs.filter(isModel).flatMap((output) => output.links ?? []);
-    const targets = links.map((id) => node.graph.getNodeById(linkOf(node.graph, id)?.target_id));
+    const links = node.outputs.flatMap((output, slot) => (isModel(output) ? linksFrom(node, slot) : []));
+    const targets = links.map((link) => node.graph.getNodeById(link.target_id));
     return targets.some((target) => target?.type === NODE && !runs(target));
 }
 
@@ -145,17 +142,46 @@ export async function look() {
     return { decided, idle, answer };
 }
 
-/** Change the workflow so that one undo takes it back, and nothing else. `work()`: changes it, and returns the graphs. */
-export function change(work) {
-    const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
-    tracker?.captureCanvasState ? tracker.captureCanvasState() : tracker?.checkState?.();
+/** The open workflow as a file: its text and its wires. */
+function now() {
+    const file = rootGraph().serialize();
+    return { text: JSON.stringify(file), wires: wires(file) };
+}
+
+/** Do `work()`, which changes the workflow and returns the graphs, as one step of undo. The error that it ended with. */
+function asOneStep(work) {
     app.canvas.emitBeforeChange();
     try {
         for (const graph of work()) {
             graph.updateExecutionOrder(); // or the next run would change the workflow once more, which undo sees
         }
+        return null;
+    } catch (error) {
+        console.error(error);
+        return error;
     } finally {
         app.canvas.emitAfterChange();
         app.canvas.setDirty(true, true);
     }
+}
+
+/**
+ * Change the workflow so that one undo takes it back, and nothing else. `work()`: changes it, and returns the graphs. Whether
+ * every wire is still there. If not, the change is taken back, and said.
+ */
+export async function change(title, work) {
+    const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
+    tracker?.captureCanvasState ? tracker.captureCanvasState() : tracker?.checkState?.();
+    const before = now();
+    const error = asOneStep(work);
+    const after = now();
+    const names = lost(before.wires, after.wires).join("; ");
+    if (!error && !names) return true;
+    if (after.text !== before.text) {
+        await app.extensionManager.command.execute("Comfy.Undo");
+        tracker?.redoQueue?.pop(); // redo would bring the loss
+    }
+    const why = error ? error.message : `this editor would lose the wire to ${names}`;
+    say(title, "error", `Nothing was changed: ${why}. Please report it, and connect the nodes by hand.`);
+    return false;
 }

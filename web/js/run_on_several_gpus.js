@@ -4,8 +4,9 @@
  */
 import { app } from "../../../scripts/app.js";
 import { explain, EXPLAIN, EXPLAIN_TITLE } from "./explain_workflow.js";
-import { change, grouped, isModel, linkOf, look, NODE, NO_LOADER, PIPELINE, say } from "./loaders.js";
+import { change, grouped, look, NO_LOADER, say } from "./loaders.js";
 import { takeOut, TAKE_OUT, TAKE_OUT_TITLE } from "./take_out.js";
+import { beginAt, isModel, linksFrom, NODE, PIPELINE } from "./wires.js";
 
 const ID = "ParallelDiT.RunOnSeveralGPUs";
 const TITLE = "Run on several GPUs";
@@ -33,23 +34,14 @@ function place(graph, node, before) {
     node.pos = [x, y + TITLE_HEIGHT];
 }
 
-/**
- * A new node between an output and all that it goes to. Links keep their ids, so that reroutes, a subgraph's outputs and
- * nodes that change their inputs as these are connected stay as they are.
- */
+/** A new node between an output and all that it goes to. */
 function insert(type, before, slot) {
     const graph = before.graph;
     const node = LiteGraph.createNode(type);
     if (!node) throw new Error(`${type} is not registered`);
     graph.add(node);
     place(graph, node, before);
-    const links = before.outputs[slot].links ?? [];
-    for (const id of links) {
-        const link = linkOf(graph, id);
-        [link.origin_id, link.origin_slot] = [node.id, 0];
-    }
-    before.outputs[slot].links = [];
-    node.outputs[0].links = [...links];
+    for (const link of linksFrom(before, slot)) beginAt(graph, link, node.id, 0);
     before.connect(slot, node, node.inputs.findIndex(isModel));
     return node;
 }
@@ -58,7 +50,7 @@ function insert(type, before, slot) {
 function insertBehind(chosen) {
     for (const { node, pipefusion } of chosen) {
         for (const [slot, output] of node.outputs.entries()) {
-            if (!isModel(output) || !output.links?.length) continue;
+            if (!isModel(output) || !node.isOutputConnected(slot)) continue;
             const parallel = insert(NODE, node, slot);
             if (pipefusion) insert(PIPELINE, parallel, 0);
         }
@@ -74,7 +66,7 @@ async function runOnSeveralGpus() {
     if (answer.why) return say(TITLE, "warn", `Nothing was changed. ${answer.why}`);
     const still = ({ node }) => node.graph?.getNodeById(node.id) === node; // the server was asked meanwhile
     const chosen = decided.filter((each) => each.takes && still(each));
-    if (chosen.length) change(() => insertBehind(chosen));
+    if (chosen.length && !(await change(TITLE, () => insertBehind(chosen)))) return;
     for (const [pipefusion, names] of grouped(chosen, "pipefusion")) {
         const more = pipefusion ? `, and Apply PipeFusion, as ${pipefusion}` : "";
         say(TITLE, "success", `Parallelize Model is now behind ${names}${more}. Undo takes it back.`);

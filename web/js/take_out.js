@@ -2,46 +2,32 @@
  * Run on one GPU again, the opposite of Run on several GPUs: takes every Parallelize Model and Apply PipeFusion out of the
  * open workflow, subgraphs included. What was connected to them is connected to what they were connected to.
  */
-import { allNodes, change, isModel, linkOf, NODE, PIPELINE, say } from "./loaders.js";
+import { allNodes, change, say } from "./loaders.js";
+import { beginAt, isModel, linksFrom, NODE, PIPELINE } from "./wires.js";
 
 export const TAKE_OUT = "ParallelDiT.RunOnOneGPU";
 export const TAKE_OUT_TITLE = "Run on one GPU again";
 const LOADERS = ["ParallelDiTLoader", "ParallelCheckpointLoader"];
-const SUBGRAPH_INPUT = -10; // the id of a subgraph's inputs, as where a link comes from
 
-/** The outputs that a link comes from: of a node, or of the subgraph's inputs. It has the ids of the links from there. */
-function origin(graph, link) {
-    if (link.origin_id === SUBGRAPH_INPUT) return graph.inputNode.slots[link.origin_slot].linkIds;
-    const output = graph.getNodeById(link.origin_id).outputs[link.origin_slot];
-    output.links ??= [];
-    return output.links;
-}
-
-/** Take one node out. Links behind it keep their ids, and begin where the node's own link began. */
+/** Take one node out. Wires behind it begin where its own began. */
 function remove(node) {
     const graph = node.graph;
-    const own = linkOf(graph, node.inputs.find(isModel)?.link);
-    for (const output of node.outputs) {
+    const own = node.getInputLink(node.inputs.findIndex(isModel));
+    for (const [slot, output] of node.outputs.entries()) {
         if (!own || !isModel(output)) continue;
-        const ids = output.links ?? [];
-        for (const id of ids) {
-            const link = linkOf(graph, id);
-            [link.origin_id, link.origin_slot] = [own.origin_id, own.origin_slot];
-        }
-        origin(graph, own).push(...ids);
-        output.links = [];
+        for (const link of linksFrom(node, slot)) beginAt(graph, link, own.origin_id, own.origin_slot);
     }
     graph.remove(node);
     return graph;
 }
 
-export function takeOut() {
+export async function takeOut() {
     const nodes = allNodes();
     const ours = nodes.filter(({ type }) => type === NODE || type === PIPELINE);
     const loaders = nodes.filter(({ type }) => LOADERS.includes(type)).map(({ title }) => title);
     if (ours.length) {
-        change(() => new Set(ours.map(remove)));
         const titles = [...new Set(ours.map(({ title }) => title))].join(" and ");
+        if (!(await change(TAKE_OUT_TITLE, () => new Set(ours.map(remove))))) return;
         say(TAKE_OUT_TITLE, "success", `Taken out: ${titles}. Undo brings it back.`);
     }
     if (loaders.length) {

@@ -1,0 +1,181 @@
+"""The menu: its commands keep every wire, in each editor and for all ways that a MODEL takes; undo; what they say."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from scripts.comfyui_server import ComfyUIServer
+from tests.browser.editor import Editor
+from tests.browser.shapes import CHECKPOINT, SHAPES, workflow
+
+pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
+
+OURS = ("ParallelizeModel", "ApplyPipeFusion")
+PUT, TAKE_OUT = "ParallelDiT.RunOnSeveralGPUs", "ParallelDiT.RunOnOneGPU"
+PLAN = "**/parallel_dit/plan"
+
+
+@pytest.fixture(scope="module")
+def on_two_cards(editor) -> Iterator[Editor]:
+    """The menu's commands are told of two cards that each hold half of a model."""
+
+    def told(route):
+        asked = json.loads(route.request.post_data)["loaders"]
+        response = route.fetch()
+        loaders = response.json()["loaders"]
+        for loader, plan in zip(asked, loaders, strict=True):
+            plan["takes"] |= loader["inputs"].get("ckpt_name") == CHECKPOINT
+            plan["pipefusion"] = "no card holds the whole model" if plan["takes"] else ""
+        cards = [{"name": f"cuda:{index}", "memory": 24 * 10**9} for index in range(2)]
+        route.fulfill(response=response, json={"devices": 2, "cards": cards, "why": "", "loaders": loaders})
+
+    editor.page.route(PLAN, told)
+    yield editor
+    editor.page.unroute(PLAN)
+
+
+def without_ours(prompt: dict[str, Any]) -> dict[str, Any]:
+    """A prompt as it would be if each node of OURS gave out what it is given."""
+
+    def passed(value: Any) -> Any:
+        while isinstance(value, list) and prompt[value[0]]["class_type"] in OURS:
+            value = prompt[value[0]]["inputs"]["model"]
+        return value
+
+    return {
+        number: node | {"inputs": {name: passed(value) for name, value in node["inputs"].items()}}
+        for number, node in prompt.items()
+        if node["class_type"] not in OURS
+    }
+
+
+def said(editor: Editor, command: str) -> str:
+    """What a command of the menu says at its end."""
+    return editor.page.evaluate(
+        """async command => {
+            const { toast } = app.extensionManager, said = [], add = toast.add;
+            toast.add = ({ detail }) => said.push(detail);
+            try { await app.extensionManager.command.execute(command); } finally { toast.add = add; }
+            return said.join(" ");
+        }""",
+        command,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_menu_keeps_every_wire(on_two_cards, shape):
+    editor = on_two_cards
+    graph = workflow(shape)
+    editor.load(graph)
+    before, file = editor.prompt(), editor.saved()
+    assert without_ours(before) == before
+    assert "Undo takes it back." in said(editor, PUT)
+    after = editor.prompt()
+    assert without_ours(after) == before
+    loads = [number for number, node in after.items() if node["class_type"] in ("UNETLoader", "CheckpointLoaderSimple")]
+    behind = [node["class_type"] for node in after.values() if node["inputs"].get("model", [None])[0] in loads]
+    assert behind and set(behind) == {OURS[0]}
+    editor.undo()
+    assert editor.saved() == file
+    editor.redo()
+    assert editor.prompt() == after
+    assert "Undo brings it back." in said(editor, TAKE_OUT)
+    assert editor.prompt() == before
+    editor.undo()
+    assert editor.prompt() == after
+
+
+def test_run_on_one_gpu_again_where_a_subgraphs_input_feeds_the_node(on_two_cards):
+    editor = on_two_cards
+    editor.load(workflow("into_a_subgraph", ours_inside=True))
+    before = editor.prompt()
+    assert without_ours(before) != before
+    said(editor, TAKE_OUT)
+    assert editor.prompt() == without_ours(before)
+
+
+@pytest.mark.parametrize("fault", ["connect = () => null", "connect = () => { throw new Error('no connect') }"])
+def test_a_change_that_would_lose_a_wire_is_taken_back(on_two_cards, fault):
+    editor = on_two_cards
+    editor.load(workflow("out_of_a_subgraph"))
+    file = editor.saved()
+    editor.page.evaluate(f"() => {{ window.kept = LGraphNode.prototype.connect; LGraphNode.prototype.{fault} }}")
+    try:
+        told = said(editor, PUT)
+    finally:
+        editor.page.evaluate("() => { LGraphNode.prototype.connect = window.kept }")
+    names = "no connect" if "throw" in fault else "this editor would lose the wire to KSampler; Loads"
+    assert told == f"Nothing was changed: {names}. Please report it, and connect the nodes by hand."
+    assert editor.saved() == file
+
+
+def template(server: ComfyUIServer, name: str) -> str:
+    """One of ComfyUI's own."""
+    return server.get(f"/templates/{name}.json").decode()
+
+
+def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, server, shoot):
+    editor, page = on_two_cards, on_two_cards.page
+    graph = json.loads(template(server, "flux_dev_checkpoint_example").replace("t5xxl_fp16", "t5xxl_fp8_e4m3fn"))
+    inside = {
+        node["type"]: node["widgets_values"]
+        for node in graph["definitions"]["subgraphs"][0]["nodes"]
+        if node.get("widgets_values")
+    }
+    inside["EmptySD3LatentImage"][:2], inside["KSampler"][2] = [64, 64], 2
+    editor.load(graph)
+    page.wait_for_function("() => app.rootGraph.subgraphs.size == 1")
+    before = editor.saved()
+    loader = "Load Diffusion Model (flux1-dev.safetensors) in Text to Image (Flux.1 Dev)"
+    editor.menu("Parallel DiT", "Explain this workflow")
+    editor.toast(f"{loader}: 0.0 GB of weights on cuda:0 (24.0 GB), cuda:1 (24.0 GB). Parallelize Model would")
+    shoot("explain-this-workflow")
+    assert editor.saved() == before
+    editor.menu("Parallel DiT", "Run on several GPUs")
+    as_told = "and Apply PipeFusion, as no card holds the whole model"
+    editor.toast(f"Parallelize Model is now behind {loader}, {as_told}. Undo takes it back.")
+    behind = ["ApplyPipeFusion", "ParallelizeModel", "UNETLoader"]
+    assert editor.model_of("KSampler") == behind
+    page.keyboard.press("Control+z")
+    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 8")
+    assert editor.saved() == before
+    page.keyboard.press("Control+y")
+    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
+    page.evaluate("() => app.canvas.setGraph(app.rootGraph.subgraphs.values().next().value)")
+    command = editor.open_menu("Parallel DiT", "Run on several GPUs")
+    shoot("run-on-several-gpus")
+    command.click()
+    editor.toast("On several GPUs already")
+    assert editor.model_of("KSampler") == behind
+    editor.menu("Parallel DiT", "Run on one GPU again")
+    editor.toast("Taken out: Parallelize Model and Apply PipeFusion. Undo brings it back.")
+    assert editor.model_of("KSampler") == ["UNETLoader"]
+    page.keyboard.press("Control+z")
+    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
+    assert editor.model_of("KSampler") == behind
+    page.evaluate(
+        """() => {
+            const nodes = app.rootGraph.subgraphs.values().next().value.nodes;
+            const { widgets } = nodes.find(node => node.type == 'ParallelizeModel');
+            [widgets[0].value, widgets[1].value] = [2, 'pipefusion'];
+            app.canvas.setGraph(app.rootGraph);
+        }"""
+    )
+    editor.run()
+    assert editor.shown_picture(server).size == (64, 64)
+
+
+@pytest.mark.full
+def test_run_on_several_gpus_says_what_it_leaves(on_two_cards, server):
+    """A template with four loaders, of which two are bypassed, and whose files are not here."""
+    editor, page = on_two_cards, on_two_cards.page
+    page.evaluate("graph => app.loadGraphData(graph)", json.loads(template(server, "video_wan2_2_14B_flf2v")))
+    page.wait_for_function("() => app.rootGraph.nodes.filter(node => node.type == 'UNETLoader').length == 4")
+    before = editor.saved()
+    editor.menu("Parallel DiT", "Run on several GPUs")
+    loaders = "Left as it is: Load Diffusion Model; Load Diffusion Model: "
+    editor.toast(f"{loaders}which model file it loads is not known.")
+    editor.toast(f"{loaders}it does not run (bypassed or muted).")
+    assert editor.saved() == before
