@@ -25,6 +25,7 @@ from parallel_backend.core.short_text import short
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.others import TO_COME, UNET, other_model
+from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.family import own_class_family
@@ -268,9 +269,15 @@ class OwnClassModel(RemoteDiffusionModel):
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         if is_new:
-            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified")
+            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified{self._shared_out(proof, degrees)}")
         self.setup = self.setup.with_blocks(proof.blocks)
         return proof
+
+    def _shared_out(self, proof: Proof, degrees: Degrees) -> str:
+        """How many of the model's blocks the ranks share out, in words. The others run whole on every rank."""
+        if degrees.pipe == degrees.sequence == 1:
+            return ""
+        return f": {len(proof.blocks)} of {sum(map(len, block_lists(self._meta).values()))} blocks are shared out"
 
     def _times(self) -> tuple[float, ...]:
         """The model's first and last time, and one between them, as its class gets them."""

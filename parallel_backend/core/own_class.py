@@ -54,6 +54,9 @@ class OwnBlock:
     """The block's calls of attention, in order, where tokens are cut."""
     leaving: tuple[tuple[int, ...], ...] = ()
     """For each returned value, the streams whose tokens it has, where tokens are cut."""
+    local: tuple[int, ...] = ()
+    """Streams of which a rank's own part leaves the last block: the class counts their tokens by what it got between its
+    blocks."""
 
 
 @dataclass(frozen=True)

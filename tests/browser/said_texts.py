@@ -43,6 +43,7 @@ LINES = (
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 12 s",
     "AuraFlow, ComfyUI's own class, verified",
+    "AuraFlow, ComfyUI's own class, verified: 36 of 36 blocks are shared out",
     "rank 1 compiles, 12 s",
     "first step, 7 s",
     "first step (each step copies 12.2 GB of weights to the devices), 7 s",

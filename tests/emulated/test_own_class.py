@@ -56,6 +56,7 @@ SEQUENCE = (
         ("SharedKeys", SEQUENCE[:1]),
         ("TwoStreams", SEQUENCE[1:5:3]),
         ("PictureFirst", SEQUENCE[:1]),
+        ("CountsWordsBetween", SEQUENCE[1:6:2]),
         ("OwnBlocksFirst", (Degrees(pipe=2), Degrees(ulysses=3))),
         ("MasksKeys", SEQUENCE[1:4]),
     ],

@@ -134,6 +134,24 @@ class PictureFirst(TwoStreams):
         return h[:, : h.shape[1] - words.shape[1]]
 
 
+class CountsWordsBetween(TwoStreams):
+    """As Flux: it drops as many tokens as the words have behind its first blocks, where a rank has its part of them."""
+
+    def of_picture(self, h, c, words):
+        return h[:, c.shape[1] :]
+
+
+class FillsUp(Tokens):
+    """As Z-Image: tokens are filled up to a multiple, so that calls of several sizes have as many."""
+
+    multiple = 16
+
+    def mixed(self, h, words, emb, t):
+        tokens = h.shape[1]
+        h = torch.cat((h, h.new_zeros(len(h), -tokens % self.multiple, WIDTH)), 1)
+        return super().mixed(h, words, emb, t)[:, :tokens]
+
+
 class OwnBlocksFirst(Tokens):
     """Words, picture and a reference each pass blocks of their own, then joint ones: diffusers' Flux 3 has this form."""
 

@@ -5,6 +5,8 @@ import torch
 
 from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class import stages
+from parallel_backend.families.own_class.block_order import block_lists
+from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, timestep_of, to_tensors
 from parallel_backend.families.own_class.stages import StageBlocks, Unproven
 from parallel_backend.families.own_class.trial import trial
@@ -73,14 +75,17 @@ def test_what_stages_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).stages.startswith(why)
 
 
-@pytest.mark.parametrize(
-    "name", ["Tokens", "SharedKeys", "Crossed", "TwoStreams", "PictureFirst", "OwnBlocksFirst", "MasksKeys"]
-)
+CUT = "Tokens SharedKeys Crossed TwoStreams PictureFirst CountsWordsBetween FillsUp MasksKeys OwnBlocksFirst"
+
+
+@pytest.mark.parametrize("name", CUT.split())
 @pytest.mark.parametrize("batch", [1, 2])
 def test_tokens_that_can_be_cut_are_proven(name, batch):
     proof = trial(own(name), call(batch), TIMES)
     assert (proof.stages, proof.batch, proof.sequence) == ("", "", "")
     assert all(call.heads == 4 for block in proof.blocks for call in block.attention)
+    in_lists = sum(map(len, block_lists(build(own(name))).values()))
+    assert len(proof.blocks) == in_lists - (3 if name == "OwnBlocksFirst" else 0), "some run whole on every rank"
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ const LINES = [
     [/^first step, (\d+) s$/, "第一步，已 $1 秒"],
     [/^first step \(each step copies ([\d.]+) GB of weights to the devices\), (\d+) s$/, "第一步（每步向设备复制 $1 GB 权重），已 $2 秒"],
     [/^(.*), ComfyUI's own class, verified$/, "ComfyUI 自己的类 $1，已验证"],
+    [/^(.*), ComfyUI's own class, verified: (\d+) of (\d+) blocks are shared out$/, "ComfyUI 自己的类 $1，已验证：$3 个块中有 $2 个分给各进程"],
     [/^done, (\d+) of (\d+) checks$/, "自检完成，$1/$2 项"],
     [/^(.*), (\d+) of (\d+) checks$/, "正在自检 $1，已完成 $2/$3 项"],
     [/^(\S*_degree \d+.*) on (.*)$/, "$1，设备 $2"],

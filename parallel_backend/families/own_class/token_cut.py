@@ -147,9 +147,24 @@ class TokenCut(ABC):
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
     def whole(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """A value with all ranks' tokens of these streams, stream by stream."""
-        if not streams:
+        """A value with all ranks' tokens of these streams, stream by stream; of local ones with this rank's."""
+        shared = [stream for stream in streams if stream not in self.blocks[-1].local]
+        if not shared:
             return value
+        if len(shared) == len(streams):
+            return self._gathered(value, streams)
+        parts = self.by_stream(value, streams)
+        gathered = self._gathered(torch.cat([parts[stream] for stream in shared], dim=1), shared)
+        of_all = gathered.split([self.tokens[stream] for stream in shared], dim=1)
+        parts |= dict(zip(shared, of_all, strict=True))
+        return torch.cat([parts[stream] for stream in streams], dim=1)
+
+    def by_stream(self, value: torch.Tensor, streams: Sequence[int]) -> dict[int, torch.Tensor]:
+        """This rank's tokens of these streams, one behind the other in `value`, by stream."""
+        return dict(zip(streams, value.split([self.lengths([each])[self.index] for each in streams], dim=1), strict=True))
+
+    def _gathered(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """A value with all ranks' tokens of these streams, stream by stream."""
         gathered = self.gather(value, streams)
         if len(streams) == 1:
             return gathered

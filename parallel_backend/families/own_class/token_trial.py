@@ -131,8 +131,19 @@ class HeldAgainst(TokenCut):
         for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True):
             if of_whole is not None and not is_part(value, of_whole, self.own_rows(streams)):
                 raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
-        whole = tuple(None if value is None else value.clone() for value in self._noted.outputs)
+        whole = tuple(
+            None if of_whole is None else self._left(value, of_whole, streams)
+            for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True)
+        )
         return whole[0] if isinstance(out, torch.Tensor) else whole
+
+    def _left(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """What leaves the last block in place of `value`: all tokens as the whole has them, of local streams this rank's."""
+        if not self.block.local or not streams:
+            return of_whole.clone()
+        own, of_all = self.by_stream(value, streams), of_whole.split([self.tokens[stream] for stream in streams], dim=1)
+        kept = (own[stream] if stream in self.block.local else each for stream, each in zip(streams, of_all, strict=True))
+        return torch.cat(list(kept), dim=1)
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         raise AssertionError("a run that is held against another leaves with its values")
@@ -152,10 +163,15 @@ class Learning(HeldAgainst):
     """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
 
     `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
+    `local`: see OwnBlock.
     """
 
-    def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, another: WholeRun, order: Sequence[int]):
-        super().__init__([replace(block, slices=(), attention=(), leaving=()) for block in blocks], RANKS - 1, whole)
+    def __init__(
+        self, blocks: Sequence[OwnBlock], whole: WholeRun, another: WholeRun, order: Sequence[int], local: tuple[int, ...]
+    ):
+        bare = [replace(block, slices=(), attention=(), leaving=()) for block in blocks]
+        bare[-1] = replace(bare[-1], local=local)
+        super().__init__(bare, RANKS - 1, whole)
         self._another, self._order = another, order
         self._of_another: dict[int, int] = {}  # tokens of each stream there
 
@@ -270,8 +286,10 @@ def _cut_tokens(runs: "_Runs", blocks: Sequence[OwnBlock], actual: Call, times: 
         return "its attention cannot be reached"
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times), drawn(another, 1)]
     streams, failures = sum(map(bool, blocks[0].returns)), []
-    for order in itertools.permutations(range(max(streams, 2))):
-        learning = Learning(blocks, first, last, order)
+    # Behind its blocks a class counts the tokens that it drops by what it gave to them, or by what it got between them.
+    all_but = (tuple(other for other in range(streams) if other != kept) for kept in range(streams))
+    for of_rank, order in itertools.product(dict.fromkeys([(), *all_but]), itertools.permutations(range(max(streams, 2)))):
+        learning = Learning(blocks, first, last, order, of_rank)
         why = runs.why_not(learning, calls[0], first) or next(filter(None, runs.checks(learning.blocks, calls)), "")
         if not why:
             return learning.blocks
@@ -290,11 +308,21 @@ class _Runs:
         words = _words(actual)
         for side in SIDES:
             call = smaller(actual, side, WORDS)
-            if self._most_tokens(call) >= 4 * RANKS or call.x.shape == actual.x.shape:
+            tokens, another = self._most_tokens(call), self._another(call, side, words)
+            # A class may fill up its tokens: a call of another size may have as many of them.
+            told_apart = self._most_tokens(another) != tokens
+            if call.x.shape == actual.x.shape or (tokens >= 4 * RANKS and told_apart):
                 break
+        return call, another
+
+    def _another(self, call: Call, side: int, words: int) -> Call:
+        """The call with other numbers of tokens, of text and picture if possible. The call itself if there is none."""
         fewer, less = max(1, min(words, WORDS) - 3), max(call.x.shape[2:]) * 3 // 4
-        others = (smaller(call, *sizes) for sizes in ((less, fewer), (less, words), (side, fewer)))
-        return call, next((other for other in others if self._most_tokens(other)), call)
+        sizes = (less, fewer), (less, words), (side, fewer), (side // 2, words), (side // 2, fewer)
+        others = [smaller(call, *each) for each in sizes]
+        counts, tokens = [self._most_tokens(other) for other in others], self._most_tokens(call)
+        told_apart = [other for other, count in zip(others, counts, strict=True) if count not in (0, tokens)]
+        return next(iter(told_apart or itertools.compress(others, counts)), call)
 
     def _most_tokens(self, call: Call) -> int:
         """Of a tensor that the first block gets. 0 where the class does not run with the call."""
