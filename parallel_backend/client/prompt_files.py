@@ -1,9 +1,12 @@
 """The model files of the present prompt, as it first saw them: a file that changes later changes none of its results."""
 
+from dataclasses import replace
+
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
+from parallel_backend.families.own_class.family import OwnClassFamily
 
 from .models_on_ranks import OnRanks
 
@@ -29,12 +32,16 @@ class PromptFiles:
 
         ValueError for files that cannot be opened, and for a model of another kind than the `opened` one.
         """
-        key = str(setup.path), setup.own_class
+        own = setup.own_class
+        key = str(setup.path), None if own is None else replace(own, blocks=())
         if key not in self._seen:
             known = None if on_ranks is None else on_ranks.model.checkpoint, opened
             present = next((each for each in known if each is not None and not each.has_changed), None)
-            self._seen[key] = present or (open_checkpoint(setup.path) if setup.own_class is None else open_setup(setup))
+            self._seen[key] = present or (open_checkpoint(setup.path) if own is None else open_setup(setup))
         seen = self._seen[key]
+        if isinstance(seen.family, OwnClassFamily) and seen.family.own != own:  # its blocks have been proven since
+            seen.check_unchanged()
+            self._seen[key] = seen = open_setup(setup)
         if opened is not None and (opened.family.name, opened.config) != (seen.family.name, seen.config):
             raise ValueError(
                 f"model_name: {seen.path.name} has been replaced on disk by a model of another kind. Have its loader read "

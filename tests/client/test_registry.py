@@ -10,18 +10,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import save_file
 
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client import p2p_verdicts, pools, prompt_files, read_ahead
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.setup import Setup
+from parallel_backend.families.own_class.building import build
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST
 from tests.support.fake_cuda import ADA, fake_cuda
+from tests.support.planted_comfyui import planted, planted_comfyui
 
 DEVICES = ("cpu", "cpu")
 SIZE = 50
@@ -385,6 +390,21 @@ def test_a_file_that_changes_in_a_prompt_is_read_by_the_next_one(registry, loade
     again = loaded("a")[1]
     assert (again is model, model.unloaded) == ((True, False) if on_disk == "away" else (False, True))
     assert loaded("a")[1] is again
+
+
+def test_an_own_class_is_opened_again_when_its_blocks_are_proven(registry, monkeypatch, tmp_path):
+    """What has been opened for the trial has none."""
+    with planted_comfyui():
+        own = planted("Right")
+        save_file(build(own).to_empty(device="cpu").state_dict(), path := tmp_path / "own.safetensors")
+        setup = Setup(path, "fp32", DEVICES, Degrees(), "sdpa", own_class=own)
+        opened = registry.checkpoint("one", setup, open_own_class(path, own))
+        proven = setup.with_blocks((OwnBlock("blocks.0", ("0",), True),))
+        for _ in range(2):
+            assert registry._files.of(proven, None, opened).family.own == proven.own_class
+        path.write_bytes(path.read_bytes())
+        with pytest.raises(ValueError, match="has changed on disk"):
+            registry._files.of(setup.with_blocks(()), None, opened)
 
 
 def test_nodes_of_no_prompt_read_a_changed_file_at_their_next_run(registry, loaded, monkeypatch):
