@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from parallel_backend.client.p2p_verdicts import nccl_version
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.rank.comm.process_group import backend_for
@@ -52,7 +52,7 @@ def look_at_system(session: SelfTestSession, findings: Findings) -> None:
         "libraries": {name: version for name in LIBRARIES if (version := _version(name)) is not None},
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "nccl": _nccl(),
+        "nccl": nccl_version() or None,
         "transport": backend_for(session.settings.devices),
         "driver": _driver(),
         "host": session.host.name,
@@ -130,13 +130,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _nccl() -> str | None:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
-    version = torch.cuda.nccl.version()
-    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
 def _driver() -> str | None:

@@ -28,7 +28,7 @@ def look_at_links(session: SelfTestSession, findings: Findings) -> None:
     for note in pool.notes:  # such as P2P switched off: runs work, but their links are slower than they could be
         findings.wrong.append(note)
     findings.note("links", links(pool, session))
-    nccl = backend_for(pool.devices) == "nccl"
+    nccl = backend_for(pool.devices) == "nccl" and not pool.self_test.gloo
     findings.note("P2P", pool.self_test.p2p if nccl else None)
     if not nccl:
         findings.leave_out("links without P2P", "only NCCL has both; these ranks talk through Gloo")

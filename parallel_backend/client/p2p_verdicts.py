@@ -1,4 +1,4 @@
-"""Cards between which NCCL works only without direct access (P2P), kept in a file.
+"""Cards between which NCCL works only without direct access (P2P), or does not work, kept in a file.
 
 Such a link hangs, which takes the self-test of the links a minute to notice: once, and not at each start of ComfyUI.
 """
@@ -6,6 +6,7 @@ Such a link hangs, which takes the self-test of the links a minute to notice: on
 import hashlib
 import json
 import logging
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.json_file import write_json
+from parallel_backend.wire.rank_settings import P2P_DISABLE
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,13 @@ MACHINE = tuple(map(Path, ("/proc/driver/nvidia/version", "/sys/module/amdgpu/ve
 IOMMU = Path("/sys/class/iommu")
 """Has an entry for each unit that is switched on."""
 
+WITH_P2P, WITHOUT_P2P, BY_GLOO = range(3)
+"""How ranks talk."""
+FIELDS, GLOO = {"cards", "machine"}, {"gloo": True}
+
 Verdict = dict[str, Any]
-"""`cards`: their UUIDs, sorted. `machine`: a digest of what else decides whether P2P works."""
+"""`cards`: their UUIDs, sorted. `machine`: a digest of what else decides how they can talk. With `gloo` NCCL does not work,
+without it NCCL works without P2P."""
 
 
 class P2PVerdicts:
@@ -36,42 +43,46 @@ class P2PVerdicts:
 
     def __init__(self, folder: Callable[[], Path | None]):
         self._folder = folder
-        self._here: set[tuple[str, ...]] = set()
+        self._here: dict[tuple[str, ...], int] = {}
 
-    def is_off(self, devices: tuple[str, ...]) -> bool:
-        """Whether ranks on these devices are to start without P2P: by this process, or with the same cards and driver."""
+    def way(self, devices: tuple[str, ...]) -> int:
+        """How ranks on these devices are to talk: by this process, or with the same cards and driver."""
         if devices in self._here:
-            return True
+            return self._here[devices]
         path = self._path(devices)
-        if path is None or not path.is_file() or _verdict(devices) not in _read(path):
-            return False
+        if path is None or not path.is_file():
+            return WITH_P2P
+        known, verdict = _read(path), _verdict(devices)
+        if not any(_same(one, verdict) for one in known):
+            return WITH_P2P
+        by_gloo = verdict | GLOO in known
         log.info(
-            "Parallel DiT: no direct access between %s (P2P), as an earlier start had to do without. To have it tried "
-            "again, delete %s",
-            *(", ".join(devices), path),
+            "Parallel DiT: %s between %s, as an earlier start had to do without. To have it tried again, delete %s",
+            *("no NCCL" if by_gloo else "no direct access (P2P)", ", ".join(devices), path),
         )
-        return True
+        return BY_GLOO if by_gloo else WITHOUT_P2P
 
-    def turn_off(self, devices: tuple[str, ...]) -> None:
+    def turn_to(self, devices: tuple[str, ...], way: int) -> None:
         """For now: whether it helps is not known yet."""
-        self._here.add(devices)
+        self._here[devices] = way
 
-    def keep(self, devices: tuple[str, ...]) -> None:
-        """Without P2P these devices work: also at later starts, until driver, cards, torch or the IOMMU are others."""
-        self._here.add(devices)
+    def keep(self, devices: tuple[str, ...], way: int) -> None:
+        """In this way these devices work: also at later starts, until driver, cards, torch, NCCL or the IOMMU are others."""
+        self._here[devices] = way
         if (path := self._path(devices)) is not None:
-            verdict = _verdict(devices)
+            verdict = _verdict(devices) | (GLOO if way == BY_GLOO else {})
             others = [one for one in _read(path) if one["cards"] != verdict["cards"]]
             _write(path, [*others, verdict][-MOST:])
 
     def forget(self, devices: tuple[str, ...]) -> None:
-        """Ranks on these devices try P2P again."""
-        self._here.discard(devices)
+        """Ranks on these devices try NCCL with P2P again."""
+        self._here.pop(devices, None)
         path = self._path(devices)
         if path is not None and path.is_file():
             known, verdict = _read(path), _verdict(devices)
-            if verdict in known:
-                _write(path, [one for one in known if one != verdict])
+            others = [one for one in known if not _same(one, verdict)]
+            if len(others) < len(known):
+                _write(path, others)
 
     def _path(self, devices: tuple[str, ...]) -> Path | None:
         """None where nothing is kept: for CPUs, and cards of a Ray cluster, which may be others next time."""
@@ -85,8 +96,21 @@ def _verdict(devices: tuple[str, ...]) -> Verdict:
     properties = [torch.cuda.get_device_properties(name) for name in devices]
     cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
     facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]
-    facts.append(str(len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0))
+    facts += [str(len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0), os.environ.get(P2P_DISABLE, ""), nccl_version()]
     return {"cards": cards, "machine": hashlib.sha256("\n".join(facts).encode()).hexdigest()}
+
+
+def nccl_version() -> str:
+    """Of the library that torch has loaded, which may be newer than the one torch came with. Empty without NCCL."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return ""
+    version = torch.cuda.nccl.version()
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def _same(one: Verdict, other: Verdict) -> bool:
+    """Whether both are of the same cards on the same machine."""
+    return all(one[name] == other[name] for name in FIELDS)
 
 
 def _read(path: Path) -> list[Verdict]:
@@ -97,7 +121,7 @@ def _read(path: Path) -> list[Verdict]:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError("it is too long")
         verdicts = json.loads(path.read_text())["verdicts"]
-        if not all(isinstance(one, dict) and {*one} == {"cards", "machine"} for one in verdicts):
+        if not all(isinstance(one, dict) and {*one} - {*GLOO} == FIELDS for one in verdicts):
             raise ValueError("it has something else in it")
         return list(verdicts)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -11,18 +11,20 @@ from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.processes.pool import LinksDown, Pool
 from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
 
-from .p2p_verdicts import P2PVerdicts
+from .p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P, P2PVerdicts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 WITHOUT_P2P_SECONDS = 30.0
 """Time limit of the self-test's parts without P2P, shorter since the test with P2P has taken a minute already."""
+WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that talk through Gloo in place of NCCL"}
+"""How ranks on GPUs may talk, in the order in which it is tried. The text follows "ranks"."""
 
 
 class Pools:
     """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
-    `start` makes a pool. `verdicts`: where P2P is known not to work.
+    `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
     """
 
     def __init__(self, start: Callable[[tuple[str, ...], SelfTest], Pool], verdicts: P2PVerdicts):
@@ -51,27 +53,33 @@ class Pools:
         """The result of `action` with the ranks on these devices, started if necessary.
 
         If the self-test of NCCL's links fails, `action` is tried once more with new ranks without P2P, since direct access
-        between consumer cards is the most frequent cause. P2P then stays off for these devices, see P2PVerdicts.
+        between consumer cards is the most frequent cause, and then with Gloo. The way that works stays, see P2PVerdicts.
         """
         pool = self._on(devices)
         self._begun.discard(devices)
-        try:
-            return action(pool)
-        except LinksDown as error:
-            if error.backend != "nccl" or not pool.self_test.p2p or P2P_DISABLE in os.environ:
-                self._verdicts.forget(devices)  # where P2P was off by an earlier start's verdict, that does not help now
+        first, way = way_of(pool.self_test), None
+        while True:
+            try:
+                result = action(pool)
+            except LinksDown as error:
+                way = next_way(way_of(pool.self_test)) if error.backend == "nccl" else None
+                if way is None:
+                    self._verdicts.forget(devices)  # an earlier start's verdict does not help now
+                    raise
+                log.warning("%s\nParallel DiT: starting new ranks %s", str(error), WAYS[way])
+            except BaseException:  # the links were not the cause, or that is unknown, such as after Cancel
+                if way is not None:
+                    self._verdicts.forget(devices)
                 raise
-            log.warning("%s\nParallel DiT: starting new ranks without P2P", str(error))
-        self.end(devices, politely=False)
-        self._verdicts.turn_off(devices)
-        pool = self._on(devices)
-        try:
-            result = action(pool)
-        except BaseException:  # P2P was not the cause, or that is unknown, such as after Cancel
-            self._verdicts.forget(devices)
-            raise
-        self._verdicts.keep(devices)
-        return result
+            else:
+                if way is not None and first == WITH_P2P:
+                    self._verdicts.keep(devices, way)
+                return result
+            self.end(devices, politely=False)
+            if first != WITH_P2P:  # what an earlier start found out has changed: the next one begins anew
+                self._verdicts.forget(devices)
+            self._verdicts.turn_to(devices, way)
+            pool = self._on(devices)
 
     def begin(self, devices: tuple[str, ...]) -> None:
         """Begin to start ranks on these devices, unless there are ranks on any of them. Does not wait for them.
@@ -118,11 +126,28 @@ class Pools:
         pool = next((pool for pool in self._pools if pool.devices == devices), None)
         if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            off = self._verdicts.is_off(devices)
-            self_test = replace(SELF_TEST, p2p=False, seconds=WITHOUT_P2P_SECONDS) if off else SELF_TEST
-            pool = self._start(devices, self_test)
+            pool = self._start(devices, self_test_of(self._verdicts.way(devices)))
         self._pools = (*(other for other in self._pools if other is not pool), pool)
         return pool
+
+
+def self_test_of(way: int) -> SelfTest:
+    """The settings of ranks that talk in this way, one of WAYS."""
+    if way == WITH_P2P:
+        return SELF_TEST
+    return replace(SELF_TEST, p2p=False, gloo=way == BY_GLOO, seconds=WITHOUT_P2P_SECONDS)
+
+
+def way_of(settings: SelfTest) -> int:
+    """The way in which ranks with these settings talk."""
+    return WITH_P2P if settings.p2p else BY_GLOO if settings.gloo else WITHOUT_P2P
+
+
+def next_way(way: int) -> int | None:
+    """The way to try after NCCL has failed in `way`. None: there is no other."""
+    if way == WITH_P2P and P2P_DISABLE not in os.environ:
+        return WITHOUT_P2P
+    return None if way == BY_GLOO else BY_GLOO
 
 
 def _close(pool: Pool, politely: bool) -> None:

@@ -30,6 +30,11 @@ P2P_OFF = (
     "P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory"
 )
 """Note about ranks that were started again without P2P."""
+NCCL_OFF = (
+    "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer "
+    "through host memory on both sides, which is slower and not beside computation"
+)
+"""Note about ranks that were started again without NCCL."""
 
 
 def out_of_memory(text: str) -> bool:

@@ -22,7 +22,7 @@ from parallel_backend.wire.shared_memory import Segment
 from .failure_report import DeviceFull as DeviceFull
 from .failure_report import FailureReport, RankError, again
 from .failure_report import LinksDown as LinksDown
-from .failure_text import P2P_OFF
+from .failure_text import NCCL_OFF, P2P_OFF
 from .gathers import Gathers
 from .local import LocalRanks, Ranks
 from .watchdog import SILENCE_SECONDS, Watchdog
@@ -121,7 +121,7 @@ class Pool:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes about these ranks for the user."""
-        return () if self.self_test.p2p else (P2P_OFF,)
+        return (NCCL_OFF,) if self.self_test.gloo else () if self.self_test.p2p else (P2P_OFF,)
 
     def enter(self, model: Listener, keep_others: bool = False) -> int:
         """The number of a new model, which receives its messages until it is garbage-collected or leaves.

@@ -18,6 +18,8 @@ class SelfTest:
     """Time limit of each part of the test."""
     p2p: bool = True
     """False: NCCL uses no direct access from GPU to GPU, the most frequent cause of failures."""
+    gloo: bool = False
+    """True: Gloo in place of NCCL."""
 
 
 SELF_TEST = SelfTest()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from parallel_backend.client.reports.run_report import RunReport
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.failure_text import P2P_OFF
+from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
 from scripts.comfyui_server import PACK
 
 _RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, (1, 3), None, ())
@@ -29,7 +29,11 @@ LINES = (
     "starting 2 ranks",
     "loading",
     "loading, 40 %",
-    *(_WEIGHTS, f"{_WEIGHTS}, {_STREAMED}", f"{_WEIGHTS}, {P2P_OFF}", f"{_WEIGHTS}, {_STREAMED}, {P2P_OFF}"),
+    *(
+        f"{weights}{note}"
+        for weights in (_WEIGHTS, f"{_WEIGHTS}, {_STREAMED}")
+        for note in ("", f", {P2P_OFF}", f", {NCCL_OFF}")
+    ),
     "calibrating, about 10 s, once for this machine and kind of model",
     "calibrating, about 10 s, once for this machine and kind of model, 3 s",
     "degrees auto: ulysses_degree 2 on cuda:0, cuda:1, planned 8.1 s",
@@ -60,6 +64,7 @@ LINES = (
     "cuda:1 ran out of memory. This is tried once more with new ranks, on which 2.5 GB more of rank 1's weights come from "
     "host memory as they are needed",
     P2P_OFF,
+    NCCL_OFF,
     "links, 3 of 14 checks",
     "done, 14 of 14 checks",
     "Decoded in 2 bands on cuda:0, cuda:1.",

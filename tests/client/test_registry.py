@@ -17,6 +17,7 @@ from parallel_backend.client import p2p_verdicts, pools, prompt_files, read_ahea
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
+from parallel_backend.client.p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnBlock
@@ -34,14 +35,14 @@ SIZE = 50
 
 
 class FakePool:
-    """`down`: the backend of pools whose links fail, with P2P or in any case."""
+    """`down`: the backend of pools whose links fail, with P2P, without it, or by Gloo."""
 
-    down: dict[bool, str] = {}  # noqa: RUF012  # replaced, never changed
+    down: dict[bool | str, str] = {}  # noqa: RUF012  # replaced, never changed
 
     def __init__(self, devices, self_test, threads, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
         self.self_test, self.threads, self.asked, self.process = self_test, threads, [], os.getpid()
-        if backend := self.down.get(self_test.p2p):
+        if backend := self.down.get("Gloo" if self_test.gloo else self_test.p2p):
             self.ready.set_exception(LinksDown("the self-test failed", backend))
         else:
             self.ready.set_result([])
@@ -539,10 +540,23 @@ def test_ranks_whose_links_fail_under_nccl_are_tried_once_more_without_p2p(regis
     assert registry.pool_for(("cuda:0", "cuda:1"), nobody).self_test.p2p  # of these nothing is known
 
 
+@pytest.mark.parametrize("p2p_disable", [None, "1"])
+def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch, p2p_disable):
+    if p2p_disable is not None:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_disable)
+    monkeypatch.setattr(FakePool, "down", {True: "nccl", False: "nccl"})
+    tries = 3 if p2p_disable is None else 2  # without P2P NCCL has been tried already
+    assert [starts(), starts()] == [(BY_GLOO, tries), (BY_GLOO, 1)]
+    monkeypatch.setattr(FakePool, "down", {"Gloo": "gloo"})
+    with pytest.raises(LinksDown):
+        starts()
+    assert starts() == (WITH_P2P, 1)
+
+
 @pytest.fixture
 def starts(monkeypatch, tmp_path):
-    """`starts()`: whether the next ComfyUI's ranks on two fake cards are at last without P2P, and after how many starts of
-    ranks. It keeps what it has found out in `tmp_path`."""
+    """`starts()`: how the next ComfyUI's ranks on two fake cards talk at last, and after how many starts of ranks. It keeps
+    what it has found out in `tmp_path`."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(FakePool, "down", {True: "nccl"})
     made = []
@@ -551,12 +565,12 @@ def starts(monkeypatch, tmp_path):
         made.append(FakePool(*arguments, **named))
         return made[-1]
 
-    def start(devices=("cuda:0", "cuda:1")) -> tuple[bool, int]:
+    def start(devices=("cuda:0", "cuda:1")) -> tuple[int, int]:
         made.clear()
         one = Registry()
         one.folder = lambda: tmp_path / "parallel_dit"
         try:
-            return not one.pool_for(devices, nobody).self_test.p2p, len(made)
+            return pools.way_of(one.pool_for(devices, nobody).self_test), len(made)
         finally:
             one.close()
 
@@ -566,12 +580,12 @@ def starts(monkeypatch, tmp_path):
 
 
 def test_that_p2p_fails_is_known_at_the_next_start_of_comfyui(starts, tmp_path):
-    assert starts() == (True, 2)
-    assert starts() == (True, 1)
-    assert starts(("cuda:1", "cuda:0")) == (True, 1)  # the same cards
-    assert starts(("cuda:0", "cuda:2")) == (True, 2)  # others
-    assert starts() == starts(("cuda:2", "cuda:0")) == (True, 1)
-    assert starts(("cpu", "cpu")) == (True, 2)  # nothing is kept of what has no cards
+    assert starts() == (WITHOUT_P2P, 2)
+    assert starts() == (WITHOUT_P2P, 1)
+    assert starts(("cuda:1", "cuda:0")) == (WITHOUT_P2P, 1)  # the same cards
+    assert starts(("cuda:0", "cuda:2")) == (WITHOUT_P2P, 2)  # others
+    assert starts() == starts(("cuda:2", "cuda:0")) == (WITHOUT_P2P, 1)
+    assert starts(("cpu", "cpu")) == (WITHOUT_P2P, 2)  # nothing is kept of what has no cards
     assert [path.name for path in (tmp_path / "parallel_dit").iterdir()] == ["without_p2p.json"]
 
 
@@ -579,8 +593,9 @@ MACHINE = "/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cm
 """Drivers, and the kernel's options, which the IOMMU is one of."""
 
 
-@pytest.mark.parametrize("changed", [*MACHINE, "torch", "kernel", "IOMMU", "card"])
-def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, changed):
+@pytest.mark.parametrize("way", [WITHOUT_P2P, BY_GLOO])
+@pytest.mark.parametrize("changed", [*MACHINE, "torch", "NCCL", "kernel", "IOMMU", "card"])
+def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, changed, way):
     assert tuple(path.as_posix() for path in p2p_verdicts.MACHINE) == MACHINE
     files = {path: tmp_path / "machine" / path[1:] for path in MACHINE}
     for file in files.values():
@@ -590,11 +605,14 @@ def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, change
     (units / "dmar0").mkdir(parents=True)
     monkeypatch.setattr(p2p_verdicts, "MACHINE", (*files.values(), tmp_path / "no such driver"))
     monkeypatch.setattr(p2p_verdicts, "IOMMU", units)
-    assert starts() == (True, 2)
+    monkeypatch.setattr(FakePool, "down", dict.fromkeys([True, False][:way], "nccl"))
+    assert starts() == (way, way + 1)
     if changed in files:
         files[changed].write_text("590.48.01")
     elif changed == "torch":
         monkeypatch.setattr(p2p_verdicts.torch, "__version__", "99")
+    elif changed == "NCCL":
+        monkeypatch.setattr(p2p_verdicts, "nccl_version", lambda: "99")
     elif changed == "kernel":
         monkeypatch.setattr(p2p_verdicts.platform, "release", lambda: "99")
     elif changed == "IOMMU":
@@ -603,8 +621,7 @@ def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, change
         properties = p2p_verdicts.torch.cuda.get_device_properties
         other = lambda name: SimpleNamespace(uuid=f"{properties(name).uuid}-other", name="")  # noqa: E731
         monkeypatch.setattr(p2p_verdicts.torch.cuda, "get_device_properties", other)
-    assert starts() == (True, 2)
-    assert starts() == (True, 1)
+    assert [starts(), starts()] == [(way, way + 1), (way, 1)]
 
 
 @pytest.mark.parametrize(
@@ -621,18 +638,16 @@ def test_a_damaged_file_of_verdicts_is_ignored_with_a_word_and_written_anew(star
     path = tmp_path / "parallel_dit/without_p2p.json"
     starts()
     damage(path)
-    assert starts() == (True, 2)
+    assert starts() == (WITHOUT_P2P, 2)
     assert path.name in caplog.text and ("is ignored" in caplog.text or "could not be kept" in caplog.text)
-    assert starts() == ((True, 2) if path.is_dir() else (True, 1))
+    assert starts() == ((WITHOUT_P2P, 2) if path.is_dir() else (WITHOUT_P2P, 1))
 
 
 def test_links_that_fail_without_p2p_too_are_tried_with_it_at_the_next_start(starts, monkeypatch):
-    """Whatever it was has changed: the verdict may be wrong by now."""
+    """Whatever it was has changed: the verdict may be wrong by now. Until then Gloo serves."""
     starts()
     monkeypatch.setattr(FakePool, "down", {False: "nccl"})
-    with pytest.raises(LinksDown):
-        starts()
-    assert starts() == (False, 1)
+    assert [starts(), starts()] == [(BY_GLOO, 2), (WITH_P2P, 1)]
 
 
 def test_p2p_stays_on_where_a_second_try_was_given_up(registry, monkeypatch):
@@ -653,8 +668,12 @@ def test_p2p_stays_on_where_a_second_try_was_given_up(registry, monkeypatch):
 
 @pytest.mark.parametrize(
     ("down", "p2p_disable"),
-    [({True: "gloo"}, None), ({True: "nccl", False: "nccl"}, None), ({True: "nccl"}, "1")],
-    ids=["Gloo", "without P2P too", "P2P was off"],
+    [
+        ({True: "gloo"}, None),
+        ({True: "nccl", False: "nccl", "Gloo": "gloo"}, None),
+        ({True: "nccl", "Gloo": "gloo"}, "1"),
+    ],
+    ids=["Gloo", "without P2P and by Gloo too", "P2P was off"],
 )
 def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begins_anew(
     registry, monkeypatch, down, p2p_disable

@@ -15,7 +15,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.processes import local
-from parallel_backend.processes.failure_text import P2P_OFF
+from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
 from parallel_backend.processes.pool import LinksDown, Pool, RankError
 from parallel_backend.wire.rank_settings import SELF_TEST
 from testing import tiny
@@ -91,14 +91,16 @@ def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeyp
         assert time.monotonic() - began < BOUND
 
 
-def test_where_nccl_fails_it_is_tried_once_more_without_p2p(monkeypatch, flux_file, given):
+@pytest.mark.parametrize(("works", "note"), [("without P2P", P2P_OFF), ("by Gloo", NCCL_OFF)])
+def test_where_nccl_fails_ranks_talk_in_another_way(monkeypatch, flux_file, given, works, note):
     monkeypatch.delenv(pools.P2P_DISABLE, raising=False)
-    monkeypatch.setattr(local, "rank_entry", lambda: deaf_rank.deaf_with_p2p)
+    monkeypatch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf_by_nccl, works))
     monkeypatch.setattr(pools, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
+    monkeypatch.setattr(pools, "WITHOUT_P2P_SECONDS", LIMIT)
     said: list[str] = []
     with closing(Registry()) as registry:
         key = Setup(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
         model = registry.model(key, nothing, lambda doing, _fraction: said.append(doing))
-        assert said[-1].endswith(P2P_OFF)
-        assert model.pool.notes == (P2P_OFF,)
+        assert said[-1].endswith(note)
+        assert model.pool.notes == (note,)
         assert model.predict(ModelCall(*given), nothing).isfinite().all()

@@ -19,12 +19,12 @@ def deaf(when: str, settings: RankSettings, connection: Connection) -> None:
     main(settings, connection)
 
 
-def deaf_with_p2p(settings: RankSettings, connection: Connection) -> None:
-    """The same at the start, as by NCCL, and only with direct access from GPU to GPU."""
+def deaf_by_nccl(works: str, settings: RankSettings, connection: Connection) -> None:
+    """The same at the start, as by NCCL, until ranks talk as `works` says: "without P2P" or "by Gloo"."""
     from parallel_backend.rank.comm import peers
 
     peers.backend_for = lambda _devices: "nccl"
-    if settings.self_test.p2p:
+    if settings.self_test.p2p or (works == "by Gloo" and not settings.self_test.gloo):
         peers.try_pair = lambda *_: time.sleep(3600)
     main(settings, connection)
 

@@ -83,6 +83,9 @@ export const REASONS = [
 const P2P_OFF =
     "P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory";
 
+const NCCL_OFF =
+    "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer through host memory on both sides, which is slower and not beside computation";
+
 const LINES = [
     // of the end of a run (client/reports/run_report.py)
     [/^([\d.]+) s, ([\d.]+) x one GPU$/, "$1 秒，速度是单卡的 $2 倍"],
@@ -134,6 +137,10 @@ const LINES = [
         "$1 显存不足。现在用新的进程再试一次，进程 $3 的权重再有 $2 GB 用到时才从内存复制",
     ],
     [new RegExp(`^${P2P_OFF}$`), "P2P 已关闭：显卡直连时 NCCL 的链路自检没有通过，所以数据经内存传输"],
+    [
+        new RegExp(`^${NCCL_OFF}$`),
+        "NCCL 已关闭：无论显卡是否直连，NCCL 的链路自检都没有通过，所以由 Gloo 传输，每次都在两端经内存复制，较慢，也不能与计算同时进行",
+    ],
     // of long work (nodes/ui/loading_bar.py, client/loading.py, nodes/self_test.py)
     [/^starting (\d+) ranks$/, "正在启动 $1 个进程"],
     [/^loading, (\d+) %$/, "正在读取模型，$1 %"],
@@ -143,6 +150,11 @@ const LINES = [
         "$2 个进程上有 $1 GB 权重，{3}；P2P 已关闭，数据经内存传输",
     ],
     [new RegExp(`^([\\d.]+) GB of weights on (\\d+) ranks, ${P2P_OFF}$`), "$2 个进程上有 $1 GB 权重；P2P 已关闭，数据经内存传输"],
+    [
+        new RegExp(`^([\\d.]+) GB of weights on (\\d+) ranks, (weights come .*), ${NCCL_OFF}$`),
+        "$2 个进程上有 $1 GB 权重，{3}；NCCL 已关闭，由 Gloo 传输",
+    ],
+    [new RegExp(`^([\\d.]+) GB of weights on (\\d+) ranks, ${NCCL_OFF}$`), "$2 个进程上有 $1 GB 权重；NCCL 已关闭，由 Gloo 传输"],
     [/^([\d.]+) GB of weights on (\d+) ranks, (weights come .*)$/, "$2 个进程上有 $1 GB 权重，{3}"],
     [/^([\d.]+) GB of weights on (\d+) ranks$/, "$2 个进程上有 $1 GB 权重"],
     [/^calibrating, about 10 s, once for this machine and kind of model, (\d+) s$/, "正在测量，约 10 秒，每种模型一次，已 $1 秒"],

@@ -38,7 +38,7 @@ class Peers:
 
     def __init__(self, settings: RankSettings, rendezvous: Rendezvous, guard: Guard):
         self._settings, self._rendezvous, self._guard = settings, rendezvous, guard
-        self._backend = backend_for(settings.devices)
+        self._backend = "gloo" if settings.self_test.gloo else backend_for(settings.devices)
         self._device = torch.device(settings.device if self._backend == "nccl" else "cpu")
         self._meshes: dict[Degrees, Mesh] = {}
         self._users: Counter[Degrees] = Counter()
@@ -54,7 +54,8 @@ class Peers:
         if world == 1:
             return
         with self._guard.waiting():
-            join(settings.rank, settings.devices, self._rendezvous, settings.timeout, settings.self_test.p2p)
+            test = settings.self_test
+            join(settings.rank, settings.devices, self._rendezvous, settings.timeout, test.p2p, test.gloo)
             self._far = self._rendezvous.is_any("far", is_far())  # the same on all ranks, see Axis.far
         everyone = Axis("world", world, settings.rank, tuple(range(world)), None)
         self._try_axis(everyone, "all ranks", SHORT_SUMS[self._device.type])

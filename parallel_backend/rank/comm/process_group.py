@@ -56,8 +56,15 @@ def backend_for(devices: tuple[str, ...]) -> str:
     return "nccl" if distinct and dist.is_nccl_available() else "gloo"
 
 
-def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: timedelta, p2p: bool = True) -> None:
-    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`: see rank_settings.SelfTest.
+def join(
+    rank: int,
+    devices: tuple[str, ...],
+    rendezvous: Rendezvous,
+    timeout: timedelta,
+    p2p: bool = True,
+    gloo: bool = False,
+) -> None:
+    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`, `gloo`: see SelfTest.
 
     CardError if NCCL's communicators would be on another GPU than the rank's.
     """
@@ -73,7 +80,7 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
         os.environ[P2P_DISABLE] = "1"
     # No device_id: bound to a device, all transfers between two ranks would share one communicator and wait for each other
     # (pytorch #154132). Unbound, every group makes its communicator when first used, by self_test.py.
-    backend = backend_for(devices)
+    backend = "gloo" if gloo else backend_for(devices)
     try:
         dist.init_process_group(
             backend,
