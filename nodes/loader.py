@@ -10,19 +10,22 @@ import folder_paths
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.checkpoints.own_class import file_shapes, open_own_class
+from parallel_backend.checkpoints.tensor_files import GGUF, SAFETENSORS
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Setup
+from parallel_backend.core.setup import Conversion, Setup
 from parallel_backend.core.validate import check_exchange
 from parallel_backend.families.others import UnknownModel
 from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
+from .model.diffusers_layout import conversion_of
 from .model.early_start import start_ranks_of
+from .model.left_over import check_left_over, left_over_line
 from .model.own_class import check_own_class, has_family, own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
@@ -42,29 +45,21 @@ IN_CHECKPOINTS = f"{CHECKPOINTS}/"
 
 
 def model_names() -> list[str]:
-    """The bundled model; diffusers folders, safetensors and GGUF files of models/diffusion_models; all-in-one files."""
-    files = sorted({*safetensors_names(FOLDER), *_gguf_names()})
-    folders = [
-        str(config.parent.relative_to(base))
-        for base in folder_paths.get_folder_paths(FOLDER)
-        for config in sorted(Path(base).glob("**/config.json"))
-    ]
-    folder_prefixes = tuple(f"{folder}/" for folder in folders)
-    files = [name for name in files if not name.replace("\\", "/").startswith(folder_prefixes)]
+    """The bundled model; diffusers folders, safetensors and GGUF files of models/diffusion_models; all-in-one files.
+
+    Files are listed as ComfyUI lists them, those of diffusers folders too. GGUF files are added: ComfyUI's list lacks them.
+    """
+    found = {
+        name for base in folder_paths.get_folder_paths(FOLDER) for name in folder_paths.recursive_search(base, [".git"])[0]
+    }
+    folders = sorted(str(Path(name).parent) for name in found if Path(name).name == "config.json" != name)
+    files = sorted({*safetensors_names(FOLDER), *folder_paths.filter_files_extensions(found, GGUF)})
     return [BUNDLED, *folders, *files, *(IN_CHECKPOINTS + name for name in safetensors_names(CHECKPOINTS))]
 
 
 def safetensors_names(folder: str) -> list[str]:
     """The safetensors files of one of ComfyUI's model folders."""
-    return [name for name in folder_paths.get_filename_list(folder) if name.endswith((".safetensors", ".sft"))]
-
-
-def _gguf_names() -> list[str]:
-    """GGUF files. ComfyUI's list of the folder leaves them out, because its loaders cannot read them."""
-    names = [
-        name for base in folder_paths.get_folder_paths(FOLDER) for name in folder_paths.recursive_search(base, [".git"])[0]
-    ]
-    return folder_paths.filter_files_extensions(names, [".gguf"])
+    return [name for name in folder_paths.get_filename_list(folder) if name.lower().endswith(SAFETENSORS)]
 
 
 def model_path(name: str) -> Path:
@@ -197,6 +192,8 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         checkpoint.check_degrees(degrees)
     else:
         check_own_class(own, path.name, degrees, planned, bool(values["compile"]))
+    if line := left_over_line(checkpoint):
+        say(line)
     halves = checkpoint.family.half_dtypes(checkpoint.config)
     dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, half_dtypes(devices))
     attention = attention_for(config.attention, devices, dtype)
@@ -212,6 +209,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         transfer_dtype=config.transfer_dtype,
         offload=offload_of(values["offload"]),
         own_class=own,
+        conversion=checkpoint.conversion,
         **{name: values[name] for name in SETUP_WIDGETS},
     )
     if planned:
@@ -225,24 +223,32 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     return model
 
 
-def opened(path: Path, devices: tuple[str, ...]) -> tuple[Checkpoint, OwnClass | None]:
-    """The checkpoint, with ComfyUI's own class if no family computes it."""
+def opened(path: Path, devices: tuple[str, ...], conversion: Conversion = ()) -> tuple[Checkpoint, OwnClass | None]:
+    """The checkpoint, with ComfyUI's own class if no family computes it.
+
+    `conversion`: of a file that ComfyUI converts, which this finds out if no family takes the file as it is.
+    """
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, conversion)
     except ValueError as refused:
-        # A family goes by a few keys, which a class made from the family's may have too.
-        if not isinstance(refused, UnknownModel) and (path.is_dir() or has_family(*file_shapes(path))):
-            raise
         unknown = refused
+        if isinstance(refused, UnknownModel):
+            if not conversion and path.is_file() and (converted := conversion_of(path)):
+                return opened(path, devices, converted)
+        # A family goes by a few keys, which a class made from the family's may have too.
+        elif path.is_dir() or has_family(*file_shapes(path, conversion)):
+            raise
     else:
-        if path.is_dir() or has_family(checkpoint.original_shapes, checkpoint.stated):
+        unused = {key: entry.shape for key, entry in checkpoint.unused.items()}
+        if path.is_dir() or has_family(checkpoint.original_shapes | unused, checkpoint.stated):
+            check_left_over(checkpoint)
             return checkpoint, None
         unknown = UnknownModel(
             f"model_name: {path.name} is close to {checkpoint.family.name}, and not what Parallel DiT computes for it. Load "
             "it with Load Diffusion Model, on one GPU."
         )
-    own = own_class(path, devices, unknown)
-    return open_own_class(path, own), own
+    own = own_class(path, devices, unknown, conversion)
+    return open_own_class(path, own, conversion), own
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:

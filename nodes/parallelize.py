@@ -1,6 +1,7 @@
 """Parallelize Model: the MODEL of any loader -> the same one on several GPUs, with all that nodes have put on it."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.degrees import Degrees
@@ -13,16 +14,19 @@ from .model.carry_over import carry_over
 from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.diffusion_model import RemoteDiffusionModel
 from .model.early_start import start_ranks_of
+from .model.left_over import left_over_line
 from .model.native_source import NativeSource, native_source
 from .model.native_weights import check_not_rewritten, give_back_memory, unload
 from .model.patcher import RemoteModelPatcher
 from .parallel_config import ParallelConfig, config_of
+from .run_on_several_gpus import model_file
 from .sampling.auto_degrees import AS_SET, AUTO_KEY
 from .sampling.pipefusion import WRAPPER_KEY as PIPEFUSION_KEY
 from .sampling.pipefusion import apply_pipefusion, has_pipefusion
 from .ui.devices import possible_devices, why_hidden
 from .ui.input_checks import renamed_input, validate
 from .ui.node_text import say
+from .ui.prompt_graph import executing, loader_inputs
 from .ui.widgets import CATEGORY, MAX_DEGREE, choice, link, offload, whole_number
 
 
@@ -70,7 +74,7 @@ class ParallelizeModel:
         setup_values: dict[str, Any] = {}
         stays = [AUTO_KEY, CONDS_KEY]
         if ours is None:
-            source = native_source(model)
+            source = native_source(model, _named_file())
             unload(model)
             check_not_rewritten(model)
         else:
@@ -91,9 +95,19 @@ class ParallelizeModel:
             own = parallel.model.diffusion_model.setup.own_class
             if degrees.pipe > 1 and own is None and not has_pipefusion(parallel):
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True)
-            say(f"Parallel DiT: {degrees} on {', '.join(parallel.model.diffusion_model.setup.devices)}")
+            devices = ", ".join(parallel.model.diffusion_model.setup.devices)
+            lines = left_over_line(parallel.model.diffusion_model.checkpoint), f"Parallel DiT: {degrees} on {devices}"
+            say("\n".join(filter(None, lines)))
         start_ranks_of(parallel)
         return (parallel,)
+
+
+def _named_file() -> Path | None:
+    """The model file that the loader of this node's MODEL names in the prompt's graph. None: it is not known."""
+    found = executing()
+    inputs = None if found is None else loader_inputs(found[0], found[1])
+    named = None if inputs is None else model_file(inputs)
+    return None if named is None else named[1]
 
 
 def _parallel(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.file_state import file_state
-from parallel_backend.checkpoints.tensor_files import GGUF
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.host_memory import host_memory
@@ -152,10 +151,6 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
         checkpoint, own = opened(path, devices)
     except ValueError as error:
         return LoaderPlan(file=name, why=str(error).removeprefix("model_name: "))
-    if path.suffix.lower() in GGUF:
-        return LoaderPlan(
-            file=name, why="a loader of GGUF files does not say which file a MODEL is from; take Parallel DiT Loader"
-        )
     dtypes = checkpoint.family.half_dtypes(checkpoint.config), half_dtypes(devices)
     dtype = resolve_dtype("default", checkpoint.dtype, devices, *dtypes)
     weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes

@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.checkpoints.checkpoint import PREFIXES  # noqa: E402
+from parallel_backend.checkpoints.single_file import prefix_of  # noqa: E402
 from parallel_backend.checkpoints.tensor_files import read_header  # noqa: E402
 from testing.comfyui.host_names import Source  # noqa: E402
 
@@ -448,8 +448,8 @@ def class_shapes(name: str, settings: dict) -> dict[str, Shape]:
 
 def file_shapes(path: Path) -> dict[str, Shape]:
     """Tensors of the file's transformer, without the prefix that an all-in-one file has. ValueError for a damaged file."""
-    entries, _ = read_header(path)
-    prefix = next(prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in entries))
+    entries = read_header(path)[0]
+    prefix = prefix_of(entries)
     return {key.removeprefix(prefix): entry.shape for key, entry in entries.items() if key.startswith(prefix)}
 
 

@@ -104,10 +104,13 @@ def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, A
     return {"x": values.pop(first), "timestep": values.pop(second)} | values
 
 
-def native_config(tensors: dict[str, torch.Tensor], stated: Mapping[str, Any]) -> Any:
+def native_config(tensors: dict[str, torch.Tensor], stated: Mapping[str, Any] | None) -> Any:
     """The object of ComfyUI's supported_models for a file with these tensors, which may be on the meta device. None: it has
-    no such model. `stated`: the file's stated configuration, which detection reads as a header's metadata."""
-    metadata = {"config": json.dumps({"transformer": dict(stated)})} if stated else None
+    no such model. `stated`: of the file's header, which detection reads as its metadata; for None, which cannot be read, it
+    raises if it does."""
+    metadata = None
+    if stated is None or stated:
+        metadata = {"config": "" if stated is None else json.dumps({"transformer": dict(stated)})}
     return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
 
 

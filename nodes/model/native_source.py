@@ -7,6 +7,8 @@ from pathlib import Path
 import comfy.model_patcher
 import torch
 
+from parallel_backend.checkpoints.tensor_files import GGUF
+
 from ..ui.other_nodes import name_of
 
 LOADERS = {
@@ -35,9 +37,15 @@ class NativeSource:
     weight_dtype: str
 
 
-def native_source(model: comfy.model_patcher.ModelPatcher) -> NativeSource:
-    """The source of a native MODEL. ValueError, with advice, if it is unknown or not the contents of a single file."""
-    if (noted := model.cached_patcher_init) is None:
+def native_source(model: comfy.model_patcher.ModelPatcher, named: Path | None = None) -> NativeSource:
+    """The source of a native MODEL. ValueError, with advice, if it is unknown or not the contents of a single file.
+
+    `named`: the model file that the MODEL's loader has in the prompt's graph. Loaders of GGUF files note none on the MODEL.
+    """
+    noted = model.cached_patcher_init
+    if noted is None and named is not None and named.suffix.lower() in GGUF:
+        return NativeSource(named, DTYPES.get(model.object_patches.get("manual_cast_dtype"), "default"))
+    if noted is None:
         raise ValueError(f"model: which file this MODEL is from is not known: its loader does not say it. {INSTEAD}")
     function, arguments = noted[:2]
     if (path_name := LOADERS.get(name := name_of(function))) is None:

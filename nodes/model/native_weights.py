@@ -11,6 +11,8 @@ import comfy.utils
 import folder_paths
 import torch
 
+from parallel_backend.checkpoints.tensor_files import GGUF
+
 from ..ui.other_nodes import definition
 
 HALF = torch.bfloat16, torch.float16
@@ -28,10 +30,11 @@ def unload(model: comfy.model_patcher.ModelPatcher) -> None:
 
 def check_not_rewritten(model: comfy.model_patcher.ModelPatcher) -> None:
     """ValueError for a module, forward or hook that a node has put into the native model: the file does not have it."""
+    own_layers = getattr(model.model.model_config, "custom_operations", None)  # of the loader: ComfyUI-GGUF's
     for name, module in model.model.diffusion_model.named_modules():
         kind = type(module)
         change = ""
-        if _of_a_pack(kind.__module__):
+        if _of_a_pack(kind.__module__) and getattr(own_layers, kind.__name__, None) is not kind:
             change = f"{kind.__module__}.{kind.__qualname__}"
         elif getattr(module.forward, "__func__", module.forward) is not kind.forward:
             forward = definition(module.forward)
@@ -58,10 +61,10 @@ def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> Non
 
     ComfyUI keeps the loader's output as long as the workflow is open. The MODEL can still be sampled without ranks: weights
     that the loader has widened to fp32 are then widened at each use by ComfyUI's layers. Weights that it has rounded (to
-    fp8) stay copies. With ComfyUI's dynamic loading all weights are views already. ValueError for weights that differ from
-    the file's, because a node has written into them.
+    fp8) stay copies. With ComfyUI's dynamic loading, and of GGUF files, all weights are views already. ValueError for
+    weights that differ from the file's, because a node has written into them.
     """
-    if model.is_dynamic() or comfy.utils.DISABLE_MMAP:
+    if model.is_dynamic() or comfy.utils.DISABLE_MMAP or path.suffix.lower() in GGUF:
         return
     for name, weight, stored in _pairs(model, path):
         if not torch.equal(_bits(weight, weight.dtype), _bits(stored, weight.dtype)):

@@ -21,6 +21,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
+from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Shapes
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def has_family(shapes: Shapes, stated: Mapping[str, Any]) -> bool:
+def has_family(shapes: Shapes, stated: Mapping[str, Any] | None) -> bool:
     """Whether a family computes the model that ComfyUI takes a file with these tensors for. True where it knows none."""
     try:
         config = native_config(on_meta(shapes), stated)
@@ -58,10 +59,10 @@ def has_family(shapes: Shapes, stated: Mapping[str, Any]) -> bool:
     return config is None or type(config).__name__ in kinds
 
 
-def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError) -> OwnClass:
+def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError, conversion: Conversion = ()) -> OwnClass:
     """The class by which ComfyUI would compute this file. `unknown`, the refusal of a file that no family takes, is raised
     where it has none that ranks can run: for sound, solids and tools, too."""
-    shapes, stated = file_shapes(path)
+    shapes, stated = file_shapes(path, conversion)
     other = other_model(shapes)
     if other is not None and other.what not in (TO_COME, UNET):
         raise unknown

@@ -22,18 +22,38 @@ def feeds_a_sampler() -> bool:
 
     False if there is no such node: nodes may be run from Python, and a node may have made others that the prompt lacks.
     """
+    return (found := executing()) is not None and is_sampled(*found)
+
+
+def executing() -> tuple[Graph, str, list[str]] | None:
+    """(graph of the prompt, id of the node that is being executed, ids of the prompt's outputs). None: nodes are run from
+    Python."""
     context = get_executing_context()
     if context is None:
-        return False
+        return None
     from server import PromptServer
 
     if (queue := PromptServer.instance.prompt_queue) is None:  # a server without one, such as of a script that runs nodes
-        return False
+        return None
     running, _ = queue.get_current_queue_volatile()
-    for _, prompt_id, graph, _, outputs, *_ in running:
-        if prompt_id == context.prompt_id:
-            return is_sampled(graph, context.node_id, outputs)
-    return False
+    found = (
+        (graph, context.node_id, outputs) for _, number, graph, _, outputs, *_ in running if number == context.prompt_id
+    )
+    return next(found, None)
+
+
+def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
+    """Inputs of the node that loads the MODEL which `node` takes, perhaps over other nodes. None: it is not known which."""
+    seen: set[str] = set()
+    while node in graph and node not in seen:
+        seen.add(node)
+        sources = [source for source, output in _links(graph, node) if _output_type(graph[source], output) in ("MODEL", "*")]
+        if not sources:
+            return graph[node]["inputs"] if len(seen) > 1 else None
+        if len(sources) > 1:
+            return None
+        node = sources[0]
+    return None
 
 
 def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:
@@ -52,9 +72,20 @@ def _sources(graph: Graph, nodes: list[str]) -> set[str]:
     while waiting:
         if (node := waiting.pop()) not in found:
             found.add(node)
-            links = (value for value in graph[node]["inputs"].values() if isinstance(value, list) and len(value) == 2)
-            waiting += [source for source, _ in links if isinstance(source, str) and source in graph]
+            waiting += [source for source, _ in _links(graph, node)]
     return found
+
+
+def _links(graph: Graph, node: str) -> list[tuple[str, Any]]:
+    """(node, output) of the outputs that the node takes."""
+    links = (value for value in graph[node]["inputs"].values() if isinstance(value, list) and len(value) == 2)
+    return [(source, output) for source, output in links if isinstance(source, str) and source in graph]
+
+
+def _output_type(node: Mapping[str, Any], output: Any) -> str:
+    kind = COMFYUI.NODE_CLASS_MAPPINGS.get(node["class_type"])
+    types = () if kind is None else kind.RETURN_TYPES
+    return str(types[output]) if type(output) is int and 0 <= output < len(types) else ""
 
 
 def _makes_latents(node: Mapping[str, Any]) -> bool:

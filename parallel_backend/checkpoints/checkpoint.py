@@ -20,15 +20,15 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_name
+from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
-from parallel_backend.families.others import UnknownModel, other_model
+from parallel_backend.families.others import UnknownModel
 
-from .attention_preferences import take_preferences
 from .class_check import check_class
 from .file_state import check_file_state, file_state, has_changed
 from .folder import read_config, read_folder
@@ -36,9 +36,9 @@ from .limits import check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
 from .quantised_layers import attach_quantisation
-from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
+from .single_file import entries_of, unknown, with_values
+from .tensor_files import GGUF, Entry
 
-PREFIXES = ("model.diffusion_model.", "model.model.", "")
 NAMED = "model_name: "
 """Beginning of a refusal: the widget's name."""
 MAX_REFUSAL = 1000
@@ -63,6 +63,10 @@ class Checkpoint:
     """The model's configuration in a single file's header, see HeaderConfig."""
     file_state: str = ""
     """State of its files when they were opened, see file_state.py."""
+    conversion: Conversion = field(default=(), repr=False)
+    """By which `entries` of a single file in diffusers' layout have ComfyUI's names."""
+    unused: Mapping[str, Entry] = field(default_factory=dict, repr=False)
+    """Key -> tensor of a single file that no parameter has the values of. Dropped: nodes hold it against ComfyUI's class."""
     attention: Mapping[str, str] = field(default_factory=dict)
     """Attention layer, by its name in the file -> the kernel that the file asks for, see attention_preferences.py."""
 
@@ -211,12 +215,12 @@ class Checkpoint:
         return torch.float32 if self.family.stays_float32(self.config, target) else dtype
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, conversion: Conversion = ()) -> Checkpoint:
     """Open a file or a diffusers folder, and hold it to the class that computes it (class_check.py).
 
     ValueError, with a text for the user that names the file, if it is no model that can be run.
     """
-    checkpoint = open_checked(path)
+    checkpoint = open_checked(path, conversion)
     with refusals(checkpoint.path):
         check_class(
             short(checkpoint.path.name), checkpoint.family, checkpoint.config, checkpoint.key_map, checkpoint.entries
@@ -224,13 +228,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def open_checked(path: str | Path) -> Checkpoint:
+def open_checked(path: str | Path, conversion: Conversion = ()) -> Checkpoint:
     """As `open_checkpoint`, for a file that another process has held to its class already."""
     path = Path(path)
     if not path.is_dir() and not path.is_file():  # reading a pipe could block for ever
         raise ValueError(f"model_name: {short(path.name)} does not exist at {short(path.parent, 300)}.")
     with refusals(path):
-        checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path)
+        checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path, conversion)
         return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))
 
 
@@ -255,44 +259,25 @@ def refusals(path: Path) -> Iterator[None]:
         raise kind(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
 
 
-def entries_of(path: Path) -> tuple[dict[str, Entry], dict[str, Any], dict[str, str]]:
-    """Of a single file: entries without their prefix, the stated configuration, and preferences of attention layers."""
-    if path.suffix.lower() not in SAFETENSORS + GGUF:
-        raise ValueError(
-            f"model_name: {short(path.name)} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never "
-            "opened."
-        )
-    entries, stated = read_header(path)
-    prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
-    entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
-    stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
-    entries, attention = take_preferences(short(path.name), entries)
-    entries = _with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
-    return entries, read_stated_config(path), attention
-
-
-def _open_single_file(path: Path) -> Checkpoint:
-    entries, stated_config, attention = entries_of(path)
+def _open_single_file(path: Path, conversion: Conversion) -> Checkpoint:
+    entries, read, attention = entries_of(path, conversion)
+    stated_config = read or {}
     shapes = {key: entry.shape for key, entry in entries.items()}
     candidates = (family for family in FAMILIES.values() if family.file.detect(shapes))
     family = next((family for family in candidates if family.file.takes_header(stated_config)), None)
     if family is None:
-        raise UnknownModel(_unknown(short(path.name), entries))
+        raise UnknownModel(unknown(short(path.name), entries))
+    if read is None and family.file.header is not None:
+        raise ValueError(
+            f"model_name: {short(path.name)} has a header whose field config is no JSON of a {family.name}. ComfyUI cannot "
+            "read it either: get the file from another source."
+        )
     for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
     config = _configure(path, family, entries, stated_config)
     key_map = family.file.key_map(config)
-    return checked(Checkpoint(path, family, config, key_map, entries, stated_config, attention=attention))
-
-
-def _unknown(name: str, entries: dict[str, Entry]) -> str:
-    """The refusal of a file that no family takes."""
-    if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
-        return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
-    return (
-        f"model_name: {name} is no diffusion transformer that this version knows ({', '.join(FAMILIES)}). Its first keys: "
-        f"{', '.join(map(short, list(entries)[:3])) or 'none'}."
-    )
+    opened = Checkpoint(path, family, config, key_map, entries, stated_config, attention=attention, conversion=conversion)
+    return checked(opened)
 
 
 def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
@@ -306,15 +291,6 @@ def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: di
     settings = _settings(short(path.name), family, config, stated, len(entries))
     check_stated(short(path.name), family, config, stated)
     return config | settings
-
-
-def _with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """`entries`, checked. ValueError for a matrix without values, which could claim any size. Empty vectors are markers."""
-    empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
-    if empty is not None:
-        shape = short(list(entries[empty].shape))
-        raise ValueError(f"model_name: {name} holds {short(empty)} of shape {shape}, which has no values.")
-    return entries
 
 
 def _settings(name: str, family: Family, config: dict[str, Any], stated: dict[str, Any], tensors: int) -> dict[str, Any]:
@@ -333,7 +309,7 @@ def _open_folder(path: Path) -> Checkpoint:
     if family is None:
         raise ValueError(f"model_name: {short(path.name)} is a {short(kind)}, which this version does not know.")
     entries, stated = read_folder(path)
-    entries = _with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
+    entries = with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
     config = _constructor_arguments(short(path.name), family, config, len(entries))
     key_map = {target: family.file.folder.source(config, target) for target in family.file.key_map(config)}
     return checked(Checkpoint(path, family, config, key_map, entries))
@@ -349,8 +325,8 @@ def _constructor_arguments(name: str, family: Family, config: dict[str, Any], te
 
 
 def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
-    """The checkpoint without tensors that the family ignores. ValueError for a missing, unreadable or unused tensor, and, if
-    `sized`, for sizes of the configuration that do not fit the tensors."""
+    """The checkpoint with the tensors that nothing uses in `unused`. ValueError for a missing or unreadable tensor, for an
+    unused one of a folder, for an unused scale of 8-bit values, and, if `sized`, for sizes that do not fit the tensors."""
     name, entries = short(checkpoint.path.name), checkpoint.entries
     missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
@@ -361,10 +337,14 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
     used = {source.key for source in checkpoint.key_map.values()} | text.keys()
     ignored = checkpoint.family.file.ignored
     used_or_not = used | checkpoint.family.file.computed(checkpoint.config).keys()
-    surplus = [key for key in entries if key not in used_or_not and not any(re.fullmatch(each, key) for each in ignored)]
-    if surplus:
+    unused = {
+        key: entry
+        for key, entry in entries.items()
+        if key not in used_or_not and not any(re.fullmatch(each, key) for each in ignored)
+    }
+    if refused := [key for key in unused if checkpoint.path.is_dir() or _scales_values(key, entries)]:
         raise ValueError(
-            f"model_name: {name} holds {short(surplus[0])}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "
+            f"model_name: {name} holds {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
         )
     for target, source in (checkpoint.key_map | text).items():
@@ -376,12 +356,21 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
                 f"model_name: {name} holds {short(source.key)} of shape {short(list(shape))}, which has no values."
             )
         if dtype not in READABLE:
+            among = f" Of GGUF's types it can: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
             raise ValueError(
                 f"model_name: {name} holds {short(source.key)} as {short(dtype)}, which this version cannot read."
+                + among * (entries[source.key].file.suffix.lower() in GGUF)
             )
     if sized:
         check_sizes(name, checkpoint.family, checkpoint.config, [entry.shape for entry in entries.values()])
-    return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used})
+    return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used}, unused=unused)
+
+
+def _scales_values(key: str, entries: Mapping[str, Entry]) -> bool:
+    """Whether the tensor is a scale beside a weight in 8 bits, whose values mean nothing without it."""
+    layer, _, leaf = key.rpartition(".")
+    weight = entries.get(f"{layer}.weight")
+    return "scale" in leaf and weight is not None and weight.dtype in {*FP8_KINDS, *KEPT}
 
 
 def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

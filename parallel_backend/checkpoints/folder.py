@@ -33,7 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
-    """`tensor_files.read_header` of all files together. With an index, of the files that it names.
+    """Entries and settings as in `tensor_files.Header`, of all files together. With an index, of the files that it names.
 
     ValueError, naming the folder and the files, for a tensor that is in two files, for a tensor or a file that the index
     names and that is not there, and for a folder without weights.
@@ -48,7 +48,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], dict[str, dict[str, Any
             raise ValueError(
                 f"model_name: {name} {lack} {short(file.name)}{', which is no file' * (not where)}. Get it anew."
             )
-        entries_of_file, stated_of_file = read_header(file)
+        entries_of_file, stated_of_file, _ = read_header(file)
         if (twice := next((key for key in entries_of_file if key in entries), None)) is not None:
             raise ValueError(
                 f"model_name: {name} holds {short(twice)} in two files, {short(entries[twice].file.name)} and "

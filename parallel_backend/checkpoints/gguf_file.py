@@ -53,6 +53,8 @@ class GgufFile(MappedFile):
                 f"model_name: {short(path.name)} cannot be read; it is damaged or incomplete ({short(error, 200)})."
             ) from None
         self._tensors = header.tensors
+        self.texts = header.texts
+        """Fields that are texts, by name."""
         self._shapes = {name: shape for name in self._tensors if (shape := header.arrays.get(ORIGINAL_SHAPE + name))}
         for name, shape in self._shapes.items():
             if min(shape) < 1 or math.prod(shape) != math.prod(self._tensors[name].shape):
@@ -68,16 +70,11 @@ class GgufFile(MappedFile):
         return self._shapes.get(key) or self._tensors[key].shape
 
     def dtype(self, key: str) -> str:
-        """fp32, fp16, bf16, or one of packed_formats.GGUF_BLOCKS. ValueError for another type of the format."""
+        """fp32, fp16, bf16, one of packed_formats.GGUF_BLOCKS, or the format's name of a type that cannot be read."""
         kind = self._kinds[key].name
         if kind in PLAIN:
             return PLAIN[kind]
-        if kind not in GGUF_BLOCKS:
-            raise ValueError(
-                f"model_name: {short(self.path.name)} holds {short(key)} as {kind}, which cannot be expanded. Of GGUF's "
-                f"types these can: {', '.join((*PLAIN, *GGUF_BLOCKS))}."
-            )
-        return kind if self._whole_blocks(key, kind) else "fp32"
+        return kind if kind not in GGUF_BLOCKS or self._whole_blocks(key, kind) else "fp32"
 
     def get_tensor(self, key: str) -> torch.Tensor:
         if self._map is None:

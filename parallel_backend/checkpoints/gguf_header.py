@@ -45,6 +45,8 @@ class GgufHeader:
     tensors: dict[str, StoredTensor]
     arrays: dict[str, Shape] = field(repr=False)
     """Fields that are arrays of up to MAX_KEPT integers."""
+    texts: dict[str, str] = field(repr=False)
+    """Fields that are texts, which ComfyUI-GGUF hands on as a safetensors header's."""
 
 
 class _Cursor:
@@ -70,6 +72,9 @@ class _Cursor:
         if length > MAX_NAME:
             raise ValueError(f"a name of {length} bytes")
         return bytes(self.read(length)).decode()
+
+    def text(self) -> str:
+        return bytes(self.read(self.number("Q"))).decode(errors="replace")
 
     def skip(self, kind: int, count: int) -> None:
         """Skip `count` values of type `kind`."""
@@ -104,7 +109,7 @@ def read_gguf_header(content: memoryview) -> GgufHeader:
         raise ValueError("it is no GGUF file, or of another version or byte order")
     if tensors > MAX_TENSORS or fields > MAX_FIELDS:
         raise ValueError(f"{tensors} tensors and {fields} fields are more than any model has")
-    alignment, arrays = _fields(cursor, fields)
+    alignment, arrays, texts = _fields(cursor, fields)
     described: dict[str, tuple[int, Shape, int]] = {}  # name -> type, shape, offset from the header's end
     for _ in range(tensors):
         name, axes = cursor.name(), cursor.number("I")
@@ -116,12 +121,15 @@ def read_gguf_header(content: memoryview) -> GgufHeader:
             raise ValueError(f"{short(name)} has no values, or is at no multiple of {alignment} bytes")
         described[name] = kind, shape, offset
     start = -(-cursor.at // alignment) * alignment
-    return GgufHeader({name: StoredTensor(kind, shape, start + at) for name, (kind, shape, at) in described.items()}, arrays)
+    tensors_at = {name: StoredTensor(kind, shape, start + at) for name, (kind, shape, at) in described.items()}
+    return GgufHeader(tensors_at, arrays, texts)
 
 
-def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape]]:
-    """(alignment of the tensors, short arrays by name)."""
-    alignment, arrays, names = 32, {}, set()
+def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape], dict[str, str]]:
+    """(alignment of the tensors, short arrays by name, texts by name)."""
+    alignment, names = 32, set()
+    arrays: dict[str, Shape] = {}
+    texts: dict[str, str] = {}
     for _ in range(count):
         name, kind = cursor.name(), cursor.number("I")
         if name in names:
@@ -139,6 +147,8 @@ def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape]]:
                 arrays[name] = cursor.numbers(SCALARS[kind] * length)
             else:
                 cursor.skip(kind, length)
+        elif kind == STRING:
+            texts[name] = cursor.text()
         else:
             cursor.skip(kind, 1)
-    return alignment, arrays
+    return alignment, arrays, texts

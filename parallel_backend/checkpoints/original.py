@@ -9,9 +9,10 @@ import torch
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.file_layout import Source
 
-from .checkpoint import PREFIXES, Checkpoint, to_original
+from .checkpoint import Checkpoint, to_original
 from .packed_formats import FP8_KINDS
 from .reader import reading
+from .single_file import prefix_of
 from .tensor_files import Entry, read_header
 
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
@@ -46,9 +47,10 @@ class OriginalTensors:
     @cached_property
     def _unused(self) -> dict[str, Entry]:
         """Tensors of the file that native models have, while the family computes them."""
-        entries, _ = read_header(self._checkpoint.path)
+        entries = read_header(self._checkpoint.path)[0]
         computed = self._checkpoint.family.file.computed(self._checkpoint.config)
-        return {key: entries[prefix + key] for prefix in PREFIXES for key in computed if prefix + key in entries}
+        prefix = prefix_of(entries)
+        return {key: entries[prefix + key] for key in computed if prefix + key in entries}
 
     def stored(self, key: str) -> torch.Tensor | None:
         """A view of the mapped file, in the file's dtype. None if the file lacks the key.
@@ -60,7 +62,7 @@ class OriginalTensors:
             entry = checkpoint.entries.get(key) or self._unused.get(key)
             if entry is None:
                 return None
-            if entry.dtype in PLAIN and entry.scale is None:
+            if entry.dtype in PLAIN and entry.scale is None and not entry.pieces:
                 with reading(checkpoint) as reader:
                     return reader.tensor(entry)
         raise ValueError(f"{short(checkpoint.path.name)} does not hold {short(key)} as plain values in ComfyUI's own layout")

@@ -5,33 +5,36 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Setup
+from parallel_backend.core.setup import Conversion, Setup
 from parallel_backend.core.short_text import short
 from parallel_backend.families.own_class.family import own_class_family
 
-from .checkpoint import Checkpoint, checked, entries_of, open_checked, refusals
+from .checkpoint import Checkpoint, checked, open_checked, refusals
 from .class_check import fits
 from .file_state import file_state
+from .single_file import entries_of
 
 
 def open_setup(setup: Setup) -> Checkpoint:
     """The checkpoint of a model that the client has opened, as `open_checked`."""
-    return open_checked(setup.path) if setup.own_class is None else open_own_class(setup.path, setup.own_class)
+    if setup.own_class is None:
+        return open_checked(setup.path, setup.conversion)
+    return open_own_class(setup.path, setup.own_class, setup.conversion)
 
 
-def file_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Key of a single file, without prefix -> shape; the stated configuration. ValueError as `open_checkpoint`."""
+def file_shapes(path: Path, conversion: Conversion = ()) -> tuple[dict[str, tuple[int, ...]], dict[str, Any] | None]:
+    """Key of a single file, without prefix -> shape; the stated configuration. ValueErrors as `entries_of`, which see."""
     with refusals(path):
-        entries, stated, _ = entries_of(path)
+        entries, stated, _ = entries_of(path, conversion)
         return {key: entry.shape for key, entry in entries.items()}, stated
 
 
-def open_own_class(path: Path, own: OwnClass) -> Checkpoint:
+def open_own_class(path: Path, own: OwnClass, conversion: Conversion = ()) -> Checkpoint:
     """A single file in the layout of ComfyUI's own class. ValueError as `open_checkpoint`, and if the file lacks a parameter
     of the class, or has one of another shape. What the class has no use for is left out, as ComfyUI leaves it out."""
     with refusals(path):
         family = own_class_family(own)
-        entries, stated, attention = entries_of(path)
+        entries, stated, attention = entries_of(path, conversion)
         # Tables that the class computes may be missing, or be there as a marker without values.
         key_map = {
             name: source
@@ -40,7 +43,8 @@ def open_own_class(path: Path, own: OwnClass) -> Checkpoint:
         }
         entries = {key: entry for key, entry in entries.items() if 0 not in entry.shape}
         family = replace(family, file=replace(family.file, key_map=lambda _config: key_map))
-        checkpoint = checked(Checkpoint(path, family, {}, key_map, entries, stated, attention=attention), sized=False)
+        opened = Checkpoint(path, family, {}, key_map, entries, stated or {}, attention=attention, conversion=conversion)
+        checkpoint = checked(opened, sized=False)
         for target, source in key_map.items():
             found, needed = checkpoint.shape(target), family.shapes[target]
             if not fits(found, needed, flat=False, whole=len(needed) == 2):  # a matrix may stay packed in its rows

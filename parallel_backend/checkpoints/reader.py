@@ -156,13 +156,27 @@ class Reader:
 
     def _copy(self, entry: Entry, dim: int, spans: list[Span], rows: Span, out: torch.Tensor) -> None:
         """Copy the spans of a stored tensor (see `_cut`) into `out`, in a row along `dim`. If `out` is uint8, as bytes."""
-        stored = self.tensor(entry)
         for span, place in zip(spans, out.split([len(span) for span in spans], dim=dim), strict=True):
-            part = stored[span.slice] if dim == 0 else stored[rows.slice, span.slice]
-            self._upload.copy(place, part.view(torch.uint8) if place.dtype == torch.uint8 else part)
+            parts = self._rows(entry, span if dim == 0 else rows)
+            for part, to in zip(parts, place.split([len(part) for part in parts]), strict=True):
+                part = part if dim == 0 else part[:, span.slice]
+                self._upload.copy(to, part.view(torch.uint8) if to.dtype == torch.uint8 else part)
+
+    def _rows(self, entry: Entry, rows: Span) -> list[torch.Tensor]:
+        """Rows of a stored tensor: of each of its pieces a view."""
+        if not entry.pieces:
+            return [self.tensor(entry)[rows.slice]]
+        parts, start = [], 0
+        for piece, span in entry.pieces:
+            first, stop = max(rows.start - start, 0), min(rows.stop - start, len(span))
+            if first < stop:
+                parts.append(self.tensor(piece)[span.start + first : span.start + stop])
+            start += len(span)
+        return parts
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """As stored: a view of the mapped file, all of which stays open with it."""
+        assert not entry.pieces
         if entry.file not in self._files:
             self._files[entry.file] = opened = open_file(entry.file)
             self._stack.enter_context(opened)

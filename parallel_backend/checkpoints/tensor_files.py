@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from parallel_backend.core.short_text import short
+from parallel_backend.core.spans import Span
 
 from .gguf_file import GgufFile
 from .quantised_formats import Layer
@@ -42,6 +43,8 @@ class Entry:
     safetensors' own name."""
     layer: Layer | None = None
     """How the layer of this weight is quantised. None: it is not, or the file does not say it."""
+    pieces: "tuple[tuple[Entry, Span], ...]" = ()
+    """The tensors of the file, and the rows of each, that make up this one in order. Empty: it is a tensor of the file."""
     scales: "Mapping[str, Entry]" = field(default_factory=dict)
     """By name, the tensors of the file that belong to this weight (quantised_layers.py): its scales and others."""
 
@@ -74,13 +77,19 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix.lower() in GGUF
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
-    """Key -> entry; layer -> settings of its quantisation, where the header has them. ValueError for an unreadable file."""
+Header = tuple[dict[str, Entry], dict[str, dict[str, Any]], dict[str, Any] | None]
+"""Key -> entry; layer -> settings of its quantisation, where the header has them; the transformer's configuration in the
+header's field `config`, as in Lightricks' files: empty if there is none, None if it is no such JSON."""
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file. ValueError for an unreadable one."""
     if _is_gguf(path):
         with GgufFile(path) as file:
-            return {key: Entry(path, key, file.shape(key), file.dtype(key)) for key in file.keys()}, {}  # noqa: SIM118
+            entries = {key: Entry(path, key, file.shape(key), file.dtype(key)) for key in file.keys()}  # noqa: SIM118
+            return entries, {}, _stated_config(file.texts)
 
-    def read(file: Any) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
+    def read(file: Any) -> Header:
         if len(names := file.keys()) > MAX_TENSORS:
             raise ValueError(f"it says that it holds {len(names)} tensors")
         keys = {key: file.get_slice(key) for key in names}
@@ -88,14 +97,18 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]
             key: Entry(path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype()))
             for key, part in keys.items()
         }
-        return entries, {layer: _object(value) for layer, value in _header_object(file, QUANTISATION, "layers").items()}
+        texts = file.metadata() or {}
+        settings = {layer: _object(value) for layer, value in _inner_object(texts, QUANTISATION, "layers").items()}
+        return entries, settings, _stated_config(texts)
 
     return _reading(path, read)
 
 
-def read_stated_config(path: Path) -> dict[str, Any]:
-    """The transformer's configuration in a single file's header, as in Lightricks' files. Empty if there is none."""
-    return {} if _is_gguf(path) else _reading(path, lambda file: _header_object(file, "config", "transformer"))
+def _stated_config(texts: Mapping[str, str]) -> dict[str, Any] | None:
+    try:
+        return _inner_object(texts, "config", "transformer")
+    except (ValueError, RecursionError):  # ComfyUI reads it for some models alone
+        return None
 
 
 def read_settings(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
@@ -121,9 +134,9 @@ def read_json(entries: Mapping[str, Entry], check: Callable[[Any], Any] = lambda
     return values
 
 
-def _header_object(file: Any, entry: str, inside: str) -> dict[str, Any]:
-    """Object `inside` of the JSON object in an entry of a safetensors header. Empty if either is missing."""
-    outer = json.loads((file.metadata() or {}).get(entry, "{}"))
+def _inner_object(texts: Mapping[str, str], entry: str, inside: str) -> dict[str, Any]:
+    """Object `inside` of the JSON object in an entry of a header. Empty if either is missing."""
+    outer = json.loads(texts.get(entry, "{}"))
     inner = outer.get(inside, {}) if isinstance(outer, dict) else None
     if not isinstance(inner, dict):
         raise ValueError(f"its header says {entry} in a form that nobody writes")

@@ -43,7 +43,7 @@ def balance(
     if setup.own_class is not None:  # nobody knows its blocks' costs, nor has arguments to time them with
         return Balance(stages_by_size(block_bytes(checkpoint, lists, dtype, 1), degrees.pipe), even, None)
     rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
-    probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows), lists, poll)
+    probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion), lists, poll)
     sizes, other_bytes = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
     if expected is not None:
         model = model_sizes(checkpoint, dtype, pool.devices[0])

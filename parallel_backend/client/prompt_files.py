@@ -37,7 +37,7 @@ class PromptFiles:
         if key not in self._seen:
             known = None if on_ranks is None else on_ranks.model.checkpoint, opened
             present = next((each for each in known if each is not None and not each.has_changed), None)
-            self._seen[key] = present or (open_checkpoint(setup.path) if own is None else open_setup(setup))
+            self._seen[key] = present or _opened(setup)
         seen = self._seen[key]
         if isinstance(seen.family, OwnClassFamily) and seen.family.own != own:  # its blocks have been proven since
             seen.check_unchanged()
@@ -48,3 +48,7 @@ class PromptFiles:
                 "it again: change one of its widgets, and back."
             )
         return seen
+
+
+def _opened(setup: Setup) -> Checkpoint:
+    return open_checkpoint(setup.path, setup.conversion) if setup.own_class is None else open_setup(setup)

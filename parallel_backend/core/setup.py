@@ -21,6 +21,11 @@ ALLOWED = Offload()
 """The widget's `auto`."""
 
 
+Conversion = tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
+"""(tensor in ComfyUI's layout, its rows in order as (tensor of the file, first row, row after the last)) of a file in
+diffusers' layout. Empty: the file is in ComfyUI's layout."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """All settings with which a model is loaded. Equal setups share one model on the ranks.
@@ -50,6 +55,9 @@ class Setup:
     """Repeated micro-steps are replayed as CUDA graphs, see rank/micro_step_graphs.py."""
     own_class: OwnClass | None = None
     """ComfyUI's own class, for a file that no family computes. None: the file's family is found by its tensors."""
+
+    conversion: Conversion = ()
+    """Of a single file in diffusers' layout, as ComfyUI converts it."""
 
     def with_blocks(self, blocks: tuple[OwnBlock, ...]) -> "Setup":
         """With the blocks of `own_class`, as a trial has found them."""

@@ -59,10 +59,8 @@ OTHERS = (
     OtherModel("Chroma Radiance", TO_COME, ("nerf_image_embedder.embedder.0.weight",)),
     OtherModel("a Stable Diffusion (1.5, 2, XL, Video, or made from one)", UNET, ("input_blocks.0.0.weight",)),
 )
-PREFIX = "net."
-"""Prefix of the keys in NVIDIA's files."""
 
 
 def other_model(shapes: Shapes) -> OtherModel | None:
     """The row of OTHERS for a single file with these keys. None: it is none of them."""
-    return next((each for each in OTHERS if all(key in shapes or PREFIX + key in shapes for key in each.keys)), None)
+    return next((each for each in OTHERS if all(key in shapes for key in each.keys)), None)

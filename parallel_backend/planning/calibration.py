@@ -62,7 +62,9 @@ def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Cal
     links = measured_links(pool, SIZES, poll)
     memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)
     rows = ROWS["cuda" if all(device_kind(device) == "cuda" for device in pool.devices) else "cpu"]
-    probes = measured_blocks(pool, Probe(str(checkpoint.path), dtype, rows), block_lists(checkpoint), poll)
+    probes = measured_blocks(
+        pool, Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion), block_lists(checkpoint), poll
+    )
     return calibration_of(pool.devices, checkpoint, links, memories, probes, rows)
 
 

@@ -204,7 +204,9 @@ class Worker:
         return Engine(rank, message, stage)
 
     def _probe(self, message: m.Probe) -> m.Probed:
-        return probe(self.settings.rank, open_checked(message.path), self.device, message.dtype, message.rows)
+        return probe(
+            self.settings.rank, open_checked(message.path, message.conversion), self.device, message.dtype, message.rows
+        )
 
     def _reply(self, message: Any) -> None:
         """Answer the request that is being handled."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel_backend.core.setup import Conversion
+
 PROBE_COLUMNS, PROBE_TEXT = 32, 64
 """Image tokens in a row, and text tokens, of the timed sequences."""
 
@@ -16,6 +18,8 @@ class Probe:
     dtype: str
     rows: tuple[int, int]
     """Numbers of token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
+    conversion: Conversion = ()
+    """See Setup."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ _COPIES = "split_batch_degree 2, but there is work for only 1 of 2 copies of the
 _HIDDEN = " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with no --cuda-device."
 LINES = (
     *(line for run in _RUNS for line in run.shown),
+    "left out, as in ComfyUI, since no part of the model uses them: 4 tensors (last.up.weight, a, b, ...)",
     "starting 2 ranks",
     "loading",
     "loading, 40 %",
@@ -97,7 +98,6 @@ TOASTS = (
     f"Left as it is: {_LOADER}: which model file it loads is not known.",
     f"Would stay as it is: {_LOADER}: it does not run (bypassed or muted).",
     f"Left as it is: {_LOADER}: Parallelize Model behind it is bypassed or muted.",
-    f"Left as it is: {_LOADER}: a loader of GGUF files does not say which file a MODEL is from; take Parallel DiT Loader.",
     f"{_PLAN}; every step gives what one GPU gives.",
     f"{_PLAN}; Apply PipeFusion would come too, as the cards do not reach each other directly (P2P): its first step is "
     "exact, the others are close to it, and its widget warmup_steps makes more of them exact.",

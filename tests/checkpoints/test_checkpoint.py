@@ -17,6 +17,15 @@ from testing import tiny
 CPU = torch.device("cpu")
 BLOCKS = tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
 PREFIX = "model.diffusion_model."
+OTHER_PREFIXES = ("model.model.", "net.", "model.")
+LEFTOVERS = {  # of training, of older versions and of other parts: nothing in ComfyUI's class has such a name
+    "position_ids": torch.arange(77)[None],
+    "pulid.weight": torch.zeros(2),
+    "txt_in.weight_scale_2": torch.ones(1),
+    "double_blocks.0.x.scale_weight": torch.ones(1),
+    "first_stage_model.encoder.conv_in.weight": torch.zeros(2, 2),
+    "model_ema.decay": torch.zeros(()),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +42,10 @@ def files(flux_model, original, tmp_path_factory):
         save_file(tensors, folder / name)
         return folder / name
 
-    prefixed = {PREFIX + key: value for key, value in original.items()}
+    def prefixed_by(prefix: str) -> dict[str, torch.Tensor]:
+        return {prefix + key: value for key, value in original.items()}
+
+    prefixed = prefixed_by(PREFIX)
     surplus = {"vae.decoder.conv_in.weight": torch.zeros(3), "text_encoders.t5.scaled_fp8": torch.zeros(1)}
     renamed = {
         key.removesuffix("_norm.scale") + "_norm.weight" if key.endswith("_norm.scale") else key: value
@@ -47,6 +59,8 @@ def files(flux_model, original, tmp_path_factory):
         "original": save("original.safetensors", original),
         "prefixed": save("prefixed.safetensors", prefixed),
         "full checkpoint": save("full.safetensors", prefixed | surplus),
+        **{f"prefix {each}": save(f"{each}safetensors", prefixed_by(each)) for each in OTHER_PREFIXES},
+        "leftovers": save("leftovers.safetensors", original | LEFTOVERS),
         ".weight norms": save("renamed.safetensors", renamed),
         "prefixed .weight norms": save("both.safetensors", {PREFIX + key: value for key, value in renamed.items()}),
         "diffusers": folder / "diffusers",
@@ -58,6 +72,8 @@ LAYOUTS = [
     "original",
     "prefixed",
     "full checkpoint",
+    *(f"prefix {each}" for each in OTHER_PREFIXES),
+    "leftovers",
     ".weight norms",
     "prefixed .weight norms",
     "diffusers",
@@ -84,6 +100,11 @@ def test_every_layout_gives_the_same_weights_and_configuration(files, flux_model
 def test_original_shapes_are_those_of_the_original_file(files, original, layout):
     """ComfyUI detects the model by these, whatever the file looks like."""
     assert open_checkpoint(files[layout]).original_shapes == {key: tuple(v.shape) for key, v in original.items()}
+
+
+def test_what_no_parameter_uses_is_dropped_by_name(files):
+    assert open_checkpoint(files["leftovers"]).unused.keys() == LEFTOVERS.keys()
+    assert not open_checkpoint(files["full checkpoint"]).unused
 
 
 def test_to_original_round_trip(flux_model, tmp_path):
@@ -122,14 +143,15 @@ BROKEN_TENSORS = {
     "a missing block tensor": (lambda t: without(t, "double_blocks.1.img_mlp.2.weight"), "lacks double_blocks.1"),
     "several missing": (lambda t: without(t, "txt_mlp.0.bias"), "and 2 more"),
     "a missing width": (lambda t: without(t, "img_in.weight"), "looks like flux, but lacks 'img_in.weight'"),
-    "a surplus tensor": (lambda t: t | {"pulid.weight": torch.zeros(2)}, "holds pulid.weight, for which flux"),
     "bytes": (lambda t: t | {"txt_in.weight": torch.zeros(128, 24, dtype=torch.uint8)}, "holds txt_in.weight as U8"),
-    "a scale of no weight": (
-        lambda t: t | {"double_blocks.0.x.scale_weight": torch.ones(1)},
-        "holds double_blocks.0.x.scale",
+    "a scale of 8-bit values that nobody knows": (
+        lambda t: t | {"txt_in.weight": t["txt_in.weight"].to(torch.float8_e4m3fn), "txt_in.weight_scale_2": torch.ones(1)},
+        "holds txt_in.weight_scale_2, for which",
     ),
-    "an unknown scale": (lambda t: t | {"txt_in.weight_scale_2": torch.ones(1)}, "holds txt_in.weight_scale_2, for which"),
-    "no transformer": (lambda t: {"lora_up.weight": torch.zeros(2)}, "no diffusion transformer .* lora_up.weight"),
+    "no transformer": (
+        lambda t: {"lora_up.weight": torch.zeros(2)},
+        "no diffusion transformer .*It is a LoRA.* .*lora_up.weight",
+    ),
     "another family": (lambda t: without(t, "img_mod.lin.weight", "img_mod.lin.bias"), "no diffusion transformer"),
     "no tensors": (lambda t: {}, "Its first keys: none"),
     "too few rows": (

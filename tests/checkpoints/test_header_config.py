@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from testing.cases import flux, ltx_video, wan, wan_vace
+from testing.cases import flux, ltx2, ltx_video, wan, wan_animate_2, wan_vace
+from testing.gguf_files import write_gguf
 
 CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
 
@@ -59,6 +61,33 @@ def test_another_model_than_the_tensors_show_is_refused(files, family, said, wor
 )
 def test_what_changes_nothing_is_allowed(files, family, said):
     assert open_checkpoint(files(family, said)).family.name == family
+
+
+@pytest.mark.parametrize("case", [ltx2.CASES[0], wan_animate_2.CASES[0]], ids=["ltx-2", "wan-animate-2"])
+def test_a_gguf_file_has_its_header_as_a_text(tmp_path, case):
+    path = case.save(case.model(), tmp_path / "whole.safetensors")
+    with safe_open(path, "pt") as file:
+        texts = file.metadata()
+    values = {key: (value.float().numpy(), "F32") for key, value in load_file(path).items() if value.numel()}
+    shapes = {key: value.shape for key, (value, _) in values.items()}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "whole.gguf", values, shapes, texts))
+    assert checkpoint.family.name == case.family
+    assert (checkpoint.config, checkpoint.stated) == (
+        open_checkpoint(path).config,
+        json.loads(texts["config"])["transformer"],
+    )
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"transformer": 1}', '{"transformer": ' * 9])
+@pytest.mark.parametrize("family", CASES)
+def test_a_config_that_is_no_json_counts_where_comfyui_reads_it(files, family, text):
+    path = files(family, {})
+    save_file(load_file(path), path, {"config": text})
+    if FAMILIES[family].file.header is None:
+        assert open_checkpoint(path).stated == {}
+    else:
+        with pytest.raises(ValueError, match=r"^model_name: said.safetensors has a header whose field config is no JSON"):
+            open_checkpoint(path)
 
 
 @pytest.mark.parametrize("family", ["wan", "wan-vace", "ltx-video"])

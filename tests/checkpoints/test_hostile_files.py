@@ -99,7 +99,14 @@ def test_names_from_a_file_are_clipped_and_escaped(tmp_path, flux_file, flux_sha
     path, zero = tmp_path / "a.safetensors", torch.zeros(1)
     save_file({said: zero}, path)
     plain(path, "first keys")
-    save_file(whole | {said: zero}, path)
+    save_file(
+        whole
+        | {
+            "img_in.weight": whole["img_in.weight"].to(torch.float8_e4m3fn),
+            f"img_in.{said.replace('.', '')}scale": zero,
+        },
+        path,
+    )
     plain(path, "no use")
     save_file(whole | {f"img_in{said}.weight": zero, f"img_in{said}.comfy_quant": torch.tensor([1, 2])}, path)
     plain(path)

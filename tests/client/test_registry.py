@@ -109,7 +109,7 @@ class FakeCheckpoint:
 
     on_disk = "old"
 
-    def __init__(self, path):
+    def __init__(self, path, _conversion=()):
         if self.on_disk == "away":
             raise ValueError("does not exist")
         self.path, self.files, self.file_state = path, {path}, self.on_disk

@@ -17,6 +17,7 @@ SAID = {
     "inner_patch": "model: another 'diffusion_model.single_blocks.0' (Identity of torch.nn.modules.linear) cannot be",
     "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
     "unknown": "model: which file this MODEL is from is not known",
+    "GGUF, loader not known": "model: which file this MODEL is from is not known",
     "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.unknown, which is not known here",
     "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
     "fp8_e5m2": "model: its loader keeps weights in float8_e5m2, which ranks do not",
@@ -47,6 +48,10 @@ def test_controlnet_hooks_and_load_checkpoint(found):
     checkpoint = result(found, "CheckpointLoaderSimple")
     assert (checkpoint["behind"], checkpoint["mapped"]) == (0.0, 1.0)
     assert checkpoint["native"] <= LIMIT
+
+
+def test_a_gguf_loaders_file_is_the_one_that_the_graph_names(found):
+    assert result(found, "GGUF") == {"listed": True, "behind": 0.0}
 
 
 def test_what_stands_on_a_model_stands_on_it_once(found):

@@ -90,11 +90,9 @@ def test_inpainting_keeps_what_is_not_masked(found):
     assert found["inpaint keeps"] <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "case", ["refusal pooled output", "refusal pooled output in bands", "displaced refusal pooled output"]
-)
-def test_conditioning_without_pooled_output_is_refused(found, case):
-    assert "no pooled output" in found[case]["error"]
+@pytest.mark.parametrize("case", ["refusal text width", "refusal text width in bands", "displaced refusal text width"])
+def test_conditioning_of_another_width_is_refused(found, case):
+    assert "text has width" in found[case]["error"]
     assert found[case]["error"].startswith("ValueError: positive, negative:")
 
 

@@ -97,6 +97,13 @@ def test_guidance_that_a_model_has_no_use_for_is_left_out(file):
     assert checkpoint.family.inputs.conditioning(checkpoint.config, given).keys() == {"context"}
 
 
+def test_flux_without_pooled_text_takes_zeros(file):
+    checkpoint = open_checkpoint(file("flux-dev"))
+    given = {"context": torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)), "guidance": torch.full((2,), 3.5)}
+    pooled = checkpoint.family.inputs.conditioning(checkpoint.config, given)["pooled"]
+    assert torch.equal(pooled, torch.zeros(2, checkpoint.config["pooled_projection_dim"]))
+
+
 def test_longcats_own_shift_of_positions_is_the_usual_one_and_scalerope_takes_its_place(file):
     """ComfyUI's BaseModel notes it in every call, behind the text's end, where ScaleROPE has not set another."""
     checkpoint = open_checkpoint(file("longcat-image"))

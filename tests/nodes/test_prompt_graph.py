@@ -33,6 +33,28 @@ def graph(module):
         yield graph
 
 
+GGUF = {
+    "1": node("GGUFLoader", unet_name="a.gguf"),
+    "2": node("LoRA", model=["1", 0], clip=["9", 0], strength=1.0),
+    "3": node("Parallelize", model=["2", 0], gpus=0),
+    "4": node("Loader", name="b.safetensors"),
+    "5": node("Merge", model1=["1", 0], model2=["4", 0]),
+    "6": node("Parallelize", model=["5", 0]),
+    "7": node("Parallelize", model=["made by another node", 0]),
+    "8": node("LoRA", model=["8", 0]),
+    "9": node("Empty"),
+}
+
+
+@pytest.mark.parametrize(("taker", "file"), [("3", "a.gguf"), ("2", "a.gguf"), ("6", None), ("7", None), ("8", None)])
+def test_the_loader_of_a_model_is_found_over_other_nodes(graph, taker, file):
+    kinds = graph.COMFYUI.NODE_CLASS_MAPPINGS
+    models = ("GGUFLoader", "LoRA", "Parallelize", "Merge")
+    with mock.patch.dict(kinds, {name: SimpleNamespace(RETURN_TYPES=("MODEL",)) for name in models}):
+        inputs = graph.loader_inputs(GGUF, taker)
+    assert (inputs and inputs["unet_name"]) == file
+
+
 @pytest.mark.parametrize(
     ("loader", "outputs", "sampled"),
     [

@@ -141,6 +141,10 @@ const LINES = [
         new RegExp(`^${NCCL_OFF}$`),
         "NCCL 已关闭：无论显卡是否直连，NCCL 的链路自检都没有通过，所以由 Gloo 传输，每次都在两端经内存复制，较慢，也不能与计算同时进行",
     ],
+    [
+        /^left out, as in ComfyUI, since no part of the model uses them: (\d+) tensors \((.*)\)$/,
+        "文件里有 $1 个张量模型用不到，已略去（与 ComfyUI 相同）：$2",
+    ],
     // of long work (nodes/ui/loading_bar.py, client/loading.py, nodes/self_test.py)
     [/^starting (\d+) ranks$/, "正在启动 $1 个进程"],
     [/^loading, (\d+) %$/, "正在读取模型，$1 %"],

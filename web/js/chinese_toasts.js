@@ -9,10 +9,6 @@ const WHY = [
     [/^Parallelize Model behind it is bypassed or muted$/, "它后面的并行化模型被绕过或禁用了"],
     [/^it does not run \(bypassed or muted\)$/, "它不运行（被绕过或禁用）"],
     [/^which model file it loads is not known$/, "不知道它加载的是哪个模型文件"],
-    [
-        /^a loader of GGUF files does not say which file a MODEL is from; take Parallel DiT Loader$/,
-        "GGUF 加载器不说明 MODEL 来自哪个文件；请改用 Parallel DiT 加载器",
-    ],
     [/^ComfyUI shows no GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上没有可用的显卡。{1}"],
     [/^ComfyUI shows one GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上只显示一块显卡。{1}"],
     [

@@ -102,7 +102,6 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             detect=lambda _shapes: False,
             configure=lambda _shapes: {},
             key_map=lambda _config: {name: Source(keys.get(name, name)) for name in names},
-            ignored=(".*",),
         ),
         blocks=OwnBlocks(lists=(), counts=lambda _config: dict(counts), epilogue=(), places=places),
         sizes=Sizes(

@@ -181,10 +181,10 @@ CHECKPOINT_MUTANTS = (
         ("tests/families/test_flux_families.py", "-k", "norms"),
     ),
     Mutant(
-        "a tensor without a use is dropped",
+        "a scale without a use is dropped",
         CHECKPOINTS + "checkpoint.py",
-        "    if surplus:\n",
-        "    if not surplus and missing:\n",
+        "or _scales_values(key, entries)]",
+        "or False]",
         ("tests/checkpoints/test_checkpoint.py", "tests/families/test_refusals.py", "-k", "refused"),
     ),
     Mutant(

@@ -16,7 +16,7 @@ MODES = {
 LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
 
 
-def no_family(path):
+def no_family(path, _conversion):
     raise LOADER.UnknownModel(f"model_name: {path.name} is taken by no family")
 
 

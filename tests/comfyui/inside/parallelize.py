@@ -11,9 +11,15 @@ import comfy.hooks
 import comfy.model_management
 import controlnet
 import folder_paths
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import BASE, PACK, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
 from comfy_extras import nodes_model_advanced, nodes_model_merging
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(PACK))
+from parallel_backend.checkpoints.gguf_file import GgufFile
+from testing.gguf_files import write_gguf
+
+sys.path.remove(str(PACK))
 
 FLUX, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 LAYERS = ("double_blocks.0.img_attn.proj", "single_blocks.1.linear2")
@@ -51,6 +57,45 @@ def mapped(model, name: str) -> float:
 def native():
     """Load Diffusion Model's MODEL."""
     return node("UNETLoader", FLUX, "default")
+
+
+GGUF = "of another list.GGUF"
+
+
+def gguf_model(name: str):
+    """As ComfyUI-GGUF's loaders make it: layers and a ModelPatcher of a pack's, and no file on the MODEL."""
+    path = str(BASE / "custom_nodes" / "gguf" / "ops.py")
+    pack = sys.modules["gguf_pack.ops"] = SimpleNamespace(__file__=path)
+    ops = type("GGMLOps", (comfy.ops.manual_cast,), {})
+    ops.Linear = type("Linear", (comfy.ops.manual_cast.Linear,), {"__module__": "gguf_pack.ops"})
+    patcher = type("GGUFModelPatcher", (comfy.model_patcher.ModelPatcher,), {"__module__": "gguf_pack.ops"})
+    pack.GGMLOps = ops
+    file = GgufFile(BASE / "models" / "diffusion_models" / name)
+    tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    model = comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"custom_operations": ops}, metadata=file.texts)
+    return patcher.clone(model)
+
+
+def gguf_loader() -> dict:
+    """The prompt's graph names the file."""
+    folder = BASE / "models" / "diffusion_models"
+    values = {key: (value.numpy(), "F32") for key, value in load_file(folder / FLUX).items()}
+    write_gguf(folder / GGUF, values)
+    listed = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].INPUT_TYPES()["required"]["model_name"][0]
+    kind = SimpleNamespace(RETURN_TYPES=("MODEL",))
+    graph = {
+        "1": {"class_type": "UnetLoaderGGUFDisTorch2MultiGPU", "inputs": {"unet_name": GGUF, "compute_device": "cpu"}},
+        "2": {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["1", 0], "lora_name": "parallelize 0.safetensors"}},
+        "3": {"class_type": "ParallelizeModel", "inputs": {"model": ["2", 0]}},
+    }
+    module = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__]
+    with (
+        patch.object(module, "executing", lambda: (graph, "3", [])),
+        patch.dict(nodes.NODE_CLASS_MAPPINGS, {"UnetLoaderGGUFDisTorch2MultiGPU": kind}),
+    ):
+        got = sampled(taken(two_loras(gguf_model(GGUF))))
+    expected = sampled(two_loras(parallel(GGUF, pipe=1, config=sequence(ulysses=2))))
+    return {"listed": GGUF in listed, "behind": difference(got, expected)}
 
 
 def lora(number: int) -> dict[str, torch.Tensor]:
@@ -293,6 +338,8 @@ def main(results: Results) -> None:
 
     for change in (written, other_forward, other_class, inner_patch, other_gpus, unknown, made_elsewhere, second_file):
         results.case(change.__name__, partial(edited, change))
+    results.case("GGUF", gguf_loader)
+    results.case("GGUF, loader not known", lambda: taken(gguf_model(GGUF)) and None)
     results.case("fp8_e5m2", lambda: taken(node("UNETLoader", FLUX, "fp8_e5m2")) and None)
     results.case("too many for tensor", lambda: taken(native(), "tensor", 5) and None)
     results.case("no multiple", lambda: taken(native(), "pipefusion", 3, sequence(ulysses=2)) and None)

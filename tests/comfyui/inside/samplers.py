@@ -91,9 +91,9 @@ def main(results: Results, names: list[str]) -> None:
             f"guider {guider}", partial(against_warm, partial(_custom, guider=guider, prompts=prompts, latent=empty))
         )
 
-    unpooled = [[[entry[0], {}] for entry in prompt] for prompt in prompts]
-    results.case("refusal pooled output", partial(ksampler, plain, unpooled, empty))
-    results.case("refusal pooled output in bands", partial(ksampler, banded, unpooled, empty))
+    narrow = [[[entry[0][..., :-8], entry[1]] for entry in prompt] for prompt in prompts]
+    results.case("refusal text width", partial(ksampler, plain, narrow, empty))
+    results.case("refusal text width in bands", partial(ksampler, banded, narrow, empty))
     results.case("after the refusals", partial(against_warm, partial(_ksampler, prompts=prompts, latent=empty)))
 
     # Patches load the model again, so what the pipeline gives for them comes first. Bands of one size, whatever the ranks
@@ -144,7 +144,7 @@ def main(results: Results, names: list[str]) -> None:
         "displaced, Apply PipeFusion",
         partial(in_patches, node("ApplyPipeFusion", displaced, 0, 1000, True), "euler", times=1),
     )
-    results.case("displaced refusal pooled output", partial(ksampler, displaced, unpooled, empty))
+    results.case("displaced refusal text width", partial(ksampler, displaced, narrow, empty))
     results.case("displaced after the refusal", partial(in_patches, displaced, "euler"))
     results.case("naive euler", partial(in_patches, naive, "euler"))
     results.case("naive report", partial(reported, naive, prompts, 1))

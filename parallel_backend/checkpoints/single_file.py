@@ -1,0 +1,101 @@
+"""A single file's tensors under their names in ComfyUI's class: without the prefix, and with what belongs to each weight."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from parallel_backend.core.setup import Conversion
+from parallel_backend.core.short_text import short
+from parallel_backend.families.others import other_model
+
+from .attention_preferences import take_preferences
+from .conversion import convert
+from .quantised_layers import MARKER, attach_quantisation
+from .tensor_files import GGUF, SAFETENSORS, Entry, read_header
+
+PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
+"""In the order in which ComfyUI counts them: each key counts for the first that it begins with."""
+OTHER_PREFIX = "model."
+FEWEST = 6
+"""Keys with one of PREFIXES by which ComfyUI takes it for the file's."""
+FOREIGN = {
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes (NF4)",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes (FP4)",
+    ".SCB": "bitsandbytes (int8)",
+    ".wscales": "Nunchaku (SVDQuant)",
+    ".qzeros": "GPTQ or AWQ",
+}
+"""Ending of a key -> who quantises weights that way. ComfyUI reads none of them."""
+KINDS = (
+    ("a LoRA", "Load LoRA", (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".hada_w", ".lokr_w", "lora_up.weight")),
+    ("a ControlNet", "Load ControlNet Model", ("control_model.", "controlnet_", "input_hint_block.", "zero_conv")),
+    ("a VAE", "Load VAE", ("decoder.conv_in.", "encoder.conv_in.", "decoder.conv1.", "first_stage_model.", "taesd_decoder")),
+    ("a text encoder", "Load CLIP", ("text_model.encoder.", "encoder.block.0.", "token_embd.", "model.layers.0.self_attn.")),
+)
+"""(what a file is, the node that loads it, parts of keys that show it), in the order in which they are looked for."""
+
+
+def prefix_of(keys: Iterable[str]) -> str:
+    """The prefix of the transformer's keys, by ComfyUI's rules. Empty if there is none."""
+    keys = list(keys)
+    if all(any(key.startswith(part) for key in keys) for part in ("detector.", "tracker.")):  # SAM 3 has two of its own
+        return ""
+    counts = dict.fromkeys(PREFIXES, 0)
+    for key in keys:
+        if (prefix := next((each for each in PREFIXES if key.startswith(each)), None)) is not None:
+            counts[prefix] += 1
+    top = max(counts, key=lambda prefix: counts[prefix])
+    prefix = top if counts[top] >= FEWEST else OTHER_PREFIX
+    return prefix if any(key.startswith(prefix) for key in keys) else ""
+
+
+def entries_of(path: Path, conversion: Conversion = ()) -> tuple[dict[str, Entry], dict[str, Any] | None, dict[str, str]]:
+    """Of a single file: entries without their prefix, the stated configuration, and preferences of attention layers.
+
+    The stated configuration is None if the header has one that cannot be read.
+
+    ValueError for a file of another kind, and for weights that are packed in a way that ComfyUI does not read.
+    """
+    name = short(path.name)
+    if path.suffix.lower() not in SAFETENSORS + GGUF:
+        raise ValueError(
+            f"model_name: {name} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never opened."
+        )
+    stored, stated, config = read_header(path)
+    prefix = prefix_of(stored)
+    entries = {key.removeprefix(prefix): entry for key, entry in stored.items() if key.startswith(prefix)}
+    if prefix and MARKER in stored:  # ComfyUI looks for it before and after it takes the prefix away
+        entries.setdefault(MARKER, stored[MARKER])
+    for ending, maker in FOREIGN.items():
+        if any(key.endswith(ending) for key in entries):
+            raise ValueError(
+                f"model_name: {name} is quantised by {maker}, which neither ComfyUI nor Parallel DiT reads. Take a bf16, "
+                "fp8 or GGUF file of the same model, or the nodes that were made for this one."
+            )
+    stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
+    entries, attention = take_preferences(name, entries)
+    entries = with_values(name, attach_quantisation(name, entries, stated))
+    return convert(name, entries, conversion), config, attention
+
+
+def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """`entries`, checked. ValueError for a matrix without values, which could claim any size. Empty vectors are markers."""
+    empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
+    if empty is not None:
+        shape = short(list(entries[empty].shape))
+        raise ValueError(f"model_name: {name} holds {short(empty)} of shape {shape}, which has no values.")
+    return entries
+
+
+def unknown(name: str, entries: dict[str, Entry]) -> str:
+    """The refusal of a file that no family takes: what the file is, and what to do with it."""
+    if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
+        return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
+    is_kind = (
+        f"It is {what}: use {node}." for what, node, parts in KINDS if any(p in key for key in entries for p in parts)
+    )
+    usual = "If ComfyUI's Load Diffusion Model loads it, use that node, on one GPU."
+    return (
+        f"model_name: {name} is no diffusion transformer that this version knows. {next(is_kind, usual)} Its first keys: "
+        f"{', '.join(map(short, list(entries)[:3])) or 'none'}."
+    )
