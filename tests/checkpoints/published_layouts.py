@@ -1,0 +1,248 @@
+"""Layouts of files as they are published, by names and shapes: what ComfyUI does with each, and what Parallel DiT does.
+
+A row takes the file that a case of testing/cases writes in ComfyUI's layout, and changes its names. To add a row, append a
+Layout to LAYOUTS: tests/checkpoints/test_published_layouts.py opens it, and tests/comfyui/test_published_layouts.py loads it
+in ComfyUI too, and compares.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from testing.cases import all_cases
+from testing.cases.case import Case
+from testing.gguf_files import write_gguf
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors], Tensors]
+CASES: Mapping[str, Case] = {case.name: case for case in all_cases()}
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A published layout of the model of a case."""
+
+    name: str
+    case: str
+    change: Change = lambda tensors: tensors
+    """The tensors in ComfyUI's layout -> those of the file."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the header, beside the case's own."""
+    ending: str = ".safetensors"
+    """With .gguf all weights are in F32: what a block packs is another test's."""
+    unused: tuple[str, ...] = ()
+    """Tensors that are left out and named on the node: of those that ComfyUI's log calls unexpected."""
+    refused: str = ""
+    """Words of the refusal, as a regular expression. Empty: the file is loaded."""
+    native: bool = True
+    """ComfyUI loads the file, and misses no weight."""
+    detected: Mapping[str, Any] = field(default_factory=dict)
+    """Further entries that ComfyUI's detection finds at the model's real width."""
+    by_comfyui: bool = False
+    """ComfyUI's class or conversion decides: without a ComfyUI it is not known."""
+    sampled: bool = False
+    """A run of the ranks is compared with the native model's."""
+
+    def save(self, folder: Path) -> Path:
+        """The file, of the case's small model for ComfyUI, with random weights."""
+        case, path = CASES[self.case], folder / f"{self.case}.whole"
+        assert case.native is not None
+        if not path.exists():
+            case.save(case.model(case.native.config), path, case.native.config)
+        with safe_open(path, "pt") as file:
+            texts = (file.metadata() or {}) | self.texts
+        tensors, path = self.change(load_file(path)), folder / f"{self.name}{self.ending}"
+        if self.ending == ".gguf":
+            values = {key: (value.float().numpy(), "F32") for key, value in tensors.items() if value.numel()}
+            return write_gguf(path, values, {key: value.shape for key, (value, _) in values.items()}, texts)
+        save_file({key: value.contiguous() for key, value in tensors.items()}, path, texts)
+        return path
+
+
+def under(prefix: str) -> Change:
+    return lambda tensors: {prefix + key: value for key, value in tensors.items()}
+
+
+def with_more(*keys: str, shape: tuple[int, ...] = (2,)) -> Change:
+    """With further tensors of this shape."""
+    return lambda tensors: tensors | {key: torch.zeros(shape) for key in keys}
+
+
+def one_after_the_other(*changes: Change) -> Change:
+    def change(tensors: Tensors) -> Tensors:
+        for each in changes:
+            tensors = each(tensors)
+        return tensors
+
+    return change
+
+
+def diffusers(case: str) -> Change:
+    """Under diffusers' names: a parameter of the class each, cut out of ComfyUI's tensors."""
+
+    def change(tensors: Tensors) -> Tensors:
+        row, config = CASES[case].row, dict(CASES[case].model(CASES[case].native.config).config)
+        parts = {}
+        for target, source in row.file.key_map(config).items():
+            value = tensors[source.key] if source.rows is None else tensors[source.key][source.rows.slice]
+            parts[row.file.folder.source(config, target).key] = (
+                torch.cat(value.chunk(2)[::-1]) if source.swap_halves else value
+            )
+        return parts
+
+    return change
+
+
+def _matrices(tensors: Tensors) -> list[str]:
+    return [key for key, value in tensors.items() if value.ndim == 2 and key.endswith(".weight") and "blocks" in key]
+
+
+def fp8(tensors: Tensors) -> Tensors:
+    """Plain fp8."""
+    return tensors | {key: tensors[key].to(E4M3) for key in _matrices(tensors)}
+
+
+def scaled_fp8(scale: str, marks: Callable[[list[str]], Tensors]) -> Change:
+    """fp8 with a scale for each matrix, `marks`: tensors for these layers that say so."""
+
+    def change(tensors: Tensors) -> Tensors:
+        stored, layers = dict(tensors), []
+        for key in _matrices(tensors):
+            factor = tensors[key].abs().max() / torch.finfo(E4M3).max
+            layers.append(key.removesuffix(".weight"))
+            stored |= {key: (tensors[key] / factor).to(E4M3), f"{layers[-1]}.{scale}": factor}
+        return stored | marks(layers)
+
+    return change
+
+
+def _said(layers: list[str]) -> Tensors:
+    said = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
+    return {f"{layer}.comfy_quant": said.clone() for layer in layers}
+
+
+def nunchaku(tensors: Tensors) -> Tensors:
+    key = _matrices(tensors)[0].removesuffix("weight")
+    packed = {f"{key}qweight": torch.zeros(2, 2, dtype=torch.int8), f"{key}wscales": torch.zeros(2, 2)}
+    return {name: value for name, value in tensors.items() if name != f"{key}weight"} | packed
+
+
+def nf4(tensors: Tensors) -> Tensors:
+    key = _matrices(tensors)[0]
+    packed = torch.zeros(math.ceil(tensors[key].numel() / 2), 1, dtype=torch.uint8)
+    state = {f"{key}.quant_state.bitsandbytes__nf4": torch.zeros(8, dtype=torch.uint8), f"{key}.absmax": torch.zeros(2)}
+    return tensors | {key: packed} | state
+
+
+def instead(*keys: str) -> Change:
+    """Tensors of another kind of file."""
+    return lambda _tensors: {key: torch.zeros(2, 2) for key in keys}
+
+
+WHOLE = "model.diffusion_model."
+ALL_IN_ONE = one_after_the_other(
+    under(WHOLE),
+    with_more("first_stage_model.decoder.conv_in.weight", "text_encoders.t5xxl.shared.weight", "model_ema.num_updates"),
+)
+TRAINING = ("model_ema.decay", "alphas_cumprod", "model_sampling.sigmas", "optimizer.state.0.exp_avg", "vae.decoder.a")
+NVIDIA = ("accum_video_sample_counter", "pos_embedder.seq", "blocks.0._extra_state")
+
+LAYOUTS = (
+    # prefixes
+    *(Layout(f"flux {prefix}", "flux-dev", under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
+    Layout("flux unknown prefix", "flux-dev", under("dit."), refused="no diffusion transformer .*dit", native=False),
+    Layout("anima net.", "anima", under("net.")),
+    Layout("cosmos predict2 net.", "cosmos-predict2-video", one_after_the_other(with_more(*NVIDIA), under("net."))),
+    Layout("auraflow-like model. leftover", "flux-dev", with_more("model.a"), refused="no diffusion", native=False),
+    # several parts in one file
+    Layout("flux all in one", "flux-dev", ALL_IN_ONE),
+    Layout("sd3 all in one", "sd3.5-medium", ALL_IN_ONE),
+    Layout("flux with a VAE beside it", "flux-dev", with_more(*TRAINING), unused=TRAINING),
+    # tensors that no class has
+    Layout("flux position_ids", "flux-dev", with_more("position_ids"), unused=("position_ids",)),
+    Layout("sd3 leftovers", "sd3.5-large", with_more("betas", "logvar"), unused=("betas", "logvar")),
+    Layout(
+        "krea2 last.up",
+        "krea2",
+        with_more("last.up.weight", "last.down.weight"),
+        unused=("last.up.weight", "last.down.weight"),
+    ),
+    Layout(
+        "h3 pruned adaln", "minimax-h3-pruned", with_more("adaln_basis", "adaln_mean"), unused=("adaln_basis", "adaln_mean")
+    ),
+    Layout("wan leftover", "wan-2.1-t2v", with_more("freqs", "teacher.0.weight"), unused=("freqs", "teacher.0.weight")),
+    # tensors that ComfyUI's class has, or detects a model by, and that ranks do not use
+    Layout(
+        "z-image omni",
+        "z-image",
+        with_more("siglip_embedder.0.weight"),
+        refused="holds siglip_embedder",
+        detected={"siglip_feat_dim": 2},
+        by_comfyui=True,
+        native=False,
+    ),
+    Layout(
+        "newbie",
+        "lumina2",
+        with_more("clip_text_pooled_proj.0.weight"),
+        refused="holds clip_text_pooled",
+        detected={"clip_text_dim": 2},
+        by_comfyui=True,
+        native=False,
+    ),
+    Layout(
+        "wan reference",
+        "wan-2.1-t2v",
+        with_more("ref_conv.weight", shape=(2, 16, 2, 2)),
+        refused="holds ref_conv",
+        by_comfyui=True,
+        native=False,
+    ),
+    # header fields
+    Layout("flux config no JSON", "flux-dev", texts={"config": "made by hand"}),
+    Layout("flux config of others", "flux-dev", texts={"config": '{"transformer": {"model_type": "x"}}'}),
+    Layout("wan config no JSON", "wan-2.1-t2v", texts={"config": "made by hand"}, refused="config is no JSON", native=False),
+    Layout("ltx config lost", "ltx-2.3", texts={"config": "{}"}, refused="does not say its rope_type", native=False),
+    Layout("ltx 2.3 gguf", "ltx-2.3", ending=".gguf"),
+    Layout("wan animate 2 gguf", "wan-animate-2", ending=".gguf"),
+    # GGUF and endings
+    Layout("flux gguf", "flux-dev", ending=".gguf"),
+    Layout("flux gguf prefixed", "flux-dev", under(WHOLE), ending=".gguf"),
+    Layout("krea2 gguf", "krea2", with_more("last.up.weight"), ending=".gguf", unused=("last.up.weight",)),
+    Layout("flux capital", "flux-dev", ending=".SAFETENSORS"),
+    Layout("flux sft", "flux-dev", ending=".sft"),
+    # diffusers' names
+    Layout("flux diffusers", "flux-dev", diffusers("flux-dev"), by_comfyui=True, sampled=True),
+    Layout("flux diffusers prefixed", "flux-dev", one_after_the_other(diffusers("flux-dev"), under(WHOLE)), by_comfyui=True),
+    Layout("sd3 diffusers", "sd3.5-large", diffusers("sd3.5-large"), by_comfyui=True, sampled=True),
+    Layout("z-image diffusers", "z-image", diffusers("z-image"), by_comfyui=True, sampled=True),
+    # quantised
+    Layout("flux fp8", "flux-dev", fp8),
+    Layout(
+        "flux scaled_fp8", "flux-dev", scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})
+    ),
+    Layout("flux comfy_quant", "flux-dev", scaled_fp8("weight_scale", _said)),
+    Layout("flux comfy_quant all in one", "flux-dev", one_after_the_other(scaled_fp8("weight_scale", _said), ALL_IN_ONE)),
+    Layout("flux nunchaku", "flux-dev", nunchaku, refused=r"quantised by Nunchaku", native=False),
+    Layout("flux nf4", "flux-dev", nf4, refused=r"quantised by bitsandbytes", native=False),
+    # other kinds of files
+    Layout("lora", "flux-dev", instead("a.lora_down.weight", "a.lora_up.weight"), refused="It is a LoRA", native=False),
+    Layout(
+        "vae", "flux-dev", instead("decoder.conv_in.weight", "encoder.conv_in.weight"), refused="It is a VAE", native=False
+    ),
+    Layout(
+        "text encoder",
+        "flux-dev",
+        instead("text_model.encoder.layers.0.mlp.fc1.weight"),
+        refused="It is a text encoder",
+        native=False,
+    ),
+)

@@ -1,0 +1,134 @@
+"""Files in published layouts, loaded by ComfyUI and opened by the pack. Run by serve.py.
+
+The test process has put the files into models/diffusion_models.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from boot import BASE, PACK, Results, comfy, difference, nodes, parallel, parts_of, torch
+from families import detecting, sample
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(PACK))
+from parallel_backend.checkpoints.gguf_file import GgufFile
+
+sys.path.remove(str(PACK))
+LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
+LISTS = {"unet missing": "missing", "unet unexpected": "unexpected"}
+"""Beginnings of lines in ComfyUI's log."""
+
+
+class Log(logging.Handler):
+    """ComfyUI's lists of tensors that a class misses, and of those that it has no use for."""
+
+    def __init__(self):
+        super().__init__()
+        self.lists: dict[str, list[str]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        begin, _, names = record.getMessage().partition(": ")
+        if begin in LISTS:
+            self.lists[LISTS[begin]] = [name.strip(" '") for name in names.strip("[]").split(",")]
+
+
+def native(path: Path) -> Any:
+    """ComfyUI's MODEL. GGUF files are handed on as ComfyUI-GGUF does it."""
+    if path.suffix.lower() != ".gguf":
+        return comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+    with GgufFile(path) as file:
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        options = {"dtype": torch.float32}
+        return comfy.sd.load_diffusion_model_state_dict(tensors, model_options=options, metadata=file.texts)
+
+
+def by_comfyui(path: Path) -> dict:
+    """{"kind": class of its supported_models, "missing": ..., "unexpected": ...} or {"refused": words}."""
+    log, root = Log(), logging.getLogger()
+    root.addHandler(log)
+    try:
+        model = native(path)
+        return {"kind": type(model.model.model_config).__name__, "missing": [], "unexpected": []} | log.lists
+    except Exception as error:  # of any kind: its code is not known
+        return {"refused": f"{type(error).__name__}: {error}"}
+    finally:
+        root.removeHandler(log)
+
+
+def by_pack(path: Path) -> dict:
+    """{"kinds": classes of ComfyUI's supported_models, "unused": ...} or {"refused": words}."""
+    try:
+        checkpoint, own = LOADER.opened(path, ("cpu",))
+        kinds = checkpoint.family.native_classes if own is None else (own.kind,)
+        return {"kinds": kinds, "unused": list(checkpoint.unused)}
+    except ValueError as error:
+        return {"refused": str(error)}
+
+
+def run(path: Path, case: str) -> float:
+    """Largest difference of ranks' samples from the native model's, as a share of the largest value."""
+    expected = sample(native(path), case)
+    largest = max(float(part.abs().max()) for part in parts_of(expected))
+    return difference(expected, sample(parallel(path.name), case)) / largest
+
+
+def names_of_diffusers(kind: str) -> dict[str, tuple[int, ...]]:
+    """Names of a model in diffusers' layout, with shapes by which ComfyUI knows it and small ones elsewhere."""
+    if kind == "auraflow":
+        names = comfy.utils.auraflow_to_diffusers({"n_double_layers": 1, "n_layers": 3})
+        return dict.fromkeys(names, (6, 2))
+    if kind == "pixart":
+        names = comfy.utils.pixart_to_diffusers({"depth": 2})
+        return {name: (1152, 2) if ".to_" in name else (6, 2) for name in names}
+    unet = comfy.model_detection.unet_config_from_diffusers_unet
+    small = {"conv_in.weight": (320, 4), "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight": (2, 768)}
+    depths = [2, 2, 2, 0]
+    for block, attentions in enumerate(depths):
+        for index in range(2):
+            small[f"down_blocks.{block}.resnets.{index}.norm1.weight"] = (2,)
+            if attentions:
+                layer = f"down_blocks.{block}.attentions.{index}.transformer_blocks.0.attn2.to_k.weight"
+                small[layer] = (2, 768)
+    config = unet({name: torch.empty(shape, device="meta") for name, shape in small.items()})
+    names = [name for name in comfy.utils.unet_to_diffusers(config) if "_embedding." not in name or name.startswith("time")]
+    return dict.fromkeys(names, (6, 2)) | small
+
+
+def is_comfyuis_conversion(kind: str) -> bool:
+    """Whether rows, taken as `conversion_of` says, are ComfyUI's conversion of the same tensors."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in names_of_diffusers(kind).items()}
+    path = BASE / f"{kind}.safetensors"
+    save_file(tensors, path)
+    rows = LOADER.conversion_of(path)
+    ours = {key: torch.cat([tensors[each][start:stop] for each, start, stop in parts]) for key, parts in rows}
+    theirs = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "")
+    if theirs is None:
+        config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
+        names = comfy.utils.unet_to_diffusers(config.unet_config)
+        theirs = {names[name]: value for name, value in tensors.items() if name in names}
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def main(results: Results, layouts: Iterable[dict]) -> None:
+    """`layouts`: {"name", "file", "case", "detected", "sampled"}."""
+    for each in layouts:
+        path = BASE / "models" / "diffusion_models" / each["file"]
+
+        def measure(each=each, path=path) -> dict:
+            with detecting(each["detected"]):
+                found = {"comfyui": by_comfyui(path), "pack": by_pack(path)}
+                return found | ({"difference": run(path, each["case"])} if each["sampled"] else {})
+
+        results.case(each["name"], partial(measure))
+    for kind in ("auraflow", "pixart", "unet"):
+        results.case(f"conversion of {kind}", partial(is_comfyuis_conversion, kind))
+    results.case(
+        "listed",
+        lambda: {"pack": LOADER.model_names(), "comfyui": folder_paths.get_filename_list("diffusion_models")},
+    )
