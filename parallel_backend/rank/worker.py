@@ -39,6 +39,7 @@ from .block_probe import probe
 from .engine import Engine
 from .free_memory import device_memory
 from .loaded_stage import LoadedStage
+from .numa import bind_to_gpu
 from .outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -322,7 +323,6 @@ class Worker:
 
 def run(settings: RankSettings, connection: Connection, make_worker: Callable[..., Worker] | None = None) -> None:
     """A rank from start to end: join the other ranks, serve, and report errors. `make_worker`: called in place of Worker."""
-    torch.set_num_threads(settings.threads)
     channel, heartbeat = Channel(connection, borrowed=pinning(torch.device(settings.device))), Heartbeat()
     beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
     threading.Thread(target=send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
@@ -341,6 +341,7 @@ def run(settings: RankSettings, connection: Connection, make_worker: Callable[..
         os._exit(1)
 
     try:
+        torch.set_num_threads(bind_to_gpu(settings.device, settings.devices, settings.threads))
         if settings.device.startswith("cuda"):
             torch.cuda.set_device(settings.device)
         else:

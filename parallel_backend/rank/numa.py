@@ -1,0 +1,73 @@
+"""Keeps a rank on the CPU cores that are nearest to its GPU, on a machine with several NUMA nodes.
+
+Memory that a rank then takes, such as page-locked weights, is on the GPU's side too. Linux only.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from parallel_backend.core.devices import device_kind, in_its_process, on_ray
+
+log = logging.getLogger(__name__)
+
+SYSTEM = Path("/sys")
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+"""Has a folder for each GPU, named by its place on the bus."""
+NO_NODE = -1
+"""In the system's file of a device that is not near to any node."""
+
+
+def bind_to_gpu(device: str, devices: Sequence[str], threads: int) -> int:
+    """Bind this thread, and those that it starts, to the cores of the GPU's node. Returns the CPU threads for the rank.
+
+    Does nothing on one node, and if this process may not use all of those cores: then somebody has chosen others. `device`:
+    the rank's, by torch's name. `devices`: of all ranks. `threads`: for the rank if it is not bound.
+    """
+    nodes = list((SYSTEM / "devices/system/node").glob("node*"))
+    if sys.platform != "linux" or device_kind(device) != "cuda" or len(nodes) < 2:
+        return threads
+    node = node_of(device)
+    cores = cores_of(node)
+    allowed = os.sched_getaffinity(0)
+    if not cores or not cores < allowed:
+        return threads
+    os.sched_setaffinity(0, cores)
+    log.info("on the %d CPU cores of NUMA node %d, which is that of %s", len(cores), node, device)
+    local = [in_its_process(name) for name in devices if device_kind(name) == "cuda" and not on_ray(name)]
+    beside = max(1, sum(node_of(name) == node for name in local))
+    return max(1, min(threads, len(cores) // beside))
+
+
+def node_of(device: str) -> int:
+    """The NUMA node of a GPU. NO_NODE: none, or it is not known."""
+    try:
+        return int((SYSTEM / "bus/pci/devices" / bus_place(device) / "numa_node").read_text())
+    except (OSError, ValueError):
+        return NO_NODE
+
+
+def cores_of(node: int) -> set[int]:
+    """Numbers of a node's CPU cores; of none if it has none."""
+    try:
+        text = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()
+    except OSError:
+        return set()
+    spans = [part.partition("-") for part in text.strip().split(",") if part]
+    return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
+
+
+def bus_place(device: str) -> str:
+    """The GPU's place on the PCI bus, such as 0000:65:00.0. OSError if it is not known. Makes no context on it."""
+    found = torch.cuda.get_device_properties(device)
+    if hasattr(found, "pci_bus_id"):  # torch newer than 2.9
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    uuid = str(getattr(found, "uuid", ""))
+    for folder in NVIDIA.iterdir():
+        if uuid and uuid in (folder / "information").read_text():
+            return folder.name
+    raise OSError(f"no GPU {uuid} in {NVIDIA}")
