@@ -1,13 +1,13 @@
 """Parallel Checkpoint Loader: an all-in-one file -> MODEL on the ranks, CLIP and VAE in ComfyUI."""
 
-from .loader import CHECKPOINTS, file_path, load_model, safetensors_names, widgets
+from .loader import CHECKPOINTS, check_widgets, file_path, load_model, safetensors_names, widgets
 from .model.all_in_one import clip_and_vae
 from .model.early_start import start_ranks_of
 from .ui.input_checks import coerce, renamed_input, short, validate
 from .ui.widgets import CATEGORY
 
 
-@validate("ckpt_name")
+@validate("ckpt_name", early=check_widgets)
 class ParallelCheckpointLoader:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")

@@ -10,16 +10,17 @@ from parallel_backend.core.validate import check_one_kind
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.doctor import HostFree, examine
 from parallel_backend.planning.planner import Plan, plan
-from parallel_backend.planning.report import compare, describe_rehearsed
+from parallel_backend.planning.report import compare, describe_rehearsed, verdict
 from parallel_backend.planning.workload import workload_of
 
 from .model.call_checks import check_has_family
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig, config_of
 from .sampling.auto_degrees import calibrated, free_on_host
-from .ui.devices import gpus, is_auto, named_devices, why_hidden
+from .ui.devices import check_one_kind_of_devices, gpus, is_auto, named_devices, why_hidden
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
+from .ui.node_text import show_report
 from .ui.widgets import CATEGORY, cfg_scale, link, text, whole_number
 
 
@@ -39,9 +40,9 @@ def memory_to_share(devices: tuple[str, ...]) -> HostFree:
 
 
 def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
-    """The MODEL's settings with the advised degrees. Where nothing fits, with the degrees of one device."""
+    """The MODEL's settings with the advised degrees. With the degrees of one device if nothing can be advised."""
     config = config_of(stub)
-    if rehearsed.best is None:
+    if rehearsed.best is None or rehearsed.doubt:
         return config
     degrees = rehearsed.best.mode.degrees
     return replace(
@@ -54,7 +55,7 @@ def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfi
     )
 
 
-@validate()
+@validate(early=check_one_kind_of_devices)
 class ParallelDoctor:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("STRING", "PARALLEL_CONFIG")
@@ -118,4 +119,4 @@ class ParallelDoctor:
         report = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
         if len(set(chosen)) == 1 and (hidden := why_hidden()):
             report += f"\n\nOther GPUs:{hidden}"
-        return {"ui": {"text": [report]}, "result": (report, advised_config(rehearsed, stub))}
+        return {"ui": show_report(report, verdict(rehearsed)), "result": (report, advised_config(rehearsed, stub))}

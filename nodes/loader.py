@@ -29,10 +29,10 @@ from .model.left_over import check_left_over, left_over_line
 from .model.own_class import check_own_class, has_family, own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
-from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
+from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, check_no_stages, model_to_plan
 from .sampling.pipefusion import apply_pipefusion
 from .ui.attention import attention_for
-from .ui.devices import choose_devices, half_dtypes, possible_devices, why_hidden
+from .ui.devices import check_devices, choose_devices, half_dtypes, possible_devices, why_hidden
 from .ui.input_checks import coerce, defaults, short, validate
 from .ui.node_text import say
 from .ui.widgets import CATEGORY, Widget, choice, degree, flag, link, offload, text
@@ -152,7 +152,38 @@ SETUP_WIDGETS = ("stage_split", "compile", "cuda_graphs")
 """Widgets that are fields of Setup: same names, same values."""
 
 
-@validate("model_name")
+def check_widgets(
+    devices: str | None,
+    pipefusion_degree: int | None = 1,
+    tensor_parallel_degree: int | None = 1,
+    split_batch_degree: int | None = 1,
+    stage_split: str | None = "even",
+    compile: bool | None = False,
+    degrees: str | None = AS_SET,
+    offload: str | None = "auto",
+    parallel_config: object = ParallelConfig(),
+) -> None:
+    """ValueError for widgets of `widgets` that no model can be loaded with. None: a value that comes over a link."""
+    if offload is not None:
+        offload_of(offload)
+    sizes = {"batch": split_batch_degree, "pipe": pipefusion_degree, "tensor": tensor_parallel_degree}
+    known = Degrees(**{axis: size for axis, size in sizes.items() if size is not None})
+    chosen = None
+    if degrees is None or devices is None:
+        check_devices(devices)
+    elif degrees == AUTO:
+        chosen = _to_plan(devices)[1]
+    else:
+        chosen = choose_devices(devices, known, None not in (*sizes.values(), parallel_config))
+    if compile and chosen is not None:
+        check_compile(chosen)
+    if stage_split is not None and degrees == AUTO:
+        check_no_stages(stage_split)
+    elif stage_split is not None and degrees is not None and pipefusion_degree is not None:
+        check_stage_split(stage_split, pipefusion_degree, None)
+
+
+@validate("model_name", early=check_widgets)
 class ParallelDiTLoader:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
@@ -213,6 +244,8 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         **{name: values[name] for name in SETUP_WIDGETS},
     )
     if planned:
+        if len(set(devices)) == 1 and (hidden := why_hidden()):
+            say(f"Parallel DiT: degrees auto has one device only.{hidden}")
         return model_to_plan(checkpoint, setup, config.comm_overlap)
     if own is None:  # blocks of an own class are known once it is tried
         check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
@@ -258,10 +291,7 @@ def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
             "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to 'as set'; "
             "Parallel Doctor says which are fastest there."
         )
-    possible = possible_devices(devices)
-    if len(set(possible)) == 1 and (hidden := why_hidden()):
-        say(f"Parallel DiT: degrees auto has one device only.{hidden}")
-    return Degrees(), possible
+    return Degrees(), possible_devices(devices)
 
 
 def _as_set(values: Mapping[str, Any], config: ParallelConfig) -> tuple[Degrees, tuple[str, ...]]:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from parallel_backend.core.attention_kernels import ATTENTION, AUTO
-from parallel_backend.core.degrees import EXCHANGES, PATCH_MODES, TRANSFER_DTYPES
+from parallel_backend.core.degrees import EXCHANGES, PATCH_MODES, TRANSFER_DTYPES, Degrees
+from parallel_backend.core.validate import check_exchange, check_ranks
 
 from .model.diffusion_model import RemoteDiffusionModel
 from .ui.input_checks import validate
@@ -31,7 +32,27 @@ def config_of(stub: RemoteDiffusionModel) -> ParallelConfig:
     return ParallelConfig(attention=setup.attention, comm_overlap=stub.comm_overlap, transfer_dtype=setup.transfer_dtype)
 
 
-@validate()
+def check_widgets(
+    ulysses_degree: int | None,
+    ring_degree: int | None,
+    patch_mode: str | None,
+    patch_degree: int | None,
+    transfer_dtype: str | None = "full",
+    ulysses_exchange: str | None = EXCHANGES[0],
+) -> None:
+    """ValueError for degrees and transfers that do not go together. None: a value that comes over a link."""
+    degrees = Degrees(
+        ulysses=ulysses_degree or 1,
+        ring=ring_degree or 1,
+        patch=patch_degree or 1,
+        patch_mode=patch_mode or "displaced",
+        exchange=ulysses_exchange or EXCHANGES[0],
+    )
+    check_ranks(degrees)
+    check_exchange(degrees, transfer_dtype or "full", False)
+
+
+@validate(early=check_widgets)
 class UlyssesConfig:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("PARALLEL_CONFIG",)

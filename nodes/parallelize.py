@@ -7,6 +7,7 @@ from typing import Any
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import storage_name
 from parallel_backend.placement.residency import AUTO as STREAMED
+from parallel_backend.placement.residency import offload_of
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
 
 from .loader import SETUP_WIDGETS, load_model, opened
@@ -30,7 +31,14 @@ from .ui.prompt_graph import executing, loader_inputs
 from .ui.widgets import CATEGORY, MAX_DEGREE, choice, link, offload, whole_number
 
 
-@validate()
+def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
+    """ValueError for more GPUs than there are, and for a text that is no `offload`. None: a value that comes over a link."""
+    if offload is not None:
+        offload_of(offload)
+    _check_gpus(gpus or 0, possible_devices("auto"))
+
+
+@validate(early=check_widgets)
 class ParallelizeModel:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
@@ -110,6 +118,14 @@ def _named_file() -> Path | None:
     return None if named is None else named[1]
 
 
+def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
+    """ValueError if there are fewer GPUs than `ranks`. Ranks on the CPU may be as many as the user wants."""
+    if possible[0] != "cpu" and ranks > len(possible):
+        raise ValueError(
+            f"gpus: {ranks} are needed, this machine has {len(possible)} that ComfyUI shows.{why_hidden()} Set gpus to 0."
+        )
+
+
 def _parallel(
     source: NativeSource, gpus: int, mode: str, config: ParallelConfig, setup_values: dict[str, Any], offload: str
 ) -> tuple[RemoteModelPatcher, Degrees | None]:
@@ -129,10 +145,7 @@ def _parallel(
     possible = possible_devices("auto")
     on_gpus = possible[0] != "cpu"
     ranks = ranks_of(mode, gpus, len(possible), config_degrees)
-    if on_gpus and ranks > len(possible):
-        raise ValueError(
-            f"gpus: {ranks} are needed, this machine has {len(possible)} that ComfyUI shows.{why_hidden()} Set gpus to 0."
-        )
+    _check_gpus(ranks, possible)
     devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
     degrees = None
     checkpoint, own = opened(source.path, devices)

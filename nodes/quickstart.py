@@ -1,13 +1,18 @@
 """The bundled mini model's prompt encoder and picture decoder."""
 
 from parallel_backend.quickstart.codec import decode
-from parallel_backend.quickstart.prompt import encode_prompt
+from parallel_backend.quickstart.prompt import encode_prompt, symbols
 
 from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, link, text
 
 
-@validate()
+def check_text(text: str | None) -> None:
+    """ValueError for a text that is no prompt of the bundled model. None: a text that comes over a link."""
+    symbols(text or "")
+
+
+@validate(early=check_text)
 class QuickstartPrompt:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("CONDITIONING",)

@@ -11,17 +11,17 @@ import folder_paths
 
 from parallel_backend.acceptance.document import document_of, dumps
 from parallel_backend.acceptance.kit import run
-from parallel_backend.acceptance.report import describe
+from parallel_backend.acceptance.report import describe, verdict
 from parallel_backend.acceptance.session import Host, Settings, at_least_two
 from parallel_backend.client.registry import registry
 
 from .model.call_checks import check_has_family
 from .model.diffusion_model import remote_stub
 from .model.native_model import native_model
-from .ui.devices import is_auto, possible_devices
+from .ui.devices import check_one_kind_of_devices, is_auto, possible_devices
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
-from .ui.node_text import say
+from .ui.node_text import say, show_report
 from .ui.widgets import CATEGORY, link, text
 
 FILE_NAME = "parallel_dit_self_test"
@@ -34,7 +34,7 @@ def comfyui() -> Host:
     return Host(f"ComfyUI {__version__}", tuple(sys.argv[1:]), native_model)
 
 
-@validate()
+@validate(early=check_one_kind_of_devices)
 class ParallelSelfTest:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("STRING", "STRING")
@@ -84,12 +84,13 @@ class ParallelSelfTest:
 
         def progress(done: int, total: int, name: str) -> None:
             bar.update_absolute(done, total)
-            say(f"Parallel DiT: {name or 'done'}, {done} of {total} checks")
+            if name:
+                say(f"Parallel DiT: {name}, {done} of {total} checks")
 
         results = run(settings, comfyui(), check_cancelled, progress)
         document = document_of(settings, results, time.perf_counter() - started)
         report = f"{describe(document)}\n{save(dumps(document))}"
-        return {"ui": {"text": [report]}, "result": (report, json.dumps(document))}
+        return {"ui": show_report(report, verdict(document)), "result": (report, json.dumps(document))}
 
 
 def save(document: str) -> str:

@@ -19,7 +19,13 @@ LONGEST_NAME = 200
 """Characters of a file's name, to which a number and an ending are added."""
 
 
-@validate()
+def check_name(filename_prefix: str | None) -> None:
+    """ValueError for a text that no file can be named by. None: a text that comes over a link."""
+    if filename_prefix is not None:
+        check_prefix(filename_prefix, folder_paths.get_output_directory())
+
+
+@validate(early=check_name)
 class ParallelTrace:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE", "STRING")
@@ -66,7 +72,8 @@ class ParallelTrace:
                 f"filename_prefix: {short(filename_prefix)} cannot be written ({error.strerror}). Use another name."
             ) from error
         report = f"{trace}\n{path} opens in chrome://tracing and ui.perfetto.dev"
-        return {**COMFYUI.PreviewImage().save_images(image), "result": (image, report)}
+        ui = COMFYUI.PreviewImage().save_images(image)["ui"] | {"text": [report]}
+        return {"ui": ui, "result": (image, report)}
 
 
 def check_prefix(prefix: str, output: str) -> None:

@@ -62,7 +62,7 @@ class PromptRefused(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a prompt. `status`: success, error or interrupted. `outputs`: node id -> what the node showed."""
+    """What became of a prompt. `status`: success, error, interrupted or refused. `outputs`: node id -> what it showed."""
 
     status: str
     error: str
@@ -197,7 +197,12 @@ class ComfyUIServer:
         raise TimeoutError(f"the prompt did not end within {seconds:.0f} s:\n{self.log_tail()}")
 
     def run(self, prompt: dict[str, Any], seconds: float = 600.0) -> Outcome:
-        return self.wait(self.queue(prompt), seconds)
+        """What becomes of a prompt. One that ComfyUI's validation does not take has the status `refused`."""
+        try:
+            prompt_id = self.queue(prompt)
+        except PromptRefused as refusal:
+            return Outcome("refused", str(refusal), {}, ())
+        return self.wait(prompt_id, seconds)
 
     def _outcome(self, entry: dict[str, Any]) -> Outcome:
         messages = dict(entry["status"]["messages"])

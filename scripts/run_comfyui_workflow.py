@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from comfyui_server import ComfyUIServer, PromptRefused, find_python, missing_requirements
+from comfyui_server import ComfyUIServer, find_python, missing_requirements
 
 
 def main() -> int:
@@ -36,11 +36,7 @@ def main() -> int:
             (Path(base) / "models").mkdir()
             (Path(base) / "models" / "diffusion_models").symlink_to(options.models.expanduser().resolve())
         with ComfyUIServer(checkout, Path(base), python, () if options.gpu else ("--cpu",)) as server:
-            try:
-                outcome = server.run(prompt)
-            except PromptRefused as refusal:
-                print(refusal, file=sys.stderr)
-                return 1
+            outcome = server.run(prompt)
     for shown in outcome.outputs.values():
         for text in shown.get("text", ()):
             print(text)

@@ -13,7 +13,7 @@ from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibrat
 from parallel_backend.planning.calibration import calibration_key
 from parallel_backend.planning.calibration_file import NAME, load
 from parallel_backend.planning.modes import Mode
-from parallel_backend.planning.planner import choose, plan
+from parallel_backend.planning.planner import choose, credible, plan
 from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.workload import workload_of
 
@@ -53,7 +53,8 @@ class MeasuredRun:
         return None
 
     def gained(self) -> str:
-        """How much faster the run was than on one GPU: "1.7 x one GPU". Empty if no GPU alone holds the model."""
+        """How much faster the run was than on one GPU: "1.7 x one GPU". Empty if no GPU alone holds the model, or if the
+        gain is not credible because the machine was busy."""
         calibration = self.calibration
         if calibration is None or not self.calls or not self.seconds:
             return ""
@@ -63,7 +64,8 @@ class MeasuredRun:
             predictions = [predict(each, Mode(Degrees(), device=device), self.setup.offload) for each in costs]
             if not any(prediction.lacks for prediction in predictions):
                 fitting.append(sum(prediction.seconds for prediction in predictions))
-        return f"{min(fitting) / self.seconds:.1f} x one {self._unit}" if fitting else ""
+        gain = min(fitting, default=0.0) / self.seconds
+        return f"{gain:.1f} x one {self._unit}" if fitting and credible(gain, self.setup.degrees.world) else ""
 
     def advice(self) -> str:
         """A line with other degrees on the same devices that take a tenth less than the run, both by their predictions and
@@ -76,7 +78,7 @@ class MeasuredRun:
         every = plan(costs, range(1, len(calibration.machine.names) + 1), self.setup.offload)
         now = [each.seconds for each in every.predictions if each.mode.degrees == self.setup.degrees and not each.lacks]
         best = choose(every)
-        if best.lacks or not now or min(*now, self.seconds) < WORTH_SAYING * best.seconds:
+        if best.lacks or every.doubt or not now or min(*now, self.seconds) < WORTH_SAYING * best.seconds:
             return ""
         name = f"one {self._unit}" if best.mode.device is not None else str(best.mode)
         return f"{name} would take about {best.seconds:.1f} s (see Parallel Doctor)"

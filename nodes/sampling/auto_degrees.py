@@ -110,13 +110,18 @@ class AutoDegrees:
         return replace(setup, devices=tuple(devices[device] for device in mode.devices), degrees=mode.degrees)
 
 
+def check_no_stages(stage_split: str) -> None:
+    """ValueError if `stage_split` names stages, which are not known while `degrees` is auto."""
+    if stage_split.strip().lower() not in ("auto", "even"):
+        raise ValueError(
+            f"stage_split is '{short(stage_split)}', for stages that are not known while degrees is auto. Set stage_split "
+            "to auto, or degrees to 'as set'."
+        )
+
+
 def model_to_plan(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> RemoteModelPatcher:
     """A MODEL that plans its degrees on the devices of `setup` at its first run. Until then its setup has one rank."""
-    if setup.stage_split.strip().lower() not in ("auto", "even"):
-        raise ValueError(
-            f"stage_split is '{short(setup.stage_split)}', for stages that are not known while degrees is auto. Set "
-            "stage_split to auto, or degrees to 'as set'."
-        )
+    check_no_stages(setup.stage_split)
     model = make_model(checkpoint, replace(setup, devices=setup.devices[:1]), comm_overlap, setup.devices)
     model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(checkpoint, setup))
     return model

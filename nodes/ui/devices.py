@@ -10,7 +10,18 @@ from parallel_backend.core.device_choice import Host, gpus_of, is_auto
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
 
-__all__ = ["choose_devices", "gpus", "half_dtypes", "host", "is_auto", "named_devices", "possible_devices", "why_hidden"]
+__all__ = [
+    "check_devices",
+    "check_one_kind_of_devices",
+    "choose_devices",
+    "gpus",
+    "half_dtypes",
+    "host",
+    "is_auto",
+    "named_devices",
+    "possible_devices",
+    "why_hidden",
+]
 
 
 def host() -> Host:
@@ -30,8 +41,8 @@ def gpus() -> tuple[str, ...]:
     return gpus_of(host())
 
 
-def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
-    return device_choice.choose_devices(text, degrees, host())
+def choose_devices(text: str, degrees: Degrees, all_known: bool = True) -> tuple[str, ...]:
+    return device_choice.choose_devices(text, degrees, host(), all_known)
 
 
 def named_devices(text: str) -> tuple[str, ...]:
@@ -40,6 +51,18 @@ def named_devices(text: str) -> tuple[str, ...]:
 
 def possible_devices(text: str) -> tuple[str, ...]:
     return device_choice.possible_devices(text, host())
+
+
+def check_devices(devices: str | None) -> None:
+    """ValueError for a list with a device that this machine has not. None: a value that comes over a link."""
+    if devices is not None and not is_auto(devices):
+        named_devices(devices)
+
+
+def check_one_kind_of_devices(devices: str | None) -> None:
+    """As check_devices, and ValueError for a mixture of GPUs and CPUs."""
+    if devices is not None and not is_auto(devices):
+        possible_devices(devices)
 
 
 def why_hidden() -> str:

@@ -25,10 +25,12 @@ SHOWN = 60
 """Characters of a value that an error repeats."""
 
 
-def validate(*checked_by_node: str) -> Callable[[Node], Node]:
+def validate(*checked_by_node: str, early: Callable[..., object] | None = None) -> Callable[[Node], Node]:
     """Class decorator: the node's function only gets values of its inputs' types and within their limits.
 
     ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that are left to the node.
+    `early`: called with the widgets that its parameters name, before anything of a prompt runs. Its ValueError refuses the
+    prompt. A widget whose value comes over a link is None.
     """
 
     def adopt(node: Node) -> Node:
@@ -59,9 +61,29 @@ def validate(*checked_by_node: str) -> Callable[[Node], Node]:
             return function(bound.args[0], **values)
 
         setattr(node, node.FUNCTION, call)
+        if early is not None:
+            node.VALIDATE_INPUTS = staticmethod(_host_check(early, inputs))
         return node
 
     return adopt
+
+
+def _host_check(early: Callable[..., object], inputs: Callable[[], dict[str, tuple]]) -> Callable[..., bool | str]:
+    """ComfyUI's VALIDATE_INPUTS: True, or the ValueError's sentence. ComfyUI leaves the limits of these widgets to it."""
+    signature = inspect.signature(early)
+    missing = {name: None for name, each in signature.parameters.items() if each.default is each.empty}
+
+    def check(**given: Any) -> bool | str:
+        try:
+            specs = inputs()
+            known = {name: value if value is None else coerce(name, value, *specs[name]) for name, value in given.items()}
+            early(**missing | known)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    check.__signature__ = signature  # type: ignore[attr-defined]  # ComfyUI gives what it names
+    return check
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """A line of text on the node that is being executed."""
 
+from typing import Any
+
 from comfy_execution.utils import get_executing_context
 
 SAID = "parallel_dit.said"
@@ -15,3 +17,9 @@ def say(text: str) -> None:
 
     PromptServer.instance.send_progress_text(text, context.node_id)
     PromptServer.instance.send_sync(SAID, {"node": str(context.node_id), "text": text})
+
+
+def show_report(report: str, verdict: str) -> dict[str, Any]:
+    """The node's `ui` output, which web/js/reports.js shows in a read-only box on the node. Says the verdict on the node."""
+    say(f"Parallel DiT: {verdict}")
+    return {"text": [report]}

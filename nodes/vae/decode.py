@@ -10,7 +10,7 @@ from parallel_backend.client.registry import registry
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.processes.pool import Pool
 
-from ..ui.devices import gpus, is_auto, named_devices
+from ..ui.devices import check_devices, gpus, is_auto, named_devices
 from ..ui.host import check_cancelled
 from ..ui.input_checks import validate
 from ..ui.node_text import say
@@ -28,7 +28,7 @@ DEVICES = text(
 )
 
 
-@validate()
+@validate(early=check_devices)
 class ParallelVAEDecode:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE",)

@@ -2,6 +2,7 @@
 
 import logging
 
+from ..ui.devices import check_devices
 from ..ui.input_checks import validate
 from ..ui.node_text import say
 from ..ui.widgets import CATEGORY, link
@@ -12,7 +13,7 @@ from .known import how_to_cut
 log = logging.getLogger(__name__)
 
 
-@validate()
+@validate(early=check_devices)
 class ParallelVAEEncode:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("LATENT",)

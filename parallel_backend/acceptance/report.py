@@ -24,6 +24,17 @@ def describe(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verdict(document: dict[str, Any]) -> str:
+    """Whether the self-test passed, in a line: "passed, 12 of 14 checks, 2 not looked at"."""
+    summary, checks = document["summary"], document["checks"]
+    count = f"{summary[PASSED]} of {len(checks)} checks"
+    if summary[FAILED]:
+        names = ", ".join(check["name"] for check in checks if check["status"] == FAILED)
+        return f"self-test FAILED: {names}; {count} passed"
+    left = f", {summary[NOT_LOOKED_AT]} not looked at" * bool(summary[NOT_LOOKED_AT])
+    return f"self-test passed: {count}{left}"
+
+
 def _check(check: dict[str, Any]) -> list[str]:
     lines = [f"{MARKS[check['status']]}{check['name']} ({check['seconds']:.1f} s): {check['about']}"]
     if check["why"]:

@@ -50,8 +50,10 @@ def gpus_of(host: Host) -> tuple[str, ...]:
     return all_gpus() if host.kind == "cuda" else ()
 
 
-def choose_devices(text: str, degrees: Degrees, host: Host) -> tuple[str, ...]:
+def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = True) -> tuple[str, ...]:
     """The device of each rank. `auto`: the first GPUs, or the CPU if ComfyUI runs on the CPU.
+
+    `all_known`: as in check_devices.
 
     ValueError, naming the widget, for too few or unknown devices, and if ComfyUI runs on a device without ranks.
     """
@@ -68,7 +70,7 @@ def choose_devices(text: str, degrees: Degrees, host: Host) -> tuple[str, ...]:
             )
         return gpus[: degrees.world]
     devices = ray_devices(text, degrees.world) if names_ray(text) else named_devices(text, host)
-    check_devices(degrees, devices)
+    check_devices(degrees, devices, all_known)
     return devices
 
 

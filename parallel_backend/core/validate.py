@@ -37,15 +37,18 @@ def check_ranks(degrees: Degrees) -> None:
         )
 
 
-def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
+def check_devices(degrees: Degrees, devices: tuple[str, ...], all_known: bool = True) -> None:
     """Raise ValueError unless there is one device per rank, and under Ulysses all are of one type.
+
+    `all_known`: False if further degrees, not known yet, multiply these.
 
     Under Ulysses a GPU rank exchanges heads in more parts than a CPU rank (HEAD_GROUPS), so mixed ranks would deadlock. No
     other transfer's order or size depends on the device.
     """
-    if len(devices) != degrees.world:
+    if len(devices) % degrees.world or (all_known and len(devices) != degrees.world):
+        needed = degrees.world if all_known else f"a multiple of {degrees.world}"
         raise ValueError(
-            f"devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {degrees.world}: the product of "
+            f"devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {needed}: the product of "
             "the degrees must equal the number of devices. Change the degrees, or the devices widget."
         )
     if degrees.ulysses > 1 and _mixed(devices):

@@ -102,18 +102,21 @@ class Balance:
         return tuple(cost.scaled(tokens / self.timed_tokens) for cost in self.stage_costs)
 
 
-def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span, ...] | None:
-    """The stages that the widget's text names, such as '30,27'. None for 'auto' and 'even'. ValueError for other texts."""
+def check_stage_split(stage_split: str, stages: int, blocks: int | None) -> tuple[Span, ...] | None:
+    """The stages that the widget's text names, such as '30,27'. None for 'auto' and 'even'. ValueError for other texts.
+
+    `blocks`: the model's. None: not known yet, and any sum is taken.
+    """
     if stage_split.strip().lower() in ("auto", "even"):
         return None
     try:
         counts = [int(part) for part in stage_split.split(",")]
     except ValueError:
         counts = []
-    if len(counts) != stages or min(counts, default=0) < 1 or sum(counts) != blocks:
+    if len(counts) != stages or min(counts, default=0) < 1 or sum(counts) != (blocks or sum(counts)):
         raise ValueError(
             f"stage_split is '{short(stage_split)}': use auto, even, or {stages} numbers of blocks, one for each stage of "
-            f"pipefusion_degree {stages}, that add up to this model's {blocks} blocks."
+            f"pipefusion_degree {stages}, that add up to this model's {f'{blocks} ' * bool(blocks)}blocks."
         )
     edges = [sum(counts[:index]) for index in range(stages + 1)]
     return tuple(Span(start, stop) for start, stop in pairwise(edges))

@@ -11,6 +11,8 @@ from .prediction import Costs, Prediction, predict
 
 AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
+CREDIBLE = 1.1
+"""The most by which a gain over one device may exceed the number of ranks and still be the noise of a measurement."""
 DISPLACED = 2
 """The most ranks on the patch axis that `degrees` auto takes. In measured pictures of 4, 8 and 20 steps displaced patches of
 two ranks were closer to one rank's picture than PipeFusion with four patches. Displaced patches of four ranks were not."""
@@ -35,6 +37,24 @@ class Plan:
         return advise([prediction for prediction in self.predictions if prediction.mode.exact])
 
     @property
+    def doubt(self) -> str:
+        """Why no degrees can be advised by these seconds: a gain above the number of ranks. Empty if there is no doubt.
+
+        A device that streams weights is left out: beside it several devices may gain more than their number.
+        """
+        one = self.one_device
+        if one.lacks or one.most_streamed:
+            return ""
+        for fastest in self.predictions:
+            gain, ranks = one.seconds / fastest.seconds, fastest.mode.degrees.world
+            if not fastest.lacks and not credible(gain, ranks):
+                return (
+                    f"{gain:.2f}x on {ranks} ranks is not credible: other work kept the machine busy while one device was "
+                    "measured. Run this again when the machine is idle"
+                )
+        return ""
+
+    @property
     def one_device(self) -> Prediction:
         return next(prediction for prediction in self.predictions if prediction.mode.device is not None)
 
@@ -56,6 +76,11 @@ def plan(costs: Costs, counts: Sequence[int] | None = None, offload: Offload = A
     one = min(singles, key=lambda prediction: (bool(prediction.lacks), prediction.seconds))
     predictions = [*(predict(costs, mode, offload) for mode in modes), one]
     return Plan(costs, tuple(sorted(predictions, key=lambda prediction: prediction.seconds)), refused)
+
+
+def credible(gain: float, ranks: int) -> bool:
+    """Whether so many ranks can be so many times as fast as one of them, which has all weights in its memory."""
+    return gain <= CREDIBLE * ranks
 
 
 def advise(predictions: Sequence[Prediction]) -> Prediction | None:

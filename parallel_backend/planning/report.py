@@ -31,6 +31,15 @@ def describe_rehearsed(plan: Plan) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def verdict(plan: Plan) -> str:
+    """The Doctor's advice in a line, with the gain over one device."""
+    best, one = plan.best, plan.one_device
+    if plan.doubt or best is None:
+        return _advice(plan).splitlines()[0]
+    gain = f", {one.seconds / best.seconds:.2f} x one device" * (best.mode.device is None and not one.lacks)
+    return f"{_advice(plan).splitlines()[0]}{gain}"
+
+
 def describe_planned(plan: Plan) -> str:
     """The machine in a line, the best modes, and which to choose. `plan` is of CalibratedCosts."""
     return "\n".join([summary(plan.costs.machine), _table(plan, "planned seconds"), *_choices(plan)])
@@ -181,6 +190,8 @@ def _other_ways(best: Prediction, plan: Plan) -> list[str]:
 
 def _choices(plan: Plan) -> list[str]:
     best, exact = plan.best, plan.best_exact
+    if plan.doubt:
+        return [f"best: not known, because {plan.doubt}."]
     if best is None:
         return ["nothing fits these devices"]
     lines = [f"best: {_named(best.mode, plan)}, {best.seconds:.2f} s", *_where_weights_are(best, plan)]
@@ -209,6 +220,8 @@ def _impossible(plan: Plan) -> str:
 
 def _advice(plan: Plan) -> str:
     best, one = plan.best, plan.one_device
+    if plan.doubt:
+        return f"advice: none, because {plan.doubt}."
     if best is None:
         return (
             "advice: nothing fits these devices. Use a smaller picture, weight_dtype fp8_e4m3fn, or more devices with "

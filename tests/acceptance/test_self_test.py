@@ -15,7 +15,7 @@ import torch
 from parallel_backend.acceptance import document, faults, kit, lifetime, model_file, modes, system, topology, transport
 from parallel_backend.acceptance.__main__ import arguments, main
 from parallel_backend.acceptance.findings import Findings, NotLookedAt
-from parallel_backend.acceptance.report import describe
+from parallel_backend.acceptance.report import describe, verdict
 from parallel_backend.acceptance.session import Host, OneRank, SelfTestSession, Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import AXES, Degrees
@@ -73,6 +73,8 @@ def test_what_comes_of_a_check(monkeypatch, check, status, why):
     found = document.document_of(CPUS, [result], 1.0)
     valid(found)
     assert found["summary"] == {name: int(name == status) for name in kit.STATUSES}
+    said = {kit.PASSED: "passed: 1 of 1 checks", kit.FAILED: "FAILED: ", kit.NOT_LOOKED_AT: "passed: 0 of 1 checks, 1 not"}
+    assert verdict(found).startswith(f"self-test {said[status]}")
     assert why in describe(found)
 
 

@@ -223,16 +223,66 @@ def test_the_panel_shows_ranks_while_it_is_open(editor, server, shoot):
     assert page.evaluate("() => window.told") == told > 2
 
 
-def test_degrees_that_do_not_fit_are_an_error_on_the_page(editor, shoot):
+def said_on(editor: Editor, kind: str) -> str:
+    """The line on a node, once there is one."""
+    line = "node.widgets.find(w => w.name == '$$node-text-preview')?.value ?? ''"
+    editor.page.wait_for_function(
+        f"kind => {{ const node = app.graph._nodes.find(n => n.type == kind); return {line} }}", arg=kind
+    )
+    return editor.node(kind, line)
+
+
+def test_degrees_that_do_not_fit_are_refused_at_the_widget(editor, shoot):
     """A control of the run before: one of its clicks, so that `devices` has more entries than the degrees need."""
     editor.open(workflow("quickstart"))
     editor.step("ParallelDiTLoader", "pipefusion_degree", -1)
     editor.run()
-    editor.page.get_by_text("Parallel DiT Loader failed").first.wait_for()
-    editor.page.get_by_text("View details").click()
+    editor.page.get_by_text("Parallel DiT Loader rejected the value for devices").first.wait_for()
     shoot("error")
-    said = re.compile("the product of the degrees must equal the number of devices")
-    editor.page.get_by_text(said).first.wait_for()
+    assert "the product of the degrees must equal the number of devices" in said_on(editor, "ParallelDiTLoader")
+    editor.step("ParallelDiTLoader", "pipefusion_degree", 1)
+    editor.page.evaluate("app.graph._nodes.find(n => n.type == 'ParallelDiTLoader').widgets.at(-1).value = 'gone'")
+    editor.run()
+    editor.page.wait_for_function(
+        "() => app.graph._nodes.every(n => !(n.widgets ?? []).some(w => String(w.value).startsWith('devices names')))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "raised", "shown"), [("ParallelDoctor", "torch", 1), ("KSampler", "parallel-dit", 1), ("KSampler", "torch", 0)]
+)
+def test_the_first_line_of_our_errors_is_on_the_node(editor, node, raised, shown):
+    """Of our nodes, and of others that our code ends."""
+    found = editor.page.evaluate(
+        """async ([kind, raised]) => {
+            const api = window.comfyAPI.api.api, node = LiteGraph.createNode(kind);
+            app.graph.add(node);
+            const traceback = ["parallel-dit", raised].map(pack => `  File "/x/custom_nodes/${pack}/a.py", line 1`);
+            const detail = { node_id: node.id, node_type: kind, exception_message: "model: why.\\nmore", traceback };
+            api.dispatchEvent(new CustomEvent("execution_error", { detail }));
+            await new Promise(done => setTimeout(done, 600));
+            const lines = node.widgets.map(widget => widget.value).filter(value => value == "model: why.");
+            app.graph.remove(node);
+            return lines.length;
+        }""",
+        [node, raised],
+    )
+    assert found == shown
+
+
+def test_a_report_is_shown_in_a_box_on_its_node(editor):
+    shown = editor.page.evaluate(
+        """() => {
+            const node = LiteGraph.createNode("ParallelDoctor");
+            app.graph.add(node);
+            const saved = node.serialize().widgets_values.length;
+            node.onExecuted({ text: ["first\\nlast"] });
+            const values = node.widgets.map(widget => widget.value);
+            app.graph.remove(node);
+            return [values.includes("first\\nlast"), saved];
+        }"""
+    )
+    assert shown == [True, 4]  # the box is no widget of the saved workflow
 
 
 @pytest.mark.parametrize("name", ["quickstart", "flux_dev_ulysses_pipefusion"])

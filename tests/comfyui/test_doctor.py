@@ -87,5 +87,5 @@ def test_cancel_ends_it_and_the_next_prompt_runs(server):
 
 def test_what_users_do_wrong_is_said(server):
     outcome = server.run(doctor(devices="cuda:7"))
-    assert outcome.status == "error"
+    assert outcome.status == "refused"
     assert "devices: 'cuda:7' is no device of this machine" in outcome.error

@@ -85,5 +85,5 @@ def test_plain_ksampler(server):
 
 def test_trace_file_elsewhere_is_refused(server):
     outcome = server.run(nodes(filename_prefix="../../elsewhere"))
-    assert outcome.status == "error"
+    assert outcome.status == "refused"
     assert "filename_prefix: '../../elsewhere' leads out of ComfyUI's output folder" in outcome.error

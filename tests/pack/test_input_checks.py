@@ -1,6 +1,7 @@
 """What nodes hold their inputs to. The module needs no ComfyUI, but the package around it does: it is loaded by itself."""
 
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,38 @@ def checks():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def refuse_odd(count: int | None, words: str | None = "few") -> None:
+    if count is not None and count % 2:
+        raise ValueError(f"count is {count}, of {words}")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"count": 4}, True),
+        ({"count": 3}, "count is 3, of few"),
+        ({"count": 3, "words": "many"}, "count is 3, of many"),
+        ({"count": None, "words": None}, True),  # links
+        ({}, True),  # ComfyUI itself refuses a prompt that lacks an input
+        ({"count": 10}, "count: 10 is out of its limits, 1 to 8."),
+    ],
+)
+def test_widgets_are_refused_before_anything_runs(checks, given, expected):
+    class Node:
+        FUNCTION = "run"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {"count": ("INT", LIMITS)}, "optional": {"words": ("STRING", {})}}
+
+        def run(self, count, words="few"):
+            pass
+
+    node = checks.validate(early=refuse_odd)(Node)
+    assert inspect.getfullargspec(node.VALIDATE_INPUTS).args == ["count", "words"]  # by which ComfyUI picks the values
+    assert node.VALIDATE_INPUTS(**given) == expected
 
 
 LIMITS = {"min": 1, "max": 8}

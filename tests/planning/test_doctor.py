@@ -30,7 +30,7 @@ from parallel_backend.planning.planner import plan
 from parallel_backend.planning.prediction import AROUND, StepCost, cut_model, predict, step_bytes
 from parallel_backend.planning.rehearsal import CallKind, Rehearsed, rehearse
 from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, banded_call, needed
-from parallel_backend.planning.report import describe_rehearsed, settings
+from parallel_backend.planning.report import compare, describe_rehearsed, settings, verdict
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
 from testing import tiny
@@ -346,6 +346,23 @@ def test_gpus_that_gain_nothing_stay_alone():
     assert settings(found.best.mode, found.costs.machine).splitlines()[0] == (
         "Parallel DiT Loader: pipefusion_degree 1, tensor_parallel_degree 1, split_batch_degree 1, devices cuda:0"
     )
+
+
+def test_a_gain_above_the_number_of_ranks_is_not_advised():
+    """One device was measured while the machine was busy, so that two seem 3.5 times as fast."""
+    idle = plan(costs(workload(), machine([1.0, 1.0])))
+    slower = 3.5 * idle.predictions[0].seconds / idle.one_device.seconds
+    seen = tuple(
+        dataclasses.replace(each, seconds=slower * each.seconds) if each.mode.device is not None else each
+        for each in idle.predictions
+    )
+    busy = dataclasses.replace(idle, predictions=seen)
+    assert "3.50x on 2 ranks is not credible" in verdict(busy)
+    text = describe_rehearsed(busy) + compare(busy, busy)
+    assert "3.50x on 2 ranks is not credible" in text
+    assert "Parallel DiT Loader: " not in text and "\nbest: not known" in text
+    assert verdict(idle).startswith(f"advice: {idle.best.mode}, ") and verdict(idle).endswith(" x one device")
+    assert not idle.doubt
 
 
 def test_of_equally_fast_modes_the_exact_one_is_advised():

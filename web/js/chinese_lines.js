@@ -170,7 +170,22 @@ const LINES = [
     [/^first step \(each step copies ([\d.]+) GB of weights to the devices\), (\d+) s$/, "第一步（每步向设备复制 $1 GB 权重），已 $2 秒"],
     [/^(.*), ComfyUI's own class, verified$/, "ComfyUI 自己的类 $1，已验证"],
     [/^(.*), ComfyUI's own class, verified: (\d+) of (\d+) blocks are shared out$/, "ComfyUI 自己的类 $1，已验证：$3 个块中有 $2 个分给各进程"],
-    [/^done, (\d+) of (\d+) checks$/, "自检完成，$1/$2 项"],
+    [/^self-test passed: (\d+) of (\d+) checks, (\d+) not looked at$/, "自检通过：$1/$2 项，$3 项未检查"],
+    [/^self-test passed: (\d+) of (\d+) checks$/, "自检通过：$1/$2 项"],
+    [/^self-test FAILED: (.*); (\d+) of (\d+) checks passed$/, "自检未通过：$1；通过 $2/$3 项"],
+    [/^advice: stay on one (?:GPU|CPU rank) \((.*)\), ([\d.]+) s$/, "建议：只用一个设备（$1），$2 秒"],
+    [
+        /^advice: none, because ([\d.]+)x on (\d+) ranks is not credible: other work kept the machine busy while one device was measured\. Run this again when the machine is idle\.$/,
+        "没有建议：$2 个进程快到 $1 倍并不可信，测量单个设备时机器在忙别的事。请在机器空闲时再运行一次。",
+    ],
+    [
+        /^advice: nothing fits these devices\. Use a smaller picture, weight_dtype (\S+), or more devices with (\S+)\.$/,
+        "建议：这些设备都放不下。请缩小图像，或把 weight_dtype 设为 $1，或用 $2 增加设备。",
+    ],
+    [/^advice: (.*), (\d+) patches, ([\d.]+) s, ([\d.]+) x one device$/, "建议：$1、$2 个分片，$3 秒，速度是单个设备的 $4 倍"],
+    [/^advice: (.*), ([\d.]+) s, ([\d.]+) x one device$/, "建议：$1，$2 秒，速度是单个设备的 $3 倍"],
+    [/^advice: (.*), (\d+) patches, ([\d.]+) s$/, "建议：$1、$2 个分片，$3 秒"],
+    [/^advice: (.*), ([\d.]+) s$/, "建议：$1，$2 秒"],
     [/^(.*), (\d+) of (\d+) checks$/, "正在自检 $1，已完成 $2/$3 项"],
     [/^(\S*_degree \d+.*) on (.*)$/, "$1，设备 $2"],
     // of a VAE (nodes/vae)

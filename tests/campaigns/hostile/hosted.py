@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from parallel_backend.quickstart.model import WEIGHTS
-from scripts.comfyui_server import ComfyUIServer, Outcome, PromptRefused
+from scripts.comfyui_server import ComfyUIServer, Outcome
 from testing.comfyui.scripted import FORKED_RANKS, ComfyUI, Inside
 from tests.comfyui.graph import Graph
 
@@ -116,12 +116,13 @@ class Host:
             begun = time.monotonic()
             try:
                 outcome = self._server.run(workflow.prompt, REQUEST_SECONDS)
-            except PromptRefused:
-                tally.outcomes["refused by ComfyUI"] += 1
             except urllib.error.HTTPError as error:
                 tally.outcomes[f"refused by ComfyUI ({error.code})"] += 1
             else:
-                self._judge(tally, number, workflow, outcome)
+                if outcome.status == "refused":
+                    tally.outcomes["refused by ComfyUI"] += 1
+                else:
+                    self._judge(tally, number, workflow, outcome)
             tally.slowest = max(tally.slowest, (time.monotonic() - begun, number))
             if number in tally.defects:
                 told(number, f"{workflow.changed}: {tally.defects[number]}")
