@@ -30,10 +30,16 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
         return tensors
     pose_text = {"context": call.get("context_pose"), "clip_fea": call.get("clip_fea_pose")}
     text = wan.conditioning(config, call | {name: value for name, value in pose_text.items() if value is not None})
-    if text["context"].shape != tensors["context"].shape:
+    if ("picture" in text) != ("picture" in tensors):
         raise ValueError(
             "positive, negative: the pose has a CLIP vision output and the video has none, which cannot be forwarded to "
             "Parallel DiT's ranks in this version. Connect clip_vision_output too."
+        )
+    if text["context"].shape != tensors["context"].shape:
+        lengths = text["context"].shape[1], tensors["context"].shape[1]
+        raise ValueError(
+            f"positive, negative: the pose's prompt has {lengths[0]} tokens, the video's has {lengths[1]}, which cannot be "
+            "forwarded to Parallel DiT's ranks in this version. Shorten the longer one."
         )
     tensors |= {f"pose_{name}": value for name, value in text.items()}
     tensors["pose"] = F.pad(pose, (0, pose.shape[-1] % 2, 0, pose.shape[-2] % 2, 0, 0), mode="circular")

@@ -17,7 +17,7 @@ from parallel_backend.core.device_copies import to_device
 from . import fused
 from .constructors import extends
 from .wan_block import Block, RotaryProcessor
-from .wan_text import GuidedProcessor, GuidedText
+from .wan_text import TextProcessor, Texts
 
 register_variant = extends(original.WanTransformer3DModel)
 """Decorator of a variant's constructor."""
@@ -34,7 +34,7 @@ class WanVariant(original.WanTransformer3DModel):
         self.rope = Rope(self.config["attention_head_dim"], self.config["patch_size"], self.config["rope_max_seq_len"])
         for block in self.blocks:
             block.__class__ = Block
-            block.attn1.processor, block.attn2.processor = RotaryProcessor(), GuidedProcessor()
+            block.attn1.processor, block.attn2.processor = RotaryProcessor(), TextProcessor()
 
     @property
     def width(self) -> int:
@@ -71,7 +71,7 @@ class WanVariant(original.WanTransformer3DModel):
 
         `positions` [b, R, 4] float32: frame, row, column and number of the source of R reference tokens. `patch_inputs`:
         further arguments of `patch_embedding`. `block_inputs`: arguments of `block_arguments`. `away` [b, u, text_dim] (or
-        embedded, [b, u, width]), `normalized` [b, 3]: the second text of a GuidedText, and its settings. `rope`: ROPE and
+        embedded, [b, u, width]), `normalized` [b, 3]: the second text of a Texts, and its settings. `rope`: ROPE and
         ROPE_FREQUENCY (families/base/step_inputs.py).
         """
         assert not return_dict
@@ -89,10 +89,9 @@ class WanVariant(original.WanTransformer3DModel):
             timestep.flatten(), encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len=times
         )
         modulation = modulation.unflatten(-1, (6, -1))
-        if picture is not None:
-            text = torch.cat((picture, text), dim=1)
+        text = texts(text, picture, self.config["added_kv_proj_dim"] is not None)
         if away is not None and normalized is not None:
-            text = GuidedText(text, away, normalized)
+            text = (text if isinstance(text, Texts) else Texts(text))._replace(away=away, settings=normalized)
         for block in self.blocks:
             hidden_states = block(hidden_states, text, modulation, rotary_emb, **block_arguments)
         hidden_states = hidden_states[:, : frames * rows * columns, : temb.shape[-1]]
@@ -120,6 +119,18 @@ class WanTransformer3DModel(WanVariant):
         super().__init__(**wan)
         config = self.config
         self.patch_embedding = Patches(config["in_channels"], reference_channels, self.width, config["patch_size"])
+
+
+def texts(text: torch.Tensor, picture: torch.Tensor | None, looks_at_picture: bool) -> torch.Tensor | Texts:
+    """Embedded text [b, t, width] and picture [b, p, width], as blocks take them.
+
+    `looks_at_picture`: they have layers for the picture. Without one the text stands there twice, for it and for itself.
+    """
+    if not looks_at_picture:
+        return text
+    if picture is None:
+        picture, text = text.chunk(2, dim=1)
+    return Texts(text, picture)
 
 
 class Rope(WanRotaryPosEmbed):

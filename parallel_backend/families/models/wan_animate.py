@@ -17,7 +17,7 @@ from torch import nn
 from . import fused
 from .wan import WanVariant, register_variant, tokens
 from .wan_block import Block
-from .wan_text import GuidedProcessor
+from .wan_text import TextProcessor
 
 
 class WanAnimateTransformer3DModel(WanVariant):
@@ -107,7 +107,7 @@ class AnimateBlock(Block):
     def __init__(self, width: int, ffn: int, heads: int, *block: Any, face: bool):
         super().__init__(width, ffn, heads, *block)
         size = width // heads
-        self.attn2.processor = GuidedProcessor()
+        self.attn2.processor = TextProcessor()
         self.face = WanAnimateFaceBlockCrossAttention(width, heads, size, 1e-6, size) if face else None
         if self.face is not None:
             self.face.processor = FaceProcessor()

@@ -13,8 +13,9 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import nn
 
 from . import fused
-from .wan import WanVariant, register_variant, tokens
+from .wan import WanVariant, register_variant, texts, tokens
 from .wan_block import Block
+from .wan_text import TextProcessor, Texts
 
 LEAST_STRENGTH = 1e-6
 """Least strength of the pose. Its values are multiplied by the strength, and the pose's output is divided by it."""
@@ -51,7 +52,7 @@ class WanAnimate2(WanVariant):
         # The pose's positions follow the video's to the right.
         twice = self.rope(hidden_states[..., :1].expand(-1, -1, -1, -1, 2 * columns))
         return arguments | {
-            "pose_text": text if picture is None else torch.cat((picture, text), dim=1),
+            "pose_text": texts(text, picture, self.config["added_kv_proj_dim"] is not None),
             "pose_temb": modulation.unflatten(-1, (6, -1)),
             "pose_rotary_emb": twice.unflatten(1, (-1, 2, columns // right))[:, :, 1].flatten(1, 2),
             "strength": strength.clamp(min=LEAST_STRENGTH),
@@ -93,17 +94,18 @@ class Animate2Block(Block):
 
     def __init__(self, *block: Any):
         super().__init__(*block)
-        self.attn1.processor = PairedProcessor()
+        text: Any = self.attn2
+        self.attn1.processor, text.processor = PairedProcessor(), TextProcessor()
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | Texts,
         temb: torch.Tensor,
         rotary_emb: fused.Rotation,
         reference: torch.Tensor,
         frames: int,
-        pose_text: torch.Tensor | None = None,
+        pose_text: torch.Tensor | Texts | None = None,
         pose_temb: torch.Tensor | None = None,
         pose_rotary_emb: fused.Rotation | None = None,
         strength: torch.Tensor | None = None,
@@ -119,11 +121,19 @@ class Animate2Block(Block):
         values = torch.cat((reference, strength[:, None].expand_as(reference)))
         out = super().forward(
             torch.cat((video, pose)),
-            torch.cat((encoder_hidden_states, pose_text)),
+            both(encoder_hidden_states, pose_text),
             torch.cat((temb, pose_temb)),
             PoseTokens(turns, values, strength, frames),
         )
         return torch.cat(out.chunk(2), dim=-1)
+
+
+def both(text: torch.Tensor | Texts, pose: torch.Tensor | Texts) -> torch.Tensor | Texts:
+    """The texts of the video and of the pose, of one length, as one batch."""
+    if isinstance(text, torch.Tensor) and isinstance(pose, torch.Tensor):
+        return torch.cat((text, pose))
+    assert isinstance(text, Texts) and text.picture is not None and isinstance(pose, Texts) and pose.picture is not None
+    return Texts(torch.cat((text.text, pose.text)), torch.cat((text.picture, pose.picture)))
 
 
 class PairedProcessor:

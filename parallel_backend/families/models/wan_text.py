@@ -1,4 +1,4 @@
-"""Wan's cross-attention with normalized attention guidance: it also attends to a second text, from which it leads away."""
+"""Wan's cross-attention to a text of any length, to a picture's tokens, and to a second text, from which it leads away."""
 
 from typing import NamedTuple
 
@@ -9,49 +9,51 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from .normalized_guidance import normalized
 from .wan_block import heads
 
-WORDS = 512
-"""Tokens of the text that diffusers' class expects after a picture's."""
 
-
-class GuidedText(NamedTuple):
+class Texts(NamedTuple):
     """Takes the place of the embedded text among the blocks' arguments."""
 
     text: torch.Tensor
-    """[b, p + t, width], with a picture's tokens in front."""
-    away: torch.Tensor
-    """[b, u, width] of the second text."""
-    settings: torch.Tensor
+    """[b, t, width]"""
+    picture: torch.Tensor | None = None
+    """[b, p, width] of the picture, for models with layers for it."""
+    away: torch.Tensor | None = None
+    """[b, u, width] of the second text. None: there is no guidance."""
+    settings: torch.Tensor | None = None
     """[b, 3] float32: scale, tau and alpha of each batch entry. Alpha 0 gives the result without guidance."""
 
 
-def plain(text: torch.Tensor | GuidedText) -> torch.Tensor:
-    """The embedded text [b, p + t, width] alone."""
-    return text.text if isinstance(text, GuidedText) else text
+def plain(text: torch.Tensor | Texts) -> torch.Tensor | Texts:
+    """The texts without guidance."""
+    if not isinstance(text, Texts):
+        return text
+    return text.text if text.picture is None else Texts(text.text, text.picture)
 
 
-class GuidedProcessor(WanAttnProcessor):
-    """diffusers' processor, which also takes a GuidedText."""
+class TextProcessor(WanAttnProcessor):
+    """diffusers' processor, which also takes Texts."""
 
     def __call__(
         self,
         attn: WanAttention,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | GuidedText,
+        encoder_hidden_states: torch.Tensor | Texts,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: None = None,
     ) -> torch.Tensor:
         """[b, n, hidden] -> the same shape."""
-        if not isinstance(encoder_hidden_states, GuidedText):
+        if not isinstance(encoder_hidden_states, Texts):
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        text, away, settings = encoder_hidden_states
-        picture, text = (None, text) if attn.add_k_proj is None else (text[:, :-WORDS], text[:, -WORDS:])
+        text, picture, away, settings = encoder_hidden_states
         query = heads(attn, attn.norm_q(attn.to_q(hidden_states)))
-        toward, against = (
-            self._attend(query, heads(attn, attn.norm_k(attn.to_k(words))), heads(attn, attn.to_v(words)))
-            for words in (text, away)
-        )
-        scale, tau, alpha = settings[:, :, None, None, None].unbind(1)
-        out = normalized(toward, against, scale, tau, alpha).type_as(query)
+
+        def attended(words: torch.Tensor) -> torch.Tensor:
+            return self._attend(query, heads(attn, attn.norm_k(attn.to_k(words))), heads(attn, attn.to_v(words)))
+
+        out = attended(text)
+        if away is not None and settings is not None:
+            scale, tau, alpha = settings[:, :, None, None, None].unbind(1)
+            out = normalized(out, attended(away), scale, tau, alpha).type_as(query)
         if picture is not None:
             keys, values = attn.norm_added_k(attn.add_k_proj(picture)), attn.add_v_proj(picture)
             out = out + self._attend(query, heads(attn, keys), heads(attn, values))

@@ -13,7 +13,7 @@ from torch import nn
 from . import fused
 from .wan import WanVariant, register_variant, tokens
 from .wan_block import Block, RotaryProcessor, run
-from .wan_text import GuidedProcessor, GuidedText, plain
+from .wan_text import TextProcessor, Texts, plain
 
 
 class WanVACETransformer3DModel(WanVariant):
@@ -66,7 +66,7 @@ class VaceBlock(Block):
 
     def __init__(self, *block: Any, control: bool, first: bool):
         super().__init__(*block)
-        self.attn2.processor = GuidedProcessor()
+        self.attn2.processor = TextProcessor()
         self.vace = None
         if control:
             self.vace = ControlBlock(*block, apply_input_projection=first, apply_output_projection=True)
@@ -75,7 +75,7 @@ class VaceBlock(Block):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | GuidedText,
+        encoder_hidden_states: torch.Tensor | Texts,
         temb: torch.Tensor,
         rotary_emb: fused.Rotation,
         strength: torch.Tensor,

@@ -21,7 +21,7 @@ HEAD = 128
 PIXELS = 8
 """Pixels along the side of a latent pixel."""
 PROMPT = 512
-"""Text tokens that the class expects after a picture's. ComfyUI's encoder for Wan pads to this number."""
+"""Text tokens to which ComfyUI's encoder for Wan pads a shorter prompt."""
 ACCEPTS = ("clip_fea", "denoise_mask")
 """`Inputs.accepts`: arguments that `conditioning` knows. ComfyUI has already made the frames' timesteps from the mask."""
 TEXT_GUIDANCE = "text_guidance"
@@ -132,8 +132,7 @@ def conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor
     """`context` [B, T, text_dim] and, for models with layers for it, CLIP's `picture` [B, P, image_dim].
 
     With TEXT_GUIDANCE also `away` [B, U, text_dim or width] and `normalized` [B, 3] (models/wan_text.py). ROPE and
-    ROPE_FREQUENCY with OPTIONS. ValueError for text of another length than the class separates from the picture, and for
-    CLIP output of another model.
+    ROPE_FREQUENCY with OPTIONS. ValueError for CLIP output of another model.
     """
     context, picture = text("Wan", config["text_dim"], call), call.get("clip_fea")
     more = rope_tensors(call)
@@ -144,11 +143,6 @@ def conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor
         more |= {"away": text("Wan", width, {"context": away}), "normalized": settings}
     if config["image_dim"] is None:
         return more | {"context": context}  # the native model ignores the picture as well
-    if context.shape[1] != PROMPT:
-        raise ValueError(
-            f"positive, negative: this model needs prompts of {PROMPT} tokens, this one has {context.shape[1]}. Shorten it, "
-            "and do not concatenate conditionings."
-        )
     if picture is None:  # ComfyUI's native model then uses the text in place of the picture
         return more | {"context": torch.cat((context, context), dim=1)}
     tokens = config["pos_embed_seq_len"] or picture.shape[1]
