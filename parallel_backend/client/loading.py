@@ -89,7 +89,7 @@ def load_model(
         family.patching.frames * family.patching.side**2,
         scatter,
         ConditioningCache(checkpoint, ranks, scatter, degrees.batch),
-        CauseSearch(ranks, setup, adaptation),
+        CauseSearch(ranks, setup, adaptation, family.file.key_map(checkpoint.config)),
         memory.resident.wake,
         lock,
     )

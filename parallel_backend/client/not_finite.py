@@ -12,6 +12,7 @@ import torch
 from parallel_backend.core.dtypes import compute_name
 from parallel_backend.core.finite import NAMED, all_finite
 from parallel_backend.core.setup import Setup
+from parallel_backend.families.base.file_layout import Source
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import RankError
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound
@@ -46,8 +47,18 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def explanation(answers: Sequence[NotFiniteFound], seq: int, setup: Setup, adapted: bool, controlled: bool) -> str:
-    """The error's text. `seq`: the micro-step of the output. `adapted`, `controlled`: there was a LoRA, a ControlNet."""
+def explanation(
+    answers: Sequence[NotFiniteFound],
+    seq: int,
+    setup: Setup,
+    adapted: bool,
+    controlled: bool,
+    in_file: Mapping[str, Source],
+) -> str:
+    """The error's text. `seq`: the micro-step of the output. `adapted`, `controlled`: there was a LoRA, a ControlNet.
+
+    `in_file`: parameter -> where its values are in the family's original layout, by which ComfyUI and LoRA files name it.
+    """
     degrees, devices, dtype = setup.degrees, setup.devices, setup.dtype
     first = min(
         ((answer.seq, degrees.coordinate(answer.rank).pipe) for answer in answers if answer.seq is not None),
@@ -58,14 +69,16 @@ def explanation(answers: Sequence[NotFiniteFound], seq: int, setup: Setup, adapt
     named = [answer for answer in origin if answer in bad] or origin
     where = " and ".join(f"rank {answer.rank} ({devices[answer.rank]})" for answer in named) or "the last stage"
     stage = f", stage {first[1] + 1} of {degrees.pipe}," if degrees.pipe > 1 else ""
-    weights = [name for answer in bad for name in answer.weights]
-    adapters = [name for answer in bad for name in answer.adapters]
+    weights, adapters = (
+        list(dict.fromkeys(in_file[name].key if name in in_file else name for names in found for name in names))
+        for found in zip(*((answer.weights, answer.adapters) for answer in answers), strict=True)
+    )
     text = (
         "Parallel DiT: the model's output holds values that are not finite (NaN or infinite), which would be a black "
         f"picture. They began on {where}{stage} in micro-step {first[0]}. "
     )
     if adapters:
-        return f"{text}The LoRA's own values are not finite in {', '.join(adapters[:NAMED])}: remove it."
+        return f"{text}The LoRA's own values are not finite in {_layers(adapters)}: remove it."
     if weights:
         small = "weight_dtype fp16 is too small for them, use bf16 or fp32; or " if compute_name(dtype) == "fp16" else ""
         return (
@@ -84,11 +97,16 @@ def explanation(answers: Sequence[NotFiniteFound], seq: int, setup: Setup, adapt
     return f"{text}What may help: {'; '.join(advice)}."
 
 
+def _layers(keys: Sequence[str]) -> str:
+    return ", ".join(key.removesuffix(".weight") for key in keys[:NAMED])
+
+
 class CauseSearch:
     """Fails calls whose output is not finite, with an error that says where the values began."""
 
-    def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation):
-        self._ranks, self._setup, self._adaptation = ranks, setup, adaptation
+    def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation, in_file: Mapping[str, Source]):
+        """`in_file`: see `explanation`."""
+        self._ranks, self._setup, self._adaptation, self._in_file = ranks, setup, adaptation, in_file
 
     def fail(self, call: PostedCall, seq: int, first_seq: int) -> None:
         """Fail a call whose micro-step `seq` gave values that are not finite. Returns at once; `call.future` fails later.
@@ -101,7 +119,7 @@ class CauseSearch:
             error = asked.exception()
             if error is None:
                 adapted, controlled = self._adaptation.present, bool(call.residuals)
-                error = NotFiniteError(explanation(asked.result(), seq, self._setup, adapted, controlled))
+                error = NotFiniteError(explanation(asked.result(), seq, self._setup, adapted, controlled, self._in_file))
             fail(call.future, error)
 
         try:

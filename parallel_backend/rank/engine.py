@@ -184,9 +184,9 @@ class Engine:
     def find_not_finite(self, request: FindNotFinite) -> NotFiniteFound:
         """The first places on this rank with values that are not finite."""
         seq = self._finite.first(request.run, request.since)
-        return NotFiniteFound(
-            self.rank, seq, bad_weights(self.stage.model, self.stage.store), bad_adapters(self.stage.model)
-        )
+        model, changed = self.stage.model, self.stage.adapters.changed
+        weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
+        return NotFiniteFound(self.rank, seq, weights, adapters)
 
     def _post_receive(self, step: Step) -> None:
         shape = self._forward.received_shape(self._texts.of(step), self.conditionings[step.conditioning])

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -35,25 +35,30 @@ class FiniteWatch:
         )
 
 
-def bad_weights(model: nn.Module, store: WeightStore) -> tuple[str, ...]:
-    """Names of the first few parameters with values that are not finite. Packed parameters are not checked."""
+def bad_weights(model: nn.Module, store: WeightStore, changed: Collection[str]) -> tuple[str, ...]:
+    """Names of the first few parameters with values that are not finite. Packed parameters are not checked.
+
+    `changed`: names of parameters that hold additions, which are left out.
+    """
 
     def finite(name: str, parameter: nn.Parameter) -> bool:
         if parameter.is_floating_point():
             store.present(name)
         return all_finite(parameter)
 
-    return _first(name for name, parameter in model.named_parameters() if not finite(name, parameter))
+    named = (each for each in model.named_parameters() if each[0] not in changed)
+    return _first(name for name, parameter in named if not finite(name, parameter))
 
 
-def bad_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the first few layers with an adapter that has values that are not finite."""
-    return _first(
-        name
+def bad_adapters(model: nn.Module, changed: Collection[str]) -> tuple[str, ...]:
+    """Names of the first few parameters with additions that are not finite. `changed`: those that hold them."""
+    layers = (
+        f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, RankLinear)
         and not all(all_finite(factor) for pair in module.adapters for factor in pair if factor is not None)
     )
+    return _first((*layers, *(name for name in changed if not all_finite(model.get_parameter(name)))))
 
 
 def _first(names: Iterable[str]) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ class NotFiniteFound:
     weights: tuple[str, ...]
     """Names of the first few parameters with such values."""
     adapters: tuple[str, ...]
-    """Names of the first few layers whose adapters have such values."""
+    """Names of the first few parameters whose additions (LoRA) have such values."""
 
 
 @dataclass(frozen=True)

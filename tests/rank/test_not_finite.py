@@ -1,5 +1,6 @@
 """A NaN is an error that names where it began, in a whole call and in a band; ranks live on and the next run is right."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.file_layout import Source
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import FiniteWatch
@@ -106,11 +108,13 @@ def found(*seqs, **named) -> list[m.NotFiniteFound]:
 
 
 PIPE = Degrees(pipe=2)
+IN_FILE = {"a": Source("a"), "b": Source("b"), "q.weight": Source("qkv.weight"), "k.weight": Source("qkv.weight")}
+"""By the ranks' names, where the values are."""
 
 
 def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -> str:
     setup = Setup(Path(), dtype, ("cuda:0", "cuda:1", "cpu", "cpu"), degrees, "auto")
-    return explanation(answers, 9, setup, adapted, controlled)
+    return explanation(answers, 9, setup, adapted, controlled, IN_FILE)
 
 
 def test_the_explanation_names_the_first_stage_of_the_first_micro_step():
@@ -126,6 +130,8 @@ def test_the_explanation_says_what_to_change():
     assert "weights are not finite in a, b: the file is damaged" in said(found(None, 4, weights1=("a", "b")))
     assert "too small for them, use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")
     assert "The LoRA's own values are not finite in a: remove it" in said(found(4, 4, adapters1=("a",)), adapted=True)
+    twice = found(4, 4, adapters0=("q.weight", "k.weight"), adapters1=("q.weight",))
+    assert "The LoRA's own values are not finite in qkv: remove it" in said(twice, Degrees(tensor=2))
     assert "fp16 overflows in many models: use bf16 or fp32" in said(found(4, 4), dtype="fp16")
     text = said(found(4, 4), adapted=True, controlled=True)
     assert "lower the LoRA's strength; lower the ControlNet's strength." in text
@@ -170,7 +176,7 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, flux_
             WAYS[way](model)
         text = str(error.value)
         assert "They began on rank 1 (cpu), stage 2 of 2, in micro-step " in text
-        assert "not finite in single_transformer_blocks.4.proj_out.weight: the file is damaged" in text
+        assert f"not finite in {LAST_BLOCK}: the file is damaged" in text
     assert model.pool.error is None
     pids = model.pool.pids
     well = pools.load(flux_file, Degrees(pipe=2))
@@ -212,10 +218,10 @@ def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypat
 )
 def test_every_mode_finds_it(pools, damaged_file, degrees):
     model = pools.load(damaged_file, degrees)
-    with pytest.raises(NotFiniteError, match=r"began on rank \d .*single_transformer_blocks\.4\.proj_out\.weight"):
+    with pytest.raises(NotFiniteError, match=rf"began on rank \d .*{re.escape(LAST_BLOCK)}"):
         model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)
     if degrees.displaced:
-        with pytest.raises(NotFiniteError, match=r"proj_out\.weight"):
+        with pytest.raises(NotFiniteError, match=re.escape(LAST_BLOCK)):
             in_bands(model)
     assert model.pool.error is None
     with pytest.raises(NotFiniteError):
@@ -247,7 +253,13 @@ def test_a_lora_that_is_not_finite_is_named(pools, flux_file, flux_model):
     given = tiny.inputs(tiny.FLUX)
     try:
         model.adapt("bad", [Delta(LAST_BLOCK, up, torch.ones(2, shape[1]), 1.0)], nobody)
-        with pytest.raises(NotFiniteError, match=r"The LoRA's own values are not finite in single_transformer_blocks\.4"):
+        with pytest.raises(
+            NotFiniteError, match=f"own values are not finite in {LAST_BLOCK.removesuffix('.weight')}: remove it"
+        ):
+            model.predict(ModelCall(*given), nobody)
+        bias = LAST_BLOCK.replace("weight", "bias")
+        model.adapt("bad bias", [Delta(bias, torch.full((shape[0],), NAN), None, 1.0)], nobody)
+        with pytest.raises(NotFiniteError, match=f"The LoRA's own values are not finite in {bias}: remove it"):
             model.predict(ModelCall(*given), nobody)
         model.adapt("strong", [Delta(LAST_BLOCK, up.nan_to_num(0, 1e30, 0) * 1e8, torch.ones(2, shape[1]), 1.0)], nobody)
         with pytest.raises(NotFiniteError, match="lower the LoRA's strength"):

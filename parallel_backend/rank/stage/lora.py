@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.reader import reading
+from parallel_backend.checkpoints.reader import part_of, reading
 from parallel_backend.core.spans import Shard
 from parallel_backend.wire.loading import Adapt
 
@@ -102,14 +102,19 @@ class Adapters:
         """Bytes on the device for the additions, whatever their strengths are."""
         return sum(each.nbytes for each in self._low_rank) + sum(each.nbytes for each in self._values.values())
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the parameters that hold additions themselves."""
+        return frozenset(self._replaced) | self._values.keys()
+
     def add(self, part: Adapt) -> None:
         """Add to one of the rank's parameters, or replace its value. AttributeError if the rank has no such parameter."""
         shard = self._shard(part.parameter)
         # up [out, r] @ down [r, in]: a shard of the rows cuts `up`, a shard of the columns cuts `down`.
         if part.down is None or shard is None or shard.dim == 0:
-            part = replace(part, up=_cut(part.up, shard))
+            part = replace(part, up=part_of(part.up, shard))
         else:
-            part = replace(part, down=_cut(part.down, shard))
+            part = replace(part, down=part_of(part.down, shard))
         if part.instead:
             self._replace(part)
             return
@@ -210,10 +215,3 @@ class Adapters:
                 dtype = self._model.get_parameter(name).dtype
                 self._store.overwrite(name, reader.values(name, dtype, self._shard(name), self._device))
         self._replaced = set()
-
-
-def _cut(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """The rank's shard of a full difference [out, in] or of a factor."""
-    if shard is None:
-        return values
-    return torch.cat([values.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)
