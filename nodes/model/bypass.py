@@ -7,7 +7,8 @@ from typing import Any
 import comfy.weight_adapter
 
 from ..ui.host import refuse
-from .lora import DORA_SCALE, PREFIX, NativeWeights, Patch
+from .lora import DORA_SCALE, PREFIX, NativeWeights
+from .patch_trial import Patch
 
 MANAGER = "BypassInjectionManager"
 """ComfyUI's class that makes the injections of a LoRA in bypass mode."""
@@ -40,7 +41,11 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
             if getattr(adapter, "name", "") not in DORA_SCALE:
                 kind = getattr(adapter, "name", type(adapter).__name__).upper()
                 refuse(f"{kind} in bypass mode, which turns the layer's output,", "Use a plain LoRA loader for it.")
-            weights.check(target, patch)
+            if not weights.check(target, patch):
+                refuse(
+                    f"a LoRA in bypass mode for {target.removeprefix(PREFIX)}, which is of another size here,",
+                    "Use a plain LoRA loader: it leaves such layers out.",
+                )
 
 
 def _manager(injection: Any) -> Any | None:
@@ -59,10 +64,12 @@ def _not_placed(manager: Any) -> list[str]:
 
 
 def _plain(adapter: Any) -> Any:
-    """The adapter without its DoRA scale, which ComfyUI ignores in bypass mode."""
+    """The adapter without its DoRA scale and a larger shape of the weight, which ComfyUI ignores in bypass mode."""
     scale = DORA_SCALE.get(getattr(adapter, "name", ""))
-    if scale is None or adapter.weights[scale] is None:
+    if scale is None:
         return adapter
-    weights = tuple(None if index == scale else weight for index, weight in enumerate(adapter.weights))
+    weights = tuple(
+        None if index == scale or isinstance(weight, list) else weight for index, weight in enumerate(adapter.weights)
+    )
     assert isinstance(adapter, comfy.weight_adapter.WeightAdapterBase)
     return type(adapter)(adapter.loaded_keys, weights)

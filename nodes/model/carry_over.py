@@ -6,6 +6,10 @@ import comfy.model_patcher
 import comfy.patcher_extension
 
 from ..ui.host import refuse
+from .layers_here import Patches
+from .left_out import fitting
+from .lora import NativeWeights
+from .patch_trial import Patch
 from .patcher import RemoteModelPatcher
 
 MULTIGPU = "multigpu"
@@ -18,17 +22,12 @@ def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatc
     `without`: keys of wrappers that are left out. ValueError for anything that cannot reach the ranks, as the node itself
     would raise behind Parallel DiT Loader.
     """
-    check = target.model.diffusion_model.weights.check
-    for key, patches in source.patches.items():
-        for patch in patches:
-            check(key, patch)
-        target.patches[key] = patches[:]
+    weights = target.model.diffusion_model.weights
+    target.patches = _fitting(weights, source.patches, {})
+    target.enlarge()
     target.patches_uuid = source.patches_uuid  # the name under which ranks keep these patches
     for hook, hooked in source.hook_patches.items():
-        for key, patches in hooked.items():
-            for patch in patches:
-                check(key, patch, hooked=True)
-        target.hook_patches[hook] = {key: patches[:] for key, patches in hooked.items()}
+        target.hook_patches[hook] = _fitting(weights, hooked, target.patches, hooked=True)
     # model_options come before object patches, because add_object_patch writes into them.
     target.model_options = comfy.model_patcher.create_model_options_clone(source.model_options)
     for name, value in source.object_patches.items():
@@ -58,3 +57,12 @@ def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatc
     target.hook_mode = source.hook_mode
     for callback in source.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_CLONE):
         callback(source, target)
+
+
+def _fitting(weights: NativeWeights, patches: Patches, present: Patches, hooked: bool = False) -> dict[str, list[Patch]]:
+    added = [(key, patch) for key, key_patches in patches.items() for patch in key_patches]
+    kept: dict[str, list[Patch]] = {}
+    for (key, patch), fits in zip(added, fitting(weights, added, present, hooked), strict=True):
+        if fits:
+            kept.setdefault(key, []).append(patch)
+    return kept

@@ -2,8 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import comfy.ldm.modules.attention
@@ -11,28 +11,30 @@ import comfy.model_patcher
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.enlarged import enlarge
 from parallel_backend.checkpoints.reader import text_values
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
-from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
 from parallel_backend.client.registry import registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core.setup import Setup
+from parallel_backend.core.setup import Setup, TensorSizes
+from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
-from parallel_backend.processes.pool import Poll
 
 from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
 from ..ui.other_nodes import calling_nodes, named
 from ..ui.prompt_graph import present_prompt
 from .attention_choice import preferred_attention
+from .band import BAND_KEY, Band
 from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controls_here import ControlsHere, NativeArguments
+from .head_bank import BANK_KEYS, BANKED_FAMILY, bank_deltas, heads_of, strengths_in_call
 from .long_step import LongStep
 from .lora import PREFIX, NativeWeights
 from .make_room import make_room
@@ -46,8 +48,8 @@ from .native_call import (
     wrappers_of,
 )
 from .native_names import NativeNames
+from .patch_trial import Patch
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
-from .run_shapes import PART, Shapes, is_for_all
 from .sampling_run import CallShape, SamplingRun, steps_of
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
@@ -56,39 +58,6 @@ log = logging.getLogger(__name__)
 
 HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
 """ComfyUI takes notice of the attention that a model's file asks for (0.37 and newer)."""
-
-BAND_KEY = "parallel_dit_band"
-"""Key in `transformer_options` under which a band's model calls carry a `Band`."""
-
-
-@dataclass(frozen=True, eq=False)
-class Band:
-    """Marks a model call as band `index` of `run`, with the model of `stub`."""
-
-    run: BandedRun
-    index: int
-    exact_above: float
-    """Calls at sigmas above this one are exact."""
-    stub: "RemoteDiffusionModel"
-    shapes: Shapes
-    """Shapes of the band's latents."""
-    poll: Poll | None = None
-    """Called while a call is waited for. It looks for Cancel, in calls on ComfyUI's own thread."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
-        return self  # ComfyUI copies transformer_options for each model call: all must share one run
-
-    def takes(self, stub: "RemoteDiffusionModel", latents: Latents, options: dict[str, Any]) -> bool:
-        """Whether a model call with these latents belongs to the run. If it does not, the run may only have one band.
-
-        NotLocal otherwise: the thread of a band cannot make a call for the whole latent.
-        """
-        if stub is self.stub and is_for_all(latents, options, self.shapes):
-            return True
-        if len(self.run.rows) > 1:
-            raise NotLocal(PART)
-        self.run.note_exact()
-        return False
 
 
 class RemoteDiffusionModel(torch.nn.Module):
@@ -153,6 +122,22 @@ class RemoteDiffusionModel(torch.nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         device_settings = self.setup, self.devices, self.comm_overlap
         return type(self)(self.checkpoint, *device_settings, self.weights, self.native_kind, self.unet_config)
+
+    def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
+        """Tensors that the patches enlarge, and to which sizes, other than by further output heads."""
+        ours = {PREFIX + name for name in self.weights.tensors} - (BANK_KEYS if self._has_bank else set())
+        return self.weights.sizes_with({key: each for key, each in patches.items() if key in ours})
+
+    def enlarged(self, sizes: TensorSizes) -> "RemoteDiffusionModel":
+        """The model in which a LoRA enlarges these tensors. ValueError if the ranks cannot compute it."""
+        if self.setup.own_class is not None:
+            raise ValueError(
+                f"model: a LoRA that enlarges {short(sizes[0][0])} cannot run on ranks, where this model runs as ComfyUI's "
+                "own class. Load the model with ComfyUI's own loader for it."
+            )
+        larger = enlarge(self.checkpoint.smaller or self.checkpoint, sizes)
+        setup, weights = replace(self.setup, enlarged=sizes), self.weights.enlarged(sizes)
+        return type(self)(larger, setup, self.devices, self.comm_overlap, weights, self.native_kind, self.unet_config)
 
     def reset_prefix_cache(self, _enabled: bool) -> None:
         """Called by ComfyUI's own BaseModel of Qwen-Image 2.1 before and after a run, for keys that the native model keeps.
@@ -234,8 +219,20 @@ class RemoteDiffusionModel(torch.nn.Module):
         may change from call to call."""
         text_keys = {PREFIX + key for key in self.checkpoint.text_keys("")}  # weights of NativeText, in this process
         groups = enumerate(self.run.hook_patches.values(), 1)
+        heads = self.heads_of(self.run.patches)
+        left_out = text_keys if heads == 1 else text_keys | BANK_KEYS
         for group, patches in ((0, self.run.patches), (0, self.run.bypass_patches), *groups):
-            yield from self.weights.deltas({key: each for key, each in patches.items() if key not in text_keys}, group)
+            yield from self.weights.deltas({key: each for key, each in patches.items() if key not in left_out}, group)
+        if heads > 1:
+            yield from bank_deltas(self.weights, self.run.patches, heads, 1 + len(self.run.hook_patches))
+
+    def heads_of(self, patches: Mapping[str, list[Patch]]) -> int:
+        """Output heads of a PDD acceleration LoRA among the patches. 1: there is none."""
+        return heads_of(self.weights, patches) if self._has_bank else 1
+
+    @property
+    def _has_bank(self) -> bool:
+        return self.checkpoint.family.name == BANKED_FAMILY
 
     def _strengths(self) -> tuple[float, ...]:
         """Strengths of the hooks in the present model call, in the order of `hook_patches`.
@@ -245,7 +242,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         patcher = self.run.patcher()
         hooks = None if patcher is None else patcher.current_hooks
         strengths = {} if hooks is None else {hook.hook_ref: hook.strength for hook in hooks.hooks}
-        return tuple(float(strengths.get(reference, 0.0)) for reference in self.run.hook_patches)
+        of_hooks = (float(strengths.get(reference, 0.0)) for reference in self.run.hook_patches)
+        return (*of_hooks, *self.run.head_strengths)
 
     @functools.cached_property
     def whole_bytes(self) -> int:
@@ -335,6 +333,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         native_arguments = NativeArguments(latents, asked_timestep, others, options)
         block_residuals = self.controls_here.residuals(native_arguments, control, tensors, along, self.run)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
+        if (heads := self.heads_of(self.run.patches)) > 1:
+            self.run.head_strengths = strengths_in_call(heads, timestep, options)
         call = ModelCall(
             x=latents,
             timestep=timestep,

@@ -9,7 +9,8 @@ import comfy.model_patcher
 import torch
 
 from ..ui.host import refuse
-from .lora import PREFIX, Patch
+from .lora import PREFIX
+from .patch_trial import Patch
 
 Patches = Mapping[str, list[Patch]]
 """A ModelPatcher's patches, by the native model's keys."""

@@ -4,11 +4,11 @@ A patch that does not depend on the weight is sent as it is, and added on the ra
 patch that does (a merge of models, DoRA) ComfyUI's functions compute the new weight here, which replaces the ranks' weight.
 """
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import comfy.lora
 import comfy.utils
 import comfy.weight_adapter
 import torch
@@ -16,22 +16,19 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.original import OriginalTensors
 from parallel_backend.client.lora import Delta
-from parallel_backend.core.short_text import short
+from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.spans import Span
 
-from .adapter_factors import why_unfit
+from .patch_trial import Patch, calculated, is_applied, shape_after
 
 PREFIX = "diffusion_model."
-Patch = tuple[float, Any, float, tuple[int, int, int] | None, Callable[[torch.Tensor], torch.Tensor] | None]
-"""ComfyUI's patch: strength, adapter or ("diff", tensors) and the like, strength of the weight itself, (dim, start, length)
-of the weight's part that it changes, function that is applied to what is added."""
 
 DORA_SCALE = {"lora": 4, "loha": 7, "lokr": 8}
 """Adapters whose product does not depend on the weight -> index of the DoRA scale in their `weights`, with which it does."""
 ALPHA = 2
 """Index of alpha in their `weights`, which scales the product together with the strength."""
-LORA_MID, LORA_RESHAPE = 3, 5
-"""Indices in a LoRA's `weights` of a third factor, and of the shape that the weight is enlarged to."""
+LORA_MID = 3
+"""Index in a LoRA's `weights` of a third factor."""
 SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
 MODEL_AS_LORA = "model_as_lora"
 """Kind of a patch in a conditioning: the difference to another model's weight."""
@@ -58,23 +55,50 @@ class NativeWeights:
             renamed = model_config.process_unet_state_dict({key: tensor})
             self.tensors |= renamed
             self._keys |= dict.fromkeys(renamed, key)
+        self._shapes = {name: tensor.shape for name, tensor in self.tensors.items()}  # of the file
         modules = {name.rpartition(".")[0] for name in self.tensors}
         self._with_modules = {above for module in modules for above in _above(module)}
 
     def read_from(self, checkpoint: Checkpoint) -> None:
         """Take values from these files, which hold a model of the same kind."""
-        self._values = OriginalTensors(checkpoint)
+        self._values = OriginalTensors(checkpoint.smaller or checkpoint)
 
-    def check(self, key: str, patch: Patch, hooked: bool = False) -> None:
-        """ValueError for the user, unless `deltas` can express the patch. `hooked`: it is a conditioning's (a hook)."""
+    def sizes_with(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
+        """Tensors that the patches enlarge, and to which sizes, for `Setup.enlarged`."""
+        larger = {}
+        for key, key_patches in patches.items():
+            name, shape = self._find(key)
+            if (after := shape_after(key_patches, shape)) != shape and self.is_patched(key):
+                larger[self._keys[name]] = tuple(after)
+        return tuple(sorted(larger.items()))
+
+    def enlarged(self, sizes: TensorSizes) -> "NativeWeights":
+        """The weights of a model in which these tensors are larger. Their values are the file's, with zeros behind them."""
+        weights = copy.copy(self)
+        shapes = dict(sizes)
+        weights.original = self.original | {key: torch.empty(shape, device="meta") for key, shape in sizes}
+        weights.tensors = {
+            name: torch.empty(shapes.get(self._keys[name], shape), device="meta") for name, shape in self._shapes.items()
+        }
+        return weights
+
+    def check(self, key: str, patch: Patch, before: Sequence[Patch] = (), hooked: bool = False) -> bool:
+        """Whether ComfyUI applies the patch behind those `before` it: one of another size is left out, and only logged.
+
+        ValueError for the user, unless `deltas` can express the patch. `hooked`: it is a conditioning's (a hook).
+        """
         name, shape = self._find(key)
-        region = _region(shape, patch[3])
-        why = why_not(patch, region) or (why_not_hooked(patch) if hooked else None)
+        shape = shape_after(before, shape) if before else self.tensors[name].shape
+        why = why_not(patch, shape)
+        if why is None and hooked:
+            why = why_not_hooked(patch, shape)
         if why is not None:
+            what, instead = why
             raise ValueError(
-                f"model: {why} (for {name}) cannot be added to Parallel DiT's weights, which are on its ranks. Remove the "
-                "node that adds it, use a LoRA of the kind LoRA, LoHa or LoKr, or merge it into the checkpoint."
+                f"model: {what} (for {name}) cannot be added to Parallel DiT's weights, which are on its ranks. {instead}"
             )
+        checked = isinstance(patch[1], list) or _kind(patch[1]) == MODEL_AS_LORA
+        return checked or _is_idle(patch) or is_applied(patch, name, shape)
 
     def deltas(self, patches: Mapping[str, list[Patch]], group: int = 0) -> Iterator[Delta]:
         """The Deltas of checked patches (a ModelPatcher's `patches`). `group`: 0, or the number of a conditioning's hook."""
@@ -82,27 +106,21 @@ class NativeWeights:
             name, shape = self._find(key)
             if not self.is_patched(key, hooked=group > 0):
                 continue
-            if group == 0 and any(map(depends_on_weight, key_patches)):
+            whole = any(map(depends_on_weight, key_patches)) or shape_after(key_patches, shape) != shape
+            if group == 0 and whole:
                 value = self.patched(key, key_patches)
                 yield Delta(self._keys[name], value.to(self.dtype) if value.ndim == 2 else value, instead=True)
                 continue
             for patch in key_patches:
                 if patch[0] != 0.0:
-                    yield self._delta(name, shape, patch, group)
+                    yield self._delta(name, self.tensors[name].shape, patch, group)
 
     def patched(self, key: str, patches: list[Patch]) -> torch.Tensor:
-        """The checkpoint's value with these patches, float32, computed by ComfyUI's functions.
-
-        ValueError for an adapter of the wrong size, which ComfyUI would only log and leave out.
-        """
+        """The checkpoint's value with these patches, float32, computed by ComfyUI's functions."""
         name, _ = self._find(key)
         value = self._values.value(self._keys[name])
         for patch in patches:
-            adapter = patch[1] if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) and patch[0] else None
-            before = value.clone() if adapter else value  # calculate_weight may write into its argument
-            value = _calculated(patch, value, name)
-            if adapter and torch.equal(before, value) and all(factor.any() for factor in _tensors(adapter)):
-                raise ValueError(_unfit(adapter, name, value.shape))
+            value = calculated(patch, value, PREFIX + name)
         return value
 
     def is_patched(self, key: str, hooked: bool = False) -> bool:
@@ -114,14 +132,18 @@ class NativeWeights:
 
     def stored(self, key: str) -> torch.Tensor | None:
         """The checkpoint's value as it is in the file. See OriginalTensors.stored."""
-        return self._values.stored(self._keys[self._find(key)[0]])
+        return self._values.stored(self.key_in_file(key))
+
+    def key_in_file(self, key: str) -> str:
+        """Name in the family's original layout of the weight that ComfyUI calls `key`."""
+        return self._keys[self._find(key)[0]]
 
     def _find(self, key: str) -> tuple[str, torch.Size]:
-        """Name and shape of the weight that ComfyUI calls `key`."""
+        """Name, and shape in the file, of the weight that ComfyUI calls `key`."""
         name = key.removeprefix(PREFIX)
         if name not in self.tensors:
             raise ValueError(f"model: a patch for {key}, which is no weight of the transformer, cannot reach the ranks.")
-        return name, self.tensors[name].shape
+        return name, self._shapes[name]
 
     def _delta(self, name: str, shape: torch.Size, patch: Patch, group: int) -> Delta:
         strength, value, strength_model, offset, function = patch
@@ -138,9 +160,7 @@ class NativeWeights:
         # Applied to a weight of zeros, ComfyUI's functions give the sum that the patch adds.
         original = {name: [(self._values.value(self._keys[name]),)]} if _kind(value) == MODEL_AS_LORA else None
         patch = strength, value, strength_model, offset, function
-        whole = _calculated(patch, torch.zeros(shape), name, original_weights=original)
-        if not whole.any() and all(factor.any() for factor in _tensors(value)) and _kind(value) != MODEL_AS_LORA:
-            raise ValueError(_unfit(value, name, shape))
+        whole = calculated(patch, torch.zeros(shape), name, original_weights=original)
         return Delta(self._keys[name], whole, None, 1.0, rows, group)
 
 
@@ -155,37 +175,45 @@ def depends_on_weight(patch: Patch) -> bool:
     return _kind(value) == "set"
 
 
-def why_not(patch: Patch, region: torch.Size) -> str | None:
-    """The obstacle, as the subject of a sentence for the user, to a patch for a weight of the shape `region`. None: none."""
-    strength, value, strength_model, _, _ = patch
+def why_not(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
+    """The obstacle to a patch for a weight of this shape, as the subject of a sentence, and advice. None: there is none."""
+    strength, value, strength_model, offset, _ = patch
     if not (math.isfinite(strength) and math.isfinite(strength_model)):
-        return f"something at the strength {strength if strength_model == 1.0 else strength_model}"
+        return f"something at the strength {strength if strength_model == 1.0 else strength_model}", "Use another strength."
+    region = _region(shape, offset)
     if isinstance(value, list):
         if value[0][0].shape != region:
-            return f"a merge with a weight of {list(value[0][0].shape)}, where this model has {list(region)},"
-        return next((why for patch in value[1:] if (why := why_not(patch, _region(region, patch[3])))), None)
-    if strength == 0.0 and _kind(value) != "set":
+            other = f"a merge with a weight of {list(value[0][0].shape)}, where this model has {list(region)},"
+            return other, "Merge models of one kind and size."
+        return next((why for patch in value[1:] if (why := why_not(patch, region)) is not None), None)
+    if _is_idle(patch):
         return None
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
         if value.name in DORA_SCALE and (alpha := value.weights[ALPHA]) is not None and not math.isfinite(alpha):
-            return f"a {value.name.upper()} with the alpha {alpha}"
-        if value.name == "lora" and value.weights[LORA_RESHAPE] is not None:
-            return "a LoRA that enlarges the weight"
-        return why_unfit(value.name, value.weights, tuple(region)) if value.name in DORA_SCALE else None
-    if (kind := _kind(value)) not in KINDS:
-        return f"the patch kind '{kind}'"
-    tensor = (value if len(value) == 1 else value[1])[0]
-    if tensor.shape != region:
-        return f"a difference of shape {list(tensor.shape)}, where this model has {list(region)},"
+            return f"a {value.name.upper()} with the alpha {alpha}", "The LoRA file is damaged: use another one."
+    elif (kind := _kind(value)) not in KINDS:
+        return f"the patch kind '{kind}'", "Remove the node that adds it, or load the model with a native loader."
+    elif kind == MODEL_AS_LORA and value[1][0].shape != region:
+        other = f"a difference to a weight of {list(value[1][0].shape)}, where this model has {list(region)},"
+        return other, "Use models of one kind and size."
     return None
 
 
-def why_not_hooked(patch: Patch) -> str | None:
-    """The obstacle to such a patch in a conditioning, where each call may have another strength. None: there is none."""
-    if not depends_on_weight(patch):
-        return None
+def why_not_hooked(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
+    """As `why_not`, of such a patch in a conditioning, where each call may have another strength."""
     kind = patch[1].name.upper() if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) else "a whole weight"
-    return f"{kind} in a conditioning (a hook), where it would be worked out anew for each call,"
+    for_all = "Use a LoRA of the kind LoRA, LoHa or LoKr, or load this one for the whole model."
+    if shape_after([patch], shape) != shape:
+        return f"{kind} that enlarges the weight, in a conditioning (a hook),", "Load it for the whole model."
+    if depends_on_weight(patch):
+        return f"{kind} in a conditioning (a hook), where it would be worked out anew for each call,", for_all
+    return None
+
+
+def _is_idle(patch: Patch) -> bool:
+    """Whether a patch has the strength 0, and so leaves the weight as it is."""
+    strength, value, strength_model, _, _ = patch
+    return strength == 0.0 and strength_model == 1.0 and not isinstance(value, list) and _kind(value) != "set"
 
 
 def _above(module: str) -> Iterator[str]:
@@ -200,24 +228,6 @@ def _kind(value: Any) -> str:
     if not isinstance(value, tuple):
         return ""
     return "diff" if len(value) == 1 else value[0]
-
-
-def _calculated(patch: Patch, weight: torch.Tensor, name: str, **more: Any) -> torch.Tensor:
-    """comfy.lora.calculate_weight. ValueError for an adapter whose tensors it cannot compute with."""
-    try:
-        return comfy.lora.calculate_weight([patch], weight, name, **more)
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        if not isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase):
-            raise
-        raise ValueError(f"{_unfit(patch[1], name, weight.shape)} ({short(error, 200)})") from None
-
-
-def _unfit(adapter: comfy.weight_adapter.WeightAdapterBase, name: str, shape: torch.Size) -> str:
-    factors = ", ".join(str(list(factor.shape)) for factor in _tensors(adapter))
-    return (
-        f"model: the {adapter.name.upper()} for {name} does not fit this model: {name} is {list(shape)}, the adapter's "
-        f"tensors are {short(factors, 200)}."
-    )
 
 
 def _region(shape: torch.Size, offset: tuple[int, int, int] | None) -> torch.Size:
@@ -236,11 +246,3 @@ def _low_rank(value: Any, shape: torch.Size) -> bool:
     """Whether the factors can be sent instead of their product: a plain LoRA on a matrix."""
     plain = isinstance(value, comfy.weight_adapter.LoRAAdapter) and value.weights[LORA_MID] is None
     return plain and _product_shape(value) == shape
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    for part in getattr(value, "weights", value):
-        if isinstance(part, torch.Tensor):
-            yield part
-        elif isinstance(part, tuple):
-            yield from _tensors(part)

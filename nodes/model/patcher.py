@@ -1,8 +1,10 @@
 """The native MODEL without weights: ComfyUI's own BaseModel for the family, whose diffusion_model asks the ranks."""
 
+import copy
 import logging
 import uuid
 import weakref
+from typing import Any
 
 import comfy.model_management
 import comfy.patcher_extension
@@ -21,6 +23,7 @@ from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
+from .left_out import fitting
 from .lora import NativeWeights
 from .native_call import native_config, on_meta
 from .own_class import OwnClassModel
@@ -49,22 +52,40 @@ COMPILE_SKIPPED = (
 class RemoteModelPatcher(RankMemoryPatcher):
     """ModelPatcher of a model whose weights are on ranks. Refuses patches that would not reach them."""
 
+    model: Any
     patches_uuid: uuid.UUID
     is_injected: bool
     _told_of_compile = False
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights."""
-        self._check(patches, strength_patch, strength_model)
-        return super().add_patches(patches, strength_patch, strength_model)
+        """As ComfyUI's, without patches of another size, which ComfyUI leaves out when it computes with them.
 
-    def _check(self, patches, strength_patch, strength_model, hooked=False):
-        names = self.model.state_dict()
+        ValueError for a kind of patch that the ranks cannot add to their weights, and if no patch fits.
+        """
+        patches = self._fitting(patches, strength_patch, strength_model)
+        added_keys = super().add_patches(patches, strength_patch, strength_model)
+        self.enlarge()
+        return added_keys
+
+    def _fitting(self, patches, strength_patch, strength_model, hooked=False):
+        names, ours = self.model.state_dict(), {}
         for target, value in patches.items():
             key, offset, function = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
             if key in names:  # others are the text encoder's: a LoRA loader hands over all patches together
-                patch = strength_patch, value, strength_model, offset, function
-                self.stub.weights.check(key, patch, hooked)
+                ours[target] = key, (strength_patch, value, strength_model, offset, function)
+        fits = dict(zip(ours, fitting(self.stub.weights, list(ours.values()), self.patches, hooked), strict=True))
+        return {target: value for target, value in patches.items() if fits.get(target, True)}
+
+    def enlarge(self):
+        """Make the model a larger one if a LoRA among the patches enlarges its weights, as ComfyUI does when it loads it.
+
+        Other clones keep the smaller model. ValueError if the ranks cannot compute the larger one.
+        """
+        stub = self.stub
+        sizes = stub.enlarged_by(self.patches)
+        if sizes != stub.setup.enlarged:
+            self.model = copy.copy(self.model)
+            self.model._modules = {**self.model._modules, INSIDE: stub.enlarged(sizes)}
 
     def pre_run(self):
         """Prepare a sampling run: the ranks get this patcher's patches, not those of another clone."""
@@ -154,7 +175,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights."""
-        self._check(patches, strength_patch, strength_model, hooked=True)
+        patches = self._fitting(patches, strength_patch, strength_model, hooked=True)
         uuid_before = self.patches_uuid
         added_keys = super().add_hook_patches(hook, patches, strength_patch, strength_model)
         # ComfyUI sets a new uuid. Ranks know a hook's patches by the hook's reference, which stays the same in the next run.

@@ -17,7 +17,7 @@ from parallel_backend.client.shortfalls import SecondTry
 from parallel_backend.processes.pool import DeviceFull
 
 from ..ui.node_text import say
-from .lora import Patch
+from .patch_trial import Patch
 from .step_cache import SamplingCache
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class SamplingRun:
     patches_uuid: UUID | None = None
     """Stands for `patches` and `bypass_patches`."""
     cache: SamplingCache | None = None
+    head_strengths: tuple[float, ...] = ()
+    """Of the present call, if a PDD acceleration LoRA is among the patches, see head_bank.py."""
     told_of_idle: bool = False
     """Whether the user has been told of replicas with nothing to do."""
     loaded: Callable[[], RemoteTransformer | None] = lambda: None

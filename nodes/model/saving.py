@@ -13,7 +13,8 @@ import comfy.utils
 import torch
 
 from ..ui.host import refuse
-from .lora import PREFIX, NativeWeights, Patch
+from .lora import PREFIX, NativeWeights
+from .patch_trial import Patch
 
 
 def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import text_values
 
-from .lora import PREFIX, Patch
+from .lora import PREFIX
+from .patch_trial import Patch
 
 KEPT = 4
 """Texts that are kept: positive and negative prompt of two sampling runs, with a LoRA and without, for instance."""

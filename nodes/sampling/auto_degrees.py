@@ -85,7 +85,11 @@ class AutoDegrees:
         options = sampling.extra_args["model_options"]
         pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
         # A plan for PipeFusion does not suit a run without it, and vice versa: `planned` tells the two apart.
-        setup = replace(self.setup, planned=f"{','.join(self.setup.devices)}{' pipelined' if pipelines else ''}")
+        setup = replace(
+            self.setup,
+            planned=f"{','.join(self.setup.devices)}{' pipelined' if pipelines else ''}",
+            enlarged=sampling.stub.setup.enlarged,
+        )
         if (present := registry().planned(setup)) is not None:
             return present
         warm_up = pipelines[-1].warmup_steps if pipelines else sampling.steps

@@ -127,6 +127,8 @@ def why_not_displaced(sampling: Sampling) -> str | None:
     """Reason for the user why keys cannot be kept from call to call, for displaced patches or bands. None: they can."""
     if (key := next(filter(None, map(region_of, sampling.conds)), None)) is not None:
         return f"the conditioning has its own {key}"
+    if sampling.stub.heads_of(sampling.guider.model_patcher.patches) > 1:
+        return "a PDD acceleration LoRA has other output heads in each step"
     options = sampling.guider.model_options
     if wrappers := sampling.stub.wrappers(options, is_model_options=True):
         return f"what {_owner(wrappers[0])} has put around the model looks at whole calls"

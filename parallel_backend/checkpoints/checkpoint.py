@@ -69,6 +69,8 @@ class Checkpoint:
     """Key -> tensor of a single file that no parameter has the values of. Dropped: nodes hold it against ComfyUI's class."""
     attention: Mapping[str, str] = field(default_factory=dict)
     """Attention layer, by its name in the file -> the kernel that the file asks for, see attention_preferences.py."""
+    smaller: "Checkpoint | None" = field(default=None, repr=False)
+    """The checkpoint as it is in the file, if a LoRA enlarges tensors (enlarged.py)."""
 
     def check_unchanged(self, expected: str = "") -> None:
         """ValueError if the files are no longer as they were when they were opened, or as `expected`."""
@@ -91,8 +93,7 @@ class Checkpoint:
         Plain fp8 of either kind is fp8_e4m3fn. Quantised files and GGUF are bf16, their compute dtype: they stay packed
         under every weight_dtype. CPU ranks compute them in fp32, and turn plain fp8 into fp32.
         """
-        most = self._most
-        if most.scale is not None or most.dtype in GGUF_BLOCKS or most.dtype in KEPT:
+        if (most := self._most).scale is not None or most.dtype in GGUF_BLOCKS or most.dtype in KEPT:
             return "bf16"
         return "fp8_e4m3fn" if most.dtype in FP8_KINDS else most.dtype
 
@@ -118,8 +119,7 @@ class Checkpoint:
             else:
                 original[source.key] = shape
         text = {key: tuple(self.entries[key].shape) for key in self.text_keys("")}
-        computed = dict(self.family.file.computed(self.config))
-        return {key: tuple(shape) for key, shape in original.items()} | computed | text
+        return {key: tuple(shape) for key, shape in original.items()} | dict(self.family.file.computed(self.config)) | text
 
     def text_keys(self, prefix: str) -> list[str]:
         """Keys that begin with `prefix` of the family's text model and `node_tensors`, as the file has them."""
@@ -165,10 +165,13 @@ class Checkpoint:
             )
         )
 
+    def is_enlarged(self, target: str) -> bool:
+        """Whether the parameter is larger than in the file."""
+        return self.smaller is not None and self.smaller.shape(target) != self.shape(target)
+
     def shape(self, target: str) -> tuple[int, ...]:
         """Shape of the whole parameter."""
-        source = self.key_map[target]
-        return source.shape(self.entries[source.key].shape)
+        return (source := self.key_map[target]).shape(self.entries[source.key].shape)
 
     def storage(self, target: str, dtype_name: str) -> str | None:
         """Format in which a rank keeps the weight of a linear layer: of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS or KEPT, or None.
@@ -178,7 +181,7 @@ class Checkpoint:
         `dtype_name`: see core/dtypes.py.
         """
         entry = self.entries[self.key_map[target].key]
-        if self.family.stays_float32(self.config, target):
+        if self.family.stays_float32(self.config, target) or self.is_enlarged(target):
             return None
         fp8 = dtype_name.startswith("fp8")
         if entry.dtype in {*GGUF_BLOCKS, *KEPT} or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
@@ -253,8 +256,7 @@ def refusals(path: Path) -> Iterator[None]:
                 f"{name} is not what its names promise: its tensors or settings do not fit each other "
                 f"({type(error).__name__}: {short(said)})."
             )
-        said = said.removeprefix(NAMED)
-        said = said if name in said else f"{name}: {said}"
+        said = said.removeprefix(NAMED) if name in said else f"{name}: {said.removeprefix(NAMED)}"
         kind = UnknownModel if isinstance(error, UnknownModel) else ValueError
         raise kind(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
 
@@ -274,18 +276,17 @@ def _open_single_file(path: Path, conversion: Conversion) -> Checkpoint:
         )
     for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
-    config = _configure(path, family, entries, stated_config)
+    config = configured(path, family, entries, stated_config)
     key_map = family.file.key_map(config)
     opened = Checkpoint(path, family, config, key_map, entries, stated_config, attention=attention, conversion=conversion)
     return checked(opened)
 
 
-def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
+def configured(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
     """The configuration that the tensors' shapes show, and the rest from the header's (`stated`)."""
     try:
         shown = family.file.configure({key: entry.shape for key, entry in entries.items()})
-        header = family.file.header
-        config = shown if header is None else header.arguments(stated) | shown
+        config = shown if (header := family.file.header) is None else header.arguments(stated) | shown
     except KeyError as missing:
         raise ValueError(f"model_name: {short(path.name)} looks like {family.name}, but lacks {short(missing)}.") from None
     settings = _settings(short(path.name), family, config, stated, len(entries))

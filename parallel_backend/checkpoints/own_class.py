@@ -11,6 +11,7 @@ from parallel_backend.families.own_class.family import own_class_family
 
 from .checkpoint import Checkpoint, checked, open_checked, refusals
 from .class_check import fits
+from .enlarged import enlarge
 from .file_state import file_state
 from .single_file import entries_of
 
@@ -18,7 +19,7 @@ from .single_file import entries_of
 def open_setup(setup: Setup) -> Checkpoint:
     """The checkpoint of a model that the client has opened, as `open_checked`."""
     if setup.own_class is None:
-        return open_checked(setup.path, setup.conversion)
+        return enlarge(open_checked(setup.path, setup.conversion), setup.enlarged)
     return open_own_class(setup.path, setup.own_class, setup.conversion)
 
 

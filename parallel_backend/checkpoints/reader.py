@@ -45,6 +45,9 @@ class Reader:
         """The part `shard` of a parameter into `out`, which has its size, on any device, converted to its dtype."""
         entry, shape = self._entry(target), self.checkpoint.shape(target)
         out = out.view(_resized(shape, shard))
+        if self.checkpoint.is_enlarged(target):
+            out.copy_(part_of(self._enlarged(target, out), shard))
+            return
         if entry.dtype in GGUF_BLOCKS or entry.dtype in KEPT:
             if shard is None or self.packable(target, entry.dtype, shard):
                 packed, packing = self.packed(target, entry.dtype, shard, out.device)
@@ -60,6 +63,15 @@ class Reader:
         self._copy(entry, *self._cut(target, shard), values)
         scale = self._scale(entry.scale, target, shard, out.device)
         out.copy_(values * scale.view(-1, *(1,) * (len(shape) - 1)))
+
+    def _enlarged(self, target: str, like: torch.Tensor) -> torch.Tensor:
+        """The whole parameter, with zeros behind the file's values."""
+        smaller = self.checkpoint.smaller
+        assert smaller is not None
+        values = Reader(smaller, self._stack).values(target, like.dtype, None, like.device)
+        whole = like.new_zeros(self.checkpoint.shape(target))
+        whole[tuple(map(slice, values.shape))] = values
+        return whole
 
     def packable(self, target: str, storage: str, shard: Shard | None) -> bool:
         """Whether `packed` can give the part `shard`. A part of columns must begin and end at a block's border."""
@@ -224,6 +236,13 @@ def _byte_span(packing: Packing, columns: Span) -> Span:
     span = packing.byte_span(columns)
     assert span is not None  # `packable` says so
     return span
+
+
+def part_of(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    """The part `shard` of a whole parameter's values."""
+    if shard is None:
+        return values
+    return torch.cat([values.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)
 
 
 def _resized(shape: tuple[int, ...], shard: Shard | None) -> list[int]:

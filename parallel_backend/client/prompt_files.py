@@ -5,7 +5,7 @@ from dataclasses import replace
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Setup
+from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.families.own_class.family import OwnClassFamily
 
 from .models_on_ranks import OnRanks
@@ -16,7 +16,7 @@ class PromptFiles:
 
     def __init__(self):
         self._prompt: str | None = None
-        self._seen: dict[tuple[str, OwnClass | None], Checkpoint] = {}
+        self._seen: dict[tuple[str, OwnClass | None, TensorSizes], Checkpoint] = {}
 
     def begin(self, prompt: str | None) -> bool:
         """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one. Whether it
@@ -33,7 +33,7 @@ class PromptFiles:
         ValueError for files that cannot be opened, and for a model of another kind than the `opened` one.
         """
         own = setup.own_class
-        key = str(setup.path), None if own is None else replace(own, blocks=())
+        key = str(setup.path), None if own is None else replace(own, blocks=()), setup.enlarged
         if key not in self._seen:
             known = None if on_ranks is None else on_ranks.model.checkpoint, opened
             present = next((each for each in known if each is not None and not each.has_changed), None)
@@ -51,4 +51,6 @@ class PromptFiles:
 
 
 def _opened(setup: Setup) -> Checkpoint:
-    return open_checkpoint(setup.path, setup.conversion) if setup.own_class is None else open_setup(setup)
+    if setup.own_class is not None or setup.enlarged:
+        return open_setup(setup)
+    return open_checkpoint(setup.path, setup.conversion)

@@ -24,6 +24,8 @@ ALLOWED = Offload()
 Conversion = tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
 """(tensor in ComfyUI's layout, its rows in order as (tensor of the file, first row, row after the last)) of a file in
 diffusers' layout. Empty: the file is in ComfyUI's layout."""
+TensorSizes = tuple[tuple[str, tuple[int, ...]], ...]
+"""(key in the family's original layout, shape) of tensors."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Setup:
     """The settings from which the planner chose degrees and devices. Empty: the user chose them."""
     cuda_graphs: bool = False
     """Repeated micro-steps are replayed as CUDA graphs, see rank/micro_step_graphs.py."""
+    enlarged: TensorSizes = ()
+    """Tensors that a LoRA enlarges, such as the first layer of Flux for a picture of depths in further channels."""
     own_class: OwnClass | None = None
     """ComfyUI's own class, for a file that no family computes. None: the file's family is found by its tensors."""
 

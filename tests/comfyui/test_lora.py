@@ -19,21 +19,23 @@ LIKE_NATIVE = (
     *("differences", "LoHa", "LoKr", "text encoder's patches"),
 )
 SAID = {
-    "enlarging": "a LoRA that enlarges the weight",
-    "other width": "a LoRA for a weight of [256, 128], where this model has [256, 256],",
-    "factors": "a LoRA whose factors do not fit each other ([256, 8] and [4, 256]) (for double_blocks.0.img_attn",
-    "factors of a LoHa": "a LoHa whose factors do not fit each other ([256, 8] and [4, 256])",
-    "factors of a LoKr": "a LoKr whose factors do not fit each other ([4, 8] and [2, 4])",
-    "other difference": "a difference of shape [256, 128], where this model has [256, 256],",
-    "other set": "a difference of shape [256, 128], where this model has [256, 256],",
-    "unfit LoKr": "a LoKr for a weight of [256, 128], where this model has [256, 256],",
-    "unfit GLoRA": "the GLORA for double_blocks.0.img_attn.proj.weight does not fit this model",
-    "unfit OFT": "the OFT for double_blocks.0.img_attn.proj.weight does not fit this model",
+    "none fits": "this LoRA is for another model: its only layer does not fit (double_blocks.0.img_attn.proj.weight is "
+    "[256, 256], the tensors for it are [256, 4], [4, 128])",
+    "enlarging": "a LoRA that enlarges double_blocks.0.img_attn.proj.weight to [256, 512] cannot run on ranks, which have "
+    "no flux model of that size",
+    "factors of a LoHa": "ComfyUI cannot compute with the LOHA for double_blocks.0.img_attn.proj.weight (",
+    "factors of a LoKr": "ComfyUI cannot compute with the LOKR for double_blocks.0.img_attn.proj.weight (",
+    "set": "ComfyUI cannot compute with the difference for double_blocks.0.img_attn.proj.weight (",
+    "making smaller": "(it makes [256, 128] of the weight)",
     "weight wrapper": "a wrapper around the weight a",
     "injection": "what another node injects into the model ('of another node')",
 }
 
 
+ENLARGED = (
+    *("enlarging", "enlarging, all steps warm-up", "enlarging, tensor_parallel_degree 2"),
+    *("enlarging behind a LoRA of the first layer", "enlarging before a LoRA of the first layer"),
+)
 OTHER_MODES = ("Apply PipeFusion before", "tensor_parallel_degree 2")
 IN_TURN, AGAIN = "two clones in turn", "ranks started again"
 OF_SD3 = ("kohya", "diffusers", "differences", "tensor_parallel_degree 2", "bypass of LoRA", "merge", "ModelSave")
@@ -118,6 +120,28 @@ def test_ranks_that_were_started_again_get_it_again(found, family, case):
     assert got["moved"] > 0.1
 
 
+def test_layers_of_another_size_are_left_out_and_said(found, measured):
+    parts = [got for case, got in found.items() if case.startswith("left out ") and "kinds" in got]
+    assert sum(len(got["kinds"]) for got in parts) == 11
+    for got in parts:
+        check(got, measured, f"left out: {', '.join(got['kinds'])}")
+        assert f"Parallel DiT: {len(got['kinds'])} of " in got["told"][0]
+        assert "layers of this LoRA do not fit this model and are left out" in got["told"][0]
+
+
+@pytest.mark.parametrize("case", ["left out part", "left out part, tensor_parallel_degree 2"])
+def test_a_part_of_a_fused_layer_is_left_out(found, measured, case):
+    check(found[case], measured, case)
+
+
+@pytest.mark.parametrize("case", ENLARGED)
+def test_a_lora_that_enlarges_the_first_layer_equals_the_native_model(found, measured, case):
+    """As Black Forest Labs' for depth and canny. A LoRA for the smaller layer behind it is left out there."""
+    check(found[case], measured, case)
+    assert found["enlarging"]["moved"] > 0.1
+    assert found["enlarging and not"]["difference"] == 0.0
+
+
 @pytest.mark.parametrize("kind", SAID)
 def test_what_the_ranks_cannot_add_is_refused_by_name(found, kind):
     got = found[f"refusal {kind}"]
@@ -128,7 +152,13 @@ def test_what_the_ranks_cannot_add_is_refused_by_name(found, kind):
 
 HOOKS = (
     *("hook of one prompt", "a hook for each", "two hooks together", "keyframes", "keyframes of whole differences"),
-    *("hook of a region", "hook of a model", "hooks beside a LoRA", "hooks beside a LoRA in bypass mode"),
+    *(
+        "hook with a layer of another size",
+        "hook of a region",
+        "hook of a model",
+        "hooks beside a LoRA",
+        "hooks beside a LoRA in bypass mode",
+    ),
     "hooks under PipeFusion",
 )
 BYPASS = (
@@ -169,6 +199,9 @@ def test_factors_of_hooks_are_sent_once(hooked, family):
     ("kind", "said"),
     [
         ("OFT", "OFT in bypass mode, which turns the layer's output,"),
+        ("another size", "a LoRA in bypass mode for"),
+        ("enlarging in bypass mode", "a LoRA in bypass mode for"),
+        ("enlarging in a hook", "LORA that enlarges the weight, in a conditioning (a hook),"),
         ("DoRA in a hook", "LORA in a conditioning (a hook), where it would be worked out anew for each call,"),
     ],
 )

@@ -6,6 +6,7 @@ method keeps what where. Names of wrappers and callbacks are those of a file of 
 
 import importlib
 import json
+import logging
 import sys
 import types
 import uuid
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 from testing.comfyui.host_names import NAMES
 
@@ -44,11 +47,11 @@ def stand_ins() -> dict[str, types.ModuleType]:
         "samplers": {"Sampler": Sampler, "KSAMPLER": KSAMPLER, "CFGGuider": CFGGuider},
         "conds": {name: type(name, (), {}) for name in ("CONDRegular", "CONDNoiseShape", "CONDConstant", "CONDCrossAttn")},
         "model_management": {"is_device_cpu": lambda device: device.type == "cpu"},
-        "weight_adapter": {name: type(name, (), {}) for name in ("WeightAdapterBase", "LoRAAdapter")},
+        "weight_adapter": {"WeightAdapterBase": WeightAdapterBase, "LoRAAdapter": LoRAAdapter},
         "sd": {name: type(name, (), {}) for name in ("CLIP", "VAE")},
         "model_base": {"BaseModel": type("BaseModel", (), {})},
         "utils": {"ProgressBar": type("ProgressBar", (), {}), "swap_scale_shift": None},
-        "lora": {"calculate_weight": calculate_weight},
+        "lora": {each.__name__: each for each in (calculate_weight, calculate_shape, pad_tensor_to_shape)},
         **{name: {} for name in ("float", "ops", "model_detection", "k_diffusion", "ldm")},
         **{
             name: {}
@@ -112,11 +115,49 @@ class NativeFlux:
         return WrapperExecutor  # noqa: F821 (by this name the pack knows a native model that runs wrappers)
 
 
+class WeightAdapterBase:
+    """Any kind of LoRA."""
+
+    def __init__(self, loaded_keys, weights):
+        self.loaded_keys, self.weights = loaded_keys, weights
+
+
+class LoRAAdapter(WeightAdapterBase):
+    """Without a third factor and DoRA's scale."""
+
+    name = "lora"
+
+    def product(self):
+        up, down, alpha, *_ = self.weights
+        return (1.0 if alpha is None else alpha / len(down)) * (up.flatten(1) @ down.flatten(1))
+
+
 def calculate_weight(patches, weight, _key, original_weights=None):
-    """With patches that are differences."""
-    for strength, (difference,), strength_model, _, _ in patches:
-        weight = weight * strength_model + strength * difference
+    """With LoRAs and differences: what does not fit is left out, and only logged."""
+    for strength, value, strength_model, offset, function in patches:
+        if strength_model != 1.0:
+            weight *= strength_model
+        if isinstance(value, WeightAdapterBase) and value.weights[5] is not None:
+            weight = pad_tensor_to_shape(weight, value.weights[5])
+        part = weight if offset is None else weight.narrow(*offset)
+        try:
+            added = value.product().reshape(part.shape) if isinstance(value, WeightAdapterBase) else value[0]
+            part += (function or (lambda each: each))(strength * added.to(part.device))
+        except RuntimeError as error:
+            logging.error("ERROR %s", error)
     return weight
+
+
+def calculate_shape(patches, weight, _key):
+    """Of the weight that LoRAs have enlarged."""
+    enlarging = (value.weights[5] for _, value, *_ in patches if isinstance(value, WeightAdapterBase))
+    return next(filter(None, enlarging), weight.shape)
+
+
+def pad_tensor_to_shape(tensor, shape):
+    padded = torch.zeros(shape, device=tensor.device)
+    padded[tuple(map(slice, tensor.shape))] = tensor
+    return padded
 
 
 def copied(value: Any) -> Any:
@@ -159,8 +200,10 @@ class ModelPatcher:
         self.wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        for key, value in patches.items():
-            self.patches.setdefault(key, []).append((strength_patch, value, strength_model, None, None))
+        for target, value in patches.items():
+            key, offset = (target, None) if isinstance(target, str) else target
+            if key in self.model.state_dict():
+                self.patches.setdefault(key, []).append((strength_patch, value, strength_model, offset, None))
         self.patches_uuid = uuid.uuid4()
         return list(patches)
 
@@ -187,7 +230,13 @@ class ModelPatcher:
 
     def clone(self):
         clone = type(self)(self.model, self.load_device, self.offload_device)
-        clone.callbacks = copied(self.callbacks)
+        clone.callbacks, clone.patches, clone.injections = (
+            copied(self.callbacks),
+            copied(self.patches),
+            copied(self.injections),
+        )
+        clone.hook_patches, clone.model_options = copied(self.hook_patches), copied(self.model_options)
+        clone.patches_uuid = self.patches_uuid
         self.tell("on_clone", self, clone)
         return clone
 

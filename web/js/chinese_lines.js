@@ -22,6 +22,7 @@ export const REASONS = [
     [/^(.*)'s (\S*) wrapper may look at the whole latent$/, "$1 在 $2 外加的函数可能要看整个潜空间图"],
     [/^(.*)'s (\S*) may look at the whole latent$/, "$1 的 $2 可能要看整个潜空间图"],
     [/^(.*) is told of each evaluation, one after the other$/, "$1 要依次得知每次计算"],
+    [/^a PDD acceleration LoRA has other output heads in each step$/, "PDD 加速 LoRA 每一步的输出层都不同"],
     [/^dpm_adaptive sets its step size by the whole latent$/, "dpm_adaptive 按整个潜空间图决定步长"],
     [/^ar_video computes one block of frames after the other$/, "ar_video 逐段计算视频帧"],
     [/^(.*) is not one of ComfyUI's samplers$/, "$1 不是 ComfyUI 自带的采样器"],
@@ -128,6 +129,11 @@ const LINES = [
         /^this MODEL and another one take turns on the same ranks, and are read anew at each turn\. Give one of them other devices, or load it with a native loader\.$/,
         "这个 MODEL 和另一个轮流使用同样的进程，每次轮换都要重新读取。请给其中一个换别的设备，或用原生加载器加载它。",
     ],
+    [
+        /^(\d+) of (\d+) layers of this LoRA do not fit this model and are left out$/,
+        "这个 LoRA 的 $2 层里有 $1 层与此模型不符，已略去",
+    ],
+    [/^(.*) of this LoRA does not fit this model and is left out$/, "这个 LoRA 的 $1 与此模型不符，已略去"],
     [
         /^torch\.compile is skipped: this MODEL's layers are on its ranks\. To have them compiled there, set compile on the loader: Parallel DiT Loader has it\.$/,
         "跳过了 torch.compile：这个 MODEL 的层在各进程里。要在那里编译，请打开加载器的 compile（Parallel DiT 加载器有它）。",

@@ -3,6 +3,7 @@
 The LoRA files are made from ComfyUI's own table of names, so that they have every name that it knows.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -52,7 +53,7 @@ class Maker:
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> str:
         file = f"{self.family} {name}.safetensors"
-        save_file({key: value.contiguous() for key, value in tensors.items()}, BASE / "models" / "loras" / file)
+        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, BASE / "models" / "loras" / file)
         return file
 
     def whole(self, form: str, copy: str = "") -> str:
@@ -61,6 +62,13 @@ class Maker:
         for name, shape in self.targets(form):
             tensors |= self.low_rank(name, shape, form)
         return self.save(form + copy, tensors)
+
+    def partly(self) -> str:
+        """A file whose first layer is of another size."""
+        tensors, targets = {}, self.targets("original")
+        for number, (name, shape) in enumerate(targets):
+            tensors |= self.low_rank(name, shape if number else torch.Size((shape[0] // 2, *shape[1:])), "original")
+        return self.save("partly", tensors)
 
     def differences(self) -> str:
         """Differences of weights, norms and biases, in full."""
@@ -200,50 +208,156 @@ def compare_family(family: str, results: Results) -> None:
     if family == "SD3":  # Flux has no convolution
         case("LoCon with a third factor", lambda: compare(partial(with_lora, file=make.locon())))
     if family == "Flux":
+        of_another_size(results, make, native, ours, sample, compare)
+        enlarging(results, make, native, ours, prompts, before, loras["original"])
         refusals(results, make, ours, sample)
     case("after the refusals", lambda: {"difference": difference(before, sample(ours))})
 
 
-UNFIT_LOKR = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(64, 32)}
+WIDE, NARROW = torch.ones(256, RANK), torch.ones(RANK, 128)
+LEFT_OUT = {  # for a weight of [256, 256]: a kind -> what ComfyUI leaves out, and only logs
+    "LoRA": {"lora_B.weight": WIDE, "lora_A.weight": NARROW},
+    "factors of a LoRA": {"lora_B.weight": torch.ones(256, 8), "lora_A.weight": torch.ones(RANK, 256)},
+    "DoRA's scale": {"lora_up.weight": WIDE, "lora_down.weight": torch.ones(RANK, 256), "dora_scale": torch.ones(7, 1)},
+    "LoHa": {f"hada_w{each}_{side}": size for each in (1, 2) for side, size in (("a", WIDE), ("b", NARROW))},
+    "LoKr": {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(64, 32)},
+    "GLoRA": {
+        "a1.weight": torch.ones(RANK, 256),
+        "a2.weight": torch.ones(256, RANK),
+        "b1.weight": torch.ones(RANK, 256),
+        "b2.weight": torch.ones(128, RANK),
+    },
+    "OFT": {"oft_blocks": torch.ones(8, 30, 30)},
+    "BOFT": {"oft_blocks": torch.ones(2, 8, 30, 30), "alpha": torch.tensor(1e-3)},
+    "BOFT without alpha": {"oft_blocks": torch.ones(2, 8, 32, 32)},
+    "difference": {"diff": torch.ones(256, 128)},
+    "difference of the bias": {"diff_b": torch.ones(128)},
+}
+FAILING = {  # what ComfyUI itself cannot compute with
+    "factors of a LoHa": {
+        "hada_w1_a": torch.ones(256, 8),
+        "hada_w1_b": torch.ones(4, 256),
+        "hada_w2_a": torch.ones(256, 8),
+        "hada_w2_b": torch.ones(8, 256),
+    },
+    "factors of a LoKr": {"lokr_w1_a": torch.ones(4, 8), "lokr_w1_b": torch.ones(2, 4), "lokr_w2": torch.ones(64, 64)},
+    "set": {"set_weight": torch.ones(256, 128)},
+    "making smaller": {
+        "lora_B.weight": WIDE,
+        "lora_A.weight": torch.ones(RANK, 256),
+        "reshape_weight": torch.tensor([256, 128]),
+    },
+}
+
+
+SQUARE = torch.Size((256, 256))
+
+
+def of_another_size(results: Results, make: Maker, native, ours, sample, compare) -> None:
+    """Files with layers that do not fit: all but those are applied, or the whole file is refused by name."""
+    told = Told()
+    layers = [name for name, shape in make.targets("original") if shape == SQUARE]
+    whole = {name: make.low_rank(name, shape, "original") for name, shape in make.targets("original")}
+    for part in range(0, len(LEFT_OUT), len(layers)):
+        kinds = list(LEFT_OUT)[part : part + len(layers)]
+        tensors = {key: value for name, each in whole.items() if name not in layers for key, value in each.items()}
+        for name, kind in zip(layers, kinds, strict=False):
+            tensors |= {f"{name}.{key}": value for key, value in LEFT_OUT[kind].items()}
+        file = make.save(f"unfit {part}", tensors)
+        measure = partial(compare, partial(with_lora, file=file))
+        results.case(f"left out {part}", lambda measure=measure, kinds=kinds: told.during(measure) | {"kinds": kinds})
+    # A part of a fused layer, named as diffusers names it.
+    block = "transformer.transformer_blocks.0.attn"
+    parts = make.low_rank(f"{block}.to_q", SQUARE, "diffusers") | make.low_rank(
+        f"{block}.to_k", torch.Size((128, 256)), "diffusers"
+    )
+    file = make.save("unfit part", parts)
+    results.case("left out part", lambda: told.during(lambda: compare(partial(with_lora, file=file))))
+    over_tensor = partial(parallel, FILES["Flux"], pipe=1, tensor=2)
+    results.case(
+        "left out part, tensor_parallel_degree 2",
+        lambda: {"difference": difference(sample(with_lora(native, file)), sample(with_lora(over_tensor(), file)))},
+    )
+    results.case("refusal none fits", partial(with_lora, ours, make.one("none fits", LEFT_OUT["LoRA"])))
+    for kind, tensors in FAILING.items():
+        results.case(f"refusal {kind}", partial(with_lora, ours, make.one(f"failing {kind}", tensors)))
+
+
+class Told(logging.Handler):
+    """Collects this pack's warnings."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record):
+        if record.getMessage().startswith("Parallel DiT: "):
+            self.lines.append(record.getMessage())
+
+    def during(self, work: Callable[[], dict]) -> dict:
+        self.lines.clear()
+        return work() | {"told": [line for line in self.lines if "left out" in line]}
+
+
+def control_lora(make: Maker) -> str:
+    """As Black Forest Labs' LoRAs for depth and canny: for everything, with a first layer for twice the channels."""
+    tensors = {}
+    for name, shape in make.targets("original"):
+        layer = name.removeprefix(FORMATS["original"])
+        if layer == "img_in":
+            shape = torch.Size((shape[0], 2 * shape[1]))
+        tensors |= {
+            f"{layer}.{key.removeprefix(name)[1:]}": value for key, value in make.low_rank(name, shape, "diffusers").items()
+        }
+        if (bias := make.shapes.get(f"{name}.bias")) is not None:
+            tensors[f"{layer}.lora_B.bias"] = 0.1 * make.random(*bias)
+    for key, shape in make.shapes.items():
+        if "_norm." in key:
+            tensors[key.removeprefix("diffusion_model.").rpartition(".")[0] + ".scale"] = 1 + 0.1 * make.random(*shape)
+    return make.save("control", tensors)
+
+
+def enlarging(results: Results, make: Maker, native, ours, prompts, before, plain: str) -> None:
+    """A LoRA that enlarges the first layer, for a picture in further channels."""
+    file = control_lora(make)
+    g = torch.Generator().manual_seed(7)
+    picture = torch.randn(1, 16, 12, 16, generator=g)
+    shown = [[[text, values | {"concat_latent_image": picture}] for text, values in prompt] for prompt in prompts]
+
+    def sample(model, conditioning=shown) -> torch.Tensor:
+        return ksampler(model, conditioning, torch.zeros(1, 16, 12, 16), steps=3)
+
+    def compare(change: Callable, more: Callable = lambda model: model) -> dict[str, float]:
+        expected, found = sample(change(native)), sample(more(change(ours)))
+        return {"difference": difference(expected, found), "moved": difference(expected, before)}
+
+    control = partial(with_lora, file=file)
+    first = partial(with_lora, file=plain)
+    results.case("enlarging", lambda: compare(control))
+    results.case(
+        "enlarging, all steps warm-up", lambda: compare(control, lambda model: node("ApplyPipeFusion", model, 4, 1000, True))
+    )
+    results.case("enlarging behind a LoRA of the first layer", lambda: compare(lambda model: control(first(model))))
+    results.case("enlarging before a LoRA of the first layer", lambda: compare(lambda model: first(control(model))))
+    results.case("enlarging and not", lambda: {"difference": difference(before, sample(ours, prompts))})
+    tensor = partial(parallel, FILES["Flux"], pipe=1, tensor=2)
+    results.case(
+        "enlarging, tensor_parallel_degree 2",
+        lambda: {"difference": difference(sample(control(native)), sample(control(tensor())))},
+    )
+    results.case("refusal enlarging", partial(with_lora, ours, make.one("enlarging", ENLARGING)))
+
+
+ENLARGING = {
+    "lora_B.weight": WIDE,
+    "lora_A.weight": torch.ones(RANK, 512),
+    "reshape_weight": torch.tensor([256, 512]),
+}
 
 
 def refusals(results: Results, make: Maker, ours, sample) -> None:
     """What cannot be sent to the ranks: by which words it is refused."""
-    up, down = torch.ones(256, RANK), torch.ones(RANK, 256)
-    files = {
-        "enlarging": {"lora_B.weight": up, "lora_A.weight": down, "reshape_weight": torch.tensor([256, 512])},
-        "other width": {"lora_B.weight": up, "lora_A.weight": torch.ones(RANK, 128)},
-        "factors": {"lora_B.weight": torch.ones(256, 8), "lora_A.weight": down},
-        "factors of a LoHa": {
-            "hada_w1_a": torch.ones(256, 8),
-            "hada_w1_b": torch.ones(4, 256),
-            "hada_w2_a": torch.ones(256, 8),
-            "hada_w2_b": torch.ones(8, 256),
-        },
-        "factors of a LoKr": {
-            "lokr_w1_a": torch.ones(4, 8),
-            "lokr_w1_b": torch.ones(2, 4),
-            "lokr_w2": torch.ones(64, 64),
-        },
-        "other difference": {"diff": torch.ones(256, 128)},
-        "other set": {"set_weight": torch.ones(256, 128)},
-    }
-    for kind, tensors in files.items():
-        file = make.one(kind, tensors)
-        results.case(f"refusal {kind}", partial(with_lora, ours, file))
-    results.case("refusal unfit LoKr", partial(with_lora, ours, make.one("unfit LoKr", UNFIT_LOKR)))
-    unfit = {
-        "GLoRA": {
-            "a1.weight": torch.ones(RANK, 256),
-            "a2.weight": torch.ones(256, RANK),
-            "b1.weight": torch.ones(RANK, 256),
-            "b2.weight": torch.ones(128, 8),
-        },
-        "OFT": {"oft_blocks": torch.ones(8, 30, 30)},
-    }
-    for kind, tensors in unfit.items():
-        file = make.one(f"unfit {kind}", tensors)
-        results.case(f"refusal unfit {kind}", lambda file=file: sample(with_lora(ours, file)))
     results.case("refusal weight wrapper", lambda: ours.clone().add_weight_wrapper("a", abs))
     injection = comfy.patcher_extension.PatcherInjection(inject=lambda patcher: None, eject=lambda patcher: None)
     results.case("refusal injection", lambda: ours.clone().set_injections("of another node", [injection]))

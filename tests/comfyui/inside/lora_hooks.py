@@ -53,6 +53,7 @@ def compare_family(family: str, results: Results) -> None:
     prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
     positive, negative = prompts
     first, second, whole = make.whole("original"), make.whole("original", " 2"), make.differences()
+    partly = make.partly()
 
     def sample(model, texts=prompts) -> torch.Tensor:
         return ksampler(model, texts, torch.zeros(1, 16, 12, 16))
@@ -100,6 +101,7 @@ def compare_family(family: str, results: Results) -> None:
     case("two hooks together", lambda: for_both(hook(second, -0.3, hook(first, 0.6))))
     case("keyframes", lambda: for_both(scheduled(hook(first), 0.0, 1.0, 0.25, 1.0)))
     case("keyframes of whole differences", lambda: [with_hooks(positive, scheduled(hook(whole), 1.0, 0.5)), negative])
+    case("hook with a layer of another size", lambda: [with_hooks(positive, hook(partly)), negative])
     case("hook of a region", over_a_region)
     case("hook of a model", as_lora)
     with_lora = partial(node, "LoraLoaderModelOnly", lora_name=whole, strength_model=0.5)
@@ -156,6 +158,12 @@ def compare_family(family: str, results: Results) -> None:
         results.case("Flux, bypass gone", taken_away)
     if family == "SD3":
         case("bypass of a convolution", change=partial(bypassed, file=make.locon()))
+    narrow = {"lora_B.weight": factors["lora_B.weight"], "lora_A.weight": make.random(RANK, width // 2)}
+    larger = narrow | {"lora_A.weight": make.random(RANK, 2 * width), "reshape_weight": torch.tensor([width, 2 * width])}
+    narrow, larger = make.one("of another size", narrow), make.one("enlarging a layer", larger)
+    results.case(f"{family}, refusal of another size", lambda: bypassed(ours, narrow))
+    results.case(f"{family}, refusal of enlarging in bypass mode", lambda: bypassed(ours, larger))
+    results.case(f"{family}, refusal of enlarging in a hook", lambda: sample(ours, for_both(hook(larger))))
     oft = make.one("OFT in bypass", {"oft_blocks": torch.ones(8, width // 8, width // 8)})
     results.case(f"{family}, refusal of OFT", lambda: bypassed(ours, oft))
     results.case(f"{family}, refusal of DoRA in a hook", lambda: sample(ours, for_both(hook(dora))))

@@ -1,0 +1,44 @@
+"""Marks of model calls that are a band of a PipeFusion run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
+from parallel_backend.families.base.patching import Latents
+from parallel_backend.processes.pool import Poll
+
+from .run_shapes import PART, Shapes, is_for_all
+
+BAND_KEY = "parallel_dit_band"
+"""Key in `transformer_options` under which a band's model calls carry a `Band`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """Marks a model call as band `index` of `run`, with the model of `stub`."""
+
+    run: BandedRun
+    index: int
+    exact_above: float
+    """Calls at sigmas above this one are exact."""
+    stub: object
+    """The RemoteDiffusionModel."""
+    shapes: Shapes
+    """Shapes of the band's latents."""
+    poll: Poll | None = None
+    """Called while a call is waited for. It looks for Cancel, in calls on ComfyUI's own thread."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
+        return self  # ComfyUI copies transformer_options for each model call: all must share one run
+
+    def takes(self, stub: object, latents: Latents, options: dict[str, Any]) -> bool:
+        """Whether a model call with these latents belongs to the run. If it does not, the run may only have one band.
+
+        NotLocal otherwise: the thread of a band cannot make a call for the whole latent.
+        """
+        if stub is self.stub and is_for_all(latents, options, self.shapes):
+            return True
+        if len(self.run.rows) > 1:
+            raise NotLocal(PART)
+        self.run.note_exact()
+        return False

@@ -1,0 +1,167 @@
+"""LoRAs on a MODEL whose weights are on ranks: what is sent, what is left out, and that the user's MODEL stays as it was."""
+
+import copy
+import types
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.stand_in_comfyui import LoRAAdapter
+
+PROJ, OTHER = (f"diffusion_model.double_blocks.{block}.img_attn.proj.weight" for block in (0, 1))
+QKV, FIRST = "diffusion_model.double_blocks.0.img_attn.qkv.weight", "diffusion_model.img_in.weight"
+RANK = 2
+
+
+def lora(rows, columns, seed=0, reshape=None, of_file=()):
+    g = torch.Generator().manual_seed(seed)
+    factors = torch.randn(rows, RANK, generator=g), torch.randn(RANK, columns, generator=g)
+    return LoRAAdapter(set(of_file), (*factors, None, None, None, reshape))
+
+
+@pytest.fixture
+def width(patcher):
+    return patcher.model.state_dict()[PROJ].shape[0]
+
+
+@pytest.fixture
+def told(module, monkeypatch):
+    """Lines on the node."""
+    lines = []
+    monkeypatch.setattr(module("model.left_out"), "say", lines.append)
+    return lines
+
+
+def with_lora(model, patches, strength=1.0):
+    """As ComfyUI's loaders put it on."""
+    clone = model.clone()
+    clone.add_patches(patches, strength)
+    return clone
+
+
+def state(model):
+    """All that a later sampling run reads."""
+    stub = model.stub
+    return (
+        copy.copy(model.patches),
+        model.patches_uuid,
+        copy.copy(model.injections),
+        stub,
+        stub.setup,
+        stub.checkpoint,
+        model.model,
+    )
+
+
+def sums(model, key):
+    """What the ranks add to the weight, in all."""
+    deltas = [each for each in model.stub.weights.deltas(model.patches) if f"diffusion_model.{each.key}" == key]
+    return sum(each.scale * (each.up if each.down is None else each.up @ each.down) for each in deltas)
+
+
+def bypass(adapters, strength=1.0):
+    """ComfyUI's injection of a LoRA in bypass mode: adapter by layer."""
+
+    class BypassInjectionManager:
+        def __init__(self):
+            self.adapters = {layer: (adapter, strength) for layer, adapter in adapters.items()}
+            self.hooks = [types.SimpleNamespace(adapter=adapter) for adapter in adapters.values()]
+
+        def injections(self):
+            def inject(_patcher):
+                return self
+
+            return [types.SimpleNamespace(inject=inject, eject=inject)]
+
+    return BypassInjectionManager().injections()
+
+
+def test_one_lora_and_then_two(patcher, width):
+    first, second = lora(width, width), lora(width, width, seed=1)
+    before = state(patcher)
+    one = with_lora(patcher, {PROJ: first}, 0.5)
+    of_one = state(one)
+    both = with_lora(one, {PROJ: second, OTHER: second}, -1.0)
+    assert torch.allclose(sums(one, PROJ), 0.5 * first.product())
+    assert torch.allclose(sums(both, PROJ), 0.5 * first.product() - second.product())
+    assert torch.allclose(sums(both, OTHER), -second.product())
+    assert state(one) == of_one and state(patcher) == before
+    assert len({patcher.patches_uuid, one.patches_uuid, both.patches_uuid}) == 3, "ranks know patches by this name"
+
+
+def test_layers_of_another_size_are_left_out(patcher, width, told):
+    narrow = lora(width, width // 2)
+    patched = with_lora(patcher, {PROJ: lora(width, width), OTHER: narrow, (QKV, (0, width, width)): narrow, "clip": narrow})
+    assert list(patched.patches) == [PROJ]
+    assert told == ["Parallel DiT: 2 of 3 layers of this LoRA do not fit this model and are left out"]
+    whole = with_lora(patcher, {PROJ: lora(width, width)})
+    assert torch.equal(sums(patched, PROJ), sums(whole, PROJ))
+
+
+def test_a_lora_for_another_model_is_refused(patcher, width, told):
+    with pytest.raises(
+        ValueError, match=f"this LoRA is for another model: none of its 2 layers fits .*is \\[{width}, {width}\\]"
+    ):
+        with_lora(patcher, {PROJ: lora(width, width // 2), OTHER: (torch.ones(3),)})
+    assert told == []
+
+
+def test_a_lora_that_is_added_layer_by_layer_is_not_refused(patcher, width, told):
+    """As some packs do it: the adapter tells how many tensors its file has."""
+    patched = patcher.clone()
+    for key, columns in ((PROJ, width), (OTHER, width // 2)):
+        patched.add_patches({key: lora(width, columns, of_file=range(20))})
+    assert list(patched.patches) == [PROJ]
+    assert told == [
+        "Parallel DiT: double_blocks.1.img_attn.proj.weight of this LoRA does not fit this model and is left out"
+    ]
+
+
+def test_what_is_carried_over_is_what_comfyui_applies(module, patcher, width, told):
+    source = types.SimpleNamespace(**vars(patcher))
+    fits, narrow = (1.0, lora(width, width), 1.0, None, None), (1.0, lora(width, width // 2), 1.0, None, None)
+    source.patches, source.hook_patches = {PROJ: [fits, narrow], OTHER: [narrow]}, {"hook": {PROJ: [narrow, fits]}}
+    source.get_all_callbacks = lambda _kind: []
+    source.object_patches = source.weight_wrapper_patches = source.attachments = source.additional_models = {}
+    source.callbacks = source.wrappers = source.injections = {}
+    module("model.carry_over").carry_over(source, target := patcher.clone())
+    assert target.patches == {PROJ: [fits]} and target.hook_patches == {"hook": {PROJ: [fits]}}
+    assert [line.split(" layers")[0] for line in told] == ["Parallel DiT: 2 of 3", "Parallel DiT: 1 of 2"]
+
+
+def test_a_lora_in_bypass_mode_beside_another(module, patcher, width):
+    """The weights get both, and the MODEL that it was put on has neither."""
+    before, layer = state(patcher), PROJ.removesuffix(".weight")
+    plain, in_bypass = lora(width, width), lora(width, width, seed=1)
+    patched = with_lora(patcher, {PROJ: plain})
+    patched.set_injections("bypass_lora", bypass({layer: in_bypass}, 0.5))
+    patches = module("model.bypass").bypass_patches(patched.injections)
+    [delta] = patched.stub.weights.deltas(patches)
+    assert torch.allclose(delta.scale * delta.up @ delta.down, 0.5 * in_bypass.product())
+    assert torch.equal(sums(patched, PROJ), plain.product()) and state(patcher) == before
+    for unfit in (lora(width, width // 2), lora(width, 2 * width, reshape=[width, 2 * width])):
+        with pytest.raises(ValueError, match=r"a LoRA in bypass mode for double_blocks.*, which is of another"):
+            patcher.clone().set_injections("bypass_lora", bypass({layer: unfit}))
+
+
+def test_a_lora_that_enlarges_the_first_layer_makes_a_model_of_its_own(patcher, width, told, flux_file):
+    """For it and for what is put on it later. A LoRA of the smaller layer is applied before it, and left out behind it."""
+    before, channels = state(patcher), patcher.model.state_dict()[FIRST].shape[1]
+    small, large = lora(width, channels), lora(width, 2 * channels, seed=1, reshape=[width, 2 * channels])
+    control = with_lora(with_lora(patcher, {FIRST: small}), {FIRST: large, PROJ: lora(width, width)})
+    stub = control.stub
+    assert stub.img_in.weight.shape == (width, 2 * channels) and stub.checkpoint.config["in_channels"] == 2 * channels
+    assert stub.setup.enlarged == (("img_in.weight", (width, 2 * channels)),)
+    [delta] = [each for each in stub.weights.deltas(control.patches) if each.key == "img_in.weight"]
+    expected = torch.zeros(width, 2 * channels)
+    expected[:, :channels] = load_file(flux_file)["img_in.weight"].float() + small.product()
+    assert delta.instead and torch.allclose(delta.up, expected + large.product(), atol=1e-5)
+    behind = with_lora(control, {FIRST: small, OTHER: lora(width, width)})
+    assert behind.stub is stub and len(behind.patches[FIRST]) == 2
+    assert told == ["Parallel DiT: 1 of 2 layers of this LoRA do not fit this model and are left out"]
+    assert state(patcher) == before
+    with pytest.raises(ValueError, match="which have no flux model of that size"):
+        with_lora(patcher, {PROJ: lora(width, 2 * width, reshape=[width, 2 * width])})
+    with pytest.raises(ValueError, match=r"LORA that enlarges the weight, in a conditioning \(a hook\)"):
+        patcher.clone().add_hook_patches(types.SimpleNamespace(hook_ref=object()), {FIRST: large})
