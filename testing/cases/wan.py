@@ -91,8 +91,8 @@ def _with_references(generator, batch):
     return WAN_FAMILY.inputs.conditioning(config, text | {"context_latents": _in_context(generator, batch)})
 
 
-def _conditioning(config, clip, masked, references):
-    """`clip`: tokens of the CLIP vision output."""
+def _conditioning(config, clip, masked, references, words):
+    """`clip`: tokens of the CLIP vision output. `words`: those of the prompt."""
 
     def make(generator):
         extras = {}
@@ -107,7 +107,7 @@ def _conditioning(config, clip, masked, references):
             extras["context_latents"] = _in_context(generator, 1)
         if masked:
             extras["denoise_mask"] = torch.tensor([0.0, 0.6, 1.0]).view(1, 1, 3, 1, 1).expand(1, 48, 3, 8, 6)
-        return torch.randn(1, PROMPT, config["text_dim"], generator=generator), extras
+        return torch.randn(1, words, config["text_dim"], generator=generator), extras
 
     return make
 
@@ -121,7 +121,7 @@ class TimePerFrame(Case):
         return x, timestep[:, None] * torch.linspace(0, 1, x.shape[2]), tensors
 
 
-def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case, references=False):
+def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case, references=False, words=PROMPT):
     config = WAN | changes
     channels, out = config["in_channels"], config["out_channels"]
     frames, height, width = latent
@@ -139,7 +139,7 @@ def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case, references=False
         sampled=channels == out,
         native=Native(
             config,
-            _conditioning(config, clip, kind is TimePerFrame, references),
+            _conditioning(config, clip, kind is TimePerFrame, references, words),
             (out, min(frames, 3), 8, 6),
             detected={"text_dim": config["text_dim"]},
         ),
@@ -174,9 +174,9 @@ class Segmenting(Case):
 CASES = (
     _case("wan-2.1-t2v", {}),
     _case("wan-2.1-one-frame", {}, latent=(1, 12, 10)),
-    _case("wan-2.1-i2v", I2V | CLIP, clip=5),
+    _case("wan-2.1-i2v", I2V | CLIP, clip=5, words=400),
     _case("wan-2.1-i2v-without-clip", I2V | CLIP),
-    _case("wan-2.1-flf2v", I2V | CLIP | {"pos_embed_seq_len": 10}, clip=10),
+    _case("wan-2.1-flf2v", I2V | CLIP | {"pos_embed_seq_len": 10}, clip=10, words=600),
     _case("wan-2.2-i2v", I2V),
     _case("wan-bernini", {}, references=True),
     replace(_case("wan-2.2-fun-control", FUN, kind=Pictured), odd=None, convert=None, full=True),

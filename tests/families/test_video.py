@@ -138,8 +138,7 @@ def test_wan_says_what_its_text_and_picture_must_be():
     conditioning, config = wan_of("wan-2.1-i2v")
     with pytest.raises(ValueError, match=r"^positive, negative: Wan needs text conditioning"):
         conditioning(config, {})
-    with pytest.raises(ValueError, match="needs prompts of 512 tokens, this one has 600"):
-        conditioning(config, {"context": torch.zeros(1, 600, 24)})
+    assert conditioning(config, {"context": torch.zeros(1, 600, 24)})["context"].shape[1] == 2 * 600, "in its place too"
     with pytest.raises(ValueError, match="CLIP vision output has 257 tokens of 1024, this model needs 257 of 1280"):
         conditioning(config, {"context": text, "clip_fea": torch.zeros(1, 257, 1024)})
     conditioning, config = wan_of("wan-2.1-flf2v")
@@ -224,3 +223,25 @@ def test_what_is_not_of_the_latents_size_is_refused(family, tensors):
 def test_what_wans_relatives_cannot_forward_is_refused_by_its_name(family, config, given, message):
     with pytest.raises(ValueError, match=f"^positive, negative: {message}"):
         FAMILIES[family].inputs.conditioning(wan.WAN | config, {"context": torch.zeros(1, 7, 24)} | given)
+
+
+@pytest.mark.parametrize("words", [256, 1024])
+@pytest.mark.parametrize("name", ["wan-2.1-i2v", "wan-2.1-i2v-without-clip", "wan-animate-2"])
+def test_wan_with_a_picture_takes_prompts_of_any_length(pools, saved, name, words):
+    """A prompt with each token twice is to attention as the prompt itself. diffusers' class takes 512 tokens alone."""
+    case = CASES[name]
+    model, path = saved(case)
+    x, timestep, tensors = case.inputs()
+
+    def of_length(count):
+        shorter, *times = (256, count // 256)
+        return {
+            key: torch.cat([each[:, :shorter].repeat_interleave(*times, 1) for each in text.split(PROMPT, 1)], 1)
+            if key.endswith("context")
+            else text
+            for key, text in tensors.items()
+        }
+
+    on_ranks = pools.load(path, Degrees(tensor=2))
+    found = on_ranks.predict(ModelCall(x, timestep, of_length(words)), lambda: None)
+    assert tiny.relative(found, case.reference(model, x, timestep, of_length(PROMPT))) < 1e-5
