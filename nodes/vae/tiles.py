@@ -94,8 +94,8 @@ def _with_tiles(
     copied = copy.copy(model)
     tiles: Iterator[torch.Tensor] = iter(())
 
-    def next_tile(_tile: torch.Tensor) -> torch.Tensor:
-        return next(tiles)
+    def computed(asked: torch.Tensor) -> torch.Tensor:
+        return torch.cat([next(tiles) for _ in asked])
 
     def clip_by_clip(blend: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         def run(clip: torch.Tensor) -> torch.Tensor:
@@ -107,8 +107,8 @@ def _with_tiles(
 
         return run
 
-    # Instance attributes of the copy: its `tiled_decode` and `tiled_encode` call the copy's functions for single tiles.
-    copied._decode_pixels = copied._encode_moments = next_tile
+    # Instance attributes of the copy: its `tiled_decode` and `tiled_encode` call the copy's functions for some tiles.
+    copied._decode_pixels = copied._encode_moments = computed
     copied.tiled_decode, copied.tiled_encode = clip_by_clip(copied.tiled_decode), clip_by_clip(copied.tiled_encode)
     with contextlib.closing(clips):
         try:
