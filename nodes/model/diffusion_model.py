@@ -48,6 +48,7 @@ from .native_call import (
     wrappers_of,
 )
 from .native_names import NativeNames
+from .output_masks import masked
 from .patch_trial import Patch
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, SamplingRun, steps_of
@@ -353,7 +354,9 @@ class RemoteDiffusionModel(torch.nn.Module):
             exact = float(options["sigmas"].max()) > band.exact_above
             outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
         outputs = latents_of(outputs)
-        outputs = finish(outputs) if is_carried else outputs
+        if is_carried:
+            rows = None if band is None else (band.run.patching, band.run.rows[band.index])
+            outputs = finish(masked(self.native.forward, family.inputs.output_masks, outputs, inputs, rows))
         return list(outputs) if len(outputs) > 1 else outputs[0]
 
     def _predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:

@@ -58,6 +58,7 @@ HEADER = HeaderConfig(  # arguments of ComfyUI's class, which ignores others
     },
     others=True,
 )
+_MASKS = ("denoise_mask", "audio_denoise_mask")
 _FLOAT32 = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")
 _CURVE = ("adaln_t_table", "*.adaln_proj.linear", "norm_out.linear")
 
@@ -171,7 +172,8 @@ MINIMAX_H3 = Family(
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], hidden=lambda config: config["hidden_size"]),
     inputs=_Inputs(
         conditioning=conditioning,
-        accepts=("minimax_payload", "denoise_mask", "audio_denoise_mask"),
+        accepts=("minimax_payload", *_MASKS),
+        output_masks=_MASKS,
         options=tuple(SHIFTS),
         token_tensors=("context",),
         whole_text=True,

@@ -46,7 +46,11 @@ def test_every_sampler_gives_what_it_gives_on_the_native_model(found, measured, 
 
 
 @pytest.mark.parametrize(
-    "run", ["masks", "denoise 0.5", "odd size", "guidance of the whole latent", "batch 2", "after the cancellation"]
+    "run",
+    [
+        *("masks", "masks that multiply outputs", "denoise 0.5", "odd size", "guidance of the whole latent", "batch 2"),
+        "after the cancellation",
+    ],
 )
 def test_other_runs(found, measured, run):
     got = found[run]

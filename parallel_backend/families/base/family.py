@@ -100,6 +100,9 @@ class Inputs:
     options: tuple[str, ...] = ()
     """Entries of ComfyUI's transformer_options that are added to `call` where they are set."""
 
+    output_masks: tuple[str, ...] = ()
+    """Arguments of ComfyUI's model call, one for each latent, by which its class multiplies its outputs in some versions."""
+
     latent_everywhere: ClassVar[bool] = False
     """Every stage gets the latent, and not the first alone."""
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import latent_preview
 from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
+from comfy.ldm.minimax.model import MiniMaxH3Model
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
 from comfy_extras.nodes_minimax_h3 import MiniMaxH3SigmaShift
@@ -47,7 +48,10 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     results.case("all samplers", lambda: comfy.samplers.SAMPLER_NAMES)
     for sampler in samplers:
         results.case(f"sampler {sampler}", partial(in_every_way, sampler=sampler))
-    results.case("masks", partial(in_every_way, latent={"samples": picture, "noise_mask": masked["noise_mask"]}))
+    with_masks = partial(in_every_way, latent={"samples": picture, "noise_mask": masked["noise_mask"]})
+    results.case("masks", with_masks)
+    with patch.object(MiniMaxH3Model, "forward", multiplied(MiniMaxH3Model.forward)):
+        results.case("masks that multiply outputs", with_masks)
     results.case("denoise 0.5", partial(in_every_way, latent={"samples": picture}, denoise=0.5))
     results.case("odd size", partial(in_every_way, latent={"samples": odd}))
     guidance = partial(in_every_way, put=lambda model: APG.execute(model, 0.5, 4.0, -0.5).result[0])
@@ -71,6 +75,23 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     results.case(
         "naive", lambda: {"difference": difference(exact, run(naive)), "repeat": difference(run(naive), run(naive))}
     )
+
+
+def multiplied(forward):
+    """H3's `forward` as from ComfyUI 0.34 on: it multiplies each output by its mask before it scales the sound."""
+
+    def newer(self, x, timestep, context, transformer_options={}, denoise_mask=None, audio_denoise_mask=None, **named):  # noqa: B006
+        masks = {"denoise_mask": denoise_mask, "audio_denoise_mask": audio_denoise_mask}
+
+        def inside(run, *arguments, **given):
+            found = run(*arguments, **given)
+            return [out if mask is None else out * mask for out, mask in zip(found, masks.values(), strict=True)]
+
+        kinds = transformer_options.get("wrappers", {})
+        ours = {comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL: {"masks": [inside]}}
+        return forward(self, x, timestep, context, transformer_options | {"wrappers": kinds | ours}, **masks, **named)
+
+    return newer
 
 
 def shifted(model):
