@@ -50,6 +50,7 @@ SEQUENCE = (
     [
         ("InPlace", STAGES),
         ("Registers", STAGES[2:4]),
+        ("Fused", STAGES[2:4]),
         ("PoolsBatch", STAGES[3:]),
         ("Tokens", SEQUENCE),
         ("Crossed", SEQUENCE[:1]),

@@ -70,6 +70,19 @@ class InPlace(Right):
         return h + first
 
 
+class FusedBlock(Block):
+    """Calls its layers with activations and a residual, as classes do from ComfyUI 0.39 on."""
+
+    def forward(self, x, emb):
+        gate = self.lin(emb)[:, None]
+        hidden = self.mod(x, input_act="rms_norm", act_weight=torch.full((WIDTH,), 2.0, device=x.device), act_eps=1e-6)
+        return self.out(hidden, input_act="swiglu", residual=x, residual_scale=gate)
+
+
+class Fused(Right):
+    block = FusedBlock
+
+
 class FramePool(Block):
     def forward(self, x, emb):
         x = super().forward(x, emb)

@@ -31,7 +31,7 @@ TIMES = 900.0, 500.0, 1.0
 """Of a run: LATE is between the last two."""
 
 
-@pytest.mark.parametrize("name", ["Right", "InPlace", "PoolsFrames", "Registers", "KeepsLast"])
+@pytest.mark.parametrize("name", ["Right", "InPlace", "PoolsFrames", "Registers", "KeepsLast", "Fused"])
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_what_can_be_shared_out_is_proven(name, batch):
     proof = trial(own(name), call(batch), TIMES)

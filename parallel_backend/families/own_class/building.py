@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel_backend.core.fused_linear import FusedLinear
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, OwnClass
 
@@ -34,7 +35,7 @@ class RMSNorm(nn.RMSNorm):
 class TorchLayers:
     """Takes the place of ComfyUI's `operations`: layers without its casts, whose weights ranks hold as those of families."""
 
-    Linear, Embedding, RMSNorm = nn.Linear, Embedding, RMSNorm
+    Linear, Embedding, RMSNorm = FusedLinear, Embedding, RMSNorm
     Conv1d, Conv2d, Conv3d = nn.Conv1d, nn.Conv2d, nn.Conv3d
     ConvTranspose1d, ConvTranspose2d = nn.ConvTranspose1d, nn.ConvTranspose2d
     LayerNorm, GroupNorm = nn.LayerNorm, nn.GroupNorm

@@ -4,12 +4,14 @@
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.checkpoints.packed_formats import Packing
+from parallel_backend.core.fused_linear import FusedLinear, fused
 
 from .joint_products import JointProduct
 from .quantised_products import Arithmetic, arithmetic
@@ -34,7 +36,7 @@ class RankLinear(nn.Linear):
     def adopt(model: nn.Module) -> None:
         """Turn every `nn.Linear` of `model` into a RankLinear."""
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if type(module) in (nn.Linear, FusedLinear):
                 module.__class__ = RankLinear
                 assert isinstance(module, RankLinear)
                 module.adapters = []
@@ -57,8 +59,10 @@ class RankLinear(nn.Linear):
         """[..., in] -> [..., out]: without the adapters."""
         return F.linear(x, self.weight, self.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        """[..., in] -> [..., out]. `more`: see core/fused_linear.py; layers of ComfyUI's own classes are called with it."""
+        if more:
+            return fused(self.forward, x, **more)
         out = self.multiply(x)
         for up, down in self.adapters:
             out += F.linear(x if down is None else F.linear(x, down), up)
