@@ -155,7 +155,8 @@ def ltx_2_3() -> Graph:
 
 def _minimax_h3(loading: tuple[Node, ...], patching: tuple[Node, ...], steps: int, prefix: str, note: str) -> Graph:
     """Video with sound from words. `loading`: nodes up to the loader; `patching`: those behind it on its MODEL."""
-    loader, model = loading[-1], patching[-1]["MODEL"]
+    loader, last = loading[-1], patching[-1]
+    model = last[last.outputs[0][0]]
     clip, (vae, audio_vae) = clip_node(H3_TEXT, "minimax"), (vae_node(name) for name in H3_VAES)
     asked = {
         "clip": clip["CLIP"],
@@ -221,7 +222,7 @@ def fasth3() -> Graph:
     looked_at = {"selection": "vsa", "selection.keep_percent": 10.0, "start_percent": 0.2, "end_percent": 1.0}
     where = {"dense_blocks": "", "min_tokens": 12288, "extra_tokens": 256, "sink_conditioning": "exact_kv_and_rows"}
     inputs = {"model": shifted["MODEL"]} | looked_at | where | {"verbose": False}
-    sparse = Node("BlockSparseAttention", (320, 250), inputs, (MODEL,), "Model Sparse Attention")
+    sparse = Node("BlockSparseAttention", (320, 250), inputs, (("model", "MODEL"),), "Model Sparse Attention")
     note = (
         "Needs **ComfyUI 0.38** or newer, and comfy-kitchen 0.2.40. Made for **2 GPUs** of 24 GB with NVLink or P2P: both "
         "hold all of the int8 file, and each attends for half of the heads.\n"

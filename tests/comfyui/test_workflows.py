@@ -76,6 +76,20 @@ def test_committed_files_are_what_the_script_writes():
     assert written == make_workflows.files()
 
 
+NEWER = {
+    "BlockSparseAttention": [("model", "MODEL")],
+    "TextEncodeQwenImage21": [("positive", "CONDITIONING"), ("negative", "CONDITIONING"), ("latent", "LATENT")],
+}
+"""Nodes of ComfyUI that 0.33 does not have -> their outputs, which the tests in a ComfyUI hold all others to."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_of_newer_nodes_are_named_as_in_comfyui(name):
+    for node in ui(name)["nodes"]:
+        if node["type"] in NEWER:
+            assert [(output["name"], output["type"]) for output in node["outputs"]] == NEWER[node["type"]]
+
+
 def boxes(graph):
     """(left, top, right, bottom) of every node with its title bar, and of every group."""
     nodes = [
