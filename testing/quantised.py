@@ -1,5 +1,6 @@
 """Files in ComfyUI's quantised formats, made by comfy-kitchen's quantisers."""
 
+import inspect
 import json
 
 import torch
@@ -21,6 +22,11 @@ KINDS: dict[str, tuple[str, str, dict[str, object]]] = {
     "w4a4": ("convrot_w4a4", "TensorCoreConvRotW4A4Layout", {"convrot_groupsize": 64}),
     "w4a8": ("asym_w4a8_int8", "AsymW4A8Int8Layout", {"convrot_groupsize": 64, "codebook_tensor": CODEBOOK}),
     "w4a8, no codebook": ("asym_w4a8_int8", "AsymW4A8Int8Layout", {"convrot_groupsize": 64, "codebook": False}),
+    **(
+        {"w6a8": ("w6a8_int8", "AsymW4A8Int8Layout", {"convrot_groupsize": 64, "bits": 6, "scale_search": False})}
+        if "bits" in inspect.signature(get_layout_class("AsymW4A8Int8Layout").quantize).parameters
+        else {}  # comfy-kitchen is older than 0.2.36
+    ),
     "w4a16": ("awq_w4a16", "TensorCoreAWQW4A16Layout", {"group_size": 64}),
 }
 """Name -> ComfyUI's format, comfy-kitchen's layout, and what it is made with."""

@@ -21,12 +21,21 @@ LAYERS = (
     Layer("mxfp8", block=32),
     Layer("convrot_w4a4", rotation=256, block=64),
     Layer("asym_w4a8_int8", rotation=256, block=16),
+    Layer("w6a8_int8", rotation=256, block=16, row=COLUMNS),
     Layer("awq_w4a16", block=64),
 )
 FP8 = "fp8_e4m3fn"
 EXPANDED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """The most relative error of a product with an expanded weight, by compute dtype."""
-ROUNDED = {"int8_tensorwise": 0.03, "asym_w4a8_int8": 0.03, FP8: 0.08, "mxfp8": 0.08, "nvfp4": 0.25, "convrot_w4a4": 0.25}
+ROUNDED = {
+    "int8_tensorwise": 0.03,
+    "asym_w4a8_int8": 0.03,
+    "w6a8_int8": 0.03,
+    FP8: 0.08,
+    "mxfp8": 0.08,
+    "nvfp4": 0.25,
+    "convrot_w4a4": 0.25,
+}
 MULTIPLIED = ROUNDED | {"awq_w4a16": EXPANDED[torch.bfloat16]}
 """The same where the layer's input is rounded to the format: about twice the error of that rounding. awq_w4a16's input is
 rounded to its scales' dtype, which is bf16 here."""
@@ -77,7 +86,7 @@ def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
     if layer is None or layer.format == "mxfp8":
         values = torch.randn(ROWS, COLUMNS, generator=g).to(FP8_KINDS[FP8]).view(torch.uint8)
     else:
-        values = torch.randint(0, 256, (ROWS, COLUMNS // layer.per_byte), dtype=torch.uint8, generator=g)
+        values = torch.randint(0, 256, (ROWS, COLUMNS * layer.bits // 8), dtype=torch.uint8, generator=g)
     if layer is None:
         return values, Fp8(FP8, torch.full((1, 1), 0.02))
     scales = {}

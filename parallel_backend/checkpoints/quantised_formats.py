@@ -16,6 +16,7 @@ import torch
 from parallel_backend.core.spans import Span
 
 from .packed_formats import CHUNK_VALUES, Packing
+from .scale_tiles import TILE, tiled, tiled_shape, untiled
 
 
 class ScalePlace(Enum):
@@ -51,8 +52,6 @@ class ScaleLayout:
 
 
 FLOATS = ("fp32", "bf16", "fp16")
-TILE = 128, 4
-"""Rows and columns of scales in a tile."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Format:
     """Neighbouring values of a row that share a scale; 0 where the layer's settings have it (`group_size`)."""
     usual_block: int = 0
     """`block` of a layer whose settings do not have it."""
-    per_byte: int = 1
+    bits: int = 8
+    """Of a value."""
     rotated: bool = False
     """Groups of a row's values are rotated (ConvRot); the layer's settings have their size (`convrot_groupsize`)."""
 
@@ -88,7 +88,7 @@ FORMATS = {
             "pre_quant_scale": ScaleLayout(ScalePlace.COLUMN, FLOATS, False),
         },
         block=16,
-        per_byte=2,
+        bits=4,
     ),
     "mxfp8": Format(
         "fp8_e4m3fn",
@@ -98,7 +98,7 @@ FORMATS = {
         },
         block=32,
     ),
-    "convrot_w4a4": Format("I8", {"weight_scale": ScaleLayout(ScalePlace.ROW, FLOATS)}, block=64, per_byte=2, rotated=True),
+    "convrot_w4a4": Format("I8", {"weight_scale": ScaleLayout(ScalePlace.ROW, FLOATS)}, block=64, bits=4, rotated=True),
     "asym_w4a8_int8": Format(
         "I8",
         {
@@ -108,7 +108,18 @@ FORMATS = {
         },
         block=0,
         usual_block=16,
-        per_byte=2,
+        bits=4,
+        rotated=True,
+    ),
+    "w6a8_int8": Format(
+        "I8",
+        {
+            "weight_s_rel": ScaleLayout(ScalePlace.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
+            "weight_s_channel": ScaleLayout(ScalePlace.ROW, FLOATS),
+        },
+        block=0,
+        usual_block=16,
+        bits=6,
         rotated=True,
     ),
     "awq_w4a16": Format(
@@ -116,13 +127,15 @@ FORMATS = {
         {"weight_scale": ScaleLayout(ScalePlace.GROUP, FLOATS), "weight_zeros": ScaleLayout(ScalePlace.GROUP, FLOATS)},
         block=0,
         usual_block=64,
-        per_byte=2,
+        bits=4,
     ),
 }
 """The format's name in files -> the format."""
 
 KEPT = frozenset(FORMATS) - {"float8_e4m3fn", "float8_e5m2"}
 """Names of the formats that a rank keeps as `Quantised`."""
+
+GROUPED_INT8 = "asym_w4a8_int8", "w6a8_int8"
 
 ROTATIONS = 4, 16, 64, 256, 1024
 """Sizes of a rotated group: powers of four."""
@@ -143,15 +156,17 @@ class Layer:
     """The layer multiplies the expanded weight with its input in full precision."""
     linear_dtype: str = "int4"
     """Of convrot_w4a4: the dtype to which a rotated input is rounded, int4 or int8."""
+    row: int = 0
+    """Of w6a8_int8: columns of a row, whose bytes have the low bits of all values before the high ones. It is not cut."""
 
     @property
-    def per_byte(self) -> int:
-        return FORMATS[self.format].per_byte
+    def bits(self) -> int:
+        return FORMATS[self.format].bits
 
     @property
     def unit(self) -> int:
         """Columns come in such groups. They can be cut between two of them."""
-        return math.lcm(self.rotation or 1, self.block, self.per_byte)
+        return math.lcm(self.rotation or 1, self.block, math.lcm(self.bits, 8) // self.bits, self.row or 1)
 
 
 @dataclass(frozen=True)
@@ -175,10 +190,10 @@ class Quantised(Packing):
     def byte_span(self, columns: Span) -> Span | None:
         if columns.start % self.layer.unit or columns.stop % self.layer.unit:
             return None
-        return Span(columns.start // self.layer.per_byte, columns.stop // self.layer.per_byte)
+        return Span(columns.start * self.layer.bits // 8, columns.stop * self.layer.bits // 8)
 
     def columns(self, row_bytes: int) -> int:
-        return row_bytes * self.layer.per_byte
+        return row_bytes * 8 // self.layer.bits
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows, columns = packed.shape[0], self.columns(packed.shape[1])
@@ -191,8 +206,8 @@ class Quantised(Packing):
             for number, scale in enumerate(scales):
                 scale = scale[part] if scale.shape[0] == rows else scale
                 values = (values.view(len(values), scale.shape[1], -1) * scale[:, :, None]).view(len(values), columns)
-                # comfy-kitchen multiplies this format in int8, so the values before the row's scale are integers.
-                if number == 0 and self.layer.format == "asym_w4a8_int8":
+                # comfy-kitchen multiplies these formats in int8, so the values before the row's scale are integers.
+                if number == 0 and self.layer.format in GROUPED_INT8:
                     values = values.round_().clamp_(-127, 127)
             if "weight_zeros" in self.scales:
                 added = self.scales["weight_zeros"].t()[part].float()
@@ -217,6 +232,8 @@ class Quantised(Packing):
                 codes = _half_bytes(packed)
                 codebook = self.scales.get("weight_codebook")
                 return codes.float() - 8 if codebook is None else codebook.view(-1)[codes.int()]
+            case "w6a8_int8":
+                return _six_bits(packed).float() - 32
             case "awq_w4a16":  # unsigned
                 return _half_bytes(packed).float() - 8
         raise AssertionError(self.layer.format)
@@ -230,7 +247,7 @@ class Quantised(Packing):
             case "mxfp8":
                 exponents = untiled(self.scales["weight_scale"].view(torch.uint8), rows, columns // self.layer.block)
                 return [torch.where(exponents == 0, 0.0, torch.exp2(exponents.float() - 127))]
-            case "asym_w4a8_int8":
+            case "asym_w4a8_int8" | "w6a8_int8":
                 return [self.scales["weight_s_rel"].float(), self.scales["weight_s_channel"]]
             case "awq_w4a16":
                 return [self.scales["weight_scale"].t().float()]
@@ -240,6 +257,12 @@ class Quantised(Packing):
 def _half_bytes(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [rows, n] -> uint8 [rows, 2 n] of 0 to 15: the first of two values is in the low bits."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def _six_bits(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, n] -> uint8 [rows, 4 n / 3] of 0 to 63: the low four bits of all values, then the high two."""
+    low, high = packed.split([packed.shape[1] * 2 // 3, packed.shape[1] // 3], dim=1)
+    return _half_bytes(low) | torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1) << 4
 
 
 @functools.cache
@@ -261,31 +284,6 @@ def rotate(values: torch.Tensor, size: int) -> torch.Tensor:
 def _fp4_table(device: torch.device) -> torch.Tensor:
     positive = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     return torch.tensor([*positive, *(-value for value in positive)], device=device)
-
-
-def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Shape of [rows, columns] scales, padded to whole tiles."""
-    return -(-rows // TILE[0]) * TILE[0], -(-columns // TILE[1]) * TILE[1]
-
-
-def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Scales in tiles -> [rows, columns].
-
-    A tile of 128 x 4 holds the four scales of row r, then of r + 32, r + 64, r + 96, then those of row r + 1: cuBLAS'
-    layout of block scaling factors (docs.nvidia.com/cuda/cublas).
-    """
-    height, width = tiled_shape(rows, columns)
-    parts = tiles.view(torch.uint8).reshape(height // 128, width // 4, 32, 4, 4)
-    return parts.permute(0, 3, 2, 1, 4).reshape(height, width)[:rows, :columns].contiguous().view(tiles.dtype)
-
-
-def tiled(scales: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] scales -> `tiled_shape`, with zeros at the ends: the inverse of `untiled`."""
-    height, width = tiled_shape(*scales.shape)
-    padded = torch.zeros(height, width, dtype=torch.uint8, device=scales.device)
-    padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
-    parts = padded.view(height // 128, 4, 32, width // 4, 4)
-    return parts.permute(0, 3, 2, 1, 4).reshape(height, width).view(scales.dtype)
 
 
 def int8_layer(columns: int) -> Layer:
@@ -310,7 +308,7 @@ def blank(layer: Layer, rows: int, columns: int, device: torch.device) -> tuple[
         if layout.needed:
             ones = torch.ones(shapes[layout.place], device=device)
             scales[leaf] = ones.to(dtypes.get(layout.place, torch.float32))
-    packed = torch.zeros(rows, columns // layer.per_byte, dtype=torch.uint8, device=device)
+    packed = torch.zeros(rows, columns * layer.bits // 8, dtype=torch.uint8, device=device)
     return packed, Quantised(layer, scales)
 
 
@@ -336,7 +334,7 @@ def quantised_bytes(
     `whole`: shape of the file's weight. `scales`: shape and dtype in the file; empty for a weight from
     `quantise_int8`.
     """
-    size = math.prod(shape) // FORMATS[kind].per_byte
+    size = math.prod(shape) * FORMATS[kind].bits // 8
     for leaf, layout in FORMATS[kind].scales.items():
         if leaf in scales or (not scales and layout.needed):
             stored, dtype = scales.get(leaf, ((shape[0], 1), "fp32"))

@@ -13,7 +13,8 @@ from typing import Any
 from parallel_backend.core.short_text import short
 
 from .packed_formats import FP8_KINDS
-from .quantised_formats import CODES, FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace, tiled_shape
+from .quantised_formats import CODES, FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace
+from .scale_tiles import tiled_shape
 from .tensor_files import Entry, read_settings
 
 MARKER = "scaled_fp8"
@@ -82,7 +83,7 @@ def _kept(name: str, layer: str, settings: Mapping[str, Any], rest: dict[str, En
             f"model_name: {name} says that {short(key)} is in the format {kind}, but holds it as {short(weight.dtype)} of "
             f"shape {short(list(weight.shape))}. The file is damaged; use another copy."
         )
-    rows, columns = weight.shape[0], weight.shape[1] * known.per_byte
+    rows, columns = weight.shape[0], weight.shape[1] * 8 // known.bits
     weight = replace(weight, shape=(rows, columns), dtype=kind, layer=_layer(name, layer, settings, columns))
     scales = {}
     for leaf, expected in known.scales.items():
@@ -108,6 +109,7 @@ def _layer(name: str, layer: str, settings: Mapping[str, Any], columns: int) -> 
     for setting, value, fits in (
         ("convrot_groupsize", rotation, not rotated or (type(rotation) is int and rotation in ROTATIONS)),
         ("group_size", block, known.block or (type(block) is int and block in BLOCKS and columns % 16 == 0)),
+        ("group_size", block, kind != "w6a8_int8" or (block % 16 == 0 and columns % 32 == 0)),
     ):
         if not fits or (value and columns % value):
             raise ValueError(
@@ -119,7 +121,7 @@ def _layer(name: str, layer: str, settings: Mapping[str, Any], columns: int) -> 
         raise ValueError(
             f"model_name: {name} says that {short(layer)}.weight has linear_dtype {short(dtype)}; int4 and int8 are known."
         )
-    return Layer(kind, rotation, block, full_precision, dtype)
+    return Layer(kind, rotation, block, full_precision, dtype, columns if kind == "w6a8_int8" else 0)
 
 
 def _checked(name: str, key: str, scale: Entry, weight: Entry, expected: ScaleLayout) -> Entry:

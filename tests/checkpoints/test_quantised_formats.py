@@ -22,11 +22,10 @@ from parallel_backend.checkpoints.quantised_formats import (
     cut_scale,
     hadamard,
     quantise_int8,
-    tiled,
-    tiled_shape,
-    untiled,
+    rotate,
 )
 from parallel_backend.checkpoints.reader import reading
+from parallel_backend.checkpoints.scale_tiles import tiled, tiled_shape, untiled
 from parallel_backend.checkpoints.scale_values import check_scales
 from parallel_backend.client.loading import load_model
 from parallel_backend.core.degrees import Degrees
@@ -121,7 +120,7 @@ def as_comfyui(path, layer: str, kind: str) -> QuantizedTensor:
             fields |= {"scale": file[f"{layer}.weight_scale_2"], "block_scale": scale.view(torch.float8_e4m3fn)}
         case "mxfp8":
             fields |= {"scale": scale.view(torch.float8_e8m0fnu)}
-        case "asym_w4a8_int8":
+        case "asym_w4a8_int8" | "w6a8_int8":
             fields |= {"scale": file[f"{layer}.weight_s_rel"], "s_channel": file[f"{layer}.weight_s_channel"]}
             fields |= {"codebook": file.get(f"{layer}.weight_codebook")}
         case "awq_w4a16":
@@ -250,7 +249,8 @@ def test_parts_of_a_weight(files, kind):
     entry = checkpoint.entries[f"{LAYER}.weight"]
     weight, unit = values[f"{LAYER}.weight"][256:512], entry.layer.unit
     shards = [Shard(0, spans) for spans in ((Span(3, 40), Span(64, 65)), (Span(128, 256), Span(0, 128)))]
-    shards += [Shard(1, (Span(unit, 3 * unit),)), Shard(1, (Span(128, 256), Span(0, 64))), Shard(1, (Span(3, 70),))]
+    inner = Span(0, 256) if unit == 256 else Span(unit, 3 * unit)
+    shards += [Shard(1, (inner,)), Shard(1, (Span(128, 256), Span(0, 64))), Shard(1, (Span(3, 70),))]
     with reading(checkpoint) as reader:
         for shard in shards:
             expected = torch.cat([weight.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)
@@ -260,7 +260,53 @@ def test_parts_of_a_weight(files, kind):
             if inside:
                 packed, packing = reader.packed(TARGET, entry.dtype, shard, CPU)
                 assert torch.equal(packing.expand(packed, torch.float32), expected)
-                assert packed.nbytes == expected.numel() // entry.layer.per_byte
+                assert packed.nbytes == expected.numel() * entry.layer.bits // 8
+
+
+SIX = "double_blocks.1.img_attn.proj"
+
+
+def six_bits(**how) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(a file's tensors of the layer SIX in w6a8_int8, the values before their rotation by 64), made by hand.
+
+    The low four bits of a row's values come first, two to a byte, then the high two, four to a byte.
+    """
+    generator, rows, columns = torch.Generator().manual_seed(9), 256, 256
+    codes = torch.randint(1, 64, (rows, columns), dtype=torch.uint8, generator=generator)
+    low = (codes[:, ::2] & 15) | (codes[:, 1::2] & 15) << 4
+    high = sum((codes[:, place::4] >> 4) << 2 * place for place in range(4))
+    groups = (torch.rand(rows, columns // 16, generator=generator) * 4 + 1).to(torch.float8_e4m3fn)
+    channels = torch.rand(rows, generator=generator) * 1e-3
+    integers = ((codes.float() - 32) * groups.float().repeat_interleave(16, 1)).round().clamp(-127, 127)
+    said = {"format": "w6a8_int8", "group_size": 16, "convrot": True, "convrot_groupsize": 64} | how
+    made = {"weight": torch.cat((low, high), 1).view(torch.int8), "weight_s_rel": groups, "weight_s_channel": channels}
+    tensors = {f"{SIX}.{leaf}": tensor for leaf, tensor in (made | {"comfy_quant": marked(said)}).items()}
+    return tensors, integers * channels[:, None]
+
+
+def test_six_bits_are_read_without_a_comfy_kitchen_that_knows_them(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantised_products, "_knows", lambda _tensors, format: format != "w6a8_int8")
+    tensors, values = six_bits()
+    save_file(whole | tensors, path := tmp_path / "six.safetensors")
+    linear = tiny.whole_model(path).get_submodule("transformer_blocks.1.attn.to_out.0")
+    assert torch.equal(linear.weight, rotate(values, 64))
+    assert linear.arithmetic.word.startswith("w6a8_int8 expanded to float32: this comfy-kitchen or torch is too old")
+    assert open_checkpoint(path).tensor_degrees == {1}
+
+
+@pytest.mark.parametrize(
+    ("without", "how", "why"),
+    [
+        ("weight_s_channel", {}, "lacks .*weight_s_channel"),
+        ("", {"group_size": 8}, "has group_size 8"),
+        ("", {"convrot_groupsize": 100}, "has convrot_groupsize 100"),
+    ],
+)
+def test_damaged_six_bits_are_refused(whole, tmp_path, without, how, why):
+    tensors = {key: tensor for key, tensor in six_bits(**how)[0].items() if key != f"{SIX}.{without}"}
+    save_file(whole | tensors, path := tmp_path / "six.safetensors")
+    with pytest.raises(ValueError, match=why):
+        open_checkpoint(path)
 
 
 def test_scales_of_16_bits_stay_so_and_are_computed_in(whole, tmp_path):
@@ -406,8 +452,9 @@ def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tm
 
 
 def test_every_format_has_a_damaged_file():
-    """fp8's are in test_formats.py."""
-    assert {KINDS[kind][0] for kind, _, _ in BROKEN.values()} == set(FORMATS) - {"float8_e4m3fn", "float8_e5m2"}
+    """fp8's are in test_formats.py, those of six bits above."""
+    others = {"float8_e4m3fn", "float8_e5m2", "w6a8_int8"}
+    assert {KINDS[kind][0] for kind, _, _ in BROKEN.values()} == set(FORMATS) - others
 
 
 @pytest.mark.parametrize("kind", ["int8, rotated", "nvfp4"])

@@ -8,6 +8,7 @@ kernels. Without the package this project's code expands all weights.
 """
 
 import functools
+import inspect
 import logging
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,6 +30,7 @@ LAYOUTS = {
     "mxfp8": "TensorCoreMXFP8Layout",
     "convrot_w4a4": "TensorCoreConvRotW4A4Layout",
     "asym_w4a8_int8": "AsymW4A8Int8Layout",
+    "w6a8_int8": "AsymW4A8Int8Layout",
     "awq_w4a16": "TensorCoreAWQW4A16Layout",
 }
 """Format -> comfy-kitchen's name of its layout."""
@@ -136,8 +138,7 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
     if reason and isinstance(packing, Fp8):
         return Arithmetic(None, f"{expanded}: {reason}")
     tensors, word = kitchen().tensors, kitchen().word
-    old_torch = format == "mxfp8" and not hasattr(torch, "float8_e8m0fnu")
-    if tensors is None or not hasattr(tensors, LAYOUTS[format]) or old_torch:
+    if tensors is None or not _knows(tensors, format):
         return Arithmetic(None, f"{expanded}: {word or 'this comfy-kitchen or torch is too old for the format'}")
     if not reason and format in CAPABILITY and (failure := trial(tensors, format, dtype, packed.device)):
         reason = f"{PRODUCT_FAILS} ({failure})"
@@ -147,6 +148,14 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
     if reason:
         return Arithmetic(weight, f"{expanded}: {reason}")
     return Arithmetic(weight, f"{format} multiplied by comfy-kitchen" + (f" ({word})" if word else ""))
+
+
+def _knows(tensors: ModuleType, format: str) -> bool:
+    """Whether this comfy-kitchen, with this torch, has the format."""
+    if not hasattr(tensors, LAYOUTS[format]) or (format == "mxfp8" and not hasattr(torch, "float8_e8m0fnu")):
+        return False
+    layout = tensors.get_layout_class(LAYOUTS[format])
+    return format != "w6a8_int8" or "bits" in inspect.signature(layout.quantize).parameters
 
 
 @functools.cache
