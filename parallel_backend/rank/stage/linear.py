@@ -59,13 +59,13 @@ class RankLinear(nn.Linear):
         """[..., in] -> [..., out]: without the adapters."""
         return F.linear(x, self.weight, self.bias)
 
-    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, **more: Any) -> torch.Tensor:
         """[..., in] -> [..., out]. `more`: see core/fused_linear.py; layers of ComfyUI's own classes are called with it."""
         if more:
-            return fused(self.forward, x, **more)
-        out = self.multiply(x)
+            return fused(self.forward, input, **more)
+        out = self.multiply(input)
         for up, down in self.adapters:
-            out += F.linear(x if down is None else F.linear(x, down), up)
+            out += F.linear(input if down is None else F.linear(input, down), up)
         return out
 
 
