@@ -12,37 +12,43 @@ from .native_call import native_config, on_meta
 
 NAMED = 3
 """Tensors that a line names."""
+INSTEAD = "Load it with Load Diffusion Model, on one GPU."
 
 
 def check_left_over(checkpoint: Checkpoint) -> None:
     """ValueError for an unused tensor of the file by which ComfyUI takes it for another model, or which its class has."""
     if not checkpoint.unused:
         return
-    shapes = checkpoint.original_shapes
-    left_over = {key: entry.shape for key, entry in checkpoint.unused.items()}
-    tensors = on_meta(shapes | left_over)
-    config = native_config(tensors, checkpoint.stated)
-    detected, name = _detected(config), short(checkpoint.path.name)
-    if detected != _detected(native_config(on_meta(shapes), checkpoint.stated)):
-        marks = (
-            key
-            for key in left_over
-            if _detected(native_config(on_meta(shapes | {key: left_over[key]}), checkpoint.stated)) == detected
-        )
+    try:
+        mark, used = _marks_and_used(checkpoint)
+    except Exception as error:  # of any kind: ComfyUI's code may ask for what a damaged file has not
+        mark, used = f"{next(iter(checkpoint.unused))} ({type(error).__name__})", ""
+    said, name = f"model_name: {short(checkpoint.path.name)} holds", checkpoint.family.name
+    if mark:
         raise ValueError(
-            f"model_name: {name} holds {short(next(marks, next(iter(left_over))))}, by which ComfyUI takes it for another "
-            f"model than Parallel DiT's {checkpoint.family.name}. Load it with Load Diffusion Model, on one GPU."
+            f"{said} {short(mark)}, by which ComfyUI takes it for another model than Parallel DiT's {name}. {INSTEAD}"
         )
+    if used:
+        raise ValueError(
+            f"{said} {short(used)}, which ComfyUI's class uses and {name} as Parallel DiT computes it does not. {INSTEAD}"
+        )
+
+
+def _marks_and_used(checkpoint: Checkpoint) -> tuple[str, str]:
+    """(first unused tensor that changes what ComfyUI detects, first one that its class has). Empty: there is none."""
+    shapes, unused = checkpoint.original_shapes, {key: entry.shape for key, entry in checkpoint.unused.items()}
+    tensors = on_meta(shapes | unused)
+    config = native_config(tensors, checkpoint.stated)
+    if _detected(config) != (plain := _detected(native_config(on_meta(shapes), checkpoint.stated))):
+        alone = ((key, native_config(on_meta(shapes | {key: unused[key]}), checkpoint.stated)) for key in unused)
+        return next((key for key, found in alone if _detected(found) != plain), next(iter(unused))), ""
+    if config is None:
+        return "", ""
     config.set_inference_dtype(torch.float32, None)
     with meta_parameters():
         names = config.get_model(tensors, "").diffusion_model.state_dict()
-    used = [key for key in left_over if any(each in names for each in config.process_unet_state_dict({key: tensors[key]}))]
-    if used:
-        more = f" and {len(used) - 1} more" * (len(used) > 1)
-        raise ValueError(
-            f"model_name: {name} holds {short(used[0])}{more}, which ComfyUI's class uses and {checkpoint.family.name} as "
-            "Parallel DiT computes it does not. Load it with Load Diffusion Model, on one GPU."
-        )
+    renamed = {key: config.process_unet_state_dict({key: tensors[key]}) for key in unused}
+    return "", next((key for key, given in renamed.items() if any(each in names for each in given)), "")
 
 
 def _detected(config: Any) -> Any:

@@ -352,6 +352,11 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
         if source.rows is not None and source.rows.stop > (rows := shape[0] if shape else 0):
             raise ValueError(f"model_name: {name}: {short(source.key)} has {rows} rows, too few for {target}.")
+        if entries[source.key].lacks_scale:
+            raise ValueError(
+                f"model_name: {name} holds scaled weights, but lacks the scale of {short(source.key)}. The file is damaged, "
+                "or its conversion was stopped; use another copy."
+            )
         if 0 in shape:
             raise ValueError(
                 f"model_name: {name} holds {short(source.key)} of shape {short(list(shape))}, which has no values."

@@ -25,7 +25,7 @@ def _joined(name: str, key: str, pieces: list[tuple[Entry, Span]]) -> Entry:
     if len(pieces) == 1 and (not first.shape or pieces[0][1] == Span(0, first.shape[0])):
         return first
     kinds = {(piece.dtype, piece.shape[1:]) for piece, _ in pieces}
-    if len(kinds) > 1 or any(piece.scales or piece.layer for piece, _ in pieces):
+    if len(kinds) > 1 or any(piece.scales or piece.layer or piece.lacks_scale for piece, _ in pieces):
         raise ValueError(
             f"model_name: {name} holds {short(first.key)} in diffusers' layout in a form that cannot become a part of "
             f"{short(key)}. Take the file in ComfyUI's layout."

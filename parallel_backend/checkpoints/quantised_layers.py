@@ -63,11 +63,8 @@ def attach_quantisation(name: str, entries: Mapping[str, Entry], stated: Mapping
         stated_of_layer = settings.get(key.removesuffix(".weight"))
         if (stated_of_layer is not None or (fp8_matrix and scaled and not settings)) and entry.dtype not in KEPT:
             if SCALE not in entry.scales:
-                raise ValueError(
-                    f"model_name: {name} holds scaled weights, but lacks the scale of {short(key)}. The file is damaged, or "
-                    "its conversion was stopped; use another copy."
-                )
-            if fp8_matrix:
+                rest[key] = replace(entry, lacks_scale=True)
+            elif fp8_matrix:
                 full = full_precision if stated_of_layer is None else bool(stated_of_layer.get(FULL_PRECISION, False))
                 kind = next(kind for kind, known in FORMATS.items() if known.stored == entry.dtype and kind not in KEPT)
                 rest[key] = replace(entry, layer=Layer(kind, full_precision=full))

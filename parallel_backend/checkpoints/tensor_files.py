@@ -43,6 +43,8 @@ class Entry:
     safetensors' own name."""
     layer: Layer | None = None
     """How the layer of this weight is quantised. None: it is not, or the file does not say it."""
+    lacks_scale: bool = False
+    """The file says that its values are scaled, and has no scale."""
     pieces: "tuple[tuple[Entry, Span], ...]" = ()
     """The tensors of the file, and the rows of each, that make up this one in order. Empty: it is a tensor of the file."""
     scales: "Mapping[str, Entry]" = field(default_factory=dict)

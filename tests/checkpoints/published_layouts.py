@@ -229,6 +229,15 @@ LAYOUTS = (
     Layout(
         "flux scaled_fp8", "flux-dev", scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})
     ),
+    Layout(
+        "krea2 scaled_fp8 last.up",
+        "krea2",
+        one_after_the_other(
+            scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(1, dtype=E4M3)}),
+            lambda tensors: tensors | {"last.up.weight": torch.zeros(4, 2, dtype=E4M3)},
+        ),
+        unused=("last.up.weight",),
+    ),
     Layout("flux comfy_quant", "flux-dev", scaled_fp8("weight_scale", _said)),
     Layout("flux comfy_quant all in one", "flux-dev", one_after_the_other(scaled_fp8("weight_scale", _said), ALL_IN_ONE)),
     Layout("flux nunchaku", "flux-dev", nunchaku, refused=r"quantised by Nunchaku", native=False),
