@@ -10,6 +10,8 @@ from .patch_trial import Patch, shape_after, tensors_of
 
 log = logging.getLogger(__name__)
 
+UNNAMED = "this LoRA has no layer that this model has, and changes nothing"
+
 
 def fitting(
     weights: NativeWeights, added: Sequence[tuple[str, Patch]], present: Mapping[str, list[Patch]], hooked: bool = False
@@ -27,11 +29,17 @@ def fitting(
         if fits[-1]:
             patches.append(patch)
     if not all(fits):
-        _tell(weights, fits, *added[fits.index(False)], before)
+        _tell_of(weights, fits, *added[fits.index(False)], before)
     return fits
 
 
-def _tell(weights: NativeWeights, fits: list[bool], key: str, patch: Patch, before: dict[str, list[Patch]]) -> None:
+def tell(text: str, why: str = "") -> None:
+    """A line on the node. `why`: for the log alone."""
+    log.warning("Parallel DiT: %s%s", text, f" ({why})" if why else "")
+    say(f"Parallel DiT: {text}")
+
+
+def _tell_of(weights: NativeWeights, fits: list[bool], key: str, patch: Patch, before: dict[str, list[Patch]]) -> None:
     """Tell of the patches that do not fit. `key`, `patch`: the first of them."""
     count, name = len(fits), key.removeprefix(PREFIX)
     sizes = ", ".join(str(list(each.shape)) for each in tensors_of(patch[1]))
@@ -44,8 +52,7 @@ def _tell(weights: NativeWeights, fits: list[bool], key: str, patch: Patch, befo
     what = f"{fits.count(False)} of {count} layers of this LoRA do not fit this model and are left out"
     if count == 1:
         what = f"{name} of this LoRA does not fit this model and is left out"
-    log.warning("Parallel DiT: %s (%s)", what, example)
-    say(f"Parallel DiT: {what}")
+    tell(what, example)
 
 
 def _is_part(value: Any) -> bool:

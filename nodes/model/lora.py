@@ -211,9 +211,9 @@ def why_not_hooked(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
 
 
 def _is_idle(patch: Patch) -> bool:
-    """Whether a patch has the strength 0, and so leaves the weight as it is."""
-    strength, value, strength_model, _, _ = patch
-    return strength == 0.0 and strength_model == 1.0 and not isinstance(value, list) and _kind(value) != "set"
+    """Whether a patch has the strength 0, and so adds nothing, whatever it has. It may still weaken the weight itself."""
+    strength, value, *_ = patch
+    return strength == 0.0 and not isinstance(value, list) and _kind(value) != "set"
 
 
 def _above(module: str) -> Iterator[str]:

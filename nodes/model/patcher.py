@@ -23,7 +23,7 @@ from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
-from .left_out import fitting
+from .left_out import UNNAMED, fitting, tell
 from .lora import NativeWeights
 from .native_call import native_config, on_meta
 from .own_class import OwnClassModel
@@ -62,6 +62,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
 
         ValueError for a kind of patch that the ranks cannot add to their weights, and if no patch fits.
         """
+        if not patches:  # ComfyUI's loader knows none of the file's names, and only logs them
+            tell(UNNAMED)
         patches = self._fitting(patches, strength_patch, strength_model)
         added_keys = super().add_patches(patches, strength_patch, strength_model)
         self.enlarge()

@@ -61,6 +61,7 @@ LINES = (
     "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
     "devices, or load it with a native loader.",
     "51 of 259 layers of this LoRA do not fit this model and are left out",
+    "this LoRA has no layer that this model has, and changes nothing",
     "img_in.weight of this LoRA does not fit this model and is left out",
     "torch.compile is skipped: this MODEL's layers are on its ranks. To have them compiled there, set compile on the "
     "loader: Parallel DiT Loader has it.",

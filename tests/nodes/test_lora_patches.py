@@ -107,6 +107,11 @@ def test_a_lora_for_another_model_is_refused(patcher, width, told):
     assert told == []
 
 
+def test_a_lora_of_which_comfyui_knows_no_name_is_said(patcher, told):
+    assert with_lora(patcher, {}).patches == {}
+    assert told == ["Parallel DiT: this LoRA has no layer that this model has, and changes nothing"]
+
+
 def test_a_lora_that_is_added_layer_by_layer_is_not_refused(patcher, width, told):
     """As some packs do it: the adapter tells how many tensors its file has."""
     patched = patcher.clone()
@@ -165,3 +170,10 @@ def test_a_lora_that_enlarges_the_first_layer_makes_a_model_of_its_own(patcher, 
         with_lora(patcher, {PROJ: lora(width, 2 * width, reshape=[width, 2 * width])})
     with pytest.raises(ValueError, match=r"LORA that enlarges the weight, in a conditioning \(a hook\)"):
         patcher.clone().add_hook_patches(types.SimpleNamespace(hook_ref=object()), {FIRST: large})
+
+
+def test_a_patch_without_strength_may_weaken_the_weight_whatever_it_has(patcher, flux_file):
+    weakened = patcher.clone()
+    weakened.add_patches({PROJ: (None,)}, 0.0, 0.75)
+    [delta] = weakened.stub.weights.deltas(weakened.patches)
+    assert delta.instead and torch.equal(delta.up, 0.75 * load_file(flux_file)[delta.key].float())

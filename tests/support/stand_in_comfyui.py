@@ -139,6 +139,8 @@ def calculate_weight(patches, weight, _key, original_weights=None):
             weight *= strength_model
         if isinstance(value, WeightAdapterBase) and value.weights[5] is not None:
             weight = pad_tensor_to_shape(weight, value.weights[5])
+        if strength == 0.0:
+            continue
         part = weight if offset is None else weight.narrow(*offset)
         try:
             added = value.product().reshape(part.shape) if isinstance(value, WeightAdapterBase) else value[0]

@@ -133,6 +133,7 @@ const LINES = [
         /^(\d+) of (\d+) layers of this LoRA do not fit this model and are left out$/,
         "这个 LoRA 的 $2 层里有 $1 层与此模型不符，已略去",
     ],
+    [/^this LoRA has no layer that this model has, and changes nothing$/, "这个 LoRA 没有此模型的层，不起作用"],
     [/^(.*) of this LoRA does not fit this model and is left out$/, "这个 LoRA 的 $1 与此模型不符，已略去"],
     [
         /^torch\.compile is skipped: this MODEL's layers are on its ranks\. To have them compiled there, set compile on the loader: Parallel DiT Loader has it\.$/,

@@ -103,9 +103,12 @@ def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
     model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
     expected[name] = sample(masking(model) if read(name)[-1]["boolean_masks"] else model, name)
     parts = parts_of(expected[name])
-    checkpoint = node("ParallelizeModel", model, 1, "ring").model.diffusion_model.checkpoint
+    ours = node("ParallelizeModel", model, 1, "ring").model
+    checkpoint = ours.diffusion_model.checkpoint
     assert checkpoint.path == path
+    names, ours_names = (comfy.lora.model_lora_keys_unet(each, {}) for each in (model.model, ours))
     return {
+        "other LoRA names": [each for each in names.keys() | ours_names.keys() if names.get(each) != ours_names.get(each)],
         "other norms": other_norms(model.model.diffusion_model, checkpoint),
         "largest": min(float(part.abs().max()) for part in parts),
         "finite": all(bool(part.isfinite().all()) for part in parts),
