@@ -1,5 +1,6 @@
 """Which mutants there are, by room."""
 
+from .door import DOOR
 from .mutant import Mutant
 from .two_events import TABLES, TWO_EVENTS
 
@@ -901,4 +902,5 @@ MUTANTS = (
     *TWO_EVENTS,
     *TABLES,
     *YOUNGEST,
+    *DOOR,
 )
