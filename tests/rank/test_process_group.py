@@ -93,13 +93,22 @@ def test_a_rank_whose_current_gpu_is_another_is_refused():
         process_group.check_card("cuda:1")
 
 
-@pytest.mark.parametrize("name", [*process_group.DEFAULTS, process_group.OLD_RECORDER])
+DEFAULTS = {
+    "NCCL_DEBUG": "WARN",
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    "TORCH_DIST_USE_NCCL2": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+}
+
+
+@pytest.mark.parametrize("name", [*DEFAULTS, process_group.OLD_RECORDER])
 def test_a_ranks_variables_are_set_before_the_group_unless_the_user_has(environment, monkeypatch, name):
     seen: dict[str, str] = {}
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: seen.update(environment))
     environment[name] = "the user's"
     join(0, ("cpu", "cpu"))
-    expected = process_group.DEFAULTS | {name: "the user's"}
+    expected = DEFAULTS | {name: "the user's"}
     if name == process_group.OLD_RECORDER:  # the newer name would take its place
         expected[process_group.RECORDER] = None
     assert {key: seen.get(key) for key in expected} == expected
+    assert process_group.DEFAULTS.keys() == DEFAULTS.keys()
