@@ -74,7 +74,7 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError, convers
         config.set_inference_dtype(torch.float32, None)
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
         raise unknown from None
-    stated_arguments = {name: value for name, value in config.unet_config.items() if name in stated}
+    stated_arguments = {name: value for name, value in config.unet_config.items() if name in (stated or {})}
     check_own_arguments(short(path.name), stated_arguments, list(shapes.values()))
     try:
         with meta_parameters():
