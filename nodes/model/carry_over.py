@@ -24,7 +24,7 @@ def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatc
     """
     weights = target.model.diffusion_model.weights
     target.patches = _fitting(weights, source.patches, {})
-    target.enlarge()
+    target.enlarge(target.patches)
     target.patches_uuid = source.patches_uuid  # the name under which ranks keep these patches
     for hook, hooked in source.hook_patches.items():
         target.hook_patches[hook] = _fitting(weights, hooked, target.patches, hooked=True)

@@ -126,8 +126,8 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
         """Tensors that the patches enlarge, and to which sizes, other than by further output heads."""
-        ours = {PREFIX + name for name in self.weights.tensors} - (BANK_KEYS if self._has_bank else set())
-        return self.weights.sizes_with({key: each for key, each in patches.items() if key in ours})
+        banked = BANK_KEYS if self._has_bank else frozenset()
+        return self.weights.sizes_with({key: each for key, each in patches.items() if key not in banked})
 
     def enlarged(self, sizes: TensorSizes) -> "RemoteDiffusionModel":
         """The model in which a LoRA enlarges these tensors. ValueError if the ranks cannot compute it."""

@@ -66,7 +66,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
             tell(UNNAMED)
         patches = self._fitting(patches, strength_patch, strength_model)
         added_keys = super().add_patches(patches, strength_patch, strength_model)
-        self.enlarge()
+        self.enlarge({target if isinstance(target, str) else target[0] for target in patches})
         return added_keys
 
     def _fitting(self, patches, strength_patch, strength_model, hooked=False):
@@ -78,13 +78,14 @@ class RemoteModelPatcher(RankMemoryPatcher):
         fits = dict(zip(ours, fitting(self.stub.weights, list(ours.values()), self.patches, hooked), strict=True))
         return {target: value for target, value in patches.items() if fits.get(target, True)}
 
-    def enlarge(self):
-        """Make the model a larger one if a LoRA among the patches enlarges its weights, as ComfyUI does when it loads it.
+    def enlarge(self, keys):
+        """Make the model a larger one if a patch of these keys enlarges its weights, as ComfyUI does when it loads it.
 
         Other clones keep the smaller model. ValueError if the ranks cannot compute the larger one.
         """
         stub = self.stub
-        sizes = stub.enlarged_by(self.patches)
+        larger = stub.enlarged_by({key: self.patches[key] for key in keys if key in self.patches})
+        sizes = tuple(sorted((dict(stub.setup.enlarged) | dict(larger)).items()))
         if sizes != stub.setup.enlarged:
             self.model = copy.copy(self.model)
             self.model._modules = {**self.model._modules, INSIDE: stub.enlarged(sizes)}
