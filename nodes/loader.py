@@ -13,7 +13,7 @@ from parallel_backend.checkpoints.own_class import file_shapes, open_own_class
 from parallel_backend.checkpoints.tensor_files import GGUF, SAFETENSORS
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
-from parallel_backend.core.devices import names_ray
+from parallel_backend.core.devices import device_kind, names_ray
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion, Setup
@@ -35,6 +35,7 @@ from .ui.attention import attention_for
 from .ui.devices import check_devices, choose_devices, half_dtypes, possible_devices, why_hidden
 from .ui.input_checks import coerce, defaults, short, validate
 from .ui.node_text import say
+from .ui.start_options import FP8_PRODUCTS, is_fast, options_line, wanted_halves
 from .ui.widgets import CATEGORY, Widget, choice, degree, flag, link, offload, text
 
 BUNDLED = "quickstart-digits (bundled)"
@@ -223,10 +224,12 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         checkpoint.check_degrees(degrees)
     else:
         check_own_class(own, path.name, degrees, planned, bool(values["compile"]))
-    if line := left_over_line(checkpoint):
-        say(line)
     halves = checkpoint.family.half_dtypes(checkpoint.config)
-    dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, half_dtypes(devices))
+    native = wanted_halves(half_dtypes(devices), halves, values["weight_dtype"])
+    dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, native)
+    options = options_line(dtype, device_kind(devices[0]))
+    if lines := [line for line in (left_over_line(checkpoint), options and f"Parallel DiT: {options}") if line]:
+        say("\n".join(lines))
     attention = attention_for(config.attention, devices, dtype)
     if values["compile"]:
         check_compile(devices)
@@ -241,6 +244,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         offload=offload_of(values["offload"]),
         own_class=own,
         conversion=checkpoint.conversion,
+        fp8_products=is_fast(FP8_PRODUCTS),
         **{name: values[name] for name in SETUP_WIDGETS},
     )
     if planned:

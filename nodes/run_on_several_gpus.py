@@ -26,6 +26,7 @@ from .loader import CHECKPOINTS, FOLDER, file_path, opened
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
 from .ui.long_work import Busy, LongWork
+from .ui.start_options import wanted_halves
 
 ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
@@ -151,8 +152,9 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
         checkpoint, own = opened(path, devices)
     except ValueError as error:
         return LoaderPlan(file=name, why=str(error).removeprefix("model_name: "))
-    dtypes = checkpoint.family.half_dtypes(checkpoint.config), half_dtypes(devices)
-    dtype = resolve_dtype("default", checkpoint.dtype, devices, *dtypes)
+    halves = checkpoint.family.half_dtypes(checkpoint.config)
+    native = wanted_halves(half_dtypes(devices), halves, "default")
+    dtype = resolve_dtype("default", checkpoint.dtype, devices, halves, native)
     weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes
     pipefusion = "" if own is not None else why_pipefusion(weights, cards(devices))
     return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=pipefusion)

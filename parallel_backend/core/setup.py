@@ -57,6 +57,8 @@ class Setup:
     """Repeated micro-steps are replayed as CUDA graphs, see rank/micro_step_graphs.py."""
     enlarged: TensorSizes = ()
     """Tensors that a LoRA enlarges, such as the first layer of Flux for a picture of depths in further channels."""
+    fp8_products: bool = False
+    """Plain fp8 weights are multiplied in fp8, as ComfyUI does with `--fast fp8_matrix_mult`."""
     own_class: OwnClass | None = None
     """ComfyUI's own class, for a file that no family computes. None: the file's family is found by its tensors."""
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from parallel_backend.core.cores import usable_cores
+from parallel_backend.core.torch_settings import read_settings
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 from parallel_backend.wire.shared_memory import Segment
@@ -105,7 +106,7 @@ class Pool:
         self._start_id, ready = self._gathers.open(m.Ready)
         self.watchdog = Watchdog(len(devices), silence)
         beat = min(1.0, silence / 5)
-        self.ranks = start(StartSettings(devices, self.threads, timeout, logs, beat, self_test))
+        self.ranks = start(StartSettings(devices, self.threads, timeout, logs, beat, self_test, read_settings()))
         self._failures = FailureReport(self.ranks, self.watchdog.doing)
         tick = max(0.2, min(0.5, silence / 5))
         self._watchdog_thread = WatchdogThread(self.watchdog, self.ranks, self._gathers, self._failures, tick)

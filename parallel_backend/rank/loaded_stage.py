@@ -25,7 +25,7 @@ from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.host_memory.host_store import HostStore
 from parallel_backend.rank.stage.build import build_stage
-from parallel_backend.rank.stage.linear import PackedLinear
+from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.rank.stage.own_class import build_own_stage, cut_over_sequence
@@ -34,6 +34,7 @@ from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
+from parallel_backend.rank.stage.weights import StageWeights
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load
 
@@ -90,7 +91,7 @@ class LoadedStage:
         host = HostStore(rank, device, degrees, checkpoint, peers)
         resident = load.resident[rank] if load.resident else None
         self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
-        read = functools.partial(store.load, progress=progress)
+        read = functools.partial(self._read, store, progress, setup.fp8_products)
         self.own_class = setup.own_class is not None
         if self.own_class:
             stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.link)
@@ -191,6 +192,14 @@ class LoadedStage:
             self.compiler.close()
         self.store.close()
         self._peers.leave_mesh(self._degrees)
+
+    @staticmethod
+    def _read(
+        store: WeightStore, progress: Callable[[float], None], fp8_products: bool, weights: StageWeights, blocks: list[str]
+    ) -> None:
+        if fp8_products:
+            multiply_plain_fp8(weights.model)
+        store.load(weights, blocks, progress=progress)
 
     def _compile(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ def cores_of(node: int) -> set[int]:
 
 def bus_place(device: str) -> str:
     """The GPU's place on the PCI bus, such as 0000:65:00.0. OSError if it is not known. Makes no context on it."""
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     if hasattr(found, "pci_bus_id"):  # torch newer than 2.9
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     uuid = str(getattr(found, "uuid", ""))

@@ -19,6 +19,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checked
 from parallel_backend.core.pinned import pinning
+from parallel_backend.core.torch_settings import write_settings
 from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.peers import Peers
@@ -341,6 +342,7 @@ def run(settings: RankSettings, connection: Connection, make_worker: Callable[..
         os._exit(1)
 
     try:
+        write_settings(settings.torch_settings)
         torch.set_num_threads(bind_to_gpu(settings.device, settings.devices, settings.threads))
         if settings.device.startswith("cuda"):
             torch.cuda.set_device(settings.device)

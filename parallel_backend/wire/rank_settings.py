@@ -1,6 +1,6 @@
 """The settings that a rank's process is started with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class RankSettings:
     """File for the rank's output. None: the output goes where the client's goes."""
     heartbeat_seconds: float = 1.0
     self_test: SelfTest = SELF_TEST
+    torch_settings: dict[str, bool | str] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -62,7 +63,9 @@ class StartSettings:
     heartbeat_seconds: float = 1.0
     """Time from one heartbeat to the next."""
     self_test: SelfTest = SELF_TEST
+    torch_settings: dict[str, bool | str] = field(default_factory=dict)
+    """What ranks set in torch, see core/torch_settings.py."""
 
     def of_rank(self, rank: int, rendezvous: Path | tuple[str, int], log: Path | None = None) -> RankSettings:
-        heartbeat, test = self.heartbeat_seconds, self.self_test
-        return RankSettings(rank, self.devices, rendezvous, self.threads, self.timeout, log, heartbeat, test)
+        more = log, self.heartbeat_seconds, self.self_test, self.torch_settings
+        return RankSettings(rank, self.devices, rendezvous, self.threads, self.timeout, *more)

@@ -40,6 +40,7 @@ LINES = (
     "degrees auto: ulysses_degree 2 on cuda:0, cuda:1, planned 8.1 s",
     "degrees auto: one device, cuda:0, planned 8.1 s",
     "degrees auto has one device only.",
+    "ranks do not follow these start options of ComfyUI: --fp16-unet, --fast=cublas_ops",
     f"degrees auto has one device only.{_HIDDEN}",
     "ulysses_degree 2 on cuda:0, cuda:1",
     "pipefusion_degree 2, 4 patches would take about 8.1 s (see Parallel Doctor)",

@@ -13,11 +13,18 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
+from parallel_backend.core.spans import Span
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.joint_products import JointProduct
+from parallel_backend.rank.stage.linear import PackedLinear
+from parallel_backend.wire import messages as m
+from parallel_backend.wire.heartbeat import Heartbeat
 from testing import tiny
 from testing.cases import all_cases
 from testing.quantised import quantise_blocks
 from tests.rank.test_lora import lora, merged
+from tests.support.alone import nobody
 
 pytestmark = pytest.mark.threads
 
@@ -30,6 +37,8 @@ ROUNDED = ("int8, rotated", "w4a4", "w4a8")
 """Multiplied in this format on a CPU too."""
 
 
+FULL_PRECISION = torch.tensor(list(b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}'), dtype=torch.uint8)
+"""A layer's mark in a file."""
 IN_BOTH = ("int8, rotated", "nvfp4")
 """One whose inputs are rounded, one that is expanded: tried in both families outside of the full tier too."""
 
@@ -216,3 +225,22 @@ def test_the_halves_of_a_packed_layer_change_places(pools, measured, tmp_path, d
         found.append(predict(pools, path, degrees, case))
     measured("minimax-h3 in int8: distance from the file's values", tiny.relative(*found))
     assert 1e-4 < tiny.relative(*found) < 0.05
+
+
+@pytest.mark.parametrize("fp8_products", [False, True])
+def test_plain_fp8_multiplies_in_fp8_only_if_comfyui_does(made, tmp_path, fp8_products):
+    """Those layers only: one that has a scale says by itself how it multiplies."""
+    _, plain, _ = made("flux")
+    scaled = "double_blocks.0.img_attn.qkv"
+    tensors = load_file(plain)
+    tensors |= {k: t.to(torch.float8_e4m3fn) for k, t in tensors.items() if "blocks." in k and t.ndim == 2}
+    tensors |= {f"{scaled}.weight_scale": torch.ones(()), f"{scaled}.comfy_quant": FULL_PRECISION}
+    save_file(tensors, path := tmp_path / "fp8.safetensors")
+    setup = Setup(path, "fp8_e4m3fn", ("cpu",), Degrees(), "auto", fp8_products=fp8_products)
+    blocks = (Span(0, open_checkpoint(path).family.blocks.total(open_checkpoint(path).config)),)
+    load = m.Load(setup, blocks, (1.0,))
+    stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat())
+    layers = [layer for layer in stage.model.modules() if isinstance(layer, PackedLinear)]
+    full = [layer.packing.full_precision for layer in layers if layer.packing.scale is None]
+    assert len(full) > 5 and full == [not fp8_products] * len(full)
+    assert all(layer.packing.full_precision for layer in layers if layer.packing.scale is not None)

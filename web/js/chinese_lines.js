@@ -152,6 +152,7 @@ const LINES = [
         /^left out, as in ComfyUI, since no part of the model uses them: (\d+) tensors \((.*)\)$/,
         "文件里有 $1 个张量模型用不到，已略去（与 ComfyUI 相同）：$2",
     ],
+    [/^ranks do not follow these start options of ComfyUI: (.*)$/, "各进程不遵循 ComfyUI 的这些启动选项：$1"],
     // of long work (nodes/ui/loading_bar.py, client/loading.py, nodes/self_test.py)
     [/^starting (\d+) ranks$/, "正在启动 $1 个进程"],
     [/^loading, (\d+) %$/, "正在读取模型，$1 %"],

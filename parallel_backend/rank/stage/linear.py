@@ -4,13 +4,14 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.checkpoints.packed_formats import Packing
+from parallel_backend.checkpoints.packed_formats import Fp8, Packing
 from parallel_backend.core.fused_linear import FusedLinear, fused
 
 from .joint_products import JointProduct
@@ -115,3 +116,13 @@ class PackedLinear(RankLinear):
     def weight_shape(self) -> tuple[int, int]:
         rows, row_bytes = self.packed.shape
         return rows, self.packing.columns(row_bytes)
+
+
+def multiply_plain_fp8(model: nn.Module) -> None:
+    """Have layers whose fp8 weights have no scale multiply in fp8 where the device can, not by expanding them.
+
+    To be called before the weights are read. Inputs are scaled by their largest value; ComfyUI's cuts them off at 448.
+    """
+    for module in model.modules():
+        if isinstance(module, PackedLinear) and isinstance(module.packing, Fp8) and module.packing.scale is None:
+            module.packing = replace(module.packing, full_precision=False)
