@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import comfy.model_management
+import comfy.quant_ops
 import comfy.sd
 import comfy.utils
 import torch
@@ -22,7 +23,7 @@ from parallel_backend.vaes.base import Part, Weights
 
 from ..model.make_room import comfyui_gpus
 from ..ui.host import check_cancelled
-from .known import Cut
+from .known import Cut, tensors_of
 from .tiles import decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, tile_shape
 
 T = TypeVar("T")
@@ -171,17 +172,23 @@ def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: Pool) -> tuple[Rem
     """The part on the ranks of the pool, and the dtype that it computes in."""
     on_gpus = all(device_kind(device) == "cuda" for device in pool.devices)
     dtype = vae.vae_dtype if on_gpus else torch.float32
-    settings, state = cut.known.settings(vae.first_stage_model), vae.get_sd()
+    settings = cut.known.settings(vae.first_stage_model)
 
     def weights() -> Weights:
-        stored = cut.kind.weights(state, part, settings)
+        # ComfyUI multiplies quantised layers with rounded inputs; ranks multiply the expanded weights.
+        whole = {name: _expanded(tensor) for name, tensor in tensors_of(vae).items()}
+        stored = cut.kind.weights(whole, part, settings)
         assert stored is not None  # `how_to_cut` has asked for the same
         return replace(stored, tensors={name: tensor.to("cpu", dtype) for name, tensor in stored.tensors.items()})
 
     # The id alone is not enough: a new VAE may get a freed one's address, and a node may write into the weights.
-    of_file = f"{vae.patcher.patches_uuid} {id(vae.first_stage_model)} {_sample(state.values())}"
+    of_file = f"{vae.patcher.patches_uuid} {id(vae.first_stage_model)} {_sample(vae.get_sd().values())}"
     name = f"{of_file} {dtype} {json.dumps(settings, sort_keys=True)}"
     return RemoteVAE(pool, name, cut.known.kind, part, weights, lambda nbytes: make_room(pool, nbytes)), dtype
+
+
+def _expanded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if isinstance(tensor, comfy.quant_ops.QuantizedTensor) else tensor
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import comfy.quant_ops
 import comfy.sd
 import torch
 
@@ -36,7 +37,7 @@ def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
         return _unknown(model)
     if (reason := known.why_not(model)) is not None:
         return reason
-    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in vae.get_sd().items()}
+    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors_of(vae).items()}
     if (weights := VAES[known.kind].weights(shapes, part, known.settings(model))) is None:
         return _unknown(model)
     if _patched(vae) or type(vae) is not comfy.sd.VAE or part.removesuffix("r") in {*vars(vae), *vars(model)}:
@@ -44,6 +45,22 @@ def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
     if any(_changed(each, known.paddings) for each in _modules(model, part)):
         return "another node has changed this VAE's layers"
     return Cut(known, weights)
+
+
+def tensors_of(vae: comfy.sd.VAE) -> dict[str, torch.Tensor]:
+    """The VAE's tensors by their names in ComfyUI's class. A layer's quantised weight is one tensor, which can be expanded
+    (`QuantizedTensor.dequantize`); its scales and settings are left out."""
+    tensors = dict(vae.get_sd())
+    for name, module in vae.first_stage_model.named_modules():
+        weight = module._parameters.get("weight")
+        if isinstance(weight, comfy.quant_ops.QuantizedTensor):
+            kept = {f"{name}.weight": weight, f"{name}.bias": module.bias}
+            beside = {f"{name}.{leaf}" for leaf in ("comfy_quant", "input_scale")}
+            tensors = {
+                key: tensor for key, tensor in tensors.items() if key not in beside and not key.startswith(f"{name}.weight")
+            }
+            tensors |= {key: tensor for key, tensor in kept.items() if tensor is not None}
+    return tensors
 
 
 def _unknown(model: torch.nn.Module) -> str:

@@ -15,6 +15,8 @@ from unittest.mock import patch
 from boot import BASE, BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, torch
 from safetensors.torch import save_file
 
+from testing.quantised import stored
+
 WIDE, NARROW = 128, 32
 DDCONFIG = {
     "double_z": True,
@@ -78,15 +80,24 @@ def wan22_vae() -> comfy.sd.VAE:
         return comfy.sd.VAE(sd=randomised(small(**sizes)))
 
 
-def h3_vae() -> comfy.sd.VAE:
-    """With tiles of 4 x 4 of its latent, and a decoder of one narrow layer."""
+def h3_vae(quantised: bool = False) -> comfy.sd.VAE:
+    """With tiles of 4 x 4 of its latent, and a decoder of one narrow layer, `quantised` as the templates' file."""
     from comfy.ldm.minimax import vae as module
 
     vit = functools.partial(module.ViT3DDecoder, num_layers=1, heads=2)
     small = functools.partial(module.MiniMaxH3VideoVAE, ch=32, num_res_blocks=1, tile_size=64, tile_overlap_min=16)
     with patch.object(module, "ViT3DDecoder", vit), patch.object(module, "MiniMaxH3VideoVAE", small):
         state = randomised(small())
-        return comfy.sd.VAE(sd=state)
+        return comfy.sd.VAE(sd=int8_decoder(state) if quantised else state)
+
+
+def int8_decoder(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The decoder's blocks in int8_tensorwise, rotated."""
+    found = {}
+    for key, value in state.items():
+        blocks = key.startswith("decoder.transformer_blocks.") and value.ndim == 2
+        found |= stored(key.removesuffix(".weight"), value, "int8, rotated") if blocks else {key: value}
+    return found
 
 
 def latent(*shape: int) -> torch.Tensor:
@@ -242,6 +253,7 @@ def main(results: Results) -> None:
     h3 = h3_vae()
     results.case("MiniMax H3", lambda: decodes(h3, latent(1, 24, 8, 6, 5)))
     results.case("MiniMax H3, one frame, batch 2, three ranks", lambda: decodes(h3, latent(2, 24, 1, 5, 3), "cpu,cpu,cpu"))
+    results.case("MiniMax H3, int8", lambda: decodes(h3_vae(quantised=True), latent(1, 24, 8, 6, 5)))
     results.case("wrong channels", lambda: decodes(vae, latent(1, 16, 4, 4)))
     results.case("wrong devices", lambda: decodes(vae, small, "cpu,tpu"))
     results.case("three ranks, batch 3", lambda: decodes(vae, latent(3, 4, 11, 5), "cpu,cpu,cpu"))
