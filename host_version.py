@@ -25,6 +25,14 @@ def check_comfyui() -> None:
     raise RuntimeError(f"Parallel DiT needs ComfyUI {oldest} or newer, and this one {found}. Update ComfyUI and restart it.")
 
 
+def warn_of_folder(name: str) -> None:
+    """A warning in the log if ComfyUI cannot serve pages from a pack's folder of this name, which is in their addresses."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        only_dots = re.fullmatch(r"[A-Za-z0-9_.-]+", name)
+        lost = "help pages" if only_dots else "menu entry, panel, templates and help pages"
+        logging.warning("Parallel DiT's %s do not work in a folder named '%s'. Rename it to parallel-dit.", lost, name)
+
+
 def check_diffusers() -> None:
     """RuntimeError, saying what to do, where diffusers is absent or older than the first of DIFFUSERS; a warning in the log
     where it is newer than the last one, since a newer one may work. A version without numbers is let pass."""

@@ -10,6 +10,16 @@ from .ui.widgets import CATEGORY
 @validate("ckpt_name", early=check_widgets)
 class ParallelCheckpointLoader:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = (
+        "multi gpu",
+        "multigpu",
+        "multiple gpus",
+        "parallel",
+        "distributed",
+        "xdit",
+        "load checkpoint",
+        "checkpoint loader",
+    )
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     FUNCTION = "load"
     DESCRIPTION = (

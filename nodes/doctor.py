@@ -58,6 +58,7 @@ def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfi
 @validate(early=check_one_kind_of_devices)
 class ParallelDoctor:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "benchmark", "gpu check", "which degrees")
     RETURN_TYPES = ("STRING", "PARALLEL_CONFIG")
     RETURN_NAMES = ("report", "parallel_config")
     FUNCTION = "examine"

@@ -187,6 +187,20 @@ def check_widgets(
 @validate("model_name", early=check_widgets)
 class ParallelDiTLoader:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = (
+        "multi gpu",
+        "multigpu",
+        "multiple gpus",
+        "parallel",
+        "distributed",
+        "xdit",
+        "pipefusion",
+        "usp",
+        "tensor parallel",
+        "raylight",
+        "load model",
+        "model loader",
+    )
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "load"
     DESCRIPTION = (

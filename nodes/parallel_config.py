@@ -55,6 +55,18 @@ def check_widgets(
 @validate(early=check_widgets)
 class UlyssesConfig:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = (
+        "multi gpu",
+        "multigpu",
+        "usp",
+        "xdit",
+        "ring attention",
+        "sequence parallel",
+        "context parallel",
+        "distrifusion",
+        "raylight",
+        "xfuser",
+    )
     RETURN_TYPES = ("PARALLEL_CONFIG",)
     RETURN_NAMES = ("parallel_config",)
     FUNCTION = "configure"

@@ -41,6 +41,20 @@ def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
 @validate(early=check_widgets)
 class ParallelizeModel:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = (
+        "multi gpu",
+        "multigpu",
+        "multiple gpus",
+        "parallel",
+        "distributed",
+        "xdit",
+        "pipefusion",
+        "ulysses",
+        "usp",
+        "raylight",
+        "split model",
+        "second gpu",
+    )
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "parallelize"
     DESCRIPTION = (

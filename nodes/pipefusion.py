@@ -38,6 +38,7 @@ MODEL = link("MODEL", "From Parallel DiT Loader or Parallelize Model; LoRA loade
 @validate()
 class ApplyPipeFusion:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "xdit", "xfuser", "pipeline parallel", "distributed")
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "apply"
     DESCRIPTION = (
@@ -56,6 +57,7 @@ class ApplyPipeFusion:
 @validate()
 class PipeFusionSampler:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "xdit", "xfuser", "pipeline parallel", "distributed", "ksampler", "sample")
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("LATENT", "report")
     FUNCTION = "sample"

@@ -7,6 +7,7 @@
 
 import asyncio
 import contextlib
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -113,7 +114,7 @@ def add_routes() -> None:
         """The page of a request. HTTPBadRequest for one that is not on ComfyUI's socket."""
         body = await request.read()
         try:
-            client = (await request.json())["client"] if len(body) <= MOST_BYTES else None
+            client = json.loads(body)["client"] if len(body) <= MOST_BYTES else None  # whatever charset the header names
         except (ValueError, TypeError, KeyError, RecursionError):
             client = None
         if not isinstance(client, str) or client not in server.sockets:

@@ -37,6 +37,7 @@ def comfyui() -> Host:
 @validate(early=check_one_kind_of_devices)
 class ParallelSelfTest:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "test gpus", "gpu check")
     RETURN_TYPES = ("STRING", "STRING")
     RETURN_NAMES = ("report", "json")
     FUNCTION = "look"

@@ -9,6 +9,7 @@ from .ui.widgets import CATEGORY, link, share, threshold
 @validate()
 class ParallelStepCache:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "teacache", "first block cache", "easycache")
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "apply"
     DESCRIPTION = (

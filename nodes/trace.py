@@ -28,6 +28,7 @@ def check_name(filename_prefix: str | None) -> None:
 @validate(early=check_name)
 class ParallelTrace:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "profile", "timeline")
     RETURN_TYPES = ("IMAGE", "STRING")
     RETURN_NAMES = ("IMAGE", "report")
     FUNCTION = "trace"

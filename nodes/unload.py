@@ -8,6 +8,7 @@ from .ui.widgets import ANY, CATEGORY, link
 
 class UnloadParallelDiT:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "free memory", "free vram", "unload model")
     RETURN_TYPES = (ANY,)
     RETURN_NAMES = ("anything",)
     FUNCTION = "unload"

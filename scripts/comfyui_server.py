@@ -182,7 +182,8 @@ class ComfyUIServer:
         try:
             return json.loads(self.post("/prompt", body))["prompt_id"]
         except urllib.error.HTTPError as refusal:
-            raise PromptRefused(_validation_text(json.loads(refusal.read()))) from refusal
+            with refusal:
+                raise PromptRefused(_validation_text(json.loads(refusal.read()))) from refusal
 
     def wait(self, prompt_id: str, seconds: float = 600.0) -> Outcome:
         """Wait for the prompt's end. TimeoutError if it does not come, RuntimeError if the server has ended."""

@@ -4,6 +4,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.graphs.published import PUBLISHED
+
 TITLE, BADGE, GROUP_TITLE = 30, 26, 38
 """Heights in pixels: a node's title bar, the pack's name above it, a group's title."""
 MARGIN, GAP = 20, 24
@@ -163,6 +165,8 @@ def _ui_node(node: Node, position: tuple[int, int], graph: Graph, links: list[li
         "properties": {"Node name for S&R": node.type},
         "widgets_values": widgets,
     }
+    if models := [PUBLISHED[value] for value in node.inputs.values() if isinstance(value, str) and value in PUBLISHED]:
+        entry["properties"]["models"] = models
     if node.title:
         entry["title"] = node.title
     return entry

@@ -31,6 +31,7 @@ DEVICES = text(
 @validate(early=check_devices)
 class ParallelVAEDecode:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "vae decode", "decode latent", "distributed")
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "decode"
     DESCRIPTION = (

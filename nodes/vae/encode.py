@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 @validate(early=check_devices)
 class ParallelVAEEncode:
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "vae encode", "encode image", "distributed")
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "encode"
     DESCRIPTION = (

@@ -1,5 +1,6 @@
 """A self-test's results as one JSON, without names of machine and user. Its form: acceptance.schema.json."""
 
+import contextlib
 import getpass
 import importlib.metadata
 import json
@@ -20,6 +21,8 @@ from .session import Settings
 FORMAT, VERSION = "parallel-dit acceptance", 1
 """The version of the document's form."""
 SCHEMA = Path(__file__).with_name("acceptance.schema.json")
+HOMES = re.compile(r"([\\/](?:home|Users)[\\/])[^\\/:;,'\"<>|()\n]+")
+"""The home folder of any user, with the user's name."""
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_WHY = 4000
 """Characters; a longer text loses its middle."""
@@ -55,8 +58,9 @@ def impersonal(text: str) -> str:
     for folder in sorted(known, key=len, reverse=True):
         if len(folder) > 1:  # not the root
             text = text.replace(folder, known[folder])
+    text = HOMES.sub(r"\1USER", text)
     text = PATH.sub(lambda path: ".../" + "/".join(re.split(r"[\\/]", path[0])[-KEPT_PARTS:]), text)
-    for name, instead in ((socket.gethostname(), "HOST"), (_user(), "USER")):
+    for name, instead in ((socket.gethostname(), "HOST"), *((user, "USER") for user in _users())):
         if len(name) > 1:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
     return text
@@ -93,8 +97,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_WHY else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # a container's user without a name, or Windows without the variable
-        return ""
+def _users() -> set[str]:
+    """Names of the user that ComfyUI runs as, and of who owns this pack and its folder: often another one."""
+    names = {os.environ.get(variable, "") for variable in ("SUDO_USER", "LOGNAME", "USER", "USERNAME")}
+    with contextlib.suppress(OSError, KeyError, ImportError):  # a user without a name, or Windows without the variable
+        names.add(getpass.getuser())
+    for path in (ROOT, ROOT.parent, Path.cwd()):
+        with contextlib.suppress(OSError, KeyError, NotImplementedError):
+            names.add(path.owner())
+    return names - {"root"}

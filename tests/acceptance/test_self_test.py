@@ -125,13 +125,14 @@ def test_the_schema_refuses_other_forms(change):
 
 def test_nothing_says_whose_machine_it_is(monkeypatch, tmp_path):
     monkeypatch.setattr(document.Path, "home", lambda: tmp_path / "home" / "jane.doe")
-    monkeypatch.setattr(document, "_user", lambda: "jane.doe")
+    monkeypatch.setattr(document, "_users", lambda: {"jane.doe"})
     monkeypatch.setattr(socket, "gethostname", lambda: "janes-tower")
     text = (
         f"{tmp_path}/home/jane.doe/ComfyUI/x.py line 3; /mnt/janes disk/jane.doe/secret/models/flux.safetensors; "
         r"C:\Users\jane.doe\secret\ComfyUI\nodes.py; janes-tower said no; jane.doe did; a/b, 1/2 and /dev/shm stay"
     )
     found = document.impersonal(text)
+    assert "alice" not in document.impersonal("see /home/alice/ComfyUI and C:\\Users\\alice\\ComfyUI, /srv/home/alice/x/y")
     assert not [word for word in ("jane.doe", "janes-tower", "secret") if word in found]
     assert "~/ComfyUI/x.py line 3" in found
     assert ".../models/flux.safetensors" in found

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,17 @@ def test_wrong_widget_is_named(server, case):
     outcome = server.run(small(**widgets))
     assert outcome.status == ("refused" if case in OF_WIDGETS_ALONE else "error")
     assert [text for text in said if text not in outcome.error] == []
+
+
+@pytest.mark.parametrize("route", ["ranks/open", "ranks/close", "plan"])
+def test_a_request_that_makes_no_sense_is_refused(server, route):
+    """Not an error of the server, such as for a charset that does not exist."""
+    url = f"http://127.0.0.1:{server.port}/parallel_dit/{route}"
+    request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json; charset=bogus"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    with refused.value:
+        assert refused.value.code == 400
 
 
 def test_a_cluster_needs_ray(server):

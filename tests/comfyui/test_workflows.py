@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from scripts import make_workflows
 from scripts.comfyui_server import PACK
 from scripts.graphs.nodes import PIPEFUSION
+from scripts.graphs.published import NOT_PUBLISHED
 from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
 from tests.campaigns.templates.runner import MODELS, link_model
 from tests.comfyui.conftest import FOLDER
@@ -50,6 +51,20 @@ def test_thumbnail_is_a_small_square(name):
     assert path.stat().st_size < 60_000
     with Image.open(path) as picture:
         assert picture.size == (512, 512)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_model_files_can_be_downloaded(name):
+    """Every loader says where its files are published, as ComfyUI's own templates do."""
+    for node in json.loads((WORKFLOWS / f"{name}.json").read_text())["nodes"]:
+        values = node["widgets_values"] if node["type"] != "MarkdownNote" else []
+        files = [value for value in values if str(value).endswith(".safetensors") and value not in NOT_PUBLISHED]
+        models = node["properties"].get("models", [])
+        assert [model["name"] for model in models] == files
+        for model in models:
+            assert model.keys() == {"name", "url", "directory"}
+            assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(f"/{model['name']}")
+            assert "/resolve/main/" in model["url"]
 
 
 def world(prompt):
@@ -184,12 +199,17 @@ def fits(value, kind, settings):
     return isinstance(value, {"STRING": str, "BOOLEAN": bool}[kind])
 
 
+QUICKSTART = ["QuickstartPrompt", "QuickstartDecode"]
+"""Nodes of the bundled model, which say nothing to who looks for several GPUs."""
+
+
 @pytest.mark.comfyui
 def test_every_input_has_a_tooltip_and_later_ones_are_optional(definitions):
     ours = {name: node for name, node in definitions.items() if node["python_module"] == OURS}
     assert {"ParallelDiTLoader", "UlyssesConfig", "PipeFusionSampler", "ApplyPipeFusion"} <= ours.keys()
     bare = [(node, name) for node in ours for name, _, said, _ in declared(ours[node]) if len(said.get("tooltip", "")) < 10]
     assert not bare
+    assert [name for name, node in ours.items() if "multi gpu" not in node["search_aliases"]] == QUICKSTART
     later = {
         "ParallelDiTLoader": {"stage_split": "auto", "compile": False},
         "UlyssesConfig": {"patch_warmup_steps": 1, "transfer_dtype": "full", "ulysses_exchange": "all-to-all"},

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from host_version import DIFFUSERS, OLDEST, check_comfyui, check_diffusers
+from host_version import DIFFUSERS, OLDEST, check_comfyui, check_diffusers, warn_of_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,3 +89,13 @@ def test_pip_is_told_the_same_diffusers():
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (major, oldest), (_, newest) = DIFFUSERS
     assert f"diffusers>={major}.{oldest},<{major}.{newest + 1}" in required
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("parallel-dit", ""), ("Parallel_DiT2", ""), ("parallel.dit", "help pages"), ("Parallel DiT", "menu entry, panel")],
+)
+def test_a_folder_that_comfyui_cannot_serve_is_warned_of(caplog, name, lost):
+    warn_of_folder(name)
+    assert len(caplog.records) == bool(lost)
+    assert not lost or (f"Parallel DiT's {lost}" in caplog.text and f"'{name}'. Rename it to parallel-dit" in caplog.text)
