@@ -25,6 +25,7 @@ BOOKKEEPING = frozenset(
         # Notes of a native model for the patches inside it.
         *("block", "block_index", "block_type", "total_blocks", "transformer_index", "img_slice", "grid_sizes"),
         *("original_shape", "activations_shape", "reference_image_num_tokens", "model_patch_data"),
+        "minimax_h3_layout",
     }
 )
 """Entries of transformer_options that describe the call. No native model's result depends on them."""

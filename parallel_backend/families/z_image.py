@@ -104,6 +104,7 @@ Z_IMAGE = Family(
         configure=_configure,
         key_map=_key_map,
         ignored=next_dit.IGNORED,
+        header=next_dit.HEADER,
         max_settings=next_dit.MAX_SETTINGS,
     ),
     blocks=Blocks(

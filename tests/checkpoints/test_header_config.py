@@ -8,10 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from testing.cases import flux, ltx2, ltx_video, wan, wan_animate_2, wan_vace
+from testing.cases import all_cases, flux, ltx2, ltx_video, wan, wan_animate_2, wan_vace
 from testing.gguf_files import write_gguf
 
 CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
+CASES |= {case.family: case for case in all_cases() if case.name in ("z-image", "lumina2")}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,8 @@ def files(tmp_path_factory):
         ("wan", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
         ("ltx-video", {"positional_embedding_theta": 1000.0}, "its positional_embedding_theta is 1000.0"),
         ("ltx-video", {"rope_type": "split"}, 'its rope_type is "split"'),
+        ("z-image", {"image_model": "ming_image"}, 'its image_model is "ming_image"'),
+        ("lumina2", {"image_model": "ming_image"}, 'its image_model is "ming_image"'),
     ],
 )
 def test_another_model_than_the_tensors_show_is_refused(files, family, said, words):
@@ -56,6 +59,7 @@ def test_another_model_than_the_tensors_show_is_refused(files, family, said, wor
         ("wan", {"model_type": "i2v", "causal_ar": False}),
         ("wan", {"model_type": "flow_rvs"}),
         ("ltx-video", {"causal_temporal_positioning": True, "qk_norm": "rms_norm", "_class_name": "Transformer3DModel"}),
+        ("z-image", {"image_model": "lumina2", "other": 1}),
         ("flux", {"model_type": "whatever"}),  # ComfyUI reads no header for it
     ],
 )

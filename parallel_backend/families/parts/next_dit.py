@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..base.file_layout import HeaderConfig
 from ..base.step_inputs import Shapes
 from ..base.tensor_plan import GATHER, LayerCut, LayerCuts
 from .conditioning import count_blocks, text
@@ -18,6 +19,8 @@ IGNORED = (r"norm_final\.weight",)
 AXES_LENS = (4096, 512, 512)
 """Positions in the class's tables, by axis: the caption's and then the image's index, token rows, token columns."""
 MAX_SETTINGS = {"axes_lens": 1 << 16}
+HEADER = HeaderConfig({"image_model": lambda _config: ("lumina2", "z_image")}, others=True)
+"""Ming-Image's files have the same keys and name their model in the header."""
 
 
 def tensor_plan(block: dict[str, LayerCut], modulation: str) -> LayerCuts:
