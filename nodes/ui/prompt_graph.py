@@ -1,14 +1,18 @@
 """The prompt that ComfyUI is executing: its id and its graph."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import folder_paths
 from comfy_execution.utils import get_executing_context
 
 from .other_nodes import COMFYUI
 
 Graph = Mapping[str, Mapping[str, Any]]
 """A prompt in ComfyUI's API form: number of a node -> its class_type and inputs, of which links are [number, output]."""
+FOLDERS = ("text_encoders", "clip_gguf", "checkpoints")
+"""Kinds of model folders with text encoders in their files."""
 
 
 def present_prompt() -> str | None:
@@ -56,12 +60,21 @@ def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
     return None
 
 
+def text_encoder_bytes() -> int:
+    """Bytes of the files from which nodes of this prompt load text encoders; of an all-in-one file all of them."""
+    found = executing()
+    nodes = [] if found is None else [node for node in found[0].values() if _makes(node, "CLIP")]
+    names = {value for node in nodes for value in node["inputs"].values() if isinstance(value, str)}
+    paths = {folder_paths.get_full_path(folder, name) for folder in FOLDERS for name in names}
+    return sum(os.path.getsize(path) for path in paths if path is not None)
+
+
 def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:
     """Whether some node on the way to `outputs` makes latents of what node `loader` returns, perhaps over other nodes."""
     return any(
         loader in _sources(graph, [node])
         for node in _sources(graph, outputs)
-        if node != loader and _makes_latents(graph[node])
+        if node != loader and _makes(graph[node], "LATENT")
     )
 
 
@@ -88,6 +101,6 @@ def _output_type(node: Mapping[str, Any], output: Any) -> str:
     return str(types[output]) if type(output) is int and 0 <= output < len(types) else ""
 
 
-def _makes_latents(node: Mapping[str, Any]) -> bool:
+def _makes(node: Mapping[str, Any], output: str) -> bool:
     kind = COMFYUI.NODE_CLASS_MAPPINGS.get(node["class_type"])
-    return kind is not None and "LATENT" in kind.RETURN_TYPES
+    return kind is not None and output in kind.RETURN_TYPES

@@ -306,7 +306,7 @@ class Registry:
         return None if model is None else model.wanted_on(device)
 
     def begin(self, devices: tuple[str, ...], files: Iterable[Path] = ()) -> None:
-        """Begin to start ranks on these devices, for a use to come, unless there are ranks on any of them, and to read the
+        """Begin to start ranks on these devices, if any, for a use to come, unless there are ranks on any, and to read the
         `files` of the model that will be loaded, unless it is on ranks.
 
         Never waits. Does nothing while another thread loads a model: what it needs of the devices comes first.
@@ -314,7 +314,8 @@ class Registry:
         if self._lock.acquire(blocking=False):
             try:
                 if not self._exiting:
-                    self._pools.begin(devices)
+                    if devices:
+                        self._pools.begin(devices)
                     if not any(each.model.checkpoint.files == set(files) for each in self._models):
                         self._reading = read_ahead(self._reading, frozenset(files))
             finally:
