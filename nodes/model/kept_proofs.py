@@ -3,7 +3,7 @@
 import hashlib
 import importlib.metadata
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,8 +20,16 @@ PACKAGES = "torch", "comfy-kitchen", "einops"
 """What classes compute with beside ComfyUI's code."""
 
 
-def kept_proof(folder: Path, own: OwnClass, structure: str, prove: Callable[[], Proof]) -> Proof:
+def kept_proof(
+    folder: Path,
+    own: OwnClass,
+    structure: str,
+    prove: Callable[[], Proof],
+    numbers: Mapping[str, float],
+) -> Proof:
     """The proof of calls of this structure from its file in `folder`; else `prove` finds it, and it is written there.
+
+    `numbers`: the call's numbers. A proof holds for them alone, or for all if it says so.
 
     A file holds for the class's arguments, and for the code of ComfyUI, of PACKAGES and of the trial. A warning is logged if
     the folder cannot be written to.
@@ -30,15 +38,19 @@ def kept_proof(folder: Path, own: OwnClass, structure: str, prove: Callable[[], 
     code = {"comfyui": _of_code(Path(own.folder) / "comfy"), "trial": _of_code(Path(own_classes.__file__).parent)}
     versions = {name: _version(name) for name in PACKAGES}
     told = {name: value for name, value in asdict(own).items() if name not in ("folder", "blocks")}
-    key: dict[str, object] = {**code, **versions, "class": digest(repr(told)), "structure": structure}
-    path = kept_path(folder, key, NAME)
-    try:
-        content = read_kept(path, key, NAME)
-        if content is not None:
-            return encoding.decode(content.encode())[0].message
-    except (*UNREADABLE, AttributeError) as error:
-        log.info("Parallel DiT: %s is no proof that can be used (%s); trying the class again", path, error)
+    of_all: dict[str, object] = {**code, **versions, "class": digest(repr(told)), "structure": structure}
+    of_these = of_all | {"numbers": repr(sorted(numbers.items()))}
+    for key in (of_all, of_these):
+        path = kept_path(folder, key, NAME)
+        try:
+            content = read_kept(path, key, NAME)
+            if content is not None:
+                return encoding.decode(content.encode())[0].message
+        except (*UNREADABLE, AttributeError) as error:
+            log.info("Parallel DiT: %s is no proof that can be used (%s); trying the class again", path, error)
     proof = prove()
+    key = of_all if proof.is_of_all(numbers) else of_these
+    path = kept_path(folder, key, NAME)
     try:
         write_kept(path, key, NAME, encoding.encode(proof)[0].decode())
     except OSError as error:

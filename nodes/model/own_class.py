@@ -31,7 +31,7 @@ from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import Proof, trial
-from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
@@ -246,8 +246,10 @@ class OwnClassModel(RemoteDiffusionModel):
         own = self.setup.own_class
         assert own is not None
         name, sequence = self.checkpoint.path.name, degrees.sequence > 1
-        structure = _structure(call), sequence
-        if is_new := structure not in self._proofs:
+        structure, numbers = (_structure(call), sequence), numbers_of(call)
+        of_these = structure, tuple(numbers.items())
+        proof = self._proofs.get(structure) or self._proofs.get(of_these)
+        if is_new := proof is None:
             call = Call(call.x.cpu(), call.timestep.cpu(), _on_host(call.named), _on_host(call.options))
             times = self._times()
 
@@ -255,10 +257,10 @@ class OwnClassModel(RemoteDiffusionModel):
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
                 return trial(own, call, times, poll, sequence)
 
-            self._proofs[structure] = proof = kept_proof(folder() / "proofs", own, repr((structure, times)), prove)
+            proof = kept_proof(folder() / "proofs", own, repr((structure, times)), prove, numbers)
+            self._proofs[structure if proof.is_of_all(numbers) else of_these] = proof
             shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]
             log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s", own.name, *shown)
-        proof = self._proofs[structure]
         if degrees.pipe > 1 and proof.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
@@ -301,7 +303,7 @@ def _on_host(values: Any) -> dict[str, Any]:
 
 
 def _structure(call: Call) -> str:
-    """What a trial is for: names, axes and dtypes of the tensors, the batch, and everything that is no tensor."""
+    """What a trial is for: names, axes and dtypes of the tensors, the batch, and what is no tensor and no number."""
 
     def shown(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -310,5 +312,6 @@ def _structure(call: Call) -> str:
             return [shown(each) for each in value]
         return repr(value)
 
-    named = {name: shown(value) for name, value in call.named.items()}
+    numbers = numbers_of(call)
+    named = {name: type(value) if name in numbers else shown(value) for name, value in call.named.items()}
     return repr((len(call.x), call.timestep.dtype, named, sorted(map(str, call.options))))

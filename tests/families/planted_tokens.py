@@ -152,6 +152,30 @@ class FillsUp(Tokens):
         return super().mixed(h, words, emb, t)[:, :tokens]
 
 
+class ReadsNumber(Tokens):
+    """A number of words moves the places of its tokens."""
+
+    def forward(self, x, timestep, context=None, num_tokens=0, **extra):
+        self.first = num_tokens
+        out = super().forward(x, timestep, context, **extra)
+        del self.first
+        return out
+
+    def mixed(self, h, words, emb, t):
+        return super().mixed(h + 0.1 * self.first, words, emb, t)
+
+
+class NumberMatters(ReadsNumber):
+    """Up to four words it runs its blocks in another order."""
+
+    def mixed(self, h, words, emb, t):
+        if self.first > 4:
+            return super().mixed(h, words, emb, t)
+        for block in reversed(self.blocks):
+            h = block(h, emb, rows(h.shape[1], h))
+        return h
+
+
 class OwnBlocksFirst(Tokens):
     """Words, picture and a reference each pass blocks of their own, then joint ones: diffusers' Flux 3 has this form."""
 

@@ -110,6 +110,20 @@ def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).sequence.startswith(why)
 
 
+NUMBERS = [("ReadsNumber", ("num_tokens",)), ("NumberMatters", ()), ("Tokens", ("num_tokens",))]
+
+
+@pytest.mark.parametrize(("name", "free"), NUMBERS)
+def test_a_number_of_which_other_values_are_proven_too_is_told(name, free):
+    """A new prompt has another length: it is no new trial."""
+    given = call()
+    counted = Call(given.x, given.timestep, {**given.named, "num_tokens": 6, "is_long": True, "scale": torch.ones(2)})
+    proof = trial(own(name), counted, TIMES)
+    assert (proof.stages, proof.sequence, proof.numbers) == ("", "", free)
+    assert proof.is_of_all(["num_tokens"]) == bool(free)
+    assert proof.is_of_all([])
+
+
 def test_what_is_kept_in_the_options_is_seen():
     assert "writes into its argument cache" in trial(own("WritesOption"), call(cache={"end": 0}), TIMES).stages
 

@@ -19,14 +19,14 @@ def kept(module, tmp_path):
     """`kept(own, structure)`: the proof, and whether it was found anew."""
     kept_proof = module("model.kept_proofs").kept_proof
 
-    def find(own, structure: str = "two entries") -> tuple[Proof, bool]:
+    def find(own, structure: str = "two entries", proof: Proof = PROOF, **numbers: int) -> tuple[Proof, bool]:
         found = []
 
         def prove() -> Proof:
             found.append(1)
-            return PROOF
+            return proof
 
-        return kept_proof(tmp_path / "proofs", own, structure, prove), bool(found)
+        return kept_proof(tmp_path / "proofs", own, structure, prove, numbers), bool(found)
 
     return find
 
@@ -63,6 +63,14 @@ def test_another_version_of_a_package_is_tried_again(module, kept, own, monkeypa
     assert kept(own)[1]
 
 
+@pytest.mark.parametrize("names", [(), ("num_tokens",)])
+def test_another_number_is_tried_again_if_it_matters(kept, own, names):
+    proof = dataclasses.replace(PROOF, numbers=names)
+    assert kept(own, proof=proof, num_tokens=40) == (proof, True)
+    assert kept(own, proof=proof, num_tokens=40) == (proof, False)
+    assert kept(own, proof=proof, num_tokens=41) == (proof, not names)
+
+
 @pytest.mark.parametrize("damage", ["", "{}", "[1]", "unproven"])
 def test_a_damaged_file_is_not_believed(kept, own, tmp_path, damage):
     kept(own)
@@ -76,5 +84,5 @@ def test_a_damaged_file_is_not_believed(kept, own, tmp_path, damage):
 def test_a_folder_that_cannot_be_written_to_costs_a_warning(module, own, tmp_path, caplog):
     kept_proof = module("model.kept_proofs").kept_proof
     (tmp_path / "file").write_text("")
-    assert kept_proof(tmp_path / "file", own, "two", lambda: PROOF) == PROOF
+    assert kept_proof(tmp_path / "file", own, "two", lambda: PROOF, {}) == PROOF
     assert "could not be kept" in caplog.text

@@ -20,7 +20,7 @@ from parallel_backend.core.spans import Span
 from .attention_calls import AttentionCall, attention_call
 from .stages import StageBlocks
 from .token_cut import Arguments, TokenCut, tensor_places
-from .tried_calls import Call, distance, drawn, smaller
+from .tried_calls import Call, distance, drawn, smaller, words_of
 from .unproven import Unproven, first_line
 
 RANKS = 3
@@ -278,6 +278,15 @@ def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times
         return str(unproven)
 
 
+def why_not_cut(model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], actual: Call) -> str:
+    """Why `cut`, `blocks` with the cut of their tokens, is not right for calls like `actual`. Empty: it is."""
+    runs = _Runs(model, blocks)
+    try:
+        return next(filter(None, runs.checks(cut, [drawn(each, 1) for each in runs.sized(actual)])), "")
+    except Unproven as unproven:
+        return str(unproven)
+
+
 def _cut_tokens(runs: "_Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
     """As cut_tokens. Unproven if the whole model does not run with calls of other sizes."""
     call, another = runs.sized(actual)
@@ -305,7 +314,7 @@ class _Runs:
 
     def sized(self, actual: Call) -> tuple[Call, Call]:
         """The call with few tokens that ranks still share out, and another with other numbers of them."""
-        words = _words(actual)
+        words = words_of(actual)
         for side in SIDES:
             call = smaller(actual, side, WORDS)
             tokens, another = self._most_tokens(call), self._another(call, side, words)
@@ -366,8 +375,3 @@ class _Runs:
             whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
             for rank in range(RANKS):
                 yield self.why_not(HeldAgainst(blocks, rank, whole), call, whole)
-
-
-def _words(call: Call) -> int:
-    context = call.named.get("context")
-    return context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0

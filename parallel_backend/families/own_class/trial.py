@@ -6,7 +6,7 @@ the shapes of the call; numbers, words and whole numbers are the call's.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,19 @@ from .block_order import block_lists, order_of, recorded_blocks, shortened, whol
 from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
 from .stages import StageBlocks
-from .token_trial import cut_tokens
-from .tried_calls import Call, copied, distance, draw_weights, drawn, smaller, stored_tables
+from .token_trial import cut_tokens, why_not_cut
+from .tried_calls import (
+    Call,
+    copied,
+    distance,
+    draw_weights,
+    drawn,
+    numbers_of,
+    replace_number,
+    smaller,
+    stored_tables,
+    words_of,
+)
 from .unproven import Unproven, first_line
 
 TOLERANCE = 1e-5
@@ -35,6 +46,8 @@ SEED = 0
 CHANNELS = "model_channels"
 """Argument of UNets: channels of the first block, of which others have multiples."""
 NARROW = {CHANNELS: 64}
+ENOUGH = 3
+"""Other values of a number with which the class has to run, so that it can be said not to matter."""
 HELD_DEPTH = 4
 """Of containers in a module's attributes that are looked into."""
 
@@ -55,9 +68,16 @@ class Proof:
     """Why entries of the batch on their own are not proven."""
     sequence: str
     """Why tokens cut over sequence ranks are not proven, by Ulysses or ring."""
+    numbers: tuple[str, ...] = ()
+    """Names of the call's numbers of which other values change nothing in this proof, such as a length of text."""
+
+    def is_of_all(self, numbers: Collection[str]) -> bool:
+        """Whether it holds for calls with any values of these numbers."""
+        return set(numbers) <= set(self.numbers)
 
 
 NOT_TRIED = "it was not tried"
+NO_LIST = "it has no list of blocks"
 
 
 def trial(
@@ -116,7 +136,7 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
         for shared in _choices(model, lists, kept):
             found = order_of({name: kept[name] for name in shared}, *recorded)
             if isinstance(found, str):
-                proofs.append(Proof((), found, batch, found))
+                proofs.append((Proof((), found, batch, found), [], found))
                 continue
             blocks = [block for blocks in found.values() for block in blocks]
             stages = _stages(model, blocks, wholes)
@@ -125,11 +145,38 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
                 places = {block.name: block for block in cut}
                 found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
             order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
-            proofs.append(Proof(order, stages, batch, cut if isinstance(cut, str) else ""))
+            proofs.append((Proof(order, stages, batch, cut if isinstance(cut, str) else ""), blocks, cut))
             if not stages and not (sequence and isinstance(cut, str)):
                 break
-        none = Proof((), "it has no list of blocks", batch, "it has no list of blocks")
-        return max(proofs, key=lambda proof: (bool(proof.blocks), not proof.stages, not proof.sequence), default=none)
+        none = Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST
+        best = max(proofs, key=lambda each: (bool(each[0].blocks), not each[0].stages, not each[0].sequence), default=none)
+        return dataclasses.replace(best[0], numbers=tuple(_free_numbers(model, *best, call, actual)))
+
+
+def _free_numbers(
+    model: nn.Module, proof: Proof, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock] | str, call: Call, actual: Call
+) -> Iterator[str]:
+    """Proof.numbers. `blocks`, `cut`: those of the tried model, and with their tokens cut."""
+    for name, number in numbers_of(call).items():
+        half = max(1, words_of(call) // 2)  # a number may be one of words
+        others = dict.fromkeys(each for each in (half, number // 2, number - 1, number + 1) if each > 0 and each != number)
+        changed = [[replace_number(each, name, other) for each in (call, actual)] for other in others]
+        run = [pair for pair in changed if _error(model, pair[0]) is None]
+        if len(run) >= ENOUGH and all(_is_proven(model, proof, blocks, cut, *pair) for pair in run):
+            yield name
+
+
+def _is_proven(
+    model: nn.Module, proof: Proof, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock] | str, call: Call, actual: Call
+) -> bool:
+    """Whether what is proven for one call holds for this one, too."""
+    held, one = _held(model), drawn(call, 1)
+    wholes = [(one, one.run(model))]
+    if _held(model) != held or (not proof.stages and _stages(model, blocks, wholes)):
+        return False
+    if not proof.batch and _batch(model, wholes):
+        return False
+    return isinstance(cut, str) or not why_not_cut(model, blocks, cut, actual)
 
 
 def narrowed(unet: OwnClass) -> OwnClass:
@@ -176,8 +223,7 @@ def _error(model: nn.Module, call: Call) -> Exception | None:
 
 def _of_another_size(model: nn.Module, call: Call) -> Call:
     """The call with fewer words or a smaller latent: text and picture may have as many tokens in `call`."""
-    context = call.named.get("context")
-    words = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
+    words = words_of(call)
     side, fewer = max(call.x.shape[2:]), max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
     return drawn(next((other for other in others if _error(model, other) is None), call), 1)

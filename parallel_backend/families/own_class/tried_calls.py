@@ -32,6 +32,22 @@ class Call:
         return model(self.x.clone(), self.timestep.clone(), **({OPTIONS: {}} | named))
 
 
+def numbers_of(call: Call) -> dict[str, int | float]:
+    """The plain numbers among the arguments, by name."""
+    return {name: value for name, value in call.named.items() if type(value) in (int, float)}
+
+
+def replace_number(call: Call, name: str, number: float) -> Call:
+    """The call with another number."""
+    return dataclasses.replace(call, named={**call.named, name: number})
+
+
+def words_of(call: Call) -> int:
+    """Tokens of text. 0: it has none."""
+    context = call.named.get("context")
+    return context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
+
+
 def copied(value: Any) -> Any:
     """New containers, and new tensors."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
@@ -41,8 +57,7 @@ def smaller(call: Call, side: int, words: int) -> Call:
     """The call with at most `side` latent rows, columns and frames and `words` tokens of text, in all tensors that have
     them."""
     sizes = tuple(call.x.shape[2:])
-    context = call.named.get("context")
-    text = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
+    text = words_of(call)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim >= len(sizes) and tuple(tensor.shape[-len(sizes) :]) == sizes:
