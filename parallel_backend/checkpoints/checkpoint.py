@@ -181,7 +181,7 @@ class Checkpoint:
         `dtype_name`: see core/dtypes.py.
         """
         entry = self.entries[self.key_map[target].key]
-        if self.family.stays_float32(self.config, target) or self.is_enlarged(target):
+        if self.family.stays_float32(self.config, target) or self.is_enlarged(target) or entry.rounded is not None:
             return None
         fp8 = dtype_name.startswith("fp8")
         if entry.dtype in {*GGUF_BLOCKS, *KEPT} or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):

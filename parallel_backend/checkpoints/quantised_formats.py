@@ -132,7 +132,9 @@ FORMATS = {
 }
 """The format's name in files -> the format."""
 
-KEPT = frozenset(FORMATS) - {"float8_e4m3fn", "float8_e5m2"}
+FP8_FORMATS = {name: FORMATS[name].stored for name in ("float8_e4m3fn", "float8_e5m2")}
+"""ComfyUI's name -> the storage format."""
+KEPT = frozenset(FORMATS) - FP8_FORMATS.keys()
 """Names of the formats that a rank keeps as `Quantised`."""
 
 GROUPED_INT8 = "asym_w4a8_int8", "w6a8_int8"

@@ -13,7 +13,7 @@ from typing import Any
 from parallel_backend.core.short_text import short
 
 from .packed_formats import FP8_KINDS
-from .quantised_formats import CODES, FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace
+from .quantised_formats import CODES, FORMATS, FP8_FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace
 from .scale_tiles import tiled_shape
 from .tensor_files import Entry, read_settings
 
@@ -64,10 +64,12 @@ def attach_quantisation(name: str, entries: Mapping[str, Entry], stated: Mapping
         if (stated_of_layer is not None or (fp8_matrix and scaled and not settings)) and entry.dtype not in KEPT:
             if SCALE not in entry.scales:
                 rest[key] = replace(entry, lacks_scale=True)
+            elif len(entry.shape) == 2 and stated_of_layer is not None:
+                full = bool(stated_of_layer.get(FULL_PRECISION, False))
+                rest[key] = replace(entry, layer=Layer(stated_of_layer["format"], full_precision=full))
             elif fp8_matrix:
-                full = full_precision if stated_of_layer is None else bool(stated_of_layer.get(FULL_PRECISION, False))
-                kind = next(kind for kind, known in FORMATS.items() if known.stored == entry.dtype and kind not in KEPT)
-                rest[key] = replace(entry, layer=Layer(kind, full_precision=full))
+                kind = next(kind for kind, stored in FP8_FORMATS.items() if stored == entry.dtype)
+                rest[key] = replace(entry, layer=Layer(kind, full_precision=full_precision))
     return rest
 
 

@@ -61,6 +61,8 @@ class Reader:
             return
         values = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self._copy(entry, *self._cut(target, shard), values)
+        if entry.rounded is not None:
+            values = values.to(FP8_KINDS[entry.rounded]).float()
         scale = self._scale(entry.scale, target, shard, out.device)
         out.copy_(values * scale.view(-1, *(1,) * (len(shape) - 1)))
 

@@ -12,7 +12,7 @@ from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 
 from .gguf_file import GgufFile
-from .quantised_formats import Layer
+from .quantised_formats import FP8_FORMATS, Layer
 from .safetensors_file import SafetensorsFile, read_header_length
 
 SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
@@ -54,6 +54,13 @@ class Entry:
     def scale(self) -> "Entry | None":
         """The scale of values in fp8."""
         return self.scales.get("weight_scale")
+
+    @property
+    def rounded(self) -> str | None:
+        """The kind of fp8 to which the values are rounded before they are scaled: the file says that the layer is of that
+        kind, and stores it in another format. ComfyUI rounds them so. None: they are not rounded."""
+        kind = FP8_FORMATS.get(self.layer.format) if self.layer is not None else None
+        return kind if kind != self.dtype else None
 
     @property
     def kept_layer(self) -> Layer:
