@@ -14,6 +14,7 @@ import comfy.model_detection
 import comfy.patcher_extension
 import torch
 
+from parallel_backend.core.short_text import short
 from parallel_backend.families.base.step_inputs import Shapes
 
 _FLUX, _HUNYUAN, _WAN = "flux.model:Flux", "hunyuan_video.model:HunyuanVideo", "wan.model:WanModel"
@@ -106,12 +107,20 @@ def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, A
 
 def native_config(tensors: dict[str, torch.Tensor], stated: Mapping[str, Any] | None) -> Any:
     """The object of ComfyUI's supported_models for a file with these tensors, which may be on the meta device. None: it has
-    no such model. `stated`: of the file's header, which detection reads as its metadata; for None, which cannot be read, it
-    raises if it does."""
+    no such model. `stated`: of the file's header, which detection reads as its metadata; None: it cannot be read.
+
+    ValueError if ComfyUI's detection fails, as it does for a header that it cannot read, or a tensor with too few axes.
+    """
     metadata = None
     if stated is None or stated:
         metadata = {"config": "" if stated is None else json.dumps({"transformer": dict(stated)})}
-    return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
+    try:
+        return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
+    except Exception as error:  # of any kind: ComfyUI's code may ask for what a damaged file has not
+        raise ValueError(
+            f"model_name: ComfyUI cannot tell which model this is ({type(error).__name__}: {short(error, 200)}). The file "
+            "is damaged, or made by a tool that ComfyUI does not know."
+        ) from error
 
 
 def on_meta(shapes: Shapes) -> dict[str, torch.Tensor]:

@@ -84,7 +84,8 @@ class Pools:
     def begin(self, devices: tuple[str, ...]) -> None:
         """Begin to start ranks on these devices, unless there are ranks on any of them. Does not wait for them.
 
-        If they fail, the next use has their error, as if it had started them: it may have to start others without P2P.
+        If their links fail, the next use has that error, as if it had started them: it has to start others without P2P. If
+        they end otherwise, it starts new ones.
         """
         self.end_failed()
         if all(apart(pool.devices, devices) for pool in self._pools):
@@ -92,9 +93,10 @@ class Pools:
             self._begun.add(devices)
 
     def end_failed(self) -> None:
-        """Drop pools that have failed, but for those that wait for their first use."""
+        """Drop pools that have failed, but for those whose links have, and that wait for their first use."""
         for pool in self._pools:
-            if pool.error is not None and pool.devices not in self._begun:
+            waits = pool.devices in self._begun and isinstance(pool.error, LinksDown)
+            if pool.error is not None and not waits:
                 self.end(pool.devices)
 
     def end(self, devices: tuple[str, ...], politely: bool = True) -> None:

@@ -690,6 +690,20 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
     assert registry.pool_for(DEVICES, nobody).self_test.p2p
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_ranks_that_were_begun_and_have_died_are_started_anew(registry, loaded, is_ready):
+    """As while the prompt's text is encoded: the prompt has lost nothing."""
+    registry.begin(DEVICES)
+    begun = registry.pool
+    begun.error = RankError("rank 1 (cpu) was killed by signal 9")
+    if not is_ready:
+        begun.ready = Future()
+        begun.ready.set_exception(begun.error)
+    model = loaded("a")[1]
+    assert model.pool is not begun
+    assert begun.closed
+
+
 def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkeypatch):
     """ComfyUI then unloads a MODEL that the ranks had before, on the thread that loads."""
     keys = [Setup(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa") for name in ("before", "now")]
