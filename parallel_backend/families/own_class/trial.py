@@ -76,6 +76,8 @@ class Proof:
         return set(numbers) <= set(self.numbers)
 
 
+Tried = tuple[Proof, Sequence[OwnBlock], Sequence[OwnBlock] | str]
+"""The proof, and the tried model's blocks: as they are, and with their tokens cut, or why they cannot be."""
 NOT_TRIED = "it was not tried"
 NO_LIST = "it has no list of blocks"
 
@@ -132,7 +134,8 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
             return Proof((), why, why, why)
         another = _of_another_size(model, call)
         recorded = recorded_blocks(model, kept, [calls[0], another])
-        batch, proofs = _batch(model, wholes), []
+        batch = _batch(model, wholes)
+        proofs: list[Tried] = []
         for shared in _choices(model, lists, kept):
             found = order_of({name: kept[name] for name in shared}, *recorded)
             if isinstance(found, str):
@@ -148,28 +151,25 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
             proofs.append((Proof(order, stages, batch, cut if isinstance(cut, str) else ""), blocks, cut))
             if not stages and not (sequence and isinstance(cut, str)):
                 break
-        none = Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST
+        none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
         best = max(proofs, key=lambda each: (bool(each[0].blocks), not each[0].stages, not each[0].sequence), default=none)
-        return dataclasses.replace(best[0], numbers=tuple(_free_numbers(model, *best, call, actual)))
+        return dataclasses.replace(best[0], numbers=tuple(_free_numbers(model, best, call, actual)))
 
 
-def _free_numbers(
-    model: nn.Module, proof: Proof, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock] | str, call: Call, actual: Call
-) -> Iterator[str]:
-    """Proof.numbers. `blocks`, `cut`: those of the tried model, and with their tokens cut."""
+def _free_numbers(model: nn.Module, tried: Tried, call: Call, actual: Call) -> Iterator[str]:
+    """Proof.numbers."""
     for name, number in numbers_of(call).items():
         half = max(1, words_of(call) // 2)  # a number may be one of words
         others = dict.fromkeys(each for each in (half, number // 2, number - 1, number + 1) if each > 0 and each != number)
         changed = [[replace_number(each, name, other) for each in (call, actual)] for other in others]
         run = [pair for pair in changed if _error(model, pair[0]) is None]
-        if len(run) >= ENOUGH and all(_is_proven(model, proof, blocks, cut, *pair) for pair in run):
+        if len(run) >= ENOUGH and all(_is_proven(model, tried, *pair) for pair in run):
             yield name
 
 
-def _is_proven(
-    model: nn.Module, proof: Proof, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock] | str, call: Call, actual: Call
-) -> bool:
+def _is_proven(model: nn.Module, tried: Tried, call: Call, actual: Call) -> bool:
     """Whether what is proven for one call holds for this one, too."""
+    proof, blocks, cut = tried
     held, one = _held(model), drawn(call, 1)
     wholes = [(one, one.run(model))]
     if _held(model) != held or (not proof.stages and _stages(model, blocks, wholes)):
