@@ -19,7 +19,7 @@ from parallel_backend.placement.gpu_overheads import COPY_RATE
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.processes.failure_report import again
-from parallel_backend.processes.failure_text import out_of_memory
+from parallel_backend.processes.failure_text import KILLED, out_of_memory
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import DeviceFull, Poll, RankError, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
@@ -166,7 +166,12 @@ class MemoryGuard:
         self._runs.pop(run, None)
 
     def explained(self, error: Exception) -> Exception:
-        """The error. If memory ran out, with figures and advice behind its first line."""
+        """The error. If memory ran out, with figures and advice behind its first line.
+
+        Why the system ended a process is not known. That memory was short is said only if the run needed much of it.
+        """
+        if KILLED in str(error) and not self.memory_check.is_short():
+            return error
         if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.memory_check.advice()):
             return error
         first, *rest = str(error).split("\n", 1)

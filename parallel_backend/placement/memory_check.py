@@ -169,6 +169,17 @@ class MemoryCheck:
         ]
         return f"weights come from host memory as they are needed: {', '.join(streamed)}" if streamed else ""
 
+    def is_short(self) -> bool:
+        """Whether the last run was expected to take more than half of some device's memory, so that it may have run out."""
+        if self.last is None:
+            return False
+        requests, memories = self.last
+        needs = self.memory(requests)
+        return any(
+            memory.free is None or 2 * sum(needs[rank].total for rank in memory.ranks) > memory.free + memory.held
+            for memory in memories
+        )
+
     def advice(self) -> str:
         """For a run that ran out of memory although its check passed: its estimate, and changes that need a quarter less.
 

@@ -20,6 +20,7 @@ from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.residency import ALL
+from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
 
 GB = 10**9
@@ -291,3 +292,10 @@ def test_a_run_counts_bands_along_the_axis_that_they_cut(along, dim):
     tensors = {"context": torch.zeros(1, 7, 8)}
     given = Conditioning(1, TokenLayout(grid, along), family.token_order(grid, 0, along), 7, 1, tensors)
     assert request_of(given, family).band_dim == dim
+
+
+@pytest.mark.parametrize(("is_short", "lines"), [(False, 1), (True, 2)])
+def test_a_killed_rank_is_explained_by_memory_only_if_the_run_needed_much(is_short, lines):
+    check = SimpleNamespace(is_short=lambda: is_short, advice=lambda: "It would fit with weight_dtype fp8_e4m3fn.")
+    killed = RankError("rank 1 (cpu) was killed by signal 9")
+    assert len(str(MemoryGuard.explained(SimpleNamespace(memory_check=check), killed)).splitlines()) == lines

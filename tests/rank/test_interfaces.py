@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from parallel_backend.rank.comm import process_group
-from parallel_backend.rank.comm.interfaces import interface_towards, interface_with, loopback_interface
+from parallel_backend.rank.comm.interfaces import check_named, interface_towards, interface_with, loopback_interface
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOWS = {
@@ -130,3 +130,11 @@ def test_other_errors_of_joining_are_not_taken_for_that(joining, monkeypatch):
     monkeypatch.setattr(process_group.dist, "init_process_group", refuse)
     with pytest.raises(RuntimeError, match=r"^Connection refused$"):
         joining()
+
+
+def test_an_interface_that_does_not_exist_is_named_with_its_variable():
+    """Gloo's own error has neither."""
+    loopback = loopback_interface()
+    check_named("GLOO_SOCKET_IFNAME", loopback)
+    with pytest.raises(RuntimeError, match=f"^GLOO_SOCKET_IFNAME is '{loopback},gone0' .* no network interface gone0. Set"):
+        check_named("GLOO_SOCKET_IFNAME", f"{loopback},gone0")

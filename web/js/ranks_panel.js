@@ -52,7 +52,7 @@ const ENGLISH = {
 const CHINESE = {
     title: "计算进程",
     tooltip: "Parallel DiT 的各个计算进程在做什么",
-    none: "没有计算进程在运行。运行含有 Parallel DiT 加载器或 Parallelize Model 的工作流时它们会启动。",
+    none: "没有计算进程在运行。运行含有 Parallel DiT 加载器或“并行化模型”的工作流时它们会启动。",
     waitingForServer: "正在询问 ComfyUI …",
     starting: "启动中",
     idle: "空闲",
@@ -72,7 +72,7 @@ const CHINESE = {
     lastRun: "上次运行：计算，以及等待其他进程",
     share: (rank, percent) => `进程 ${rank} 的计算时间占 ${percent} %`,
     openTrace: "添加时间线节点",
-    openTraceTip: "在工作流中放入 Parallel Trace 节点，它会画出上次运行的时间线。",
+    openTraceTip: "在工作流中放入 “并行时间线”节点，它会画出上次运行的时间线。",
     links: "测得的链路",
     link: (one, two, rate, latency) => `${one} – ${two}：${rate} GB/s，${latency} µs`,
     slowest: "最慢",
@@ -82,7 +82,7 @@ const CHINESE = {
     unload: "卸载",
     unloadTip: "释放各进程的显存。下次运行会重新读取模型。",
     selfTest: "添加自检节点",
-    selfTestTip: "在工作流中放入 Parallel Self-Test 节点。",
+    selfTestTip: "在工作流中放入 “并行自检”节点。",
 };
 const STYLE = `
 .pdit { padding: 12px; color: var(--input-text, #ddd); font-size: 13px; overflow-y: auto; height: 100%; box-sizing: border-box; }

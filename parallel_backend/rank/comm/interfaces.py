@@ -15,6 +15,16 @@ def interface_with(address: str) -> str | None:
     return None
 
 
+def check_named(variable: str, value: str) -> None:
+    """RuntimeError if an environment variable names an interface that is not there. Commas separate names."""
+    known = psutil.net_if_addrs()
+    if missing := [name for name in value.split(",") if name not in known]:
+        raise RuntimeError(
+            f"{variable} is '{value}' in ComfyUI's environment, and this machine has no network interface {missing[0]}. Set "
+            f"{variable} to one of {', '.join(sorted(known))}, or remove it, and restart ComfyUI"
+        )
+
+
 def interface_towards(address: tuple[str, int]) -> str | None:
     """The interface by which this machine reaches an IPv4 address; None where there is no single one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

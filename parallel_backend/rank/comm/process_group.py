@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parallel_backend.core.devices import device_kind, in_its_process, on_ray
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
-from .interfaces import LOOPBACK, interface_towards, interface_with, loopback_interface
+from .interfaces import LOOPBACK, check_named, interface_towards, interface_with, loopback_interface
 from .rendezvous import Rendezvous
 
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -72,6 +72,8 @@ def join(
         interface = interface_towards(rendezvous.address)
     else:
         interface = None if all(name in os.environ for name in INTERFACE_VARIABLES) else loopback_interface()
+    if GLOO_INTERFACE in os.environ:
+        check_named(GLOO_INTERFACE, os.environ[GLOO_INTERFACE])
     if interface is not None:
         os.environ.setdefault(GLOO_INTERFACE, interface)
         os.environ.setdefault(NCCL_INTERFACE, f"={interface}")  # without "=" it is the name's beginning
