@@ -10,6 +10,7 @@ from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .ranks_panel import add_routes
+from .replaced_nodes import add_route as add_replaced_route
 from .run_on_several_gpus import add_route
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
@@ -18,10 +19,6 @@ from .ui.host import folder, log_folder
 from .unload import UnloadParallelDiT
 from .vae.decode import ParallelVAEDecode
 from .vae.encode import ParallelVAEEncode
-
-registry().logs, registry().folder = log_folder, folder
-add_route()
-add_routes()
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,
@@ -40,6 +37,10 @@ NODE_CLASS_MAPPINGS = {
     "ParallelSelfTest": ParallelSelfTest,
     "ParallelizeModel": ParallelizeModel,
 }
+registry().logs, registry().folder = log_folder, folder
+add_route()
+add_routes()
+add_replaced_route(NODE_CLASS_MAPPINGS)
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
     "ParallelCheckpointLoader": "Parallel Checkpoint Loader",

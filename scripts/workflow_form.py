@@ -10,6 +10,10 @@ TITLE, BADGE, GROUP_TITLE = 30, 26, 38
 """Heights in pixels: a node's title bar, the pack's name above it, a group's title."""
 MARGIN, GAP = 20, 24
 """Between a group's edge and its nodes; between nodes or groups."""
+TALLER, LINES = 90, 70
+"""By which a node grows in Nodes 2.0, at most, and when it says something."""
+NARROWEST = 226
+"""A node's width in Nodes 2.0, at least."""
 SCREEN, TOOLBARS = (1510, 780), (70, 105)
 """What a browser window of 1600 x 900 leaves for the graph, and what is left of it and above it."""
 SEEDS = ("seed", "noise_seed")
@@ -99,8 +103,8 @@ def place(graph: Graph) -> tuple[dict[Node, tuple[int, int]], list[dict[str, Any
                 for node in nodes:
                     below += TITLE + (BADGE if node.type != NOTE else 0)
                     positions[node] = (left, below)
-                    below += node.size[1] + GAP
-                left += max(node.size[0] for node in nodes) + GAP
+                    below += node.size[1] + room(node) + GAP
+                left += max(NARROWEST, *(node.size[0] for node in nodes)) + GAP
                 bottom = max(bottom, below - GAP + group.margin)
             width = left - GAP + group.margin - x
             if group.title:
@@ -108,6 +112,14 @@ def place(graph: Graph) -> tuple[dict[Node, tuple[int, int]], list[dict[str, Any
             column_width, y = max(column_width, width), bottom + GAP
         x += column_width + GAP
     return positions, boxes
+
+
+def room(node: Node) -> int:
+    """What is left below a node, since it grows."""
+    if node.type == NOTE:
+        return 0
+    speaks = any(word in node.type for word in ("Parallel", "PipeFusion", "KSampler", "SamplerCustom"))
+    return TALLER + LINES if speaks else TALLER // 2
 
 
 def ui_form(name: str, graph: Graph) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def load_model(
         memory.check_weights(requests, poll)
     replies = _load(ranks, _message(pool, checkpoint, setup, cut, memory, only), memory, poll, progress)
     memory.resident.loaded(replies)
-    held = f"{sum(memory.resident.device_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks"
+    held = f"{_size(sum(memory.resident.device_bytes))} of weights on {len(replies)} ranks"
     streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
     progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
     adaptation = Adaptation(ranks, checkpoint, replies, memory.resident.adapted)
@@ -94,6 +94,11 @@ def load_model(
         lock,
     )
     return RemoteTransformer(checkpoint, setup, cut, memory, posting, adaptation)
+
+
+def _size(nbytes: int) -> str:
+    """As text: in GB with one digit behind the point, or in MB if that would say nothing."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _message(

@@ -111,6 +111,35 @@ class Editor:
         """The button of a tab of the sidebar: by its class, in newer editors by its test id."""
         return self.page.locator(f".{name}-tab-button, [data-testid={name}-tab-button]")
 
+    def say_lines(self) -> None:
+        """Three lines on each node of this pack, and on each sampler."""
+        self.page.evaluate(
+            """async () => {
+                const { api } = window.comfyAPI.api, text = "Parallel DiT: 1.8 s\\nexact, on 2 ranks\\nstarting";
+                for (const { id, type } of app.graph.nodes.filter(({ type }) => /Parallel|PipeFusion|KSampler/.test(type))) {
+                    api.dispatchEvent(new CustomEvent("progress_text", { detail: { nodeId: String(id), text } }));
+                }
+                app.canvas.draw(true, true);
+            }"""
+        )
+        self.page.wait_for_timeout(3 * SETTLE)
+
+    def overlaps(self) -> list[list[str]]:
+        """Types of nodes of which one lies on the other as they are drawn, titles included."""
+        return self.page.evaluate(
+            """() => {
+                const boxes = app.graph.nodes.map(({ id, type, pos, size }) => {
+                    const drawn = document.querySelector(`[data-node-id="${id}"]`);
+                    const [width, height] = [drawn?.offsetWidth ?? size[0], drawn?.offsetHeight ?? size[1] + 30];
+                    return { type, left: pos[0], top: pos[1] - 30, right: pos[0] + width, bottom: pos[1] - 30 + height };
+                });
+                const lies = (one, other) => one.left < other.right && other.left < one.right
+                    && one.top < other.bottom && other.top < one.bottom;
+                return boxes.flatMap((one, index) => boxes.slice(index + 1).filter(other => lies(one, other))
+                    .map(other => [one.type, other.type]));
+            }"""
+        )
+
     def problems(self) -> list[str]:
         """Nodes that ComfyUI does not know, that are marked red, or whose list lacks the file's choice."""
         return self.page.evaluate(

@@ -30,6 +30,7 @@ LINES = (
     "starting 2 ranks",
     "loading",
     "loading, 40 %",
+    "4.1 MB of weights on 2 ranks",
     *(
         f"{weights}{note}"
         for weights in (_WEIGHTS, f"{_WEIGHTS}, {_STREAMED}")
@@ -101,6 +102,8 @@ TOASTS = (
     "Parallel DiT's nodes are not loaded.",
     "No loader of a diffusion model is in this workflow.",
     "ComfyUI shows no GPU on this machine.",
+    "Nothing was changed. These nodes are those of another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion. "
+    "Remove one of the two packs.",
     f"Nothing was changed. ComfyUI shows one GPU on this machine.{_HIDDEN}",
     "Nothing was changed. This version of ComfyUI does not say which file a MODEL is from. Put Parallel DiT Loader in place "
     "of the node that loads it, or Parallel Checkpoint Loader for an all-in-one file.",

@@ -175,30 +175,22 @@ def test_the_panel_shows_ranks_while_it_is_open(editor, server, shoot):
     panel.get_by_text("Its last run").first.wait_for()
     shares = panel.locator(".timeline .bar[aria-label$='% of the time']").count()
     assert shares == 2 * panel.get_by_text("Its last run").count()  # of two ranks, for each of their models
-    assert re.search(r"\d s", panel.locator(".row.quiet").first.inner_text())  # of the last run
+    last, first = (row.inner_text() for row in panel.locator("h3:text-is('Last runs') ~ .row.quiet").all()[:2])
+    assert "exact, on 2 ranks" in last and "close to exact" in first
     shoot("ranks-panel")
 
+    model = {
+        "name": "<img src=x onerror='window.ran = true'>",
+        "degrees": "",
+        "weights": [],
+        "streamed": [],
+        "computing": [],
+    }
+    pool = {"ranks": [], "links": [], "models": [model], "notes": [], "error": "rank 1 ended", "logs": ""}
     page.evaluate(
-        """name => {
-            const memory = { weights: 6e9, run: 1e9, free: 1e10, total: 24e9 };
-            const ranks = Array.from({ length: 8 }, (_, rank) => (
-                { device: `cuda:${rank}`, state: "waiting", doing: "loading", ...memory }));
-            const links = [[0, 1, 2.5e10, 9e-6], [0, 2, 3e9, 3e-5], [1, 2, 4e9, 3e-5]];
-            const crowded = [...links, ...links, ...links];
-            const [weights, streamed] = [Array(8).fill(6e9), Array(8).fill(1e9)];
-            const model = { name, degrees: "ring_degree 8", weights, streamed, computing: [] };
-            const pool = { ranks, links, models: [model], notes: [], error: "rank 1 ended", logs: "" };
-            const other = { ...pool, ranks: [], links: crowded, models: [], error: "" };
-            const detail = { pools: [pool, other] };
-            window.comfyAPI.api.api.dispatchEvent(new CustomEvent("parallel_dit.ranks", { detail }));
-        }""",
-        "<img src=x onerror='window.ran = true'>",
+        "detail => window.comfyAPI.api.api.dispatchEvent(new CustomEvent('parallel_dit.ranks', { detail }))",
+        {"pools": [pool]},
     )
-    assert panel.locator(".row > .bar").count() == 8
-    assert panel.get_by_label("weights 6.0 GB, keys, values, prompts 1.0 GB, other 7.0 GB").count() == 8
-    for link in ("0 – 1: 25 GB/s, 9 µs", "1 – 2: 4 GB/s, 30 µs", "slowest: 0 – 2: 3 GB/s", "fastest: 0 – 1: 25 GB/s"):
-        panel.get_by_text(link).first.wait_for()
-    assert panel.get_by_text("48.0 GB on the devices, 8.0 GB in host memory").count() == 1
     assert panel.get_by_text("rank 1 ended").count() == 1
     assert panel.get_by_text("<img src=x").count() == 1  # a file's name is text
     assert panel.locator("img").count() == 0

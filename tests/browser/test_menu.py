@@ -1,20 +1,21 @@
 """The menu: its commands keep every wire, in each editor and for all ways that a MODEL takes; undo; what they say."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from scripts.comfyui_server import ComfyUIServer
-from tests.browser.editor import Editor
+from scripts.comfyui_server import PACK, ComfyUIServer
+from tests.browser.editor import READY, Editor
 from tests.browser.shapes import CHECKPOINT, SHAPES, workflow
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
 OURS = ("ParallelizeModel", "ApplyPipeFusion")
 PUT, TAKE_OUT = "ParallelDiT.RunOnSeveralGPUs", "ParallelDiT.RunOnOneGPU"
-PLAN = "**/parallel_dit/plan"
+PLAN, REPLACED = "**/parallel_dit/plan", "**/parallel_dit/replaced"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,29 @@ def test_run_on_one_gpu_again_where_a_subgraphs_input_feeds_the_node(on_two_card
     assert editor.prompt() == without_ours(before)
 
 
+@pytest.mark.parametrize("in_vue", [False, True], ids=["canvas", "nodes-2.0"])
+def test_no_node_lies_on_another_when_lines_are_shown(on_two_cards, in_vue):
+    """The bundled workflow and nodes that the menu and the panel put, in both ways in which the editor draws nodes."""
+    editor, page = on_two_cards, on_two_cards.page
+    page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", in_vue)
+    try:
+        editor.load(json.loads((PACK / "workflows" / "quickstart.json").read_text()))
+        editor.say_lines()
+        assert editor.overlaps() == []
+        editor.load(workflow("by_a_switch"))
+        said(editor, PUT)
+        editor.tab("parallel-dit-ranks").click()
+        page.locator(".pdit").get_by_role("button", name="Add Self-Test").click()
+        editor.say_lines()
+        assert [pair for pair in editor.overlaps() if set(pair) & {*OURS, "ParallelSelfTest"}] == []
+        edge = page.locator(".pdit").bounding_box()
+        left = editor.node("ParallelSelfTest", "(node.pos[0] + app.canvas.ds.offset[0]) * app.canvas.ds.scale")
+        assert left + page.locator("#graph-canvas").bounding_box()["x"] > edge["x"] + edge["width"]
+        editor.tab("parallel-dit-ranks").click()
+    finally:
+        page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+
+
 @pytest.mark.parametrize("fault", ["connect = () => null", "connect = () => { throw new Error('no connect') }"])
 def test_a_change_that_would_lose_a_wire_is_taken_back(on_two_cards, fault):
     editor = on_two_cards
@@ -109,6 +133,25 @@ def test_a_change_that_would_lose_a_wire_is_taken_back(on_two_cards, fault):
     names = "no connect" if "throw" in fault else "this editor would lose the wire to KSampler; Loads"
     assert told == f"Nothing was changed: {names}. Please report it, and connect the nodes by hand."
     assert editor.saved() == file
+
+
+def test_the_menu_refuses_another_packs_nodes(on_two_cards):
+    """Both ways, since the stranger's nodes are not to be put or taken out. The page says so when it opens."""
+    editor, page = on_two_cards, on_two_cards.page
+    editor.load(workflow("into_a_subgraph", ours_inside=True))
+    file = editor.saved()
+    theirs = "These nodes are those of another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion"
+
+    page.route(REPLACED, lambda route: route.fulfill(json={"replaced": theirs}))
+    try:
+        for command in (PUT, TAKE_OUT):
+            assert said(editor, command) == f"Nothing was changed. {theirs}"
+        assert editor.saved() == file
+        page.reload()
+        editor.toast(theirs)
+    finally:
+        page.unroute(REPLACED)
+    page.wait_for_function(READY)
 
 
 def template(server: ComfyUIServer, name: str) -> str:
@@ -130,7 +173,10 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     before = editor.saved()
     loader = "Load Diffusion Model (flux1-dev.safetensors) in Text to Image (Flux.1 Dev)"
     editor.menu("Parallel DiT", "Explain this workflow")
-    editor.toast(f"{loader}: 0.0 GB of weights on cuda:0 (24.0 GB), cuda:1 (24.0 GB). Parallelize Model would")
+    cards = "cuda:0 (24.0 GB), cuda:1 (24.0 GB)"
+    page.get_by_text(
+        re.compile(rf"{re.escape(loader)}: \d+ MB of weights on {re.escape(cards)}\. Parallel")
+    ).first.wait_for()
     shoot("explain-this-workflow")
     assert editor.saved() == before
     editor.menu("Parallel DiT", "Run on several GPUs")

@@ -4,6 +4,10 @@ import { REASONS } from "./chinese_lines.js";
 
 /** Why a loader is left as it is, or nothing is gained (nodes/run_on_several_gpus.py, loaders.js). */
 const WHY = [
+    [
+        /^These nodes are those of another pack \((.*)\), not Parallel DiT's: (.*)\. Remove one of the two packs\.$/,
+        "这些节点来自另一个节点包（$1），不是 Parallel DiT 的：$2。请移除其中一个节点包。",
+    ],
     [/^no card holds the whole model$/, "没有一块卡放得下整个模型"],
     [/^the cards do not reach each other directly \(P2P\)$/, "显卡之间不能直接通信（P2P）"],
     [/^Parallelize Model behind it is bypassed or muted$/, "它后面的并行化模型被绕过或禁用了"],
@@ -39,11 +43,11 @@ const TOASTS = [
     [/^Left as it is: (.*?): (.*)\.$/, "保持原样：$1：{2}。"],
     [/^Would stay as it is: (.*?): (.*)\.$/, "会保持原样：$1：{2}。"],
     [
-        /^(.*): ([\d.]+ GB) of weights on (.*)\. Parallelize Model would share out each picture; every step gives what one GPU gives\.$/,
+        /^(.*): ([\d.]+ [GM]B) of weights on (.*)\. Parallelize Model would share out each picture; every step gives what one GPU gives\.$/,
         "$1：$2 权重，设备 $3。并行化模型会把每张图分开算；每一步都和单卡结果相同。",
     ],
     [
-        /^(.*): ([\d.]+ GB) of weights on (.*)\. Parallelize Model would share out each picture; Apply PipeFusion would come too, as (.*): its first step is exact, the others are close to it, and its widget warmup_steps makes more of them exact\.$/,
+        /^(.*): ([\d.]+ [GM]B) of weights on (.*)\. Parallelize Model would share out each picture; Apply PipeFusion would come too, as (.*): its first step is exact, the others are close to it, and its widget warmup_steps makes more of them exact\.$/,
         "$1：$2 权重，设备 $3。并行化模型会把每张图分开算，还会接上应用 PipeFusion，因为{4}：第一步精确，之后接近精确，调大 warmup_steps 可让更多步精确。",
     ],
     [/^Taken out: (.*) and (.*)\. Undo brings it back\.$/, "已取下：$1、$2。可以撤销。"],

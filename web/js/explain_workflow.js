@@ -1,21 +1,20 @@
 /** Explain this workflow: says what Run on several GPUs would do with each loader of a diffusion model, and changes nothing. */
 import { grouped, look, NO_LOADER, say } from "./loaders.js";
+import { size } from "./size.js";
 
 export const EXPLAIN = "ParallelDiT.ExplainWorkflow";
 export const EXPLAIN_TITLE = "Explain this workflow";
 const SECONDS = 60; // to read it
 
-const inGB = (bytes) => `${(bytes / 1e9).toFixed(1)} GB`;
-
 /** What would become of a loader. */
 function said({ name, weights, pipefusion }, cards) {
-    const where = cards.map((card) => `${card.name} (${inGB(card.memory)})`).join(", ");
+    const where = cards.map((card) => `${card.name} (${size(card.memory)})`).join(", ");
     const exact = "every step gives what one GPU gives";
     const banded =
         `Apply PipeFusion would come too, as ${pipefusion}: its first step is exact, the others are close to it, and its ` +
         "widget warmup_steps makes more of them exact";
     const how = pipefusion ? banded : exact;
-    return `${name}: ${inGB(weights)} of weights on ${where}. Parallelize Model would share out each picture; ${how}.`;
+    return `${name}: ${size(weights)} of weights on ${where}. Parallelize Model would share out each picture; ${how}.`;
 }
 
 export async function explain() {

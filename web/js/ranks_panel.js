@@ -6,12 +6,15 @@ import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { isChinese } from "./chinese.js";
 import { chinese } from "./chinese_lines.js";
+import { place } from "./place.js";
+import { size } from "./size.js";
 
 const ID = "parallel-dit-ranks";
 const EVENT = "parallel_dit.ranks"; // of nodes/ranks_panel.py
 const SAID = "parallel_dit.said"; // of nodes/ui/node_text.py
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 const MOST_RUNS = 5;
+const INSET = 120; // pixels, of a node that is added: from the panel, and below the editor's bars
 const MOST_LINKS = 6; // all pairs of four ranks; of more, the slowest and the fastest link
 
 const ENGLISH = {
@@ -97,7 +100,7 @@ const STYLE = `
 .pdit .run { background: #a371f7; }
 .pdit .share { background: #3fb950; }
 .pdit .timeline .bar { height: 6px; margin: 3px 0; }
-.pdit .other { background: #8a8f98; }
+.pdit .other { background: repeating-linear-gradient(45deg, #6e7681 0 3px, #a3abb5 3px 6px); }
 .pdit .dot { display: inline-block; width: 8px; height: 8px; border-radius: 50%; margin-right: 6px; background: #8a8f98; }
 .pdit .dot.working { background: #3fb950; }
 .pdit .dot.waiting, .pdit .dot.starting { background: #d29922; }
@@ -123,10 +126,6 @@ function element(kind, className = "", text = "") {
     if (className) made.className = className;
     if (text) made.textContent = text;
     return made;
-}
-
-function size(bytes) {
-    return bytes < 1e9 ? `${Math.round(bytes / 1e6)} MB` : `${(bytes / 1e9).toFixed(1)} GB`;
 }
 
 const sum = (values) => values.reduce((total, each) => total + each, 0);
@@ -266,12 +265,17 @@ function draw() {
     if (focused >= 0) shown.querySelectorAll("button")[focused]?.focus(); // the keyboard's place stays
 }
 
+/** Put a node into the graph that is looked at, where the panel does not cover it. */
 function addNode(type) {
     const node = LiteGraph.createNode(type);
     if (!node) return;
-    const { offset, scale } = app.canvas.ds;
-    node.pos = [200 / scale - offset[0], 200 / scale - offset[1]];
-    app.graph.add(node);
+    const { canvas, ds } = app.canvas;
+    const [seen, panel] = [canvas.getBoundingClientRect(), shown.getBoundingClientRect()];
+    const isLeft = panel.left - seen.left < seen.right - panel.right;
+    const left = (isLeft ? Math.max(0, panel.right - seen.left) : 0) + INSET;
+    const graph = app.canvas.graph ?? app.graph;
+    graph.add(node);
+    place(graph, node, [[left / ds.scale - ds.offset[0], INSET / ds.scale - ds.offset[1]]]);
 }
 
 const tell = (what) =>

@@ -4,35 +4,13 @@
  */
 import { app } from "../../../scripts/app.js";
 import { explain, EXPLAIN, EXPLAIN_TITLE } from "./explain_workflow.js";
-import { change, grouped, look, NO_LOADER, say } from "./loaders.js";
+import { change, grouped, look, NO_LOADER, replaced, say } from "./loaders.js";
+import { placeNear } from "./place.js";
 import { takeOut, TAKE_OUT, TAKE_OUT_TITLE } from "./take_out.js";
 import { beginAt, isModel, linksFrom, NODE, PIPELINE } from "./wires.js";
 
 const ID = "ParallelDiT.RunOnSeveralGPUs";
 const TITLE = "Run on several GPUs";
-const GAP = 40; // between nodes, in the canvas's units
-const TITLE_HEIGHT = 30;
-
-/** Near `before`, to its right or below it, where no node is. */
-function place(graph, node, before) {
-    const box = ({ pos, size }) => [pos[0], pos[1] - TITLE_HEIGHT, size[0], size[1] + TITLE_HEIGHT];
-    const ends = [graph.inputNode, graph.outputNode].filter(Boolean); // of a subgraph; they have a title inside
-    const taken = [...(graph.nodes ?? graph._nodes), ...ends].filter((other) => other !== node).map(box);
-    const [, , width, height] = box(node);
-    const [left, top, wide, high] = box(before);
-    const free = (x, start) => {
-        const hit = (y) => ([ox, oy, ow, oh]) =>
-            x < ox + ow + GAP / 2 && ox < x + width + GAP / 2 && y < oy + oh + GAP / 2 && oy < y + height + GAP / 2;
-        let y = start;
-        for (let over = taken.filter(hit(y)); over.length; over = taken.filter(hit(y))) {
-            y = Math.max(...over.map(([, oy, , oh]) => oy + oh)) + GAP / 2;
-        }
-        return [x, y, y - start];
-    };
-    const places = [free(left, top + high + GAP / 2), free(left + wide + GAP, top)];
-    const [x, y] = places[0][2] <= places[1][2] ? places[0] : places[1];
-    node.pos = [x, y + TITLE_HEIGHT];
-}
 
 /** A new node between an output and all that it goes to. */
 function insert(type, before, slot) {
@@ -40,7 +18,7 @@ function insert(type, before, slot) {
     const node = LiteGraph.createNode(type);
     if (!node) throw new Error(`${type} is not registered`);
     graph.add(node);
-    place(graph, node, before);
+    placeNear(graph, node, before);
     for (const link of linksFrom(before, slot)) beginAt(graph, link, node.id, 0);
     before.connect(slot, node, node.inputs.findIndex(isModel));
     return node;
@@ -87,4 +65,8 @@ app.registerExtension({
         { id: EXPLAIN, label: EXPLAIN_TITLE, icon: "pi pi-info-circle", function: explain },
     ],
     menuCommands: [{ path: ["Parallel DiT"], commands: [ID, TAKE_OUT, EXPLAIN] }],
+    async setup() {
+        const strange = await replaced();
+        if (strange) say("Parallel DiT", "error", strange);
+    },
 });

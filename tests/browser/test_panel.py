@@ -1,0 +1,194 @@
+"""The panel of ranks and the lines on nodes, in both languages: modules of web/js on a page with stand-ins for ComfyUI's."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from scripts.comfyui_server import PACK
+
+pytestmark = [pytest.mark.browser]
+
+PAGE = "http://pack.test/extensions/pack/js/"
+STAND_INS = {
+    "api.js": "export const api = Object.assign(new EventTarget(), { fetchApi: async () => ({}), clientId: 'me' });",
+    "app.js": """export const app = {
+        registerExtension: (extension) => { window.extension = extension },
+        extensionManager: { registerSidebarTab: (tab) => { window.tab = tab } },
+        ui: { settings: { getSettingValue: () => window.locale } },
+    };""",
+}
+SEND = "([name, detail]) => window.api.dispatchEvent(new CustomEvent(name, { detail }))"
+RUNS = [f"Parallel DiT: {number}.5 s, 0.{number} s a step\nexact, on {number} ranks" for number in range(2, 9)]
+RANKS = [
+    {
+        "device": "cuda:0",
+        "state": "idle",
+        "doing": "",
+        "weights": 10**9,
+        "run": 3 * 10**8,
+        "free": 18 * 10**9,
+        "total": 24 * 10**9,
+    },
+    {
+        "device": "cuda:0",
+        "state": "working",
+        "doing": "",
+        "weights": 25 * 10**8,
+        "run": 5 * 10**8,
+        "free": 18 * 10**9,
+        "total": 24 * 10**9,
+    },
+    {
+        "device": "cuda:1",
+        "state": "failed",
+        "doing": "",
+        "weights": 4 * 10**9,
+        "run": 0,
+        "free": 11 * 10**9,
+        "total": 16 * 10**9,
+    },
+]
+MODELS = [
+    {
+        "name": "parked.safetensors",
+        "degrees": "ring_degree 3",
+        "weights": [0, 0, 0],
+        "streamed": [0, 0, 0],
+        "computing": [],
+        "parked": True,
+    },
+    {
+        "name": "older.safetensors",
+        "degrees": "ulysses_degree 3",
+        "weights": [10**9] * 3,
+        "streamed": [0, 2 * 10**9, 10**8],
+        "computing": [0.5, 0.25, 1],
+        "parked": False,
+    },
+    {
+        "name": "newest.safetensors",
+        "degrees": "pipefusion_degree 3",
+        "weights": [5 * 10**8, 10**9, 10**9],
+        "streamed": [0, 0, 0],
+        "computing": [0.125, 0.75, 0.96],
+        "parked": False,
+    },
+]
+LINKS = [[one, two, 10**9 * (7 * one + two), 1e-6 * (10 * one + two)] for one in range(4) for two in range(one + 1, 5)]
+STATE = {"pools": [{"ranks": RANKS, "models": MODELS, "links": LINKS, "notes": [], "error": "", "logs": "/logs/7"}]}
+
+
+@pytest.fixture(scope="module")
+def opened(browser) -> Iterator[Callable[[str, str], Any]]:
+    """`opened(module, locale)`: a page on which this module of web/js has been set up."""
+    page = browser.new_page()
+
+    def served(route):
+        name = route.request.url.rsplit("/", 1)[1]
+        body = (
+            STAND_INS[name] if "/scripts/" in route.request.url else (PACK / "web" / "js" / name).read_text() if name else ""
+        )
+        route.fulfill(body=body, content_type="text/javascript" if name else "text/html")
+
+    page.route("http://pack.test/**", served)
+
+    def open_module(module: str, locale: str) -> Any:
+        page.goto(PAGE)
+        page.evaluate(
+            """async ([module, locale]) => {
+                window.locale = locale;
+                window.api = (await import("/scripts/api.js")).api;
+                await import(`./${module}.js`);
+                window.extension?.setup();
+                window.tab?.render(document.body);
+            }""",
+            [module, locale],
+        )
+        return page
+
+    yield open_module
+    page.close()
+
+
+def panel(opened: Callable[[str, str], Any], locale: str) -> Any:
+    """The panel with STATE, after RUNS."""
+    page = opened("ranks_panel", locale)
+    page.evaluate(SEND, ["parallel_dit.ranks", STATE])
+    for number, text in enumerate(RUNS):
+        page.evaluate(SEND, ["execution_start", {}])
+        page.evaluate(SEND, ["parallel_dit.said", {"node": "3", "text": "Parallel DiT: starting 3 ranks"}])
+        page.evaluate(SEND, ["parallel_dit.said", {"node": "3", "text": text}])
+        page.evaluate(SEND, [("execution_success", "execution_error", "execution_interrupted")[number % 3], {}])
+    return page
+
+
+def texts(page: Any) -> list[str]:
+    """What the panel shows, and its tooltips and labels."""
+    shown = page.locator(".pdit").inner_text()
+    named = page.evaluate("() => [...document.querySelectorAll('.pdit *')].flatMap(e => [e.title, e.ariaLabel])")
+    return [shown.replace(PAGE, ""), *(name for name in named if name)]
+
+
+def test_panel_of_ranks_that_share_a_card(opened):
+    page = panel(opened, "en")
+    bars = [bar.get_attribute("aria-label") for bar in page.locator(".row > .bar").all()]
+    shared = "weights 3.5 GB, keys, values, prompts 800 MB, other 1.7 GB"
+    assert bars == [shared, shared, "weights 4.0 GB, keys, values, prompts 0 MB, other 1.0 GB"]
+    widths = page.evaluate(
+        "() => [...document.querySelectorAll('.row > .bar')].map(b => [...b.children].map(p => p.style.width))"
+    )
+    assert [round(float(width.rstrip("%")), 1) for width in widths[0]] == [14.6, 3.3, 7.1]
+    lines = [line.inner_text() for line in page.locator(".row .line.quiet").all()]
+    assert [re.search(r"weights (.*?B)", line)[1] for line in lines] == ["1.0 GB", "2.5 GB", "4.0 GB"]
+    dots = page.evaluate("() => [...document.querySelectorAll('.dot')].map(dot => dot.className)")
+    assert dots == ["dot idle", "dot working", "dot failed"]
+
+
+def test_panel_shows_the_last_runs_and_models_newest_first(opened):
+    page = panel(opened, "en")
+    runs = [row.inner_text() for row in page.locator("h3:text-is('Last runs') ~ .row.quiet").all()]
+    assert runs == RUNS[:1:-1]
+    models = page.locator("h3:text-is('Models') ~ .row:not(.quiet)").all()
+    assert [model.locator(".device").inner_text() for model in models] == [
+        f"{name}.safetensors" for name in ("newest", "older", "parked")
+    ]
+    assert [model.get_by_role("button").count() for model in models] == [1, 0, 0]  # a trace is of the last run
+    held = [model.locator(":scope > .quiet").nth(1).inner_text() for model in models]
+    assert held == ["2.5 GB on the devices", "3.0 GB on the devices, 2.1 GB in host memory", "parked in host memory"]
+    shares = [share.get_attribute("title") for share in models[0].locator(".timeline .bar").all()]
+    assert shares == [f"rank {rank} computed for {percent} % of the time" for rank, percent in enumerate((13, 75, 96))]
+    links = [line.inner_text() for line in page.locator("h3:text-is('Links, as measured') ~ .quiet").all()[:2]]
+    assert links == ["slowest: 0 – 1: 1 GB/s, 1 µs", "fastest: 3 – 4: 25 GB/s, 34 µs"]
+
+
+def test_chinese_panel_has_the_english_ones_numbers(opened):
+    """In texts, tooltips and labels, of each run too. No English is left but names."""
+    english, chinese = (texts(panel(opened, locale)) for locale in ("en", "zh"))
+    numbers = [[sorted(re.findall(r"\d[\d.]*\d|\d", text)) for text in shown] for shown in (english, chinese)]
+    assert numbers[0] == numbers[1]
+    assert len(english) == len(chinese)
+    untranslated = [text for text in chinese if not re.search(r"[\u4e00-\u9fff]", text)]
+    assert untranslated == []
+    assert not re.search(r"[a-z]{2,} [a-z]{2,}", chinese[0])
+
+
+@pytest.mark.parametrize("end", ["execution_success", "execution_error", "execution_interrupted"])
+def test_line_on_a_node_is_chinese_after_the_runs_end_too(opened, end):
+    page = opened("node_text", "zh-TW")
+    page.evaluate(
+        "() => { window.shown = []; window.api.addEventListener('progress_text', ({ detail }) => shown.push(detail)) }"
+    )
+    page.evaluate(SEND, ["execution_start", {}])
+    for node, text in (("3", RUNS[0]), ("9", "Parallel DiT: starting 2 ranks"), ("9", RUNS[1])):
+        page.evaluate(SEND, ["parallel_dit.said", {"node": node, "text": text}])
+    during = page.evaluate("() => shown.splice(0)")
+    page.evaluate(SEND, [end, {}])
+    page.wait_for_function("() => shown.length == 2")
+    after = page.evaluate("() => shown")
+    assert after == [during[0], during[2]]
+    assert [each["nodeId"] for each in after] == ["3", "9"]
+    assert [each["text"] for each in after] == [
+        f"Parallel DiT: {number}.5 秒，每步 0.{number} 秒\n精确，{number} 个进程" for number in (2, 3)
+    ]
