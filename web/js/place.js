@@ -1,13 +1,16 @@
 /** Where a new node goes on the canvas: near something, where no node is and where none grows to. */
+import { NODE, PIPELINE } from "./wires.js";
+
 const GAP = 40; // between nodes, in the canvas's units
 const TITLE_HEIGHT = 30;
 const LINES = 70; // by which a node grows when it says something
 const ROOM = 90 + LINES; // of a node that is not drawn yet: in Nodes 2.0 it is taller than its size says
 
 /** A node's box, its title and its lines included. An end of a subgraph has its title inside. */
-export function box({ id, pos, size }) {
-    const drawn = document.querySelector(`[data-node-id="${id}"]`)?.offsetHeight ?? 0; // in Nodes 2.0 alone
-    return [pos[0], pos[1] - TITLE_HEIGHT, size[0], Math.max(size[1] + TITLE_HEIGHT, drawn) + LINES];
+function box({ id, type, pos, size }) {
+    const drawn = document.querySelector(`[data-node-id="${id}"]`)?.offsetHeight; // in Nodes 2.0 alone
+    const isNew = !drawn && (type === NODE || type === PIPELINE); // it may be drawn taller in a moment
+    return [pos[0], pos[1] - TITLE_HEIGHT, size[0], Math.max(size[1] + TITLE_HEIGHT, drawn ?? 0) + (isNew ? ROOM : LINES)];
 }
 
 /** The first free place at or below [x, y], and how far below that is. */
