@@ -167,7 +167,7 @@ def check_widgets(
     """ValueError for widgets of `widgets` that no model can be loaded with. None: a value that comes over a link."""
     if offload is not None:
         offload_of(offload)
-    sizes = {"batch": split_batch_degree, "pipe": pipefusion_degree, "tensor": tensor_parallel_degree}
+    sizes: dict[str, Any] = {"batch": split_batch_degree, "pipe": pipefusion_degree, "tensor": tensor_parallel_degree}
     known = Degrees(**{axis: size for axis, size in sizes.items() if size is not None})
     chosen = None
     if degrees is None or devices is None:

@@ -73,8 +73,8 @@ def head_strengths(heads: int, sigma: float, sigmas: torch.Tensor, shifts: tuple
     stop = max(stop, start + 1)
     strengths = []
     for shift in shifts:
-        grid = torch.linspace(1.0, 0.0, heads + 1, dtype=torch.float64)
-        lengths = (1.0 - shift * grid / (1.0 + (shift - 1.0) * grid)).diff()
+        even = torch.arange(heads, -1, -1, dtype=torch.float64) / heads
+        lengths = -(shift * even / (1.0 + (shift - 1.0) * even)).diff()  # of the steps, in shifted time
         shares = torch.zeros(heads, dtype=torch.float64)
         shares[start:stop] = lengths[start:stop] / lengths[start:stop].sum()
         strengths += shares[1:].tolist()

@@ -21,6 +21,8 @@ class ComfyNode(Protocol):
 
 Node = TypeVar("Node", bound=type[ComfyNode])
 
+EARLY_CHECK = "VALIDATE_INPUTS"
+"""ComfyUI's name of a node's check of its widgets."""
 SHOWN = 60
 """Characters of a value that an error repeats."""
 
@@ -62,7 +64,7 @@ def validate(*checked_by_node: str, early: Callable[..., object] | None = None) 
 
         setattr(node, node.FUNCTION, call)
         if early is not None:
-            node.VALIDATE_INPUTS = staticmethod(_host_check(early, inputs))
+            setattr(node, EARLY_CHECK, staticmethod(_host_check(early, inputs)))
         return node
 
     return adopt
