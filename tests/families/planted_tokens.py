@@ -142,14 +142,19 @@ class CountsWordsBetween(TwoStreams):
 
 
 class FillsUp(Tokens):
-    """As Z-Image: tokens are filled up to a multiple, so that calls of several sizes have as many."""
+    """As Z-Image: tokens are filled up to a multiple, so that calls of several sizes have as many, here as many as another
+    argument has columns."""
 
-    multiple = 16
+    multiple = 64
+
+    class block(Mixing):
+        def forward(self, x, emb, table):
+            return super().forward(x, emb[:, :WIDTH], table)
 
     def mixed(self, h, words, emb, t):
         tokens = h.shape[1]
         h = torch.cat((h, h.new_zeros(len(h), -tokens % self.multiple, WIDTH)), 1)
-        return super().mixed(h, words, emb, t)[:, :tokens]
+        return super().mixed(h, words, emb.repeat(1, 2 * self.multiple // WIDTH), t)[:, :tokens]
 
 
 class ReadsNumber(Tokens):

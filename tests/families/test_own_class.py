@@ -75,7 +75,7 @@ def test_what_stages_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).stages.startswith(why)
 
 
-CUT = "Tokens SharedKeys Crossed TwoStreams PictureFirst CountsWordsBetween FillsUp MasksKeys OwnBlocksFirst"
+CUT = "Tokens SharedKeys Crossed TwoStreams PictureFirst CountsWordsBetween MasksKeys OwnBlocksFirst"
 
 
 @pytest.mark.parametrize("name", CUT.split())
@@ -108,6 +108,14 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
 )
 def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).sequence.startswith(why)
+
+
+def test_tokens_that_are_filled_up_are_told_from_other_axes():
+    """Of a smaller call of the trial there are as many tokens: the second call has another number."""
+    given = call()
+    x = torch.randn(2, 4, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    proof = trial(own("FillsUp"), Call(x, given.timestep, given.named), TIMES)
+    assert (proof.stages, proof.batch, proof.sequence) == ("", "", "")
 
 
 NUMBERS = [("ReadsNumber", ("num_tokens",)), ("NumberMatters", ()), ("Tokens", ("num_tokens",))]
