@@ -309,7 +309,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         if band is not None and not band.takes(self, latents, options):
             band = None
         attention = self.setup.attention
-        preferred = preferred_attention(self.checkpoint, attention) if HEEDS_FILES else ""
+        preferred = preferred_attention(self.checkpoint, attention, options) if HEEDS_FILES else ""
         changes, patches = block_changes(family, config, options, len(latents[0]), attention, inputs, preferred)
         unknown = [name for name in inputs if name not in family.inputs.accepts]
         refuse_what_does_not_reach_the_ranks(options | patches, unknown, family)

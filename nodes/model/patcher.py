@@ -19,6 +19,7 @@ from parallel_backend.core.setup import Setup
 from ..ui.host import refuse
 from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
+from .attention_choice import PREFERRED, wished_of_object, wishes, without_settings
 from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
@@ -58,16 +59,29 @@ class RemoteModelPatcher(RankMemoryPatcher):
     _told_of_compile = False
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's, without patches of another size, which ComfyUI leaves out when it computes with them.
+        """As ComfyUI's, without patches of another size, which ComfyUI leaves out when it computes with them. A wish for a
+        kind of attention becomes an entry of transformer_options (attention_choice.py).
 
         ValueError for a kind of patch that the ranks cannot add to their weights, and if no patch fits.
         """
         if not patches:  # ComfyUI's loader knows none of the file's names, and only logs them
             tell(UNNAMED)
+        settings, patches = patches, without_settings(patches)
+        settings = {key: value for key, value in settings.items() if key not in patches}
+        if strength_patch != 0:
+            self._prefer(wishes(settings))
         patches = self._fitting(patches, strength_patch, strength_model)
         added_keys = super().add_patches(patches, strength_patch, strength_model)
         self.enlarge({target if isinstance(target, str) else target[0] for target in patches})
-        return added_keys
+        return [*added_keys, *settings]
+
+    def _prefer(self, kernels):
+        """Note the kernels that a LoRA asks for. ValueError for a model of ComfyUI's own class, whose ranks know none."""
+        if kernels and isinstance(self.stub, OwnClassModel):
+            refuse_unread([Unread("attention that a LoRA asks for", by=named(calling_nodes()))])
+        options = self.model_options["transformer_options"]
+        if kernels:
+            options[PREFERRED] = options.get(PREFERRED, {}) | kernels
 
     def _fitting(self, patches, strength_patch, strength_model, hooked=False):
         names, ours = self.model.state_dict(), {}
@@ -163,6 +177,9 @@ class RemoteModelPatcher(RankMemoryPatcher):
             return
         if entry := riflex(family, name, obj):
             options.update(entry)
+            return
+        if kernels := wished_of_object(name, obj):
+            self._prefer(kernels)
             return
         if name == INSIDE or name.startswith(f"{INSIDE}."):
             refuse_unread([Unread(f"another '{name}'", obj, by=named(calling_nodes()))])

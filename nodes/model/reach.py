@@ -36,6 +36,7 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset({"MiniMaxH3"})),
     # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
+    **dict.fromkeys(("k6_magcache", "prism_attention", "prism_sparsity", "prism_cdf_threshold"), frozenset()),
     "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
     # The next step's time, for models with mean flow.
     **dict.fromkeys(

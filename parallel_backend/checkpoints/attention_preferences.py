@@ -1,8 +1,8 @@
 """Attention that a model's file asks for, layer by layer, as ComfyUI from 0.37 on reads it.
 
-Beside an attention layer's weights such a file has a tensor `<layer>.comfy_attention.config` of JSON bytes: an object, or a
-list of objects of which the first that can run counts. Its `attention` names the method (`ComfyAttention` in ComfyUI's
-comfy/ldm/modules/attention.py). A method that is not known is left out, there as here.
+Beside an attention layer's weights such a file, or a LoRA, has a tensor `<layer>.comfy_attention.config` of JSON bytes: an
+object, or a list of objects of which the first that can run counts. Its `attention` names the method (`ComfyAttention` in
+ComfyUI's comfy/ldm/modules/attention.py). A method that is not known is left out, there as here.
 """
 
 from collections.abc import Mapping
@@ -29,18 +29,23 @@ def take_preferences(name: str, entries: Mapping[str, Entry]) -> tuple[dict[str,
         for key, entry in entries.items()
         if key not in rest and entry.file.suffix.lower() not in GGUF
     }
-    kernels = {}
-    for layer, wishes in read_json(asked).items():
-        methods = [_method(name, layer, wish) for wish in (wishes if isinstance(wishes, list) else [wishes])]
-        if known := [KERNELS[method] for method in methods if method in KERNELS]:
-            kernels[layer] = known[0]
-    return rest, kernels
+    kernels = {layer: asked_kernel(f"model_name: {name}", layer, wishes) for layer, wishes in read_json(asked).items()}
+    return rest, {layer: kernel for layer, kernel in kernels.items() if kernel}
 
 
-def _method(name: str, layer: str, wish: Any) -> str:
+def asked_kernel(asker: str, layer: str, wishes: Any) -> str:
+    """The kernel of ranks that `wishes`, read from JSON, ask for in a layer. Empty: all methods are unknown.
+
+    ValueError, which begins with `asker`, unless they are an object or a list of objects.
+    """
+    methods = [_method(asker, layer, wish) for wish in (wishes if isinstance(wishes, list) else [wishes])]
+    return next((KERNELS[method] for method in methods if method in KERNELS), "")
+
+
+def _method(asker: str, layer: str, wish: Any) -> str:
     if not isinstance(wish, dict):
         raise ValueError(
-            f"model_name: {name} asks for attention in {short(layer)} in a form that nobody writes: {short(wish)}. The file "
+            f"{asker} asks for attention in {short(layer)} in a form that nobody writes: {short(wish)}. The file "
             "is damaged; use another copy."
         )
     method = wish.get("attention")

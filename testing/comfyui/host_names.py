@@ -40,6 +40,8 @@ ENUMS = {
 """Kind -> class of comfy/hooks.py."""
 SETTERS = re.compile(r"(set|add)_\w+")
 """Methods of ModelPatcher that put something on a MODEL."""
+READ_BY_ALL = {"patches", "patches_replace", "optimized_attention_override"}
+"""Entries of transformer_options that native classes or ComfyUI's attention functions read for all models."""
 NOT_ON_A_MODEL = ("text_encoders", "audio_encoders", "clip_vision.py", "sd.py", "sd1_clip.py", "sdxl_clip.py", "ops.py")
 """Files and folders of comfy whose `model_options` are those of a text encoder or a loader."""
 
@@ -256,7 +258,7 @@ class Source:
                 waiting += found[place].uses
         patches = {patch for each in found.values() for patch in each.patches}
         options = {option for each in found.values() for option in each.options}
-        return {"patches": sorted(patches), "options": sorted(options - {"patches", "patches_replace"})}
+        return {"patches": sorted(patches), "options": sorted(options - READ_BY_ALL)}
 
     @functools.cache  # noqa: B019
     def _looks(self, module: str, name: str) -> "Looks":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from testing.comfyui.host_names import Source, host_names
-from tests.nodes.rows import VERSIONS, without_a_row
+from tests.nodes.rows import COMPLETE, without_a_row
 
 pytestmark = pytest.mark.comfyui
 
@@ -17,7 +17,7 @@ def check_names(checkout: Path) -> None:
     """AssertionError with the names that have no row, or that are others than those noted for this version."""
     names, version = host_names(checkout), Source(checkout).version
     assert without_a_row(names) == []
-    assert names == VERSIONS.get(version, names)
+    assert names == COMPLETE.get(version, names)
 
 
 def test_every_name_is_noted_and_has_a_row(comfyui):

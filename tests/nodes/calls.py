@@ -73,6 +73,7 @@ BELONGS = {
     "sample_sigmas": ("sigmas",),
     "ref_latents": ("ref_latents_method",),
     "ref_latents_method": ("ref_latents",),
+    "image_slots": ("ref_latents",),
     "pose_strength": ("pose_latents",),
     "context_pose": ("pose_latents",),
     "clip_fea_pose": ("pose_latents", "clip_fea"),
@@ -85,6 +86,9 @@ BELONGS = {
 """Argument -> others that it says something of."""
 
 
+NAMES_OF_FEW = ("text_in_dim", "cap_feat_dim", "context_in_dim", "cross_attention_dim")
+
+
 def _text_width(config: Any) -> int:
     if "audio_cross_attention_dim" in config:  # LTX-2's text is for the video and for the sound
         if config.get("use_prompt_embeddings"):
@@ -93,7 +97,7 @@ def _text_width(config: Any) -> int:
     if "num_text_layers" in config:
         return config["num_text_layers"] * config["text_hidden_dim"]
     names = ("joint_attention_dim", "text_embed_dim", "text_dim", "in_text_dim", "llm_features_dim", "caption_channels")
-    found = next(config[name] for name in (*names, "text_in_dim", "cap_feat_dim", "cross_attention_dim") if name in config)
+    found = next(config[name] for name in (*names, *NAMES_OF_FEW) if name in config)
     return found if isinstance(found, int) else found[0]
 
 
@@ -119,6 +123,7 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "attention_mask": masked,
         "ref_latents": [torch.ones(1, latent[0], *((1,) if len(latent) == 4 else ()), 4, 4)] * 2,
         "ref_latents_method": "negative_index",
+        "image_slots": [1, 3],
         "encoder_hidden_states_llama3": torch.ones(1, 5, 4, caption[1] if isinstance(caption, tuple) else 1),
         "image_cond": torch.ones(1, *latent),
         "text_embedding_mask": torch.ones(1, _words(config)),

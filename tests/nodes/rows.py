@@ -13,13 +13,11 @@ from parallel_backend.families import FAMILIES
 from testing.comfyui.host_names import NAMES
 
 VERSIONS = {path.stem.removeprefix("comfyui-"): json.loads(path.read_text()) for path in sorted(NAMES.glob("*.json"))}
-"""Version of ComfyUI -> its names."""
-NEWER = frozenset({"qwen-image-2.1"})
-"""Families whose native class none of these versions has, so that no names of it are known here."""
-KINDS = {kind: family for family in FAMILIES.values() if family.name not in NEWER for kind in family.native_classes}
+"""Version of ComfyUI -> its names. Some have only names of the files that they were "read from" (path -> commit)."""
+COMPLETE = {version: names for version, names in VERSIONS.items() if "read from" not in names}
+"""Those that have all names."""
+KINDS = {kind: family for family in FAMILIES.values() for kind in family.native_classes}
 """Class of ComfyUI's supported_models -> the family that computes it."""
-HELD = {name: family for name, family in FAMILIES.items() if name not in NEWER}
-"""The other families, by name."""
 
 PASSED = "passed"
 """It reaches the ranks, as data."""
@@ -98,7 +96,7 @@ PATCHER_STATE = rows(
 
 PATCHES = rows(
     # Where the native model runs the patch (`native` in the names), it is refused, and has no effect elsewhere.
-    refused="attn1_output_patch attn1_patch attn2_patch double_block mlp_patch noise_refiner post_input",
+    refused="attn1_output_patch attn1_patch attn2_patch double_block mlp_patch noise_refiner post_input single_block",
     # Of UNets.
     harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
     "middle_block_after_patch middle_patch output_block_patch",
@@ -114,8 +112,9 @@ OPTIONS = rows(
     "grid_sizes img_slice model_patch_data multigpu_thread_device original_shape prefetch_dynamic_vbars "
     "reference_image_num_tokens sample_sigmas sigmas total_blocks transformer_index uuids "
     # Read by few native models: READ has those. Others ignore them.
-    "a2v_cross_attn ar_config ar_state audio_embeds chroma_radiance_options minimax_h3_sigma_shift_audio "
-    "minimax_h3_sigma_shift_video rope_options run_ax run_vx stg_self_attn_blocks stg_skip_self_attn v2a_cross_attn",
+    "a2v_cross_attn ar_config ar_state audio_embeds chroma_radiance_options minimax_h3_layout "
+    "minimax_h3_sigma_shift_audio minimax_h3_sigma_shift_video rope_options run_ax run_vx stg_self_attn_blocks "
+    "stg_skip_self_attn v2a_cross_attn k6_magcache prism_attention prism_cdf_threshold prism_sparsity qwen_image21_cache",
 )
 """Entries of transformer_options, for a native model that does not read them."""
 ROPE_REFUSED = "Lumina2 ZImage WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
@@ -147,13 +146,19 @@ READ: Mapping[str, Rows] = {
     "sample_sigmas": rows(passed=MEAN_FLOW, harmless=NO_MEAN_FLOW),
 }
 """Entry of transformer_options -> class of supported_models whose native model reads it -> outcome there."""
+READ_BESIDE = {
+    "qwen_image21_cache": "QwenImage21",  # BlockChanges.kept_text
+    "sample_sigmas": "MiniMaxH3",  # BlockChanges.head_strengths of a bank of heads, see test_head_bank.py
+}
+"""Entry -> class whose native model reads it, and which ranks get otherwise than as one of a call's tensors."""
 
 MODEL_OPTIONS = rows(
     computed="sampler_cfg_function sampler_pre_cfg_function sampler_post_cfg_function sampler_calc_cond_batch_function "
     "model_function_wrapper denoise_mask_function disable_cfg1_optimization context_handler registered_hooks "
     "to_load_options transformer_options",
     passed="dtype",  # of a loader
-    harmless="global_average_pooling ignore_multigpu load_device offload_device multigpu_options multigpu_thread_pool",
+    harmless="global_average_pooling ignore_multigpu load_device offload_device multigpu_options multigpu_thread_pool "
+    "optimized_attention_memory_efficient",  # for an estimate of memory
     refused="custom_operations multigpu_clones",
 )
 MODEL_OPTIONS_IN_BANDS = (
@@ -216,7 +221,7 @@ GUIDERS_IN_BANDS = in_bands(
     no_bands="nodes_custom_sampler.Guider_DualModel nodes_train.TrainGuider",
 )
 _PIXEL_WISE_STEPS = (
-    "ddpm deis dpm_2 dpm_2_ancestral dpm_2_ancestral_RF dpm_fast dpmpp_2m dpmpp_2m_cfg_pp dpmpp_2m_sde "
+    "cfgpp_ud10_ab ddpm deis dpm_2 dpm_2_ancestral dpm_2_ancestral_RF dpm_fast dpmpp_2m dpmpp_2m_cfg_pp dpmpp_2m_sde "
     "dpmpp_2m_sde_gpu dpmpp_2m_sde_heun dpmpp_2m_sde_heun_gpu dpmpp_2s_ancestral dpmpp_2s_ancestral_RF "
     "dpmpp_2s_ancestral_cfg_pp dpmpp_3m_sde dpmpp_3m_sde_gpu dpmpp_sde dpmpp_sde_gpu er_sde euler euler_ancestral "
     "euler_ancestral_RF euler_ancestral_cfg_pp euler_cfg_pp exp_heun_2_x0 exp_heun_2_x0_sde gradient_estimation "
@@ -248,6 +253,7 @@ CONDITIONING: Mapping[str, Rows] = {
         passed="encoder_hidden_states_t5 image_meta_size text_embedding_mask text_embedding_mask_t5", refused="y"
     ),
     "qwen-image": rows(passed="attention_mask ref_latents ref_latents_method", refused="y"),
+    "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
     "krea2": rows(passed="ref_latents ref_latents_method", refused="y"),
     "ernie-image": rows(refused="y"),
     "z-image": rows(
@@ -332,7 +338,8 @@ IN_BANDS: Mapping[str, Rows] = {
 
 def without_a_row(names: Mapping[str, Any]) -> list[str]:
     """The names of one ComfyUI for which there is no row, as "kind: name"."""
-    found = [(kind, name) for kind, table in (TABLES | IN_BANDS).items() for name in names[kind] if name not in table]
+    tables = TABLES | IN_BANDS
+    found = [(kind, name) for kind, table in tables.items() for name in names.get(kind, ()) if name not in table]
     entries = PATCHES | REPLACEMENTS | OPTIONS | MODEL_OPTIONS
     for method, strings in names["setters"].items():
         known = any(each in entries for each in GENERAL.get(method, strings)) if method.startswith("set_model_") else False
@@ -340,7 +347,8 @@ def without_a_row(names: Mapping[str, Any]) -> list[str]:
     for kind, family in KINDS.items():
         table, native = ALWAYS | CONDITIONING[family.name], names["native"].get(kind, {"options": (), "patches": ()})
         found += [(f"conditioning of {kind}", name) for name in names["conditioning"].get(kind, ()) if name not in table]
-        found += [(f"read by {kind}", name) for name in native["options"] if kind not in READ.get(name, ())]
+        known = {name for name in native["options"] if kind in READ.get(name, ()) or READ_BESIDE.get(name) == kind}
+        found += [(f"read by {kind}", name) for name in native["options"] if name not in known]
         found += [(f"patches of {kind}", name) for name in native["patches"] if name not in family.blocks.native_patches]
     return [f"{kind}: {name}" for kind, name in found]
 
@@ -350,5 +358,6 @@ def all_rows() -> Iterator[tuple[str, str, str]]:
     tables = TABLES | {"setters": SETTERS, "conditioning": ALWAYS}
     tables |= {f"conditioning of {family}": table for family, table in CONDITIONING.items()}
     tables |= {f"read {option}": table for option, table in READ.items()}
+    tables |= {f"read beside {option}": {kind: PASSED} for option, kind in READ_BESIDE.items()}
     for kind, table in tables.items():
         yield from ((kind, name, outcome) for name, outcome in table.items())

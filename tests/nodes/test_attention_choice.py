@@ -164,7 +164,7 @@ def test_what_a_file_asks_for_is_taken_where_all_blocks_have_it_and_the_user_has
 ):
     attention = {f"layer {index}": "comfy_kitchen" for index in range(layers)}
     checkpoint = SimpleNamespace(attention=attention, family=FLUX, config=CONFIG)
-    preferred = module("model.attention_choice").preferred_attention(checkpoint, loaded)
+    preferred = module("model.attention_choice").preferred_attention(checkpoint, loaded, {})
     assert preferred == expected
     block_changes = module("model.block_patches").block_changes
     assert block_changes(FLUX, CONFIG, {}, 1, loaded, preferred=preferred)[0].attention == expected

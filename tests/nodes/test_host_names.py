@@ -38,17 +38,19 @@ def test_a_name_of_a_newer_comfyui_fails_by_its_name(kind):
 
 def test_no_row_is_of_a_name_that_no_comfyui_has():
     tables = rows.TABLES | rows.IN_BANDS | {"setters": rows.SETTERS}
-    names = {kind: {name for version in VERSIONS.values() for name in version[kind]} for kind in tables}
+    names = {kind: {name for version in VERSIONS.values() for name in version.get(kind, ())} for kind in tables}
     assert {kind: set(table) - names[kind] for kind, table in tables.items() if set(table) - names[kind]} == {}
     for family, table in rows.CONDITIONING.items():
         kinds = FAMILIES[family].native_classes
         found = {name for each in VERSIONS.values() for kind in kinds for name in each["conditioning"].get(kind, ())}
         assert set(table) <= found
-    assert rows.CONDITIONING.keys() == rows.HELD.keys()
-    newer = {kind for name in rows.NEWER for kind in FAMILIES[name].native_classes}
-    assert not any(newer & version["native"].keys() for version in VERSIONS.values())
-    for option, table in rows.READ.items():
-        assert all(option in VERSIONS["0.33.0"]["native"][kind]["options"] for kind in table)
+    assert rows.CONDITIONING.keys() == FAMILIES.keys()
+    read = {(option, kind) for each in VERSIONS.values() for kind in rows.KINDS for option in native(each, kind)["options"]}
+    assert read == {(option, kind) for option, table in rows.READ.items() for kind in table} | rows.READ_BESIDE.items()
+
+
+def native(names, kind):
+    return names["native"].get(kind, {"options": (), "patches": ()})
 
 
 def test_rows_by_outcome(measured):

@@ -1,12 +1,13 @@
 """What becomes of what a node can put on a MODEL, behind the loader or before Parallelize Model, is what its row says."""
 
+import json
 import types
 
 import pytest
 import torch
 
 from tests.nodes import rows
-from tests.nodes.rows import HARMLESS, PASSED, REFUSED, VERSIONS, every
+from tests.nodes.rows import COMPLETE, HARMLESS, PASSED, REFUSED, every
 from tests.support.stand_in_comfyui import ModelPatcher
 
 KEY = "diffusion_model.double_blocks.0.img_attn.proj.weight"
@@ -67,6 +68,45 @@ def test_what_is_put_inside_the_native_model_is_refused(patcher):
         patcher.add_object_patch("manual_cast_dtype", torch.float16)
 
 
+INT8, UNKNOWN = {"attention": "comfy_kitchen_int8"}, {"attention": "of next year"}
+
+
+def settings(patcher, wish, leaf="comfy_attention"):
+    """A LoRA's settings of attention in every block, as ComfyUI from 0.38 on hands them over."""
+    checkpoint = patcher.stub.checkpoint
+    said = torch.tensor(list(json.dumps(wish).encode()), dtype=torch.uint8)
+    layers = range(checkpoint.family.blocks.total(checkpoint.config))
+    return {f"diffusion_model.blocks.{layer}.attn.{leaf}.config": ("config", (said,)) for layer in layers}
+
+
+@pytest.mark.parametrize(
+    ("wish", "strength", "expected"),
+    [(INT8, 1.0, "comfy_kitchen"), ([UNKNOWN, INT8], 0.5, "comfy_kitchen"), (INT8, 0, ""), (UNKNOWN, 1.0, "")],
+)
+@pytest.mark.parametrize("as_object", [False, True], ids=["a LoRA's patches", "ComfyUI's object patches"])
+def test_attention_that_a_lora_asks_for_is_that_of_the_ranks(module, patcher, wish, strength, expected, as_object):
+    asked, preferred = settings(patcher, wish), module("model.attention_choice").preferred_attention
+    if as_object and strength != 0:
+        for key in asked:
+            patcher.add_object_patch(key.removesuffix(".config"), type("ComfyAttention", (), {"config": wish})())
+    else:
+        patches = asked | {KEY: difference(patcher)}
+        assert set(patcher.add_patches(patches, strength)) == patches.keys()
+        assert patcher.patches.keys() == {KEY}
+    assert not patcher.object_patches
+    assert preferred(patcher.stub.checkpoint, "auto", patcher.model_options["transformer_options"]) == expected
+    assert preferred(patcher.stub.checkpoint, "flash", patcher.model_options["transformer_options"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("wish", "leaf", "error"),
+    [("comfy_kitchen_int8", "comfy_attention", "in a form that nobody writes"), (INT8, "norm", "a LoRA's setting '")],
+)
+def test_a_loras_setting_that_does_not_reach_the_ranks_is_refused(patcher, wish, leaf, error):
+    with pytest.raises(ValueError, match=f"^model: .*{error}"):
+        patcher.add_patches(settings(patcher, wish, leaf))
+
+
 EVENTS = {  # callback -> what ComfyUI does when it is told
     "on_clone": lambda patcher: patcher.clone(),
     "on_load_after": lambda patcher: patcher.partially_load("cpu"),
@@ -113,7 +153,7 @@ def test_reading_patched_weights_in_place_is_refused(patcher):
 
 @every(rows.HOOK_TYPES)
 def test_hook_types(patcher, name, outcome):
-    for version in VERSIONS.values():
+    for version in COMPLETE.values():
         assert (name in version["refused hooks"]) == (outcome == REFUSED)
     if name == "weight":
         patcher.add_hook_patches(hook(), {KEY: difference(patcher)})
