@@ -5,11 +5,13 @@ ranks have twice what one rank has.
 """
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +29,10 @@ from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
 from scripts.digits import read_digits  # noqa: E402
 
 PROMPTS = ((3, 1, 4, 1), (2, 7, 1, 8), (5, 9, 2, 6), (0, 4, 7, 3))
+
+
+LOOK, BUSY = 1.0, 0.25
+"""Seconds for which other work is looked at, and how many of the ranks' cores it may keep busy without a word."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,29 @@ def run(pool: Pool, mode: Mode, steps: int, cfg: float) -> Result:
     return Result(mode, time.perf_counter() - started, decode(process_out(latent)))
 
 
+def own_cores() -> int:
+    """Cores that this process and its ranks may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_cores() -> float:
+    """Cores that other work keeps busy, measured while this process sleeps."""
+    return psutil.cpu_percent(LOOK) / 100 * (psutil.cpu_count() or 1)
+
+
+def advice(devices: tuple[str, ...], cores: int, busy: float) -> str:
+    """What to know of the table: what the ranks share, and whether other work on `busy` cores left them too few."""
+    ranks, lines = len(devices), []
+    if devices[0] == "cpu":
+        lines.append(f"The {ranks} ranks share {cores} core{'s' * (cores > 1)}.")
+        if cores < ranks:
+            lines.append(f"They need {ranks} to be faster than one rank.")
+    if busy > BUSY + max(0, cores - ranks):
+        lines.append(f"Other work kept {busy:.1f} cores busy before the runs: the seconds and speed-ups are not comparable.")
+        lines.append("Run this again when the machine is idle.")
+    return "\n".join(lines)
+
+
 def difference(result: Result, reference: Result) -> str:
     error = (result.images - reference.images).square().mean().item()
     return "-" if result is reference else "equal" if error < 1e-9 else f"{-10 * torch.tensor(error).log10():.1f} dB"
@@ -115,6 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "quickstart.png")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    cores, busy = own_cores(), busy_cores()
     results: list[Result] = []
     for ranks in (1, 2):
         print(f"== starting {ranks} rank{'s' * (ranks > 1)} on {', '.join(devices_for(ranks))}", flush=True)
@@ -133,6 +163,8 @@ def main() -> None:
             f"{result.mode.name:34}{result.seconds:9.2f}{speed:9.2f}x{difference(result, results[0]):>13}"
             f"{share_read(result):12.1f}%"
         )
+    if said := advice(devices_for(2), cores, busy):
+        print(said)
     picture(results, options.out)
     print(f"\nwrote {options.out}")
 

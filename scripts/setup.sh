@@ -36,8 +36,12 @@ provide_frontends() {
     done < <(grep -v '^#' "$root/frontends.txt")
 }
 
+# Torch is the largest download: in a terminal pip shows how far it is.
+install_torch() {
+    echo "== downloading and installing $1: about 200 MB for the CPU alone, several GB if the package index gives CUDA's libraries with it"
+    if [ -t 1 ]; then "$PYTHON" -m pip install --disable-pip-version-check "$1"; else install "$1"; fi
+}
 if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
-    echo "== installing torch"
-    if command -v nvidia-smi >/dev/null 2>&1; then install 'torch>=2.6'; else install 'torch==2.13.0'; fi
+    if command -v nvidia-smi >/dev/null 2>&1; then install_torch 'torch>=2.6'; else install_torch 'torch==2.13.0'; fi
     "$PYTHON" -W ignore::UserWarning -c 'import torch'  # numpy, which torch misses here, comes next
 fi

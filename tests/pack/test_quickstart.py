@@ -5,6 +5,7 @@ import torch
 
 from parallel_backend.quickstart import codec
 from parallel_backend.quickstart.prompt import BLANK, NULL, encode_prompt, symbols
+from scripts.quickstart import advice
 
 
 def waves(height: int, width: int) -> torch.Tensor:
@@ -85,6 +86,23 @@ def test_pooled_does_not_say_where():
     other_context, other_pooled = encode_prompt("1 1 3 4")
     assert torch.equal(pooled, other_pooled)
     assert not torch.equal(context, other_context)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "busy", "said"),
+    [
+        (("cpu", "cpu"), 2, 0.1, "The 2 ranks share 2 cores."),
+        (("cpu", "cpu"), 2, 1.4, "The 2 ranks share 2 cores.\nOther work kept 1.4 cores busy"),
+        (("cpu", "cpu"), 8, 1.4, "The 2 ranks share 8 cores."),
+        (("cpu", "cpu"), 1, 0.0, "The 2 ranks share 1 core.\nThey need 2 to be faster"),
+        (("cuda:0", "cuda:1"), 8, 0.0, ""),
+        (("cuda:0", "cuda:1"), 8, 7.5, "Other work kept 7.5 cores busy"),
+    ],
+)
+def test_a_table_of_a_busy_machine_says_so(devices, cores, busy, said):
+    found = advice(devices, cores, busy)
+    assert found.startswith(said)
+    assert ("not comparable" in found) == ("Other work" in said)
 
 
 @pytest.mark.slow
