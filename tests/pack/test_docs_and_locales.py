@@ -252,3 +252,29 @@ def test_comfyui_is_told_where_the_pages_are():
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "WEB_DIRECTORY"
     )
     assert (ROOT / value / "docs") == page(NODES[0], "en").parent
+
+
+AVOIDED = {
+    "图块": "分片",
+    "您": "你",
+    "去噪": "降噪",
+    "潜空间": "latent",
+    "检查点": "Checkpoint",
+    "加载扩散模型": "UNet加载器",
+    "加载 CLIP": "加载CLIP",
+    "加载 VAE": "加载VAE",
+    "加载 LoRA": "LoRA加载器（仅模型）",
+    "“帮助”": "“节点信息”",
+    "本插件": "本节点包",
+    "并行追踪": "并行时间线",
+}
+"""Words that no Chinese text has -> the one in their place: ComfyUI's own where it has one."""
+
+
+def test_chinese_texts_use_one_word_for_one_thing():
+    folders = (("web", "*.md"), ("web", "*.js"), ("locales", "*.json"), ("docs", "*.md"), ("workflows", "*.json"))
+    paths = [ROOT / "README.zh.md", *(path for folder, names in folders for path in (ROOT / folder).rglob(names))]
+    found = [
+        (path.relative_to(ROOT).as_posix(), word) for path in paths for word in AVOIDED if word in path.read_text("utf-8")
+    ]
+    assert found == []

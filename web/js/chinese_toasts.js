@@ -17,7 +17,7 @@ const WHY = [
     [/^ComfyUI shows one GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上只显示一块显卡。{1}"],
     [
         /^This version of ComfyUI does not say which file a MODEL is from\. Put Parallel DiT Loader in place of the node that loads it, or Parallel Checkpoint Loader for an all-in-one file\.$/,
-        "这个版本的 ComfyUI 不说明 MODEL 来自哪个文件。请用 Parallel DiT 加载器代替加载它的节点；整合文件用 Parallel 检查点加载器。",
+        "这个版本的 ComfyUI 不说明 MODEL 来自哪个文件。请用 Parallel DiT 加载器代替加载它的节点；整合文件用 Parallel Checkpoint 加载器。",
     ],
     ...REASONS,
 ];
