@@ -44,11 +44,11 @@ def files() -> dict[str, str]:
     for name, make in GRAPHS.items():
         graph = make()
         for path, form in ((f"{name}.json", ui_form(name, graph)), (f"api/{name}.json", api_form(graph))):
-            out[path] = json.dumps(form, indent=2) + "\n"
+            out[path] = json.dumps(form, indent=2, ensure_ascii=False) + "\n"
     return out
 
 
 if __name__ == "__main__":
     for path, content in files().items():
         (WORKFLOWS / path).parent.mkdir(parents=True, exist_ok=True)
-        (WORKFLOWS / path).write_text(content)
+        (WORKFLOWS / path).write_text(content, encoding="utf-8")

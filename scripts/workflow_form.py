@@ -4,10 +4,13 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.graphs.chinese import NOTES, titled
 from scripts.graphs.published import PUBLISHED
 
 TITLE, BADGE, GROUP_TITLE = 30, 26, 38
 """Heights in pixels: a node's title bar, the pack's name above it, a group's title."""
+LETTERS = 20
+"""Size of a group's title where there is room for it."""
 MARGIN, GAP = 20, 24
 """Between a group's edge and its nodes; between nodes or groups."""
 TALLER, LINES = 90, 70
@@ -108,7 +111,7 @@ def place(graph: Graph) -> tuple[dict[Node, tuple[int, int]], list[dict[str, Any
                 bottom = max(bottom, below - GAP + group.margin)
             width = left - GAP + group.margin - x
             if group.title:
-                boxes.append({"title": group.title, "bounding": [x, y, width, bottom - y]})
+                boxes.append({"title": titled(group.title), "bounding": [x, y, width, bottom - y]})
             column_width, y = max(column_width, width), bottom + GAP
         x += column_width + GAP
     return positions, boxes
@@ -127,6 +130,9 @@ def ui_form(name: str, graph: Graph) -> dict[str, Any]:
     links: list[list[Any]] = []
     positions, boxes = place(graph)
     placed = [_ui_node(node, positions[node], graph, links) for node in graph.nodes]
+    for node in (node for node in placed if node["type"] == NOTE):
+        node["title"] = titled(node["title"])
+        node["widgets_values"] = [f"{text}\n{NOTES[name]}\n" for text in node["widgets_values"]]
     for link_id, source, slot, *_ in links:
         placed[source - 1]["outputs"][slot]["links"].append(link_id)
     return {
@@ -137,12 +143,19 @@ def ui_form(name: str, graph: Graph) -> dict[str, Any]:
         "nodes": placed,
         "links": links,
         "groups": [
-            {"id": index, **box, "color": "#8AA", "font_size": 24, "flags": {}} for index, box in enumerate(boxes, 1)
+            {"id": index, **box, "color": "#8AA", "font_size": _letters(box), "flags": {}}
+            for index, box in enumerate(boxes, 1)
         ],
         "config": {},
         "extra": {"ds": _view(positions)},
         "version": 0.4,
     }
+
+
+def _letters(box: dict[str, Any]) -> int:
+    """Size in pixels of a group's title, so that it ends before the group does: Chinese letters are about twice as wide."""
+    wide = sum(1.0 if letter > "\u2e80" else 0.52 for letter in box["title"])
+    return min(LETTERS, int((box["bounding"][2] - 2 * MARGIN) / wide))
 
 
 def _view(positions: dict[Node, tuple[int, int]]) -> dict[str, Any]:
