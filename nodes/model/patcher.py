@@ -66,8 +66,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
         """
         if not patches:  # ComfyUI's loader knows none of the file's names, and only logs them
             tell(UNNAMED)
-        settings, patches = patches, without_settings(patches)
-        settings = {key: value for key, value in settings.items() if key not in patches}
+        weights = without_settings(patches)
+        settings, patches = {key: value for key, value in patches.items() if key not in weights}, weights
         if strength_patch != 0:
             self._prefer(wishes(settings))
         patches = self._fitting(patches, strength_patch, strength_model)
@@ -77,11 +77,12 @@ class RemoteModelPatcher(RankMemoryPatcher):
 
     def _prefer(self, kernels):
         """Note the kernels that a LoRA asks for. ValueError for a model of ComfyUI's own class, whose ranks know none."""
-        if kernels and isinstance(self.stub, OwnClassModel):
+        if not kernels:
+            return
+        if isinstance(self.stub, OwnClassModel):
             refuse_unread([Unread("attention that a LoRA asks for", by=named(calling_nodes()))])
         options = self.model_options["transformer_options"]
-        if kernels:
-            options[PREFERRED] = options.get(PREFERRED, {}) | kernels
+        options[PREFERRED] = options.get(PREFERRED, {}) | kernels
 
     def _fitting(self, patches, strength_patch, strength_model, hooked=False):
         names, ours = self.model.state_dict(), {}
