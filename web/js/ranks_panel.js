@@ -75,7 +75,7 @@ const CHINESE = {
     lastRun: "上次运行：计算，以及等待其他进程",
     share: (rank, percent) => `进程 ${rank} 的计算时间占 ${percent} %`,
     openTrace: "添加时间线节点",
-    openTraceTip: "在工作流中放入 “并行时间线”节点，它会画出上次运行的时间线。",
+    openTraceTip: "在工作流中放入“并行时间线”节点，它会画出上次运行的时间线。",
     links: "测得的链路",
     link: (one, two, rate, latency) => `${one} – ${two}：${rate} GB/s，${latency} µs`,
     slowest: "最慢",
@@ -85,7 +85,7 @@ const CHINESE = {
     unload: "卸载",
     unloadTip: "释放各进程的显存。下次运行会重新读取模型。",
     selfTest: "添加自检节点",
-    selfTestTip: "在工作流中放入 “并行自检”节点。",
+    selfTestTip: "在工作流中放入“并行自检”节点。",
 };
 const STYLE = `
 .pdit { padding: 12px; color: var(--input-text, #ddd); font-size: 13px; overflow-y: auto; height: 100%; box-sizing: border-box; }
