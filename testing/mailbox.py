@@ -209,7 +209,7 @@ class Distributed:
         group: Group | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        member, ranks = self._here.member, self._ranks(group)
+        member, ranks = self._here.member, self.ranks_of(group)
         into, pieces = output.split(list(output_split_sizes)), input.split(list(input_split_sizes))
         for rank, part in zip(ranks, pieces, strict=True):
             member.send("all-to-all", part, rank, group)
@@ -218,7 +218,7 @@ class Distributed:
 
     def all_reduce(self, tensor: torch.Tensor, group: Group | None = None, async_op: bool = False) -> Work | None:
         """The sum, in the order of the ranks on each of them: the same bits everywhere."""
-        member, ranks = self._here.member, self._ranks(group)
+        member, ranks = self._here.member, self.ranks_of(group)
         parts = [torch.empty_like(tensor) for _ in ranks]
         for rank in ranks:
             member.send("all-reduce", tensor, rank, group)
@@ -227,14 +227,14 @@ class Distributed:
 
     def barrier(self, group: Group | None = None, device_ids: list[int] | None = None) -> None:
         member = self._here.member
-        others = [rank for rank in self._ranks(group) if rank != member.rank]
+        others = [rank for rank in self.ranks_of(group) if rank != member.rank]
         for rank in others:
             member.send("barrier", torch.empty(0), rank, group)
         Work([member.receive("barrier", torch.empty(0), rank, group) for rank in others]).wait()
 
-    def meet(self) -> None:
-        """Wait until every rank has come here, as by a Rendezvous."""
-        self.barrier()
+    def meet(self, group: Group | None = None) -> None:
+        """Wait until every rank of the group, or of the world, has come here, as by a Rendezvous."""
+        self.barrier(group)
 
     def new_group(self, ranks: list[int], timeout: timedelta | None = None, group_desc: str | None = None) -> Group | object:
         """Every rank calls it for every group; one that is not in it gets torch's sign for that."""
@@ -252,7 +252,7 @@ class Distributed:
     def get_backend(self, group: Group | None = None) -> str:
         return "gloo"
 
-    def _ranks(self, group: Group | None) -> tuple[int, ...]:
+    def ranks_of(self, group: Group | None) -> tuple[int, ...]:
         return (group or self._here.member.world.group).ranks
 
     @staticmethod

@@ -10,12 +10,13 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import os
 import pkgutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -34,7 +35,7 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
 from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 from testing.emulated_device import EmulatedDevice, worker_on
-from testing.mailbox import Distributed
+from testing.mailbox import Distributed, Group
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,28 @@ class Meeting:
     """Replaces Rendezvous for ranks in one process, which need no store."""
 
     distributed: Distributed
+    told: dict[Any, Sequence[int]] = field(default_factory=dict)
+    """Numbers of all ranks of all pools."""
+    pool: Any = None
+    """What only this pool's ranks have."""
+    group: Group | None = None
+    """Of a part of the ranks; None: all of them."""
+    turns: Iterator[int] = field(default_factory=itertools.count)
+
+    def part(self, ranks: tuple[int, ...]) -> "Meeting":
+        return replace(self, group=Group(-sum(1 << rank for rank in ranks), ranks), turns=itertools.count())
+
+    def tell_all(self, rank: int, numbers: Sequence[int]) -> list[list[int]]:
+        at, world = (self.pool, self.group, next(self.turns)), len(self.distributed.ranks_of(self.group))
+        self.told[*at, rank] = numbers
+        self.meet()
+        return [list(self.told[*at, other]) for other in range(world)]
 
     def check(self) -> None:
         """Does nothing: a thread's peers cannot end alone."""
 
     def meet(self) -> None:
-        self.distributed.meet()
+        self.distributed.meet(self.group)
 
     def is_any(self, what: str, value: bool) -> bool:
         """The value itself: all ranks are in one process, with equal values."""
@@ -85,7 +102,7 @@ class ThreadRanks:
 
     def _run(self, rank: int, connection: Connection) -> None:
         self.distributed.enter(self._world, rank)
-        settings = replace(self.start, threads=1).of_rank(rank, ("", 0))
+        settings = replace(self.start, threads=1).of_rank(rank, (str(id(self)), 0))
         try:
             worker.run(settings, connection, self._make_worker)
         except SystemExit:
@@ -175,6 +192,7 @@ def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[..
     `distributed`: what stands in for torch.distributed; None for the mailbox. May be nested: the innermost ends first.
     """
     distributed, building = distributed or Distributed(), threading.Lock()
+    told: dict[Any, Sequence[int]] = {}
     with contextlib.ExitStack() as stack:
         for module_info in pkgutil.walk_packages(parallel_backend.rank.__path__, "parallel_backend.rank."):
             module = importlib.import_module(module_info.name)
@@ -182,7 +200,7 @@ def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[..
                 distributed.outer = outer
                 stack.enter_context(mock.patch.object(module, "dist", distributed))
         nothing: dict[str, Callable[..., Any]] = {
-            "Rendezvous": lambda *_: Meeting(distributed),
+            "Rendezvous": lambda pool, *_: Meeting(distributed, told, pool),
             "keep_freed": lambda: None,
             "give_back": lambda: None,
             "device_memory": lambda _device: (0, 0),  # it opens files each second, and tests count this process's

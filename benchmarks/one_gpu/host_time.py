@@ -63,11 +63,14 @@ class Silent:
 class FakePeers:
     """Stands in for Peers: the mesh is of torch's fake group, and nothing is tried."""
 
-    def __init__(self, rank: int, world: int):
-        self._rank, self._world = rank, world
+    def __init__(self, place: int, world: int):
+        self.place, self._world = place, world
+
+    def part(self, ranks: tuple[int, ...]) -> "FakePeers":
+        return self
 
     def enter_mesh(self, degrees: Degrees) -> Any:
-        return make_mesh(degrees, self._rank, timedelta(minutes=1))
+        return make_mesh(degrees, self.place, timedelta(minutes=1))
 
     def leave_mesh(self, degrees: Degrees) -> None:
         """The group ends with its world."""

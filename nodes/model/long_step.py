@@ -36,7 +36,7 @@ class LongStep:
     def _why(self) -> str:
         """What is waited for. Empty: nothing that is worth a word."""
         pool = self._model.pool
-        compiling = [rank for rank in range(len(pool.devices)) if pool.watchdog.doing(rank) == COMPILING]
+        compiling = [rank for rank in range(len(pool.devices)) if pool.doing(rank) == COMPILING]
         if compiling:
             return f"rank {compiling[0]} compiles"
         if self._model.answered != self._before:

@@ -18,7 +18,7 @@ from parallel_backend.client.registry import registry
 from parallel_backend.client.shared_tensors import shared_output
 from parallel_backend.client.vae import RemoteVAE, TooLittleMemory, bands
 from parallel_backend.core.devices import device_kind
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.vaes.base import Part, Weights
 
 from ..model.make_room import comfyui_gpus
@@ -41,7 +41,7 @@ def too_small(cut: Cut, vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> 
     return f"the latent has {longest} rows and columns at most, too few for {ranks} ranks"
 
 
-def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Pool) -> torch.Tensor:
+def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: SomeRanks) -> torch.Tensor:
     """[B, C, (frames,) H, W] -> [B, (frames,) S H, S W, 3] as vae.decode gives it, one batch entry after the other.
 
     S is the VAE's scale. TooLittleMemory if a device has too little memory for a rank's band.
@@ -103,7 +103,7 @@ def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: i
     return f"the picture has {longest} rows and columns at most, too few for {ranks} ranks, of {scale} each"
 
 
-def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Pool) -> torch.Tensor:
+def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: SomeRanks) -> torch.Tensor:
     """IMAGE -> [B, C, (frames,) h, w] as vae.encode gives it, one batch entry after the other.
 
     TooLittleMemory if a device has too little memory for a rank's band.
@@ -136,7 +136,7 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Poo
     return torch.cat(latents).to(vae.output_device, vae.vae_output_dtype())
 
 
-def with_room(pool: Pool, work: Callable[[], T]) -> T:
+def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
     """The result of `work`. If memory is short, models on the pool's ranks give way and `work` is tried once more.
 
     Both tries draw the same noise. TooLittleMemory if the models hold less than what is missing.
@@ -168,7 +168,7 @@ def noise_put_back() -> Iterator[None]:
         raise
 
 
-def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: Pool) -> tuple[RemoteVAE, torch.dtype]:
+def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: SomeRanks) -> tuple[RemoteVAE, torch.dtype]:
     """The part on the ranks of the pool, and the dtype that it computes in."""
     on_gpus = all(device_kind(device) == "cuda" for device in pool.devices)
     dtype = vae.vae_dtype if on_gpus else torch.float32
@@ -200,7 +200,7 @@ def _sample(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def make_room(pool: Pool, needed: int) -> None:
+def make_room(pool: SomeRanks, needed: int) -> None:
     """Have ComfyUI free memory on the pool's devices. `needed`: bytes for one rank."""
     for device in comfyui_gpus():
         if ranks := pool.devices.count(str(device)):

@@ -8,7 +8,7 @@ import torch
 
 from parallel_backend.client.registry import registry
 from parallel_backend.client.vae import TooLittleMemory
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.pool_part import SomeRanks
 
 from ..ui.devices import check_devices, gpus, is_auto, named_devices
 from ..ui.host import check_cancelled
@@ -103,7 +103,7 @@ def _pictures(images):
     return images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images
 
 
-def find_ranks(devices: str) -> Pool | None:
+def find_ranks(devices: str) -> SomeRanks | None:
     """Ranks on the named devices, started if necessary. None: `auto`, and there is a single device."""
     if not is_auto(devices):
         return registry().pool_for(named_devices(devices), check_cancelled)

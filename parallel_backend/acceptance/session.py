@@ -150,10 +150,10 @@ class SelfTestSession:
         return self.one_rank
 
     def ranks(self, world: int) -> Pool:
-        """The ranks on the first `world` devices, started now unless they run."""
-        pool = self._registry.pool_for(self.settings.devices[:world], self.poll)
+        """A pool on just the first `world` devices, started now unless it runs."""
+        pool = self._registry.pool_for(self.settings.devices[:world], self.poll, alone=True)
         assert pool is not None  # as devices are named
-        return pool
+        return pool.whole
 
     def load(
         self,

@@ -15,7 +15,8 @@ from parallel_backend.placement.balance import Balance, even_stages
 from parallel_backend.placement.memory_check import MemoryCheck, devices_for
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.model_ranks import ModelRanks
-from parallel_backend.processes.pool import DeviceFull, LoadProgress, Poll, Pool, RankError, wait_for
+from parallel_backend.processes.pool import DeviceFull, LoadProgress, Poll, RankError, wait_for
+from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire import messages as m
 
 from .conditioning_cache import ConditioningCache
@@ -38,7 +39,7 @@ class NoRoomToLoad(DeviceFull):
 
 
 def load_model(
-    pool: Pool,
+    pool: SomeRanks,
     checkpoint: Checkpoint,
     setup: Setup,
     poll: Poll,
@@ -102,7 +103,7 @@ def _size(nbytes: int) -> str:
 
 
 def _message(
-    pool: Pool, checkpoint: Checkpoint, setup: Setup, cut: Balance, memory: MemoryGuard, only: Sequence[str]
+    pool: SomeRanks, checkpoint: Checkpoint, setup: Setup, cut: Balance, memory: MemoryGuard, only: Sequence[str]
 ) -> m.Load:
     elsewhere = any(map(on_ray, pool.devices))
     return m.Load(
@@ -112,6 +113,8 @@ def _message(
         only=tuple(only),
         fingerprint=fingerprint(checkpoint) if elsewhere else "",
         resident=memory.resident.for_loading,
+        ranks=pool.part_ranks,
+        threads=pool.threads if pool.part_ranks else 0,
         file_state="" if elsewhere else checkpoint.file_state,
     )
 

@@ -16,14 +16,15 @@ from parallel_backend.placement.balance import (
 )
 from parallel_backend.placement.memory_model import Request, bytes_by_block, bytes_outside_blocks
 from parallel_backend.placement.model_sizes import block_bytes, block_lists, model_sizes
-from parallel_backend.processes.pool import Poll, Pool
+from parallel_backend.processes.pool import Poll
+from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire import messages as m
 
 from .measurements import measured_blocks
 
 
 def balance(
-    pool: Pool,
+    pool: SomeRanks,
     checkpoint: Checkpoint,
     setup: Setup,
     poll: Poll,

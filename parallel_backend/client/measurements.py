@@ -6,13 +6,14 @@ from typing import TypeVar
 
 from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire.diagnosis import Probe, Probed
 from parallel_backend.wire.messages import LinksProbed, ProbeLinks
 
 Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
-def measured_blocks(pool: Pool, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:
+def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:
     """Seconds of the model's blocks, by rank. The ranks drop their models. `lists`: names of the model's block lists.
 
     RankError for impossible times.
@@ -63,7 +64,7 @@ def _is_time(seconds: float) -> bool:
     return 0 < seconds < math.inf
 
 
-def _checked(pool: Pool, replies: list[Reply], sound: Callable[[Reply], bool]) -> list[Reply]:
+def _checked(pool: SomeRanks, replies: list[Reply], sound: Callable[[Reply], bool]) -> list[Reply]:
     for reply in replies:
         if not sound(reply):
             raise pool.refuse(reply.rank, f"measurements that cannot be: {str(reply)[:200]}")

@@ -190,15 +190,17 @@ class MemoryGuard:
 
     def _learn(self, error: DeviceFull) -> str:
         requests, memories = self.memory_check.last or ((), ())
-        memory = next((each for each in memories if error.rank in each.ranks), None)
-        weights, present = self.resident.weights[error.rank], self.resident.expected()[error.rank]
+        if (rank := self.ranks.place(error.rank)) is None:  # it ran out for another model
+            return ""
+        memory = next((each for each in memories if rank in each.ranks), None)
+        weights, present = self.resident.weights[rank], self.resident.expected()[rank]
         if memory is None or not self.memory_check.streams(memory) or present <= weights.least:
             return ""
-        short = max(error.asked, self.memory_check.memory(requests)[error.rank].run // 2, LEAST_SHORT)
+        short = max(error.asked, self.memory_check.memory(requests)[rank].run // 2, LEAST_SHORT)
         most = max(weights.least, present - short)
-        self._shortfalls.learn(self.memory_check.setup, requests, error.rank, most)
-        limit = self.resident.limits[error.rank]
-        more, device = (weights.streamed(most) - weights.streamed(limit)) / 1e9, self.ranks.devices[error.rank]
+        self._shortfalls.learn(self.memory_check.setup, requests, rank, most)
+        limit = self.resident.limits[rank]
+        more, device = (weights.streamed(most) - weights.streamed(limit)) / 1e9, self.ranks.devices[rank]
         return (
             f"{device} ran out of memory. This is tried once more with new ranks, on which {more:.1f} GB more of rank "
             f"{error.rank}'s weights come from host memory as they are needed"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_backend.core.setup import Setup
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.pool_part import SomeRanks
 
 from .remote_transformer import RemoteTransformer
 
@@ -44,9 +44,9 @@ class ModelsOnRanks:
         each = self._models.get(setup)
         return each if each is not None and each.model.on_ranks else None
 
-    def of(self, pool: Pool) -> list[OnRanks]:
-        """The models on these ranks, the least recently used first."""
-        return [each for each in self if each.model.pool is pool]
+    def of(self, pool: SomeRanks) -> list[OnRanks]:
+        """The models on the pool that these ranks are of, the least recently used first."""
+        return [each for each in self if each.model.pool.whole is pool.whole]
 
     def __iter__(self) -> Iterator[OnRanks]:
         """The models on ranks that work, the least recently used first."""
@@ -71,7 +71,7 @@ class ModelsOnRanks:
     def clear(self) -> None:
         self._models.clear()
 
-    def that_give_way_to(self, setup: Setup, pool: Pool) -> list[OnRanks]:
+    def that_give_way_to(self, setup: Setup, pool: SomeRanks) -> list[OnRanks]:
         """Models on `pool` that may be asked for memory for the model of `setup`, in this order.
 
         Of two models that take turns within a run, each takes memory from the other only at its first use: moving weights at

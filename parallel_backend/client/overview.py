@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import IDLE
 
 from .models_on_ranks import OnRanks
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,21 @@ def _rank(pool: Pool, rank: int, weights: int) -> RankOverview:
 
 def _model(one: OnRanks) -> ModelOverview:
     model = one.model
+    pool = model.pool
+
+    def by_rank(values: Sequence[N]) -> tuple[N | int, ...]:
+        """Of all ranks of the pool: 0 for those without the model. Empty if nothing is known."""
+        places = map(pool.place, range(len(pool.whole.devices)))
+        return tuple(0 if place is None else values[place] for place in places) if values else ()
+
     on_devices = [weights + adapters for weights, adapters in zip(model.weight_bytes, model.adapter_bytes, strict=True)]
     took = [(run.compute_seconds, run.wait_seconds + run.streaming_wait_seconds) for run in model.last_run]
     computing = tuple(round(computed / max(computed + waited, 1e-9), 3) for computed, waited in took)
     return ModelOverview(
         model.checkpoint.path.name,
         str(model.degrees),
-        tuple(on_devices),
-        tuple(model.streamed_bytes),
+        by_rank(on_devices),
+        by_rank(model.streamed_bytes),
         model.is_parked,
-        computing,
+        by_rank(computing),
     )

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind, on_ray
-from parallel_backend.processes.pool import LinksDown, Pool
+from parallel_backend.processes.pool import LinksDown, Pool, RankError
+from parallel_backend.processes.pool_part import PoolPart, SomeRanks, ranks_on, union
 from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
 
 from .p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P, P2PVerdicts
@@ -24,11 +25,20 @@ WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that talk th
 class Pools:
     """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
-    `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
+    Devices that overlap with a pool's are used by a part of that pool. If the pool lacks some of them, it is ended once, and
+    started anew on all devices of both. `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
+    `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
     """
 
-    def __init__(self, start: Callable[[tuple[str, ...], SelfTest], Pool], verdicts: P2PVerdicts):
-        self._start, self._verdicts = start, verdicts
+    def __init__(
+        self,
+        start: Callable[[tuple[str, ...], SelfTest], Pool],
+        verdicts: P2PVerdicts,
+        chosen: Callable[[], int | None] = lambda: None,
+    ):
+        self._start, self._verdicts, self._chosen = start, verdicts, chosen
+        self._used: dict[tuple[str, ...], tuple[str, ...]] = {}  # devices of a pool -> those of its last use
+        self._apart: set[tuple[str, ...]] = set()  # devices of several uses whose ranks could not start together
         self._pools: tuple[Pool, ...] = ()  # in the order of their last use
         self._begun: set[tuple[str, ...]] = set()  # devices of pools that have been begun for a use to come
 
@@ -42,15 +52,70 @@ class Pools:
         """The pools that have not failed, in the order of their last use."""
         return tuple(pool for pool in self._pools if pool.error is None)
 
-    def threads(self, devices: tuple[str, ...]) -> int | None:
-        """CPU threads of each new rank on `devices`: CPU ranks of all pools share the cores. None: the ranks decide."""
+    def threads(self, devices: tuple[str, ...], pool: Pool | None = None) -> int | None:
+        """CPU threads of each rank on `devices`, of `pool` or a new one: CPU ranks of all pools share the cores, those of a
+        part of a pool also what its other ranks have, which wait meanwhile. None: the ranks decide."""
         if device_kind(devices[0]) != "cpu":
             return None
-        cpu_devices = [name for pool in self.working for name in pool.devices if device_kind(name) == "cpu"]
+        cpu_devices = [name for other in self.working if other is not pool for name in other.devices]
+        cpu_devices = [name for name in cpu_devices if device_kind(name) == "cpu"]
         return max(1, usable_cores() // len((*devices, *cpu_devices)))
 
-    def use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
-        """The result of `action` with the ranks on these devices, started if necessary.
+    @property
+    def used_last(self) -> SomeRanks | None:
+        """The ranks used last."""
+        if not (working := self.working):
+            return None
+        pool = working[-1]
+        return self._part(pool, self._used.get(pool.devices, pool.devices))
+
+    def note(self, ranks: SomeRanks) -> None:
+        """These ranks are used, without `use`: those of a model that is on them."""
+        if ranks.whole in self._pools:
+            self._used[ranks.whole.devices] = ranks.devices
+            self._pools = (*(other for other in self._pools if other is not ranks.whole), ranks.whole)
+
+    def serves(self, devices: tuple[str, ...]) -> bool:
+        """Whether a working pool has ranks on these devices."""
+        return any(ranks_on(devices, pool.devices) is not None for pool in self.working)
+
+    def use(self, devices: tuple[str, ...], action: Callable[[SomeRanks], T], alone: bool = False) -> T:
+        """The result of `action` with the ranks on these devices, started if necessary. `alone`: a pool without others."""
+        self.end_failed()
+        where = devices if alone else self._where(devices)
+        if where == devices or any(pool.devices == where for pool in self._pools):
+            return self._use(where, lambda pool: action(self._part(pool, devices)))
+        pool = self._on(where)  # that has grown
+        try:
+            return action(self._part(pool, devices))
+        except RankError as error:
+            if pool.ready.done() and pool.ready.exception() is None:
+                raise
+            log.warning("%s\nParallel DiT: ranks on %s alone are started", str(error), ", ".join(devices))
+        self._apart.add(where)
+        self.end(where, politely=False)
+        return self._use(devices, action)
+
+    def _where(self, devices: tuple[str, ...]) -> tuple[str, ...]:
+        """The devices of the pool that is to have ranks on `devices`."""
+        for pool in self._pools:
+            if ranks_on(devices, pool.devices) is not None:
+                return pool.devices
+        overlapping = [pool.devices for pool in self._pools if not apart(pool.devices, devices)]
+        together = union([*overlapping, devices]) if overlapping else None
+        return devices if together is None or together in self._apart else together
+
+    def _part(self, pool: Pool, devices: tuple[str, ...]) -> SomeRanks:
+        """The pool's ranks on these devices."""
+        self._used[pool.devices] = devices
+        ranks = ranks_on(devices, pool.devices)
+        assert ranks is not None
+        if len(ranks) == len(pool.devices):
+            return pool
+        return PoolPart(pool, ranks, self.threads(devices, pool) if self._chosen() is None else None)
+
+    def _use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
+        """The result of `action` with the pool on these devices, started if necessary.
 
         If the self-test of NCCL's links fails, `action` is tried once more with new ranks without P2P, since direct access
         between consumer cards is the most frequent cause, and then with Gloo. The way that works stays, see P2PVerdicts.
@@ -100,11 +165,11 @@ class Pools:
                 self.end(pool.devices)
 
     def end(self, devices: tuple[str, ...], politely: bool = True) -> None:
-        """End the ranks on these devices, if there are any. `politely`: see Pool.close; not if they are still starting."""
-        ended = [pool for pool in self._pools if pool.devices == devices]
+        """End the pool with ranks on these devices, if there is one. `politely`: see Pool.close; not if it is starting."""
+        ended = [pool for pool in self._pools if ranks_on(devices, pool.devices) is not None]
         self._pools = tuple(pool for pool in self._pools if pool not in ended)
-        self._begun.discard(devices)
         for pool in ended:
+            self._begun.discard(pool.devices)
             _close(pool, politely)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from parallel_backend.core.host_memory import room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
+from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.processes.ray_ranks import start_of
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SelfTest
@@ -60,7 +61,7 @@ class Registry:
         self.start_of = start_of
         """Gives the class of new ranks by their devices."""
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
-        self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()))
+        self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
         self._models = ModelsOnRanks()
         self._files = PromptFiles()
         self.unload_asked = False
@@ -109,6 +110,7 @@ class Registry:
                     model = load()
                 entry = self._models.add(setup, model)
             self._models.use(entry, owner)
+            self._pools.note(entry.model.pool)
             self._former_owners.clear()
             return entry.model
 
@@ -132,7 +134,7 @@ class Registry:
         while len(present := list(self._models)) >= MOST_MODELS:
             self._unload(present[0], poll)
 
-        def load(pool: Pool) -> RemoteTransformer:
+        def load(pool: SomeRanks) -> RemoteTransformer:
             ask = functools.partial(self._make_room, setup, pool, make_room)
             return load_model(
                 pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True, shortfalls=self._shortfalls
@@ -146,19 +148,19 @@ class Registry:
             self._pools.end(setup.devices, politely=False)
             raise
 
-    def _make_room(self, setup: Setup, pool: Pool, make_room: MakeRoom, device: str, missing: int) -> int:
+    def _make_room(self, setup: Setup, pool: SomeRanks, make_room: MakeRoom, device: str, missing: int) -> int:
         """A MakeRoom for the model of `setup`: calls `make_room` for GPUs, then frees memory of other models on `pool`."""
         freed = make_room(device, missing) if device_kind(device) == "cuda" else 0
         with self._lock:
             models, asking = self._models.that_give_way_to(setup, pool), self._models.find(setup)
             return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
-    def make_way(self, pool: Pool, device: str, nbytes: int) -> int:
+    def make_way(self, pool: SomeRanks, device: str, nbytes: int) -> int:
         """Free `nbytes` of one device by moving the models on these ranks, without waiting. Bytes that come free."""
         with self._lock:
             return self._make_way(self._models.of(pool), device, nbytes)
 
-    def held_on(self, pool: Pool, device: str) -> int:
+    def held_on(self, pool: SomeRanks, device: str) -> int:
         """Bytes of the models on these ranks on one device."""
         with self._lock:
             return sum(each.model.bytes_on(device) for each in self._models.of(pool))
@@ -235,7 +237,7 @@ class Registry:
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
         """Free the ranks' memory of one model; with the last one on them everything, parts of VAEs too."""
-        pool = gone.model.pool
+        pool = gone.model.pool.whole
         freed = self._let_go(gone)
         self._finish_freeing(pool, freed if self._models.of(pool) else self._begin_freeing(pool), poll)
 
@@ -292,8 +294,8 @@ class Registry:
         return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
-        """Whether there are working ranks on exactly these devices. Never waits."""
-        return devices in (pool.devices for pool in self._pools.working)
+        """Whether there are working ranks on these devices. Never waits."""
+        return self._pools.serves(devices)
 
     def bytes_on(self, setup: Setup, device: str) -> int:
         """Bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
@@ -321,17 +323,18 @@ class Registry:
             finally:
                 self._lock.release()
 
-    def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
-        """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None."""
+    def pool_for(self, devices: tuple[str, ...] | None, poll: Poll, alone: bool = False) -> SomeRanks | None:
+        """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None. `alone`: see
+        Pools.use."""
         with self._lock:
             if devices is not None:
-                return self._pools.use(devices, lambda pool: _ready(pool, poll))
+                return self._pools.use(devices, lambda pool: _ready(pool, poll), alone)
             self._pools.end_failed()
-            return None if (pool := self.pool) is None else _ready(pool, poll)
+            return None if (pool := self._pools.used_last) is None else _ready(pool, poll)
 
     @property
     def pool(self) -> Pool | None:
-        """The ranks used last, or None. Never waits."""
+        """The pool used last, or None. Never waits."""
         working = self._pools.working
         return working[-1] if working else None
 
@@ -342,13 +345,13 @@ class Registry:
 
     @contextlib.contextmanager
     def borrow(self, devices: tuple[str, ...], poll: Poll = lambda: None) -> Iterator[Pool]:
-        """Context with the ranks on these devices, started if necessary, for other purposes than sampling.
+        """Context with a pool on just these devices, started if necessary, for other purposes than sampling.
 
-        Their models are unloaded. An exception in the context ends the ranks, whose state is then unknown.
+        Its models are unloaded. An exception in the context ends the ranks, whose state is then unknown.
         """
         try:
             with self._lock:
-                pool = self._pools.use(devices, lambda pool: _ready(pool, poll))
+                pool = self._pools.use(devices, lambda pool: _ready(pool, poll), alone=True).whole
                 pool.clear(RuntimeError(BORROWED))
             yield pool
             pool.clear(RuntimeError(BORROWED))
@@ -384,7 +387,7 @@ class Registry:
         return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)
 
 
-def _ready(pool: Pool, poll: Poll) -> Pool:
+def _ready(pool: SomeRanks, poll: Poll) -> SomeRanks:
     wait_for(pool.ready, poll)
     return pool
 

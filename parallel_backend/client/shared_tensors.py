@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from parallel_backend.core.host_memory import host_memory
-from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.processes.pool import RankError
+from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire.shared_memory import MAX_SEGMENT_BYTES, Segment, bytes_of_copies, make_segment, sharing_possible
 
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def shared_output(pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, bool]]:
+def shared_output(pool: SomeRanks, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, bool]]:
     """An empty tensor that outlives the context, and whether all ranks of the pool share its memory within the context."""
     with _lent(pool, math.prod(shape) * dtype.itemsize, read=False) as segment:
         if segment is None:
@@ -26,7 +27,7 @@ def shared_output(pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Itera
 
 
 @contextlib.contextmanager
-def shared_weights(pool: Pool, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+def shared_weights(pool: SomeRanks, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Copies of the tensors in memory that all ranks of the pool share; the tensors themselves if that is not possible.
 
     CPU ranks compute with that memory, so that all of them together have one copy.
@@ -36,7 +37,7 @@ def shared_weights(pool: Pool, tensors: Mapping[str, torch.Tensor]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _lent(pool: Pool, nbytes: int, read: bool) -> Iterator[Segment | None]:
+def _lent(pool: SomeRanks, nbytes: int, read: bool) -> Iterator[Segment | None]:
     """A segment that all ranks have open until they have handled the messages of the context. None: not possible.
 
     `read`: see OpenSegment.

@@ -10,7 +10,8 @@ import torch
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.spans import Span, in_proportion, split
-from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
+from parallel_backend.processes.pool import Poll, RankError, wait_for
+from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.vaes import VAES
 from parallel_backend.vaes.base import Part, Piece, Weights
 from parallel_backend.wire import messages as m
@@ -37,7 +38,7 @@ class TooLittleMemory(RuntimeError):
 class RemoteVAE:
     """One part of a VAE on the ranks of `pool`."""
 
-    pool: Pool
+    pool: SomeRanks
     name: str
     """Name of the weights. Ranks that have weights of this name are not sent them again."""
     kind: str
@@ -174,11 +175,18 @@ class RemoteVAE:
             # Without a look at Cancel between ranks: ranks without weights would not take part in the others' transfers.
             config = json.dumps(weights.config)
             with shared_weights(self.pool, weights.tensors) as tensors:
-                self.pool.tell(m.PutVAE(self.name, self.kind, self.part, config, tensors))
+                # First, so that all ranks with weights of one name have been sent them together.
+                self.pool.tell(m.DropVAE(keep="encoder" if self.part == "decoder" else "decoder"))
+                self.pool.tell(m.PutVAE(self._held_as, self.kind, self.part, config, tensors, self.pool.part_ranks))
             replies = self._asked(bytes_needed, 0, poll)
         if any(reply.short_of_memory for reply in replies):
             text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its band needs"
             raise TooLittleMemory(text, self._missing(replies))
+
+    @property
+    def _held_as(self) -> str:
+        """The name of the weights on the ranks: they are those of bands on just these ranks."""
+        return f"{self.name} on {self.pool.part_ranks}" if self.pool.part_ranks else self.name
 
     def _asked(self, bytes_needed: int, weight_bytes: int, poll: Poll) -> list[m.VAEBegun]:
         """The ranks' replies to BeginVAE. `bytes_needed`: for a rank's band. `weight_bytes`: for one copy of the weights."""
@@ -186,7 +194,7 @@ class RemoteVAE:
         for rank, device in enumerate(self.pool.devices):
             ranks = self.pool.devices.count(device)
             copies = 1 if device_kind(device) == "cpu" and self.pool.lends_to(rank) else ranks  # see shared_weights
-            messages.append(m.BeginVAE(self.name, self.part, ranks * bytes_needed, copies * weight_bytes))
+            messages.append(m.BeginVAE(self._held_as, self.part, ranks * bytes_needed, copies * weight_bytes))
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
     def _make_room_for(self, weights: Weights, bytes_needed: int, poll: Poll) -> None:

@@ -2,8 +2,9 @@
 
 import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel_backend.wire.encoding import BadMessage
@@ -13,9 +14,10 @@ from .failure_report import again
 
 @dataclass
 class _Gather:
-    """One request. `reply`: type of the replies. `replies`: received replies by rank."""
+    """One request to `ranks`. `reply`: type of the replies. `replies`: received replies by rank."""
 
     reply: type
+    ranks: Sequence[int]
     future: Future = field(default_factory=Future)
     replies: dict[int, Any] = field(default_factory=dict)
 
@@ -30,9 +32,13 @@ class Gathers:
         self._open: dict[int, _Gather] = {}
         self._error: Exception | None = None
 
-    def open(self, reply: type) -> tuple[int, Future]:
-        """The id of a new request, and the future of its replies of type `reply` in rank order."""
-        gather = _Gather(reply)
+    def open(self, reply: type, ranks: Sequence[int] | None = None) -> tuple[int, Future]:
+        """The id of a new request, and the future of its replies of type `reply`.
+
+        `ranks`: those that are asked, ascending; None: all. The replies are in their order, and have their place in it as
+        `rank`.
+        """
+        gather = _Gather(reply, range(self._world) if ranks is None else ranks)
         with self._lock:
             request_id = next(self._ids)
             if self._error is None:
@@ -53,12 +59,18 @@ class Gathers:
                 return
             if type(reply) is not gather.reply:
                 raise BadMessage(f"{type(reply).__name__} in reply to a request for {gather.reply.__name__}")
+            if rank not in gather.ranks:
+                raise BadMessage(f"{type(reply).__name__} in reply to a request for other ranks")
             gather.replies[rank] = reply
-            complete = len(gather.replies) == self._world
+            complete = len(gather.replies) == len(gather.ranks)
             if complete:
                 del self._open[request_id]
         if complete:
-            gather.future.set_result([gather.replies[rank] for rank in range(self._world)])
+            replies = [gather.replies[rank] for rank in gather.ranks]
+            numbered = zip(range(len(replies)), gather.ranks, replies, strict=True)
+            gather.future.set_result(
+                [each if place == rank else replace(each, rank=place) for place, rank, each in numbered]
+            )
 
     @property
     def awaited(self) -> list[type]:

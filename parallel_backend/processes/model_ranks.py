@@ -7,7 +7,7 @@ from typing import Any
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.shared_memory import Segment
 
-from .pool import Pool
+from .pool_part import SomeRanks
 
 
 class ModelRanks:
@@ -16,7 +16,7 @@ class ModelRanks:
     `keep_others`: other models on the ranks stay. Methods without a docstring: see Pool and pool.Listener.
     """
 
-    def __init__(self, pool: Pool, keep_others: bool = False):
+    def __init__(self, pool: SomeRanks, keep_others: bool = False):
         self.loaded = [0.0] * len(pool.devices)
         """By rank, the share of its weights that is loaded."""
         self._on_output: Callable[[m.Output], None] = lambda output: None
@@ -44,6 +44,9 @@ class ModelRanks:
     @property
     def devices(self) -> tuple[str, ...]:
         return self.pool.devices
+
+    def place(self, rank: int) -> int | None:
+        return self.pool.place(rank)
 
     def send(self, rank: int, message: Any) -> None:
         self.pool.send(rank, message, None, self.number)

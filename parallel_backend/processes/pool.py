@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -49,6 +50,9 @@ class Listener(Protocol):
         """The pool has failed; or, on the thread that calls Pool.clear, the model has to leave."""
 
 
+KNOWN_TO_ALL = (m.Load, m.Unload, m.DropVAE)
+"""Messages that all ranks of a pool get, also those for a part of them: all make each process group, and none keeps its
+weights of a VAE that another one has dropped."""
 POLL_SECONDS = 0.05
 STOP_SECONDS = 3.0
 END_SECONDS = 15.0
@@ -94,6 +98,7 @@ class Pool:
         self.segments = itertools.count(1)
         """Numbers for segments of shared memory."""
         self._models: WeakValueDictionary[int, Listener] = WeakValueDictionary()
+        self._ranks_of: dict[int, Sequence[int]] = {}  # by the model's number
         self._numbers = itertools.count(1)  # of models
         self._newest = 0  # number of the newest model
         self._order = threading.RLock()  # held while sending, so that messages to several ranks have one order on all ranks
@@ -124,27 +129,49 @@ class Pool:
         """Notes about these ranks for the user."""
         return (NCCL_OFF,) if self.self_test.gloo else () if self.self_test.p2p else (P2P_OFF,)
 
-    def enter(self, model: Listener, keep_others: bool = False) -> int:
+    @property
+    def whole(self) -> "Pool":
+        """The pool that these ranks are of, see PoolPart."""
+        return self
+
+    @property
+    def part_ranks(self) -> tuple[int, ...]:
+        """The pool's numbers of these ranks, if they are a part of it. Empty: they are all."""
+        return ()
+
+    def doing(self, rank: int) -> str:
+        """As Watchdog.doing."""
+        return self.watchdog.doing(rank)
+
+    def place(self, rank: int) -> int | None:
+        """The rank's number among these ranks, by its number in the pool. None: it is not one of them."""
+        return rank
+
+    def enter(self, model: Listener, keep_others: bool = False, ranks: Sequence[int] | None = None) -> int:
         """The number of a new model, which receives its messages until it is garbage-collected or leaves.
 
-        Without `keep_others` all other models leave, and the ranks free them before they handle later messages.
+        `ranks`: those that have the model; None: all. Messages of a rank have its place among them as `rank`. Without
+        `keep_others` all other models leave, and the ranks free them before they handle later messages.
         """
         if not keep_others:
             self.clear(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
         self._newest = number = next(self._numbers)
         self._models[number] = model
+        self._ranks_of[number] = range(len(self.devices)) if ranks is None else ranks
         return number
 
     def clear(self, why: Exception) -> None:
         """End all models with the error `why`. The ranks free them, and parts of VAEs, after all earlier messages."""
         while self._models:
             self._models.popitem()[1].on_failure(why)
+        self._ranks_of.clear()
         if self._newest and self.error is None:
             self.tell(m.Unload())
 
     def leave(self, number: int) -> None:
         """From now on messages about that model are dropped."""
         self._models.pop(number, None)
+        self._ranks_of.pop(number, None)
 
     def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
         """Raises RankError if the pool has failed. The receiving thread reports a rank that has just ended.
@@ -209,26 +236,33 @@ class Pool:
         """As Channel.forget. Works also after the pool has failed."""
         self.ranks.channels[rank].forget(segment.number)
 
-    def ask(self, message: Any, reply: type, model: int | None = None) -> Future:
-        """Send to every rank. The future gives their replies, of type `reply`, in rank order."""
-        return self.ask_each([message] * len(self.devices), reply, model)
+    def ask(self, message: Any, reply: type, model: int | None = None, ranks: Sequence[int] | None = None) -> Future:
+        """Send to `ranks`, or to all. The future gives their replies, of type `reply`, as Gathers.open does."""
+        return self.ask_each([message] * len(self.devices if ranks is None else ranks), reply, model, ranks)
 
-    def ask_each(self, messages: Sequence[Any], reply: type, model: int | None = None) -> Future:
+    def ask_each(
+        self, messages: Sequence[Any], reply: type, model: int | None = None, ranks: Sequence[int] | None = None
+    ) -> Future:
         """As `ask`, with a message for each rank."""
-        request_id, future = self._gathers.open(reply)
+        every = range(len(self.devices))
+        asked = every if ranks is None else ranks
+        told = set(every) - set(asked) if isinstance(messages[0], KNOWN_TO_ALL) else ()
+        request_id, future = self._gathers.open(reply, asked)
         try:
             with self.together():
-                for rank, message in enumerate(messages):
+                for rank, message in zip(asked, messages, strict=True):
                     self.send(rank, message, request_id, model)
+                for rank in told:
+                    self.send(rank, messages[0], None, model)
         except BaseException:
             self._gathers.drop(request_id)
             raise
         return future
 
-    def tell(self, message: Any, model: int | None = None) -> None:
-        """Send to every rank, without waiting for replies."""
+    def tell(self, message: Any, model: int | None = None, ranks: Sequence[int] | None = None) -> None:
+        """Send to `ranks`, or to all, without waiting for replies."""
         with self.together():
-            for rank in range(len(self.devices)):
+            for rank in range(len(self.devices)) if ranks is None or isinstance(message, KNOWN_TO_ALL) else ranks:
                 self.send(rank, message, None, model)
 
     def refuse(self, rank: int, why: str) -> Exception:
@@ -341,6 +375,11 @@ class Pool:
                     raise m.BadMessage(f"{type(message).__name__} of a model that is not there")
                 if (listener := self._models.get(model)) is None:  # the model has been let go meanwhile
                     return
+                if (ranks := self._ranks_of.get(model)) is None:
+                    return
+                if rank not in ranks:
+                    raise m.BadMessage(f"{type(message).__name__} of a rank without the model")
+                message = replace(message, rank=ranks.index(rank))
                 if isinstance(message, m.Output):
                     listener.on_output(message)
                 else:

@@ -57,10 +57,11 @@ class LoadedStage:
     ):
         """Load the rank's part of the checkpoint. Collective over all ranks, which first make and try the mesh's groups.
 
+        `rank`: the rank's number among those that have the model, whose `peers` are.
         `progress`: see StageWeights. `heartbeat` is told of every block and wait. `copies`: to and from the rank's device,
         shared by all its models; None: this model's alone.
         """
-        self.device, self._peers = device, peers
+        self.rank, self.device, self._peers = rank, device, peers
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         setup = load.setup

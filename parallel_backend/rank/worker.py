@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checked
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pinned import pinning
 from parallel_backend.core.torch_settings import write_settings
 from parallel_backend.rank.comm.guard import Guard
@@ -89,6 +90,10 @@ class Worker:
         self.copies = copies or copies_of(self.device)
         self.engines: dict[int | None, Engine] = {}
         """By the model's number."""
+        self._outside: dict[int | None, tuple[Peers, Degrees]] = {}
+        """By the model's number, models on other ranks alone: this one takes part in making their process groups."""
+        self._threads: dict[int | None, int] = {}
+        """By the model's number, CPU threads of its micro-steps."""
         self.vae: dict[str, VAEPart] = {}
         """By name: decoder and encoder."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
@@ -124,6 +129,7 @@ class Worker:
         match message:
             case m.Step():
                 self._turn_to(self.engine)
+                self._use_threads(self._threads.get(self._model, self.settings.threads))
                 output = self.engine.step(message, self._upcoming())
                 if output is not None:
                     self._outbox.send(output, self._model)
@@ -147,8 +153,8 @@ class Worker:
             case m.PutVAE():
                 self._peers.check()
                 self.vae.pop(message.part, None)  # first, so that old and new weights are never both in memory
-                world = len(self.settings.devices)
-                self.vae[message.part] = VAEPart(message, self.settings.rank, world, self.device, self.heartbeat)
+                ranks = self._peers.part(message.ranks).ranks
+                self.vae[message.part] = VAEPart(message, self.settings.rank, ranks, self.device, self.heartbeat)
             case m.BeginVAE():
                 self._reply(self._begin_vae(message))
             case m.RunVAE():
@@ -171,7 +177,7 @@ class Worker:
                     each.drop_graphs()  # captured again in later micro-steps
                 self._reply(m.UnusedReleased(self.settings.rank, self._release_unused()))
             case m.SetResident():
-                self._reply(self._set_resident(message.resident[self.settings.rank], message.working))
+                self._reply(self._set_resident(message))
             case m.FindNotFinite():
                 nothing = m.NotFiniteFound(self.settings.rank, None, (), ())  # unloaded meanwhile
                 engine = self.engines.get(self._model)
@@ -189,9 +195,12 @@ class Worker:
                 self._reply(links)
             case m.Load():
                 self._turn_to(None)
-                self.engines[self._model] = loaded = self._load(message)
-                names, held = parameter_names(loaded.stage.model), loaded.residency
-                self._reply(m.Loaded(self.settings.rank, held.device_bytes, names, held.host_bytes))
+                peers = self._peers.part(message.ranks)
+                if peers.place is None:
+                    self._outside[self._model] = peers, message.setup.degrees
+                    peers.enter_mesh(message.setup.degrees)
+                else:
+                    self._reply(self._load(message, peers, peers.place))
             case m.Unload():
                 self._unload()
                 self._reply(m.Unloaded(self.settings.rank))
@@ -200,10 +209,18 @@ class Worker:
             case _:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 
-    def _load(self, message: m.Load) -> Engine:
-        rank, peers = self.settings.rank, self._peers
-        stage = LoadedStage(rank, self.device, message, self._report, peers, self.heartbeat, self.copies)
-        return Engine(rank, message, stage)
+    def _load(self, message: m.Load, peers: Peers, place: int) -> m.Loaded:
+        """`peers`: the ranks that get the model, of which this one has the number `place`."""
+        self._threads[self._model] = message.threads or self.settings.threads
+        self._use_threads(self._threads[self._model])
+        stage = LoadedStage(place, self.device, message, self._report, peers, self.heartbeat, self.copies)
+        self.engines[self._model] = loaded = Engine(self.settings.rank, message, stage)
+        names, held = parameter_names(loaded.stage.model), loaded.residency
+        return m.Loaded(self.settings.rank, held.device_bytes, names, held.host_bytes)
+
+    def _use_threads(self, threads: int) -> None:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
     def _probe(self, message: m.Probe) -> m.Probed:
         return probe(
@@ -247,11 +264,11 @@ class Worker:
         vae = sum(part.nbytes for part in self.vae.values())
         return self.copies.memory(self.settings.rank, of_model, others, vae)
 
-    def _set_resident(self, resident: int, working: bool) -> m.Residency:
+    def _set_resident(self, message: m.SetResident) -> m.Residency:
         engine = self.engines.get(self._model)
         if engine is None:  # unloaded meanwhile
             return m.Residency(self.settings.rank, 0, 0)
-        held = engine.set_resident(resident, working)
+        held = engine.set_resident(message.resident[engine.stage.rank], message.working)
         self._release_unused()
         return held
 
@@ -260,6 +277,10 @@ class Worker:
         self._turn_to(None)
         for number in [number for number in self.engines if self._model in (None, number)]:
             self.engines.pop(number).close()
+            self._threads.pop(number, None)
+        for number in [number for number in self._outside if self._model in (None, number)]:
+            peers, degrees = self._outside.pop(number)
+            peers.leave_mesh(degrees)
         if self._model is None:
             self.vae = {}
         self.channel.return_segments(self._model)

@@ -10,7 +10,11 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class Load:
-    """Client -> rank: load the rank's part of a model. Models that the rank has stay."""
+    """Client -> rank: load the rank's part of a model. Models that the rank has stay.
+
+    Sent to all ranks of the pool: those without a part of the model take part in making its process groups, and answer
+    nothing.
+    """
 
     setup: Setup
     stage_blocks: tuple[Span, ...]
@@ -24,6 +28,10 @@ class Load:
     resident: tuple[int, ...] = ()
     """By rank, limit of the bytes of weights on its device, slots included (rank/stage/store/). Other weights are streamed
     from host memory. Equal for ranks with the same weights. Empty: no limit."""
+    ranks: tuple[int, ...] = ()
+    """The pool's ranks that have the model, ascending: the model's ranks 0, 1, ... Empty: all."""
+    threads: int = 0
+    """CPU threads of each of them. 0: those of its start."""
     file_state: str = ""
     """Expected state of the files (checkpoints/file_state.py). Empty: the files are on other machines."""
 

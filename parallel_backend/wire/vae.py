@@ -21,6 +21,8 @@ class PutVAE:
     """vaes.base.Weights.config in JSON."""
     tensors: dict[str, torch.Tensor]
     """All weights by the names of the class, in the dtype to compute in."""
+    ranks: tuple[int, ...] = ()
+    """As Load.ranks."""
 
 
 @dataclass(frozen=True)

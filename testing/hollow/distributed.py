@@ -66,7 +66,7 @@ class HollowDistributed(Distributed):
     def all_reduce(self, tensor: torch.Tensor, group: Group | None = None, async_op: bool = False) -> Work | None:
         if not isinstance(tensor, Hollow):
             return super().all_reduce(tensor, group, async_op)
-        member, ranks = self._here.member, self._ranks(group)
+        member, ranks = self._here.member, self.ranks_of(group)
         # As in NCCL's ring: each rank sends every part to the next one in both of the rounds, but for its own.
         after = ranks[(ranks.index(member.rank) + 1) % len(ranks)]
         member.account.sent[after] += 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)

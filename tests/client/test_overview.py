@@ -69,6 +69,7 @@ def test_weights_that_are_elsewhere_are_counted(tmp_path):
     model.streamed_bytes = RemoteTransformer.streamed_bytes.fget(model)
     pool = pool_with(m.HeartbeatMessage(0, m.IDLE, 1, False))
     pool.devices = ("cuda:0", "cuda:1")
+    pool.whole, pool.place, model.pool = pool, lambda rank: rank, pool
     found = overview_of(pool, [SimpleNamespace(model=model)])
     (shown,) = found.models
     assert (shown.name, shown.weights, shown.streamed) == ("wan.safetensors", (11, 4), (0, 6))

@@ -42,6 +42,7 @@ class FakePool:
     def __init__(self, devices, self_test, threads, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
         self.self_test, self.threads, self.asked, self.process = self_test, threads, [], os.getpid()
+        self.whole, self.segments, self.part_ranks = self, (), ()
         if backend := self.down.get("Gloo" if self_test.gloo else self_test.p2p):
             self.ready.set_exception(LinksDown("the self-test failed", backend))
         else:
@@ -50,7 +51,7 @@ class FakePool:
     def close(self, politely=True):
         self.closed, self.politely = True, politely
 
-    def ask(self, question, _answer):
+    def ask(self, question, _answer, *_of):
         self.asked.append(type(question).__name__)
         done = Future()
         done.set_result([])
@@ -70,7 +71,7 @@ class FakeModel:
 
     @property
     def on_ranks(self):
-        return not self.unloaded and self.pool.error is None and not self.pool.closed
+        return not self.unloaded and self.pool.error is None and not self.pool.whole.closed
 
     def unload(self):
         self.unloaded = True
@@ -192,11 +193,78 @@ def test_failed_ranks_are_ended_and_not_given_out_again(registry, loaded, device
         assert loaded("one")[1].pool is pool
 
 
-def test_ranks_on_some_of_the_devices_are_ended(registry):
-    pool = registry.pool_for(DEVICES, nobody)
-    other = registry.pool_for(("cpu",), nobody)
+@pytest.mark.parametrize(
+    ("first", "then", "together"),
+    [
+        (("cpu", "cpu"), ("cpu",), ("cpu", "cpu")),
+        (("cpu",), ("cpu", "cpu"), ("cpu", "cpu")),
+        (("cuda:0", "cuda:1"), ("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+        (("cuda:1", "cuda:2"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:1", "cuda:2")),
+        (("cuda:1", "cuda:0"), ("cuda:1", "cuda:2"), ("cuda:1", "cuda:0", "cuda:2")),  # in each set's own order
+    ],
+)
+def test_devices_that_overlap_have_one_pool(registry, loaded, first, then, together):
+    """The pool grows once; from then on neither ranks nor models change however often the sets take turns."""
+    before = loaded("first", *first)[1].pool
+    _, second = loaded("then", *then)
+    pool = registry.pool
+    assert (second.pool.devices, pool.devices, before.whole.closed) == (then, together, pool is not before.whole)
+    _, again = loaded("first", *first)
+    for _ in range(3):
+        assert loaded("then", *then)[1] is second
+        assert loaded("first", *first)[1] is again
+    assert again.pool.devices == first and again.pool.whole is second.pool.whole is registry.pool is pool
+    assert registry.pool_for(None, nobody).devices == first
+    assert registry.runs_on(first) and registry.runs_on(then) and not pool.closed
+    assert registry.held_on(pool, first[-1]) == SIZE * (1 + (first[-1] in then))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")),  # process groups number their ranks in one order
+        (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")),  # ranks that share a GPU have Gloo
+        (("cpu", "cuda:0"), ("cuda:0", "cuda:1")),
+    ],
+)
+def test_devices_that_cannot_have_one_pool_end_each_other(registry, loaded, first, then):
+    pool = loaded("first", *first)[1].pool
+    assert loaded("then", *then)[1].pool.devices == then == registry.pool.devices
     assert pool.closed
-    assert not other.closed
+
+
+def test_ranks_that_cannot_start_together_start_alone(loaded, monkeypatch, caplog):
+    first = loaded("first", "cuda:0", "cuda:1")[1].pool
+    made = []
+
+    def pool(devices, **settings):
+        made.append(devices)
+        one = FakePool(devices, **settings)
+        if len(devices) == 3:
+            one.ready = Future()
+            one.ready.set_exception(RankError("rank 2 (cuda:2) did not start"))
+        return one
+
+    def load_model(pool, *given, **named):
+        pool.ready.result()
+        return FakeModel(pool, *given, **named)
+
+    monkeypatch.setattr(registry_module, "Pool", pool)
+    monkeypatch.setattr(registry_module, "load_model", load_model)
+    for _ in range(2):
+        assert loaded("then", "cuda:1", "cuda:2")[1].pool.devices == ("cuda:1", "cuda:2")
+    assert made == [("cuda:0", "cuda:1", "cuda:2"), ("cuda:1", "cuda:2")] and first.closed
+    assert "rank 2 (cuda:2) did not start" in caplog.text
+    loaded("first", "cuda:0", "cuda:1")  # what has failed is not tried again
+    assert made[2:] == [("cuda:0", "cuda:1")]
+
+
+def test_a_part_of_cpu_ranks_has_the_cores_of_all(registry, loaded, monkeypatch):
+    monkeypatch.setattr("parallel_backend.client.pools.usable_cores", lambda: 8)
+    assert loaded("all", *("cpu",) * 4)[1].pool.threads == 2
+    assert loaded("two", *("cpu",) * 2)[1].pool.threads == 4
+    registry.threads = 3
+    assert loaded("one", "cpu")[1].pool.threads == 2  # as started: 3 are for ranks to come
 
 
 def test_ranks_that_were_begun_are_those_of_the_next_use(registry, loaded):
@@ -249,7 +317,7 @@ def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(regist
     if exits:
         registry.exit()
     else:
-        registry.pool_for(("cpu",), nobody)
+        registry.pool_for((*DEVICES, "cpu"), nobody)
     assert begun.closed
     assert not begun.politely
 
@@ -322,13 +390,13 @@ def test_ranks_beside_end_where_their_devices_are_wanted_or_they_have_failed(loa
     _, first = loaded("one", "cuda:0", "cuda:1")
     _, second = loaded("two", "cuda:2")
     _, third = loaded("three", "cuda:1", "cuda:3")
-    assert (first.pool.closed, second.pool.closed) == (True, False)
+    assert (first.pool.whole.closed, second.pool.closed) == (True, False)
     second.pool.error = RankError("rank 0 (cuda:2) was killed by signal 9")
     assert loaded("two", "cuda:2")[1].pool is not second.pool
     assert second.pool.closed
-    assert not third.pool.closed
+    assert not third.pool.whole.closed
     _, on_ray = loaded("four", "ray:cuda")  # nobody knows which GPU that is
-    assert third.pool.closed
+    assert third.pool.whole.closed
     loaded("five", "cuda:3")
     assert on_ray.pool.closed
 
@@ -709,7 +777,8 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
     keys = [Setup(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa") for name in ("before", "now")]
 
     class Loading:
-        def __init__(self, _pool, _checkpoint, _setup, _poll, _progress, make_room, *_arguments, **_named):
+        def __init__(self, pool, _checkpoint, _setup, _poll, _progress, make_room, *_arguments, **_named):
+            self.pool = pool
             self.freed, self.on_ranks = make_room("cuda:0", 1), True
 
     def make_room(device: str, missing: int) -> int:
@@ -745,7 +814,7 @@ def test_exit_does_not_wait_for_a_load(registry):
     over.set()
     thread.join()
     with pytest.raises(RankError, match="no ranks are started any more"):
-        registry.pool_for(("cpu",), lambda: None)
+        registry.pool_for((*DEVICES, "cpu"), lambda: None)
 
 
 def test_exit_asks_ranks_that_do_not_load(registry):

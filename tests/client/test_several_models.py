@@ -115,7 +115,7 @@ def test_a_model_that_is_not_beside_the_others_takes_their_place(two, pools, flu
 def test_models_of_equal_degrees_share_their_groups(two, monkeypatch):
     made, ended, make, close = [], [], peers.make_mesh, peers.close_mesh
     monkeypatch.setattr(peers, "make_mesh", lambda degrees, *rest: (made.append(degrees), make(degrees, *rest))[1])
-    monkeypatch.setattr(peers, "close_mesh", lambda mesh: (ended.append(mesh), close(mesh))[1])
+    monkeypatch.setattr(peers, "close_mesh", lambda mesh, *rest: (ended.append(mesh), close(mesh, *rest))[1])
     first, second = two(PIPE, PIPE)
     assert made == [PIPE, PIPE]  # by two ranks
     ended.clear()  # what earlier tests left
@@ -150,6 +150,7 @@ def registries(thread_pools):
 
     def make(emulated: EmulatedDevice | None = None) -> Registry:
         made.append(Registry())
+        made[-1].threads = 1
         made[-1].start_of = lambda devices: functools.partial(thread_pools.start, device=emulated)
         return made[-1]
 
@@ -196,6 +197,43 @@ def test_three_models_with_room_for_two_are_read_once_and_answer_as_alone(regist
     assert not opened
     parked = [each.model.resident.host_bytes for each in registry._models]
     assert any(map(any, parked))  # the control: there was no room for all three
+
+
+OVERLAPPING = {
+    "within the other's": ((0, 1), Degrees(ulysses=2), (0, 1, 2, 3), Degrees(pipe=2, ulysses=2)),
+    "not the first ranks": ((1, 3), PIPE, (0, 1, 2, 3), Degrees(pipe=4)),
+    "in part": ((0, 1), Degrees(tensor=2), (1, 2), Degrees(ring=2)),
+    "of displaced patches": ((2, 3), Degrees(patch=2, patch_mode="displaced"), (0, 1, 2, 3), Degrees(ring=2, tensor=2)),
+    "one rank": ((2,), Degrees(), (0, 1, 2), Degrees(pipe=3)),
+}
+
+
+@pytest.mark.parametrize(("few", "first", "many", "second"), OVERLAPPING.values(), ids=OVERLAPPING)
+def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries, files, opened, few, first, many, second):
+    """As on pools of their own, bit for bit; beside each other, too, and with one of them unloaded and loaded again."""
+    places = [tuple(f"cpu:{rank}" for rank in ranks) for ranks in (few, many)]
+    keys = [key_of(file, degrees, devices) for file, degrees, devices in zip(files, (first, second), places, strict=False)]
+    expected = [sampled(registries(), key)[0] for key in keys]
+    registry = registries()
+    assert all(map(torch.equal, sampled(registry, *keys, keys[0]), (*expected, expected[0])))  # the pool grows once
+    pool = registry.pool
+    opened.clear()
+    for _ in range(2):
+        assert all(map(torch.equal, sampled(registry, *keys), expected))
+    assert not opened
+    assert registry.pool is pool and pool.error is None
+    calls = [whole_call(registry.model(key, nothing), *tiny.inputs(SIZES)) for key in (*keys, *keys)]
+    for key, call in zip((*keys, *keys), calls, strict=True):  # none is waited for: their micro-steps mix
+        registry.model(key, nothing).post(call)
+    found = [call.future.result(timeout=60) for call in calls]
+    assert all(map(torch.equal, found[:2], found[2:]))
+    for key in keys:
+        registry.unload(key)
+        assert all(map(torch.equal, sampled(registry, *keys), expected))
+    assert registry.pool is pool
+    shown = registry.overview()[0]
+    assert [len(model.weights) for model in shown.models] == [len(pool.devices)] * 2
+    assert [sum(map(bool, model.weights)) for model in shown.models] == [len(few), len(many)]
 
 
 def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registries, files, opened, monkeypatch):

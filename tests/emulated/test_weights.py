@@ -194,6 +194,29 @@ def test_several_models_one_after_the_other_and_beside_each_other(both: Both, fi
     both.check(run)
 
 
+@pytest.mark.slow
+def test_models_on_devices_that_overlap_take_turns(both: Both, files: Files):
+    """Through the registry: NCCL's rules hold for a part of the ranks, too, and nothing is left on any card."""
+
+    def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
+        registry, devices = Registry(), pool(4).devices
+        registry.start_of, registry.threads = lambda _devices: pool.start, 1
+        cases = ((devices[1:3], Degrees(tensor=2)), (devices, Degrees(pipe=2, ulysses=2)), (devices[2:], PIPE))
+        keys = [Setup(files.flux(), "fp32", on, degrees, "sdpa", "even") for on, degrees in cases]
+        found = []
+        try:
+            for _ in range(2):
+                for key in keys:
+                    registry.begin_run()
+                    found += results(registry.model(key, nothing))
+            registry.unload()
+        finally:
+            registry.close()
+        return found
+
+    both.check(run)
+
+
 def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both: Both, files: Files):
     """What a model holds is memory that it may use again."""
 

@@ -15,7 +15,7 @@ def watched(module, monkeypatch):
     monkeypatch.setattr(long_step, "check_cancelled", lambda: None)
     monkeypatch.setattr(long_step.time, "monotonic", lambda: now[0])
     doing = ["block 3", "block 3"]
-    pool = SimpleNamespace(devices=("cpu", "cpu"), watchdog=SimpleNamespace(doing=doing.__getitem__), now_doing=doing)
+    pool = SimpleNamespace(devices=("cpu", "cpu"), doing=doing.__getitem__, now_doing=doing)
     model = SimpleNamespace(pool=pool, answered=7, streamed_bytes=[0, 0])
 
     def poll_of(first: bool):

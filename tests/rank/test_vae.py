@@ -21,6 +21,7 @@ from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core import device_copies
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import RankError
+from parallel_backend.processes.pool_part import PoolPart
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.vae import banded_layers as banded
@@ -164,6 +165,18 @@ def test_weights_are_sent_once_until_another_decoder_takes_their_place_or_all_is
     pools.forget(2)
     decode("a")
     assert sent == ["a", "b", "a", "a"]
+
+
+def test_a_part_of_the_ranks_and_all_of_them_take_turns(pools):
+    """Each has bands of its own, also where others' weights were dropped by a part alone."""
+    x, vae = latent(1, 4, 9, 6), autoencoder()
+    expected = {ranks: OnRanks(pools(ranks), "vae", lambda: decoder_of(vae)).decode(x, lambda: None) for ranks in (2, 3)}
+    part = PoolPart(pools(3), (0, 2))
+    for turn, pool in enumerate((part, pools(3), part, pools(3), PoolPart(pools(3), (1, 2)), pools(3))):
+        decoder = OnRanks(pool, "vae", lambda: decoder_of(vae))
+        assert torch.equal(decoder.decode(x, lambda: None), expected[len(pool.devices)])
+        if turn == 3:
+            part.tell(m.DropVAE())
 
 
 def test_too_little_memory_is_said_before_anything_is_computed(remote_decoder):
@@ -321,7 +334,7 @@ def test_each_exchange_is_needed(threads, without, equal, measured):
     put = m.PutVAE("vae", "AutoencoderKL", "decoder", json.dumps(given.config), given.tensors)
 
     def part(axis: Axis) -> torch.Tensor:
-        part = VAEPart(put, axis.index, axis.size, torch.device("cpu"))
+        part = VAEPart(put, axis.index, axis.ranks, torch.device("cpu"))
         own = x.split(4, dim=2)[axis.index]
         return part.run(m.RunVAE("decoder", own, (4, 4), False, True, None, 0)).band
 
@@ -347,7 +360,7 @@ def test_a_band_leaves_a_gpu_through_page_locked_memory_for_its_rows_of_a_pictur
         monkeypatch.setattr(device_copies, "host_buffer", host_buffer)
         given = decoder_of(autoencoder())
         put = m.PutVAE("vae", "AutoencoderKL", "decoder", json.dumps(given.config), given.tensors)
-        part = VAEPart(put, 1, 2, torch.device("cpu"))
+        part = VAEPart(put, 1, (0, 1), torch.device("cpu"))
         monkeypatch.setattr(part.model, "forward", lambda *_: OnCard.of(band, cuda, copies))
         part.run(message)
         assert cuda.waits == 3
@@ -364,7 +377,7 @@ def test_weights_and_bands_come_to_the_device_without_a_stop_of_the_host():
     with emulated(fake_cuda.HOPPER) as gpus:
         weights = {name: tensor.pin_memory() for name, tensor in given.tensors.items()}  # as ranks page-lock what they read
         part = VAEPart(
-            m.PutVAE("vae", "AutoencoderKL", "decoder", json.dumps(given.config), weights), 0, 1, torch.device("cuda:0")
+            m.PutVAE("vae", "AutoencoderKL", "decoder", json.dumps(given.config), weights), 0, (0,), torch.device("cuda:0")
         )
         gpus.record.stops[:] = [stop for stop in gpus.record.stops if "recorder.py" not in stop]  # the clock begins once
         assert not gpus.record.stops
@@ -456,7 +469,7 @@ def test_a_causal_vae_in_bands_of_columns_is_that_in_one(threads, part, residual
 
     def run(sizes: tuple[int, ...]):
         def work(axis: Axis) -> torch.Tensor:
-            own = VAEPart(put, axis.index, axis.size, torch.device("cpu"))
+            own = VAEPart(put, axis.index, axis.ranks, torch.device("cpu"))
             band = x.split(sizes, dim=4)[axis.index]
             pieces = [own.run(m.RunVAE(part, band[:, :, s], sizes, True, not i, None, 0)).band for i, s in enumerate(spans)]
             assert own.model._caches

@@ -1,5 +1,6 @@
 """Named mesh axes over the ranks: this rank's process group, neighbours and index on each axis."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -53,37 +54,54 @@ class Mesh:
         return next((link for link in self.links if link.sends == sends), None)
 
 
-def make_mesh(degrees: Degrees, rank: int, timeout: timedelta, far: bool = False) -> Mesh:
-    """The mesh of a model. Collective over all ranks.
+def make_mesh(
+    degrees: Degrees, rank: int | None, timeout: timedelta, far: bool = False, ranks: tuple[int, ...] | None = None
+) -> Mesh:
+    """The mesh of a model. Collective over all ranks of the pool.
 
-    `timeout`: of the groups' transfers; NCCL's default would be 10 minutes. `far`: see Axis.
+    `ranks`: the pool's ranks that have the model, ascending; None: all. `rank`: this rank's number among them; None: it is
+    not one of them, and gets an empty mesh. `timeout`: of the groups' transfers; NCCL's default would be 10 minutes.
+    `far`: see Axis.
     """
+    ranks = tuple(range(degrees.world)) if ranks is None else ranks
     # Groups are made by hand and not by a DeviceMesh. A rank outlives many models, so `close_mesh` has to end the groups,
     # and replicas have no transfers and need none.
 
     # torch requires every rank to call new_group for every group, in the same order, also for groups that it is not in.
-    def new_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-        return dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+    def of_pool(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(ranks[number] for number in numbers)
 
-    coordinate = degrees.coordinate(rank)
-    axes, grouped = {}, grouped_axes(degrees)
+    def new_group(numbers: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        return dist.new_group(list(of_pool(numbers)), timeout=timeout, group_desc=name)
+
+    lines = {name: lines_along(degrees, name) for name in AXES}
+    groups = {name: {line: new_group(line, name) for line in lines[name]} for name in AXES if name in grouped_axes(degrees)}
+    ends_of_links = {ends: new_group(ends, "link") for ends in pipe_links(degrees)}
+    if rank is None:
+        return Mesh({}, ())
+    axes, coordinate = {}, degrees.coordinate(rank)
     for name in AXES:
-        lines = lines_along(degrees, name)
-        line_of_rank = next(line for line in lines if rank in line)
-        groups = {line: new_group(line, name) for line in lines} if name in grouped else {}
-        group = groups.get(line_of_rank)
-        axes[name] = Axis(name, getattr(degrees, name), getattr(coordinate, name), line_of_rank, group, far)
-    links = []
-    for ends in pipe_links(degrees):
-        group = new_group(ends, "link")
-        if rank in ends:
-            links.append(LinkEnd(ends[rank == ends[0]], rank == ends[0], group))
+        line = next(line for line in lines[name] if rank in line)
+        group = groups.get(name, {}).get(line)
+        axes[name] = Axis(name, getattr(degrees, name), getattr(coordinate, name), of_pool(line), group, far)
+    links = [
+        LinkEnd(of_pool(ends)[rank == ends[0]], rank == ends[0], group)
+        for ends, group in ends_of_links.items()
+        if rank in ends
+    ]
     return Mesh(axes, tuple(links))
 
 
-def close_mesh(mesh: Mesh) -> None:
-    """End the mesh's groups, once every rank has finished using them. Collective over all ranks."""
-    if mesh.groups:  # on every rank or on none
+def close_mesh(mesh: Mesh, meet: Callable[[], None] | None = None) -> None:
+    """End the mesh's groups, once every rank has finished using them. Collective over the mesh's ranks.
+
+    `meet`: waits for ranks that are not all of the pool, which have no communicator of their own. None: they are all.
+    """
+    if mesh.groups and meet is not None:  # on every rank or on none
+        if dist.get_backend() == "nccl":  # transfers are over on the device, too
+            torch.cuda.synchronize()
+        meet()
+    elif mesh.groups:
         # NCCL would otherwise guess the device, and open a context on it.
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     for group in mesh.groups:

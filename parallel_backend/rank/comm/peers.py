@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.wire.rank_settings import RankSettings
@@ -30,19 +29,38 @@ from .transfers import is_out_of_memory, peer_errors
 
 
 class Peers:
-    """All methods but `check` and `blocked` are collective over the ranks of the pool. StoreError if the rendezvous is gone,
-    PeerError if another rank is: the client then looks for the rank that is at fault.
+    """All methods but `check`, `blocked` and `part` are collective over the pool's ranks. StoreError if the rendezvous is
+    gone, PeerError if another rank is: the client then looks for the rank that is at fault.
 
     In all of them the client's watchdog takes this rank for one that waits.
     """
 
-    def __init__(self, settings: RankSettings, rendezvous: Rendezvous, guard: Guard):
+    def __init__(self, settings: RankSettings, rendezvous: Rendezvous, guard: Guard, ranks: tuple[int, ...] | None = None):
+        """`ranks`: see `part`. None: all of the pool."""
+        self.ranks = tuple(range(len(settings.devices))) if ranks is None else ranks
+        self.place = self.ranks.index(settings.rank) if settings.rank in self.ranks else None
+        """This rank's number among `ranks`. None: it is not one of them."""
+        self._is_part = ranks is not None
+        self._parts: dict[tuple[int, ...], Peers] = {}
         self._settings, self._rendezvous, self._guard = settings, rendezvous, guard
         self._backend = "gloo" if settings.self_test.gloo else backend_for(settings.devices)
         self._device = torch.device(settings.device if self._backend == "nccl" else "cpu")
         self._meshes: dict[Degrees, Mesh] = {}
         self._users: Counter[Degrees] = Counter()
         self._far = False  # see Axis.far
+
+    def part(self, ranks: tuple[int, ...]) -> "Peers":
+        """The peers of models on these ranks of the pool, ascending. Empty: on all.
+
+        Its meshes are made by all ranks of the pool, and ended by all; what else is collective is so over `ranks`.
+        """
+        if ranks in ((), self.ranks):
+            return self
+        if ranks not in self._parts:
+            own = self._rendezvous.part(ranks) if self._settings.rank in ranks else self._rendezvous
+            self._parts[ranks] = part = Peers(self._settings, own, self._guard, ranks)
+            part._far = self._far
+        return self._parts[ranks]
 
     def check(self) -> None:
         """StoreError if the rendezvous is gone. Call before the ranks need it."""
@@ -72,15 +90,16 @@ class Peers:
         self._users[degrees] -= 1
         if not self._users[degrees]:
             with self._guard.waiting(), peer_errors():
-                close_mesh(self._meshes.pop(degrees))
+                close_mesh(self._meshes.pop(degrees), self._rendezvous.meet if self._is_part else None)
 
     def _make_mesh(self, degrees: Degrees) -> Mesh:
         """The mesh, its groups made and tried."""
-        rank = self._settings.rank
         with self._guard.waiting():
             self._rendezvous.check()
             with peer_errors():
-                mesh = make_mesh(degrees, rank, self._settings.timeout, self._far)
+                mesh = make_mesh(degrees, self.place, self._settings.timeout, self._far, self.ranks)
+            if self.place is None:
+                return mesh
             self._rendezvous.meet()
         for axis in mesh.axes.values():
             if axis.group is not None:
@@ -121,17 +140,10 @@ class Peers:
             self._rendezvous.meet()
 
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, in rank order. All ranks pass the same count, each number of at most 63 bits."""
-        world = len(self._settings.devices)
-        numbers_RN = torch.zeros(world, len(numbers), dtype=torch.int64)
-        numbers_RN[self._settings.rank] = torch.tensor(numbers)
-        if world > 1:
-            with self.blocked():
-                numbers_RN = numbers_RN.to(self._device)
-                with peer_errors():
-                    dist.all_reduce(numbers_RN)  # a sum: row r is zero on all ranks but rank r
-                numbers_RN = numbers_RN.cpu()
-        return numbers_RN.tolist()
+        """The numbers of each of `ranks`, in their order. Through the store: a part has no communicator of its own."""
+        assert self.place is not None
+        with self._guard.waiting():
+            return self._rendezvous.tell_all(self.place, numbers)
 
     def blocked(self) -> AbstractContextManager[None]:
         """Around waiting for ranks without a transfer. If one of them is gone, the client ends this rank."""

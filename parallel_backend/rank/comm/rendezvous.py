@@ -1,7 +1,10 @@
 """The store through which the ranks of a pool find each other, at their start and for every group made later: a file on one
 machine, a server on several."""
 
+import copy
+import json
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,6 +84,23 @@ class Rendezvous:
         self.store.add(key, int(here))
         self.meet()
         return self.store.add(key, 0) > 0
+
+    def part(self, ranks: tuple[int, ...]) -> "Rendezvous":
+        """The store of these ranks alone, for a rank among them."""
+        part = copy.copy(self)
+        part._world, part._meetings = len(ranks), 0
+        if self.store is not None:
+            part.store = None if len(ranks) == 1 else dist.PrefixStore(f"ranks {ranks}", self.store)
+        return part
+
+    def tell_all(self, rank: int, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers, in rank order. Collective over all ranks."""
+        if self.store is None:
+            return [list(numbers)]
+        key = f"numbers {self._meetings}"
+        self.store.set(f"{key} of {rank}", json.dumps(list(numbers)))
+        self.meet()
+        return [json.loads(self.store.get(f"{key} of {other}")) for other in range(self._world)]
 
     def meet(self) -> None:
         """Wait until every rank has called this. Collective over all ranks.

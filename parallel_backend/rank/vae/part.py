@@ -21,13 +21,15 @@ PART_BYTES = 1 << 26
 
 
 class VAEPart:
-    """A decoder or encoder on rank `rank`. `begin` and `run` are collective over all ranks of the pool."""
+    """A decoder or encoder on rank `rank` of the pool. `begin` and `run` are collective over `ranks`, which have it."""
 
-    def __init__(self, put: PutVAE, rank: int, world: int, device: torch.device, heartbeat: Heartbeat | None = None):
+    def __init__(
+        self, put: PutVAE, rank: int, ranks: tuple[int, ...], device: torch.device, heartbeat: Heartbeat | None = None
+    ):
         self.name, self.rank, self.device = put.name, rank, device
         kind = VAES[put.kind]
         self.traffic = Traffic(device, heartbeat)
-        self.bands = Bands(Axis("rows", world, rank, tuple(range(world)), None), self.traffic)
+        self.bands = Bands(Axis("rows", len(ranks), ranks.index(rank), ranks, None), self.traffic)
         with torch.device("meta"):
             self.model = kind.build(put.part, json.loads(put.config))
         # Shared memory, which is page-locked, stays as it is until the rank handles DropSegment; other memory has been read.
@@ -74,7 +76,7 @@ class VAEPart:
         """Write the band to its rows and frames of `target`, the output of all ranks."""
         if band.ndim == 5:
             target = target.narrow(2, message.frame, band.shape[2])
-        rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.rank]
+        rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.bands.axis.index]
         target = target.narrow(self.bands.dim, rows.start, len(rows))
         if not band.numel():  # such as an encoder's for a piece of few frames
             return

@@ -131,7 +131,10 @@ class StrictDistributed(Distributed):
         communicator = self._communicator(group)
         self._issue("barrier", {}, {}, communicator.ranks, communicator).wait()
 
-    def meet(self) -> None:
+    def meet(self, group: Group | None = None) -> None:
+        if group is not None:
+            self.barrier(group)
+            return
         member = self._here.member
         member.fabric.meet(member.rank, "a meeting", place())
 
@@ -150,6 +153,9 @@ class StrictDistributed(Distributed):
     def get_backend(self, group: Group | None = None) -> str:
         """Neither Gloo nor NCCL: what asks for one of them does so for memory that is not a CPU's."""
         return "strict"
+
+    def ranks_of(self, group: Group | None) -> tuple[int, ...]:
+        return (group or self._here.member.world).ranks
 
     def _communicator(self, group: Group | None) -> Communicator:
         group = group or self._here.member.world

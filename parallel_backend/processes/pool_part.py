@@ -1,0 +1,143 @@
+"""Some of a pool's ranks, for a model or VAE on fewer devices than the pool has."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.wire.shared_memory import Segment
+
+from .pool import Listener, Pool
+
+Link = tuple[float, float]
+
+
+class PoolPart:
+    """What a Pool of these ranks alone would be: they are numbered 0, 1, ... in the order of the pool.
+
+    `part_ranks`: the pool's numbers of them, ascending. `threads`: CPU threads of each for the part's models; None: those of
+    its start. Members without a docstring: see Pool.
+    """
+
+    def __init__(self, whole: Pool, part_ranks: tuple[int, ...], threads: int | None = None):
+        self.whole, self.part_ranks, self.threads = whole, part_ranks, threads or whole.threads
+        self.devices = tuple(whole.devices[rank] for rank in part_ranks)
+        self.self_test, self.process, self.segments = whole.self_test, whole.process, whole.segments
+
+    @property
+    def error(self) -> Exception | None:
+        return self.whole.error
+
+    @property
+    def ready(self) -> Future:
+        return self.whole.ready
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.whole.notes
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(self.whole.pids[rank] for rank in self.part_ranks)
+
+    @property
+    def links(self) -> dict[tuple[int, int], Link]:
+        return {
+            (self.part_ranks.index(one), self.part_ranks.index(two)): link
+            for (one, two), link in self.whole.links.items()
+            if one in self.part_ranks and two in self.part_ranks
+        }
+
+    @links.setter
+    def links(self, links: dict[tuple[int, int], Link]) -> None:
+        self.whole.links |= {(self.part_ranks[one], self.part_ranks[two]): link for (one, two), link in links.items()}
+
+    def place(self, rank: int) -> int | None:
+        return self.part_ranks.index(rank) if rank in self.part_ranks else None
+
+    def doing(self, rank: int) -> str:
+        return self.whole.doing(self.part_ranks[rank])
+
+    def enter(self, model: Listener, keep_others: bool = False) -> int:
+        return self.whole.enter(model, keep_others, self.part_ranks)
+
+    def leave(self, number: int) -> None:
+        self.whole.leave(number)
+
+    def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
+        self.whole.send(self.part_ranks[rank], message, request_id, model)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.whole.together()
+
+    def lends_to(self, rank: int) -> bool:
+        return self.whole.lends_to(self.part_ranks[rank])
+
+    def lend(self, rank: int, segment: Segment, model: int | None = None, read: bool = True) -> None:
+        self.whole.lend(self.part_ranks[rank], segment, model, read)
+
+    def drop(self, rank: int, segment: Segment) -> None:
+        self.whole.drop(self.part_ranks[rank], segment)
+
+    def forget(self, rank: int, segment: Segment) -> None:
+        self.whole.forget(self.part_ranks[rank], segment)
+
+    def ask(self, message: Any, reply: type, model: int | None = None) -> Future:
+        return self.whole.ask(message, reply, model, self.part_ranks)
+
+    def ask_each(self, messages: Sequence[Any], reply: type, model: int | None = None) -> Future:
+        return self.whole.ask_each(messages, reply, model, self.part_ranks)
+
+    def tell(self, message: Any, model: int | None = None) -> None:
+        self.whole.tell(message, model, self.part_ranks)
+
+    def refuse(self, rank: int, why: str) -> Exception:
+        return self.whole.refuse(self.part_ranks[rank], why)
+
+
+SomeRanks = Pool | PoolPart
+
+
+def can_be_shared(devices: tuple[str, ...]) -> bool:
+    """Whether a part of ranks on these devices talks as ranks on the part's devices alone would: by the same backend."""
+    if any(map(on_ray, devices)):  # which may be the same devices
+        return False
+    kinds = set(map(device_kind, devices))
+    return kinds == {"cpu"} or (kinds == {"cuda"} and len(set(devices)) == len(devices))
+
+
+def ranks_on(devices: tuple[str, ...], of: tuple[str, ...]) -> tuple[int, ...] | None:
+    """The ranks of a pool on the devices `of` that are on `devices`, in this order. None: the pool has no such ranks.
+
+    The order is the pool's, since process groups number their ranks so.
+    """
+    if devices == of:
+        return tuple(range(len(of)))
+    if not (can_be_shared(devices) and can_be_shared(of)):
+        return None
+    ranks: list[int] = []
+    for device in devices:
+        after = ranks[-1] + 1 if ranks else 0
+        if device not in of[after:]:
+            return None
+        ranks.append(of.index(device, after))
+    return tuple(ranks)
+
+
+def union(sets: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Devices of a pool that has all of these sets of devices as parts. None: there is none, as of other orders."""
+    if not all(map(can_be_shared, sets)):
+        return None
+    names = list(dict.fromkeys(name for each in sets for name in each))
+    counts = {name: max(each.count(name) for each in sets) for name in names}
+    for order in (sorted(names, key=_number), names):
+        found = tuple(name for name in order for _ in range(counts[name]))
+        if all(ranks_on(each, found) is not None for each in sets):
+            return found
+    return None
+
+
+def _number(device: str) -> tuple[str, int]:
+    kind, _, index = device.partition(":")
+    return kind, int(index or 0)
