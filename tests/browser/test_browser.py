@@ -320,6 +320,6 @@ def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
         }"""
     )
     assert "Parallel DiT: 正在启动 2 个进程" in shown
-    editor.editor.tab("parallel-dit-ranks").click()
+    editor.tab("parallel-dit-ranks").click()
     editor.page.locator(".pdit").get_by_role("button", name="卸载").wait_for()
     shoot("ranks-panel-chinese")

@@ -14,7 +14,8 @@ from tests.campaigns.mutants.trial import Verdict, confirmed, copy_of, try_out
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_each_is_another_program(mutant):
     text = (REPOSITORY / mutant.file).read_text()
-    assert ast.dump(ast.parse(mutant.applied(text))) != ast.dump(ast.parse(text))
+    program = (lambda source: ast.dump(ast.parse(source))) if mutant.file.endswith(".py") else str.split
+    assert program(mutant.applied(text)) != program(text)
     assert mutant.tier in ("quick", "default")
     paths = [argument for argument in (*mutant.tests, *mutant.wider) if argument.startswith("tests/")]
     assert mutant.tests[0] in paths

@@ -83,8 +83,8 @@ def test_what_ranks_cut_has_the_sides_of_its_layer(flux_file, tmp_path, key, axi
     save_file(tensors, path)
     with pytest.raises(ValueError, match=rf"^model_name: more.safetensors (holds|is).*({key}|do not fit)"):
         open_checkpoint(path)
-    assert class_check._fits((64,), (1, 64), flat=False, whole=False)
-    assert not class_check._fits((64,), (1, 64), flat=False, whole=True)
+    assert class_check.fits((64,), (1, 64), flat=False, whole=False)
+    assert not class_check.fits((64,), (1, 64), flat=False, whole=True)
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ DOOR = (
         ("tests/checkpoints/test_hostile_files.py",),
     ),
     Mutant(
-        "a LoRA that fits no layer changes nothing, in silence",
+        "a LoRA that fits no layer is silent",
         "nodes/model/left_out.py",
         "    if not any(fits) and not (count == 1 and _is_part(patch[1])):",
         "    if False:",

@@ -55,8 +55,8 @@ CORE_MUTANTS = (
     Mutant(
         "more devices than ranks not refused",
         CORE + "validate.py",
-        "if len(devices) != degrees.world:",
-        "if len(devices) < degrees.world:",
+        "(all_known and len(devices) != degrees.world):",
+        "(all_known and len(devices) < degrees.world):",
         ("tests/core",),
     ),
     Mutant(
@@ -399,8 +399,8 @@ RANK_MUTANTS = (
     Mutant(
         "groups with the library's own timeout",
         RANK + "comm/mesh.py",
-        "dist.new_group(list(ranks), timeout=timeout,",
-        "dist.new_group(list(ranks), timeout=None,",
+        "dist.new_group(list(of_pool(numbers)), timeout=timeout,",
+        "dist.new_group(list(of_pool(numbers)), timeout=None,",
         ("tests/rank/test_mesh.py",),
     ),
     Mutant(
@@ -732,7 +732,7 @@ ACCEPTANCE_MUTANTS = (
     Mutant(
         "the self-test's file says the user's name",
         ACCEPTANCE + "document.py",
-        '((socket.gethostname(), "HOST"), (_user(), "USER")):',
+        '((socket.gethostname(), "HOST"), *((user, "USER") for user in _users())):',
         '((socket.gethostname(), "HOST"),):',
         ("tests/acceptance/test_self_test.py", "-k", "whose_machine"),
     ),

@@ -151,8 +151,8 @@ TABLES = (
     Mutant(
         "a hook's patch is carried over unchecked",
         "nodes/model/carry_over.py",
-        "                check(key, patch, hooked=True)\n",
-        "                pass\n",
+        "_fitting(weights, hooked, target.patches, hooked=True)",
+        "{key: list(patches) for key, patches in hooked.items()}",
         ("tests/nodes",),
     ),
     Mutant(
