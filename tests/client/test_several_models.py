@@ -303,12 +303,14 @@ def test_pools_of_other_ranks_and_the_same_model_at_other_degrees_stay(registrie
     assert not opened
 
 
-def test_a_file_that_was_replaced_is_read_again(registries, files, tmp_path):
+def test_a_file_that_was_replaced_is_read_again_in_the_next_prompt(registries, files, tmp_path):
     path, registry = tmp_path / "model.safetensors", registries()
     path.write_bytes(files[0].read_bytes())
-    before = sampled(registry, key_of(path, PIPE))[0]
+    opened, before = open_checkpoint(path), sampled(registry, key_of(path, PIPE))[0]
     path.write_bytes(files[1].read_bytes())
     os.utime(path, ns=(1, 1))  # the very same size, and another time of change
+    assert sampled(registry, key_of(path, PIPE))[0].equal(before)
+    registry.checkpoint("the next prompt", key_of(path, PIPE), opened)
     after = sampled(registry, key_of(path, PIPE), key_of(files[1], PIPE))
     assert after[0].equal(after[1]) and not after[0].equal(before)
 
