@@ -588,8 +588,9 @@ def test_kinds_of_blocks_are_told_apart(tmp_path):
 class FakePool:
     error = None
 
-    def __init__(self, devices, **_settings):
+    def __init__(self, devices, self_test, **_settings):
         self.devices, self.closed, self.ready, self.cleared = devices, False, Future(), 0
+        self.self_test, self.whole = self_test, self
         self.ready.set_result([])
 
     def clear(self, why):
