@@ -57,7 +57,7 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    if call.get("y") is None and call.get("context") is not None:  # ComfyUI's class takes zeros
+    if call.get("y") is None and getattr(call.get("context"), "ndim", 0) == 3:  # ComfyUI's class takes zeros
         call = call | {"y": call["context"].new_zeros(len(call["context"]), config["pooled_projection_dim"])}
     tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", joint_widths(config), call)
     references = reference_tensors(Patching(), call, method="offset", methods=(*METHODS, UXO))

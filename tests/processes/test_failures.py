@@ -177,7 +177,13 @@ def test_a_conditioning_that_cannot_be_used_is_refused_before_any_rank_sees_it(f
     given = {"context": tensors["context"], "y": tensors["pooled"], "guidance": tensors["guidance"]}
     accepted = checkpoint.family.inputs.conditioning(checkpoint.config, given)
     assert accepted.keys() == {"context", "pooled", "guidance"}
-    for wrong in ({"context": None}, {"y": given["y"][..., :5]}, {"guidance": None}, {"context": given["context"][..., :5]}):
+    for wrong in (
+        {"context": None},
+        {"y": given["y"][..., :5]},
+        {"guidance": None},
+        {"context": given["context"][..., :5]},
+        {"context": given["context"][0], "y": None},
+    ):
         with pytest.raises(ValueError, match=r"^positive, negative: "):
             checkpoint.family.inputs.conditioning(checkpoint.config, given | wrong)
 
