@@ -95,6 +95,7 @@ def test_what_a_transfer_costs_the_host_on_a_gpu(monkeypatch, at_once, events):
         assert counts == {"record": 10 * events}
         traffic.report()
         assert counts == {"record": 10 * events, "elapsed_time": 10 * 3}  # where it ended, and both spans' lengths
+        traffic.heartbeat.ask()
         assert traffic.heartbeat.beat(0).progress == 10 + 10 * 2  # the watchdog sees both of each one's ends
 
 

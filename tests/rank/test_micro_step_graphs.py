@@ -451,7 +451,7 @@ def test_no_other_thread_asks_the_device_anything_during_a_capture(pools, files,
     assert len(beats) > CAPTURED
     assert {each.doing[:10] for each in beats} == {"micro-step"}
     assert not any(queries)
-    hearts[-1].beat(0)
+    hearts[-1].ask()
     assert len(queries) == len(beats)
 
 
