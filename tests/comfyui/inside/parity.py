@@ -19,6 +19,8 @@ def prompts(*lengths: int) -> list:
 
 
 def main(results: Results) -> None:
+    from parallel_backend.client.registry import registry
+
     native, native_sd3 = (
         comfy.sd.load_diffusion_model(
             str(BASE / "models" / "diffusion_models" / name), model_options={"dtype": torch.float32}
@@ -77,6 +79,7 @@ def main(results: Results) -> None:
     results.case("SD3 odd size", partial(compare, sd3, odd, texts=prompts(9, 5), native=native_sd3, sampler="dpmpp_2m"))
     results.case("SD3 all steps warm-up", partial(all_warm, sd3))
     results.case("SD3 ulysses_degree 2", lambda: compare(parallel(SD3, pipe=1, config=split), odd, native=native_sd3))
+    registry().close()  # ranks on cpu,cpu would serve cpu too
     # Read by Python at a rank's start: it then lists on stderr every module that it imports.
     with spawned_ranks(), patch.dict(os.environ, PYTHONPROFILEIMPORTTIME="1"):
         results.case("one rank", lambda: compare(parallel(FILE, pipe=1, devices="cpu"), steps=2))
