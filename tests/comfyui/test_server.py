@@ -188,7 +188,7 @@ WRONG = {
 }
 
 
-OF_WIDGETS_ALONE = ("too few devices", "absent device", "devices for tensor parallelism", "words")
+OF_WIDGETS_ALONE = ("too few devices", "absent device", "devices for tensor parallelism", "no transformer", "words")
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -300,7 +300,10 @@ def test_lora_of_a_kind_that_does_not_reach_the_ranks_is_refused_and_not_ignored
     lora = {"model": [LOADER, 0], "lora_name": "tiny-enlarging.safetensors", "strength_model": 1.0}
     outcome = server.run(with_node("LoraLoaderModelOnly", lora, SAMPLER, "model"))
     assert outcome.status == "error"
-    assert "LoraLoaderModelOnly: model: a LoRA that enlarges double_blocks.0" in outcome.error
+    assert (
+        "LoraLoaderModelOnly: model: this LoRA is for another model: its only layer does not fit (double_blocks.0"
+        in outcome.error
+    )
 
 
 def test_pipefusion_on_a_native_model(server):

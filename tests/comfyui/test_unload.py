@@ -157,6 +157,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.full
 def test_a_run_under_way_keeps_the_model_that_it_began_with(server, base, tmp_path):
     """Whatever becomes of the file and whoever asks for its memory. The next prompt reads the file anew."""
     path = base / "models" / "diffusion_models" / "changing.safetensors"
