@@ -188,7 +188,7 @@ WRONG = {
 }
 
 
-OF_WIDGETS_ALONE = ("too few devices", "absent device", "devices for tensor parallelism", "no transformer", "words")
+OF_WIDGETS_ALONE = ("too few devices", "absent device", "devices for tensor parallelism", "words")
 
 
 @pytest.mark.parametrize("case", WRONG)
