@@ -290,7 +290,8 @@ def upsampled(samples: dict[str, Any], **_named: Any) -> tuple[dict[str, Any]]:
 
 def replace(name: str, run: Callable[..., tuple]) -> None:
     """This function, with the node's inputs by name, in place of a node of ComfyUI."""
-    kind = nodes.NODE_CLASS_MAPPINGS[name]
+    if (kind := nodes.NODE_CLASS_MAPPINGS.get(name)) is None:
+        return  # ComfyUI 0.33 has no Conditioning Loader
     members = {
         "INPUT_TYPES": kind.INPUT_TYPES,
         "RETURN_TYPES": tuple(kind.RETURN_TYPES),
