@@ -4,19 +4,14 @@ from .loader import CHECKPOINTS, check_widgets, file_path, load_model, safetenso
 from .model.all_in_one import clip_and_vae
 from .model.early_start import start_ranks_of
 from .ui.input_checks import coerce, renamed_input, short, validate
-from .ui.widgets import CATEGORY
+from .ui.widgets import CATEGORY, SEVERAL_GPUS
 
 
 @validate("ckpt_name", early=check_widgets)
 class ParallelCheckpointLoader:
     CATEGORY = CATEGORY
     SEARCH_ALIASES = (
-        "multi gpu",
-        "multigpu",
-        "multiple gpus",
-        "parallel",
-        "distributed",
-        "xdit",
+        *SEVERAL_GPUS,
         "load checkpoint",
         "checkpoint loader",
     )

@@ -36,7 +36,7 @@ from .ui.devices import check_devices, choose_devices, half_dtypes, possible_dev
 from .ui.input_checks import coerce, defaults, short, validate
 from .ui.node_text import say
 from .ui.start_options import FP8_PRODUCTS, is_fast, options_line, wanted_halves
-from .ui.widgets import CATEGORY, Widget, choice, degree, flag, link, offload, text
+from .ui.widgets import CATEGORY, SEVERAL_GPUS, Widget, choice, degree, flag, link, offload, text
 
 BUNDLED = "quickstart-digits (bundled)"
 FOLDER = "diffusion_models"
@@ -188,12 +188,7 @@ def check_widgets(
 class ParallelDiTLoader:
     CATEGORY = CATEGORY
     SEARCH_ALIASES = (
-        "multi gpu",
-        "multigpu",
-        "multiple gpus",
-        "parallel",
-        "distributed",
-        "xdit",
+        *SEVERAL_GPUS,
         "pipefusion",
         "usp",
         "tensor parallel",

@@ -28,7 +28,7 @@ from .ui.devices import possible_devices, why_hidden
 from .ui.input_checks import renamed_input, validate
 from .ui.node_text import say
 from .ui.prompt_graph import executing, loader_inputs
-from .ui.widgets import CATEGORY, MAX_DEGREE, choice, link, offload, whole_number
+from .ui.widgets import CATEGORY, MAX_DEGREE, SEVERAL_GPUS, choice, link, offload, whole_number
 
 
 def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
@@ -42,12 +42,7 @@ def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
 class ParallelizeModel:
     CATEGORY = CATEGORY
     SEARCH_ALIASES = (
-        "multi gpu",
-        "multigpu",
-        "multiple gpus",
-        "parallel",
-        "distributed",
-        "xdit",
+        *SEVERAL_GPUS,
         "pipefusion",
         "ulysses",
         "usp",

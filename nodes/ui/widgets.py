@@ -5,6 +5,8 @@ from typing import Any
 from parallel_backend.placement.residency import AUTO
 
 CATEGORY = "Parallel DiT"
+SEVERAL_GPUS = "multi gpu", "multigpu", "multiple gpus", "parallel", "distributed", "xdit"
+"""Words by which the search is to find a loader that uses several GPUs (SEARCH_ALIASES)."""
 MAX_DEGREE = 64
 
 Widget = tuple[Any, dict[str, Any]]
