@@ -56,10 +56,8 @@ class SlowWorker(Worker):
         super().__init__(*arguments)
         self.slowdown = slowdown
 
-    def _load(self, message: Load) -> Engine:
-        rank = self.settings.rank
-        stage = LoadedStage(rank, self.device, message, self._report, self._peers, self.heartbeat, self.copies)
-        return SlowEngine(self.slowdown, rank, message, stage)
+    def _engine(self, message: Load, stage: LoadedStage) -> Engine:
+        return SlowEngine(self.slowdown, self.settings.rank, message, stage)
 
     def _probe(self, message: Probe) -> Probed:
         probed = super()._probe(message)

@@ -214,9 +214,12 @@ class Worker:
         self._threads[self._model] = message.threads or self.settings.threads
         self._use_threads(self._threads[self._model])
         stage = LoadedStage(place, self.device, message, self._report, peers, self.heartbeat, self.copies)
-        self.engines[self._model] = loaded = Engine(self.settings.rank, message, stage)
+        self.engines[self._model] = loaded = self._engine(message, stage)
         names, held = parameter_names(loaded.stage.model), loaded.residency
         return m.Loaded(self.settings.rank, held.device_bytes, names, held.host_bytes)
+
+    def _engine(self, message: m.Load, stage: LoadedStage) -> Engine:
+        return Engine(self.settings.rank, message, stage)
 
     def _use_threads(self, threads: int) -> None:
         if torch.get_num_threads() != threads:

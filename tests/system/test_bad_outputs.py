@@ -83,6 +83,7 @@ class Decoding(Silent):
     """Its ranks have decoded something."""
 
     ready = done([])
+    part_ranks = ()
 
     def lends_to(self, _rank: int) -> bool:
         return False

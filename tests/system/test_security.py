@@ -162,7 +162,7 @@ def test_local_ranks_tell_both_libraries_to_stay_on_loopback(monkeypatch, given)
     code = (
         "import datetime, os, pathlib, tempfile\n"
         "from parallel_backend.rank.comm import process_group, rendezvous\n"
-        "process_group.dist.init_process_group = lambda *a, **k: None\n"
+        "process_group.dist.init_process_group = process_group.check_named = lambda *a, **k: None\n"
         "store = pathlib.Path(tempfile.mkdtemp()) / 'store'\n"
         "store.touch()\n"
         "second = datetime.timedelta(seconds=1)\n"
