@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client import registry as registry_module
+from parallel_backend.client import pools
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -247,7 +247,7 @@ def test_the_registry_starts_ranks_where_the_devices_say(flux_file, given, expec
     registry = Registry()
     key = Setup(flux_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(registry):
-        patch.setattr(registry_module, "usable_cores", lambda: 2 * THREADS)
+        patch.setattr(pools, "usable_cores", lambda: 2 * THREADS)
         model = registry.model(key, lambda: None)
         assert isinstance(model.pool.ranks, RayRanks)
         assert tiny.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
@@ -142,7 +143,8 @@ class FaultSession:
                 on_loading()
 
         x, timestep, tensors = self.given
-        model = self.registry.model(key, self.poll, progress)
+        checkpoint = self.registry.checkpoint(None, key, open_checkpoint(key.path))
+        model = self.registry.model(key, self.poll, progress, opened=checkpoint)
         if key.devices in (("cpu:0", "cpu:1"), ("cuda:1", "cuda:0")) and key.offload == ALLOWED:
             self.give_way(model)
         assert key.offload == ALLOWED or min(model.resident.host_bytes) > 0 or key.degrees.sequence > 1
