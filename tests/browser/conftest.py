@@ -20,7 +20,7 @@ SECONDS = 60
 """Limit of what the page does, for a machine whose cores are shared."""
 TABS = 40
 """Height of the bar of open workflows."""
-SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False}
+SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False, "Comfy.Locale": "en"}
 OWN = "own"
 """The editor that the ComfyUI checkout comes with, the oldest that is supported."""
 EDITORS = (OWN, *re.findall(r"^[\w-]+==(.+)$", (PACK / "frontends.txt").read_text(), re.MULTILINE))
@@ -43,13 +43,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(session_server, bundled_workflows_models) -> ComfyUIServer:  # noqa: F811
-    session_server.post("/settings", SETTINGS)
     return session_server
 
 
 @pytest.fixture(scope="module", params=EDITORS)
 def editor(browser, server, request) -> Iterator[Editor]:
-    """ComfyUI's page, in each editor."""
+    """ComfyUI's page, in each editor. The server is as before the first one: of its settings and of what it has computed."""
+    server.post("/settings", SETTINGS)
+    server.post("/free", {"unload_models": True, "free_memory": True})
     page = browser.new_page(viewport={"width": 1600, "height": 900})
     page.set_default_timeout(1000 * SECONDS)
     address = f"http://127.0.0.1:{server.port}/"
