@@ -161,7 +161,7 @@ def _letters(box: dict[str, Any]) -> int:
 def _view(positions: dict[Node, tuple[int, int]]) -> dict[str, Any]:
     """Scale and offset that show the whole graph on SCREEN, below its toolbars."""
     right = max(x + node.size[0] for node, (x, _) in positions.items()) + MARGIN
-    bottom = max(y + node.size[1] for node, (_, y) in positions.items()) + MARGIN
+    bottom = max(y + node.size[1] + room(node) for node, (_, y) in positions.items()) + MARGIN
     scale = round(min(1.0, SCREEN[0] / right, SCREEN[1] / bottom), 2)
     return {"scale": scale, "offset": [round(edge / scale) for edge in TOOLBARS]}
 
