@@ -135,6 +135,14 @@ def test_what_is_carried_over_is_what_comfyui_applies(module, patcher, width, to
     assert [line.split(" layers")[0] for line in told] == ["Parallel DiT: 2 of 3", "Parallel DiT: 1 of 2"]
 
 
+def test_a_layers_second_patch_is_for_the_weight_that_the_first_one_enlarges(module, patcher, width, told):
+    channels = patcher.model.state_dict()[FIRST].shape[1]
+    small, large = lora(width, channels), lora(width, 2 * channels, reshape=[width, 2 * channels])
+    added = [(FIRST, (1.0, each, 1.0, None, None)) for each in (small, large, small, large)]
+    assert module("model.left_out").fitting(patcher.stub.weights, added, {}) == [True, True, False, True]
+    assert told == ["Parallel DiT: 1 of 4 layers of this LoRA do not fit this model and are left out"]
+
+
 def test_a_lora_in_bypass_mode_beside_another(module, patcher, width):
     """The weights get both, and the MODEL that it was put on has neither."""
     before, layer = state(patcher), PROJ.removesuffix(".weight")
