@@ -22,15 +22,14 @@ def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entrie
     return timestep
 
 
-def checked_for_own_class(family: Family, x: Any) -> torch.Tensor:
-    """The latent of a call for ComfyUI's own class. ValueError for one that ranks do not take."""
-    axes = 5 if family.patching.video else 4
-    if not isinstance(x, torch.Tensor) or x.ndim != axes or 0 in x.shape:
+def check_for_own_class(x: Any, axes: int) -> None:
+    """ValueError for a latent of a call for ComfyUI's own class that ranks do not take. `axes`: of the first one."""
+    latents = [x] if isinstance(x, torch.Tensor) else list(x)
+    if latents[0].ndim != axes or any(0 in latent.shape for latent in latents):
         raise ValueError(
             f"latent_image: this model runs as ComfyUI's own class, which takes one latent of {axes} axes, none of "
             "them empty. Use the Empty Latent node made for this model."
         )
-    return x
 
 
 def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:

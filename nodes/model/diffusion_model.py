@@ -53,7 +53,7 @@ from .patch_trial import Patch
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, SamplingRun, steps_of
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
-from .text_model import NativeText
+from .text_model import TEXT_METHOD, NativeText
 
 log = logging.getLogger(__name__)
 
@@ -165,15 +165,19 @@ class RemoteDiffusionModel(torch.nn.Module):
             if name == "checkpoint":  # before __init__ has set it
                 raise
             family, tensors = self.checkpoint.family, self.weights.original
-            if name == "preprocess_text_embeds" and family.text_model is not None:
-                patches, bypass_patches = self.run.patches, self.run.bypass_patches
-                both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
-                return functools.partial(self._text.preprocess, both, self.run.patches_uuid)
+            if name == TEXT_METHOD and family.text_model is not None:
+                return self._preprocess_text
             if name in family.node_tensors:
                 return text_values(self.checkpoint, name, self.dtype, torch.device("cpu"))[""]
             if name == LAYERS and TEXT_GUIDANCE in family.inputs.options:
                 return TextLayers(self.checkpoint, tensors, f"{LAYERS}.")
             return NativeNames(self.checkpoint, tensors, "").at(name)
+
+    def _preprocess_text(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        """NativeText.preprocess with the run's LoRAs."""
+        patches, bypass_patches = self.run.patches, self.run.bypass_patches
+        both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
+        return self._text.preprocess(both, self.run.patches_uuid, *arguments, **named)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""

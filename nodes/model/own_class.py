@@ -26,9 +26,11 @@ from parallel_backend.core.short_text import short
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.others import TO_COME, UNET, other_model
+from parallel_backend.families.own_class.adapters import sent
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
+from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import Proof, trial
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
@@ -36,13 +38,15 @@ from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
-from .call_checks import checked_for_own_class, for_entries
+from .call_checks import check_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import BAND_KEY, RemoteDiffusionModel
 from .kept_proofs import kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
+from .own_text import OwnText
 from .reach import is_plain, told_to_own_class
 from .sampling_run import CallShape, steps_of
+from .text_model import TEXT_METHOD, NativeText
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +182,10 @@ class OwnClassModel(RemoteDiffusionModel):
         return build(self.setup.own_class)
 
     @functools.cached_property
+    def _text(self) -> NativeText:
+        return OwnText(self.checkpoint, self.dtype)
+
+    @functools.cached_property
     def _proofs(self) -> dict[Any, Proof]:
         """By structure of a call."""
         return {}
@@ -190,6 +198,8 @@ class OwnClassModel(RemoteDiffusionModel):
         except AttributeError:
             if name.startswith("_") or not hasattr(self._meta, name):
                 raise
+            if name == TEXT_METHOD:
+                return self._preprocess_text
         value = getattr(self._meta, name)
         if isinstance(value, torch.nn.Module | torch.Tensor) or inspect.ismethod(value):
             raise ValueError(
@@ -210,14 +220,16 @@ class OwnClassModel(RemoteDiffusionModel):
     ) -> torch.Tensor | list[torch.Tensor]:
         """As RemoteDiffusionModel._call."""
         options = transformer_options or {}
+        axes = 5 if self.checkpoint.family.patching.video else 4
+        check_for_own_class(x, axes)
+        nested = None if isinstance(x, torch.Tensor) else [tuple(latent.shape) for latent in x]
+        x, timestep, in_parts = in_form(x, timestep, axes)
         family, batch = self.checkpoint.family, len(x)
         unknown = [] if control is None else ["control"]
         told = told_to_own_class(options, unknown, family)
         assert BAND_KEY not in options, "PipeFusion is refused when it is applied"
-        x = checked_for_own_class(family, x)
-        assert isinstance(timestep, torch.Tensor)
         timestep = for_entries(timestep, {}, batch)
-        named = {"context": context, "control": None, OPTIONS: told, **extra}
+        named = {"context": context, "control": None, OPTIONS: told, **sent(family.native_classes[0], extra), **in_parts}
         tensors = to_tensors(named, timestep)
         rest = {name: value for name, value in options.items() if name not in told and is_held(value)}
         proof = self._proven(Call(x, timestep, named, rest), self.setup.degrees)
@@ -231,9 +243,10 @@ class OwnClassModel(RemoteDiffusionModel):
             may_forecast=self.run.cache is not None and self._may_forecast(x, options),
         )
         text_tokens = 1 if context is None else context.shape[1]
-        out = self._predict(call, CallShape(tuple(x.shape), text_tokens), steps_of(options), evaluation)
+        shape = CallShape(tuple(x.shape) if nested is None else nested[0], text_tokens)
+        out = self._predict(call, shape, steps_of(options), evaluation)
         assert isinstance(out, torch.Tensor)
-        return out
+        return out if nested is None else unpack(out, [of_latent[1:] for of_latent in nested])
 
     def _may_forecast(self, x: torch.Tensor, options: dict[str, Any]) -> bool:
         cache = self.run.cache
@@ -305,13 +318,18 @@ def _on_host(values: Any) -> dict[str, Any]:
 def _structure(call: Call) -> str:
     """What a trial is for: names, axes and dtypes of the tensors, the batch, and what is no tensor and no number."""
 
-    def shown(value: Any) -> Any:
+    numbers = numbers_of(call)
+
+    def shown(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return str(value.dtype), value.ndim
+        if name == LATENTS:
+            return [len(shape) for shape in value]
+        if isinstance(value, dict) and name != OPTIONS:
+            return {key: shown(f"{name}/{key}", each) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return [shown(each) for each in value]
-        return repr(value)
+            return [shown(f"{name}/", each) for each in value]
+        return type(value) if name in numbers else repr(value)
 
-    numbers = numbers_of(call)
-    named = {name: type(value) if name in numbers else shown(value) for name, value in call.named.items()}
+    named = {name: shown(name, value) for name, value in call.named.items()}
     return repr((len(call.x), call.timestep.dtype, named, sorted(map(str, call.options))))

@@ -12,6 +12,8 @@ from parallel_backend.checkpoints.reader import text_values
 from .lora import PREFIX
 from .patch_trial import Patch
 
+TEXT_METHOD = "preprocess_text_embeds"
+"""The native model's method."""
 KEPT = 4
 """Texts that are kept: positive and negative prompt of two sampling runs, with a LoRA and without, for instance."""
 
@@ -36,18 +38,24 @@ class NativeText:
             if known_name == name and _same(known, given):
                 return result
 
+        result = self._computed(patches, text, *more, **named)
+        self._results = [(name, given, result), *self._results[: KEPT - 1]]
+        return result
+
+    def _computed(self, patches: Mapping[str, list[Patch]], text: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         def weights(prefix: str) -> dict[str, torch.Tensor]:
             values = text_values(self._checkpoint, prefix, text.dtype, text.device)
-            for key, value in values.items():
-                if key_patches := patches.get(f"{PREFIX}{prefix}{key}"):
-                    values[key] = comfy.lora.calculate_weight(key_patches, value.float(), prefix + key).to(text.dtype)
-            return values
+            return {key: patched(value, patches, prefix + key) for key, value in values.items()}
 
         text_model = self._checkpoint.family.text_model
         assert text_model is not None  # other families' models have no `preprocess_text_embeds`
-        result = text_model.run(self._checkpoint.config, weights, text, *more, **named)
-        self._results = [(name, given, result), *self._results[: KEPT - 1]]
-        return result
+        return text_model.run(self._checkpoint.config, weights, text, *more, **named)
+
+
+def patched(value: torch.Tensor, patches: Mapping[str, list[Patch]], key: str) -> torch.Tensor:
+    """A weight with the patches that there are for this key of the native model, in the weight's dtype."""
+    of_key = patches.get(f"{PREFIX}{key}")
+    return comfy.lora.calculate_weight(of_key, value.float(), key).to(value.dtype) if of_key else value
 
 
 def _same(one: Any, other: Any) -> bool:

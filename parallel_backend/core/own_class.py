@@ -44,8 +44,8 @@ class OwnBlock:
     name: str
     """Its name in the model: "double_layers.0"."""
     returns: tuple[str, ...]
-    """For each value that it returns, the argument of the same shape and dtype: its name, or its position in digits. Empty:
-    the value is None."""
+    """For each value that it returns, the argument of the same shape and dtype: its name, or its position in digits; of one
+    of several in an argument "0/1". Empty: the value is None."""
     alone: bool
     """The block returns one tensor, and no tuple."""
     slices: tuple[OwnSlice, ...] = ()

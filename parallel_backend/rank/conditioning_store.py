@@ -65,7 +65,7 @@ class ConditioningStore:
         return tensors + sum(held.prefix.nbytes for held in self._held.values())
 
     def put(self, message: PutConditioning) -> None:
-        exact = (*KEPT_EXACT, *self._family.inputs.exact)
+        exact = message.tensors if self._family.inputs.keeps_dtypes else (*KEPT_EXACT, *self._family.inputs.exact)
         tensors = {
             name: to_device(tensor, self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()

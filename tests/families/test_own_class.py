@@ -8,9 +8,10 @@ from parallel_backend.families.own_class import stages
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, timestep_of, to_tensors
+from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.stages import StageBlocks, Unproven
 from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights, smaller, with_whole_axes
 from tests.support.planted_comfyui import planted as own
 from tests.support.planted_comfyui import planted_comfyui
 
@@ -116,6 +117,48 @@ def test_tokens_that_are_filled_up_are_told_from_other_axes():
     x = torch.randn(2, 4, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     proof = trial(own("FillsUp"), Call(x, given.timestep, given.named), TIMES)
     assert (proof.stages, proof.batch, proof.sequence) == ("", "", "")
+
+
+def nested(batch: int) -> Call:
+    """A video of 48 tokens and a sound of ten, each at a time of its own."""
+    g, given = torch.Generator().manual_seed(1), call(batch)
+    latents = [given.x, torch.randn(batch, 3, 2, 10, generator=g)]
+    x, timestep, told = in_form(latents, (given.timestep, given.timestep / 2), 5)
+    return Call(x, timestep, {**given.named, **told})
+
+
+@pytest.mark.parametrize("name", ["SoundToo", "Pairs"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_nested_latents_are_proven_in_one_row(name, batch):
+    given, model = nested(batch), build(own(name))
+    proof = trial(own(name), given, TIMES)
+    assert (proof.stages, proof.batch, proof.sequence) == ("", "", "")
+    draw_weights(model, 0)
+    whole = model(given.latents, (given.timestep, given.timestep / 2), given.named["context"])
+    assert all(map(torch.equal, unpack(given.run(model), given.named[LATENTS]), whole))
+
+
+def test_a_nested_latents_axis_of_the_class_stays_whole():
+    """Stereo sound has two tracks: a trial's smaller calls have less of the rest."""
+    model = build(own("Pairs"))
+    draw_weights(model, 0)
+
+    def runs(each: Call) -> bool:
+        try:
+            return each.run(model) is not None
+        except RuntimeError:
+            return False
+
+    given = with_whole_axes(nested(1), runs)
+    assert given.whole_axes == {(1, 0)}
+    assert smaller(given, 3, 2).named[LATENTS] == [[4, 2, 3, 3], [3, 2, 3]]
+
+
+def test_a_dictionary_of_tensors_is_proven_whatever_its_seed():
+    given, g = call(), torch.Generator().manual_seed(1)
+    payload = {"gain": torch.randn(2, 1, 16, generator=g), "more": {"bias": torch.randn(16, generator=g)}, "seed": 0}
+    proof = trial(own("TakesPayload"), Call(given.x, given.timestep, {**given.named, "payload": payload}), TIMES)
+    assert (proof.stages, proof.batch, proof.sequence, proof.numbers) == ("", "", "", ("payload/seed",))
 
 
 NUMBERS = [("ReadsNumber", ("num_tokens",)), ("NumberMatters", ()), ("Tokens", ("num_tokens",))]
@@ -228,6 +271,7 @@ def test_a_call_of_another_order_is_stopped():
 def test_arguments_survive_the_way_to_the_ranks():
     shared, own_rows = torch.arange(6).view(2, 3)[:1].expand(5, 3), torch.randn(2, 3)
     arguments = {"a": own_rows, "b": [shared, None, 2, "x", [own_rows]], "c": True, "d": torch.tensor(3.0)}
+    arguments |= {"e": {"of": {"more": own_rows}, "tensor": 4}}
     times = torch.rand(2)
     tensors = to_tensors(arguments, times.bfloat16())
     assert all(len(tensor) == 2 for tensor in tensors.values())
@@ -237,7 +281,8 @@ def test_arguments_survive_the_way_to_the_ranks():
     assert second["b"][1:4] == [None, 2, "x"]
     assert torch.equal(second["b"][4][0], own_rows[1:])
     assert (second["c"], float(second["d"])) == (True, 3.0)
+    assert torch.equal(second["e"]["of"]["more"], own_rows[1:]) and second["e"]["tensor"] == 4
     assert set(second) == set(arguments)
     assert timestep_of(times, structure_of(tensors)).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="its call has e, a dict"):
-        to_tensors({"e": {}}, times)
+    with pytest.raises(ValueError, match="its call has e/f, a object"):
+        to_tensors({"e": {"f": object()}}, times)

@@ -1,10 +1,17 @@
 """A prompt's text passes the native model's layers for it once for all that they are given."""
 
+import importlib
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.tried_calls import draw_weights
 from testing.cases import anima
+from tests.support.planted_comfyui import planted, planted_comfyui
 
 (CASE,) = anima.CASES
 TEXT, IDS, FACTORS = torch.randn(1, 5, anima.SOURCE), torch.arange(4)[None], torch.ones(1, 4, 1)
@@ -32,3 +39,34 @@ def test_what_was_given_again_is_kept_and_anything_else_is_computed(native_text,
     assert native_text.preprocess({}, None, TEXT.clone(), IDS.clone(), t5xxl_weights=FACTORS.clone()) is first
     assert native_text.preprocess({}, name, *given, **named) is not first
     assert native_text.preprocess({}, None, TEXT, IDS, t5xxl_weights=FACTORS) is first
+
+
+def test_an_own_class_computes_text_with_the_weights_that_it_needs(module, tmp_path):
+    """And with a LoRA of one that it reads without calling the layer."""
+    kind, lora = module("model.own_text").OwnText, importlib.import_module("comfy.weight_adapter").LoRAAdapter
+    with planted_comfyui():
+        model, g = build(planted("RefinesText")), torch.Generator().manual_seed(2)
+        draw_weights(model, 1)
+        save_file(state := model.state_dict(), path := tmp_path / "own.safetensors")
+        read = []
+
+        class Noting(kind):
+            def _read(self, *given):
+                read.append(given[-1])
+                return super()._read(*given)
+
+        text, factors = (
+            torch.randn(2, 5, 16, generator=g),
+            (torch.randn(16, 4, generator=g), torch.randn(4, 16, generator=g)),
+        )
+        native_text = Noting(open_own_class(path, planted("RefinesText")), torch.float32)
+        assert torch.equal(
+            native_text.preprocess({}, None, text, twice=True), model.preprocess_text_embeds(text, twice=True)
+        )
+        assert read == ["", "refiner", "refiner.one", "refiner.two"]
+        state["refiner.two.weight"] += 0.5 * factors[0] @ factors[1]
+        patches = {
+            "diffusion_model.refiner.two.weight": [(0.5, lora(set(), (*factors, None, None, None, None)), 1.0, None, None)]
+        }
+        found = native_text.preprocess(patches, "patched", text)
+        assert (found - model.preprocess_text_embeds(text)).abs().max() < 1e-6

@@ -106,6 +106,9 @@ class Inputs:
     latent_everywhere: ClassVar[bool] = False
     """Every stage gets the latent, and not the first alone."""
 
+    keeps_dtypes: ClassVar[bool] = False
+    """All conditioning tensors are as those of `exact`."""
+
     def is_everywhere(self, name: str) -> bool:
         """Whether every stage gets this conditioning tensor whole."""
         return name in (*self.vector_tensors, *EVERYWHERE)

@@ -11,6 +11,7 @@ from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock
 
+from .token_cut import by_place
 from .tried_calls import Call
 
 KEPT_BLOCKS = 3
@@ -128,7 +129,7 @@ def _note(
     out: Any,
 ) -> None:
     """A hook that notes the block's call; in `odd`, by list, why a list's blocks cannot have stand-ins."""
-    given = {str(place): each for place, each in enumerate(args)} | kwargs
+    given = by_place(args, kwargs)
     returns: list[frozenset[str] | None] = []
     for value in (out,) if isinstance(out, torch.Tensor) else out:
         like = frozenset(

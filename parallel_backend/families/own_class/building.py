@@ -13,6 +13,8 @@ from parallel_backend.core.fused_linear import FusedLinear
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, OwnClass
 
+from .adapters import adapt
+
 CASTS = {"comfy_cast_weights": False, "weight_function": (), "bias_function": ()}
 """Attributes of ComfyUI's layers that its functions read before they use a weight: no patch changes it."""
 
@@ -76,6 +78,7 @@ def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
     }
     with meta_parameters():
         model = kind(**arguments, operations=TorchLayers, dtype=dtype, device=None)
+    adapt(own.kind, model)
     for module in model.modules():
         if hasattr(module, "weight"):
             vars(module).update(CASTS)

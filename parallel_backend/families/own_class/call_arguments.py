@@ -13,12 +13,13 @@ TIMES = "times"
 """Entry of STRUCTURE: name of the timestep's dtype. A class may compute in it, and the ranks get float32."""
 STRUCTURE = "structure"
 """Conditioning tensor [B, n] int32, the same for all entries: JSON of everything that is no tensor, see `to_tensors`."""
-TENSOR, SHARED, PLAIN = "tensor", "shared", "plain"
-"""Keys in STRUCTURE of a tensor with a row for each batch entry, of one that all entries share, and of a dictionary."""
+TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
+"""Keys in STRUCTURE of a tensor with a row for each batch entry, of one that all entries share, of OPTIONS, and of another
+dictionary."""
 
 
 def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Values are tensors, None, numbers, words, and lists of them. ValueError, with the argument's name, for others.
+    """Values are tensors, None, numbers, words, and lists and dictionaries of them. ValueError, with the name, for others.
 
     `timestep`: [B], which is sent apart.
     """
@@ -32,6 +33,8 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor) -> dict[str
             return {TENSOR if own else SHARED: name}
         if name == OPTIONS:
             return {PLAIN: value}
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {DICT: {key: told(f"{name}/{key}", each) for key, each in value.items()}}
         if isinstance(value, list | tuple):
             return [told(f"{name}/{index}", each) for index, each in enumerate(value)]
         if value is None or isinstance(value, bool | int | float | str):
@@ -57,6 +60,8 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
             return [value(each) for each in stored]
         if not isinstance(stored, dict):
             return stored
+        if DICT in stored:
+            return {key: value(each) for key, each in stored[DICT].items()}
         if PLAIN in stored:
             return copy.deepcopy(stored[PLAIN])  # classes write into it
         return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]

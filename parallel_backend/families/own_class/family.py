@@ -17,6 +17,7 @@ from parallel_backend.families.base.step_inputs import Config, StepInputs
 
 from .building import build
 from .call_arguments import OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
+from .call_form import run as run_in_form
 from .stages import StageBlocks
 
 NAME = "ComfyUI's own class"
@@ -38,9 +39,10 @@ class OwnBlocks(Blocks):
 
 
 class OwnInputs(Inputs):
-    """Every stage runs the prologue."""
+    """Every stage runs the prologue. ComfyUI has given each tensor the dtype that the class gets."""
 
     latent_everywhere: ClassVar[bool] = True
+    keeps_dtypes: ClassVar[bool] = True
 
     def is_everywhere(self, name: str) -> bool:
         return True
@@ -76,7 +78,7 @@ class OwnClassFamily(Family):
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
         named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
-        out = stage.call(latent, timestep_of(step.timestep, structure), **named)
+        out = run_in_form(stage.call, latent, timestep_of(step.timestep, structure), named)
         return step.x[:, :0] if out is None else patching.pack(out)
 
 

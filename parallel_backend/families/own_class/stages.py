@@ -109,4 +109,8 @@ class StageBlocks:
 
 def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """See OwnBlock.returns."""
-    return args[int(place)] if place.isdecimal() else kwargs[place]
+    first, *inside = place.split("/")
+    value = args[int(first)] if first.isdecimal() else kwargs[first]
+    for index in inside:
+        value = value[int(index)]
+    return value

@@ -5,7 +5,7 @@ each of their tokens, such as rotary tables. Attention exchanges; the last block
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,20 @@ def shares(tokens: int, size: int) -> tuple[Span, ...]:
 def tensor_places(leaves: Sequence[Any]) -> list[int]:
     """Where the tensors are among the leaves of a block's arguments."""
     return [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A block's arguments by their places: OwnBlock.returns has them."""
+    found: dict[str, Any] = {}
+
+    def add(place: str, value: Any) -> None:
+        found[place] = value
+        for index, each in enumerate(value) if isinstance(value, list | tuple) else ():
+            add(f"{place}/{index}", each)
+
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        add(str(place), value)
+    return found
 
 
 class TokenCut(ABC):

@@ -19,7 +19,7 @@ from parallel_backend.core.spans import Span
 
 from .attention_calls import AttentionCall, attention_call
 from .stages import StageBlocks
-from .token_cut import Arguments, TokenCut, tensor_places
+from .token_cut import Arguments, TokenCut, by_place, tensor_places
 from .tried_calls import Call, distance, drawn, smaller, words_of
 from .unproven import Unproven, first_line
 
@@ -181,7 +181,7 @@ class Learning(HeldAgainst):
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.number = number
-        block, given = self.blocks[number], {str(place): each for place, each in enumerate(args)} | kwargs
+        block, given = self.blocks[number], by_place(args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaves[at] for at in tensor_places(leaves)]
         shapes, others = self._noted.shapes[number], self._another.shapes[number]
@@ -326,7 +326,7 @@ class _Runs:
 
     def _another(self, call: Call, side: int, words: int) -> Call:
         """The call with other numbers of tokens, of text and picture if possible. The call itself if there is none."""
-        fewer, less = max(1, min(words, WORDS) - 3), max(call.x.shape[2:]) * 3 // 4
+        fewer, less = max(1, min(words, WORDS) - 3), call.longest * 3 // 4
         sizes = (less, fewer), (less, words), (side, fewer), (side // 2, words), (side // 2, fewer)
         others = [smaller(call, *each) for each in sizes]
         counts, tokens = [self._most_tokens(other) for other in others], self._most_tokens(call)

@@ -21,9 +21,11 @@ from parallel_backend.core.spans import Span
 from .block_order import block_lists, order_of, recorded_blocks, shortened, whole_list
 from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
+from .call_form import LATENTS, run
 from .stages import StageBlocks
 from .token_trial import cut_tokens, why_not_cut
 from .tried_calls import (
+    SIZES,
     Call,
     copied,
     distance,
@@ -33,15 +35,13 @@ from .tried_calls import (
     replace_number,
     smaller,
     stored_tables,
+    with_whole_axes,
     words_of,
 )
 from .unproven import Unproven, first_line
 
 TOLERANCE = 1e-5
 """Largest difference between shared and whole, as a share of the largest value."""
-SIZES = (8, 8), (16, 32)
-"""(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
-else those of the call."""
 SEED = 0
 CHANNELS = "model_channels"
 """Argument of UNets: channels of the first block, of which others have multiples."""
@@ -117,6 +117,8 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
         lists = {} if own.unet else block_lists(model)
         kept = shortened(model, lists)
         _give_weights(own, model, poll)
+        if LATENTS in call.named:
+            call = with_whole_axes(call, lambda each: _error(model, each) is None)
         actual, tried = call, [smaller(call, *sizes) for sizes in SIZES] + [call]
         if all(_error(model, each) for each in tried):
             del model
@@ -156,14 +158,15 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
         return dataclasses.replace(best[0], numbers=tuple(_free_numbers(model, best, call, actual)))
 
 
-def _free_numbers(model: nn.Module, tried: Tried, call: Call, actual: Call) -> Iterator[str]:
+def _free_numbers(model: nn.Module, best: Tried, call: Call, actual: Call) -> Iterator[str]:
     """Proof.numbers."""
     for name, number in numbers_of(call).items():
         half = max(1, words_of(call) // 2)  # a number may be one of words
-        others = dict.fromkeys(each for each in (half, number // 2, number - 1, number + 1) if each > 0 and each != number)
+        tried = half, number // 2, number - 1, *(number + more for more in range(1, 4))
+        others = dict.fromkeys(each for each in tried if each > 0 and each != number)
         changed = [[replace_number(each, name, other) for each in (call, actual)] for other in others]
-        run = [pair for pair in changed if _error(model, pair[0]) is None]
-        if len(run) >= ENOUGH and all(_is_proven(model, tried, *pair) for pair in run):
+        ran = [pair for pair in changed if _error(model, pair[0]) is None][: ENOUGH + 1]
+        if len(ran) >= ENOUGH and all(_is_proven(model, best, *pair) for pair in ran):
             yield name
 
 
@@ -224,7 +227,7 @@ def _error(model: nn.Module, call: Call) -> Exception | None:
 def _of_another_size(model: nn.Module, call: Call) -> Call:
     """The call with fewer words or a smaller latent: text and picture may have as many tokens in `call`."""
     words = words_of(call)
-    side, fewer = max(call.x.shape[2:]), max(1, words - 3)
+    side, fewer = call.longest, max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
     return drawn(next((other for other in others if _error(model, other) is None), call), 1)
 
@@ -248,7 +251,7 @@ def _state(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[str]], c
         given = dataclasses.replace(call, x=call.x.clone(), named=copied(call.named), options=copied(call.options))
         held, arguments = _held(model), _written(given)
         both = {OPTIONS: given.named.get(OPTIONS, {}) | dict(given.options)}
-        outputs.append(model(given.x, call.timestep.clone(), **(dict(given.named) | both)))
+        outputs.append(run(model, given.x, call.timestep.clone(), dict(given.named) | both))
         if changed := [name for name, value in _held(model).items() if held.get(name) != value]:
             return f"it keeps {changed[0]} from call to call"
         after = _written(given)
@@ -348,7 +351,7 @@ def _batch(model: nn.Module, wholes: Wholes) -> str:
         for entry in range(len(call.x)):
             rows = slice(entry, entry + 1)
             named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
-            own = Call(call.x[rows], call.timestep[rows], named)
+            own = dataclasses.replace(call, x=call.x[rows], timestep=call.timestep[rows], named=named)
             try:
                 far = distance(own.run(model, options=False), whole[rows])
             except Exception as error:  # of any kind, as in _error

@@ -11,6 +11,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .call_arguments import OPTIONS
+from .call_form import LATENTS, TIMES, pack, run, unpack
+
+SIZES = (8, 8), (16, 32)
+"""(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
+else those of the call."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +28,64 @@ class Call:
     """With entries of transformer_options that ranks get."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of ComfyUI's transformer_options that ranks do not get."""
+    whole_axes: frozenset[tuple[int, int]] = frozenset()
+    """(number of a nested latent, its axis behind the channels): sizes that belong to the class, and not to the call."""
 
     def run(self, model: Callable[..., Any], options: bool = True) -> Any:
         """The output. The model may write into copies alone. Without `options` it gets what ranks get."""
         named = copied(dict(self.named))
         if options:
             named[OPTIONS] = named.get(OPTIONS, {}) | copied(dict(self.options))
-        return model(self.x.clone(), self.timestep.clone(), **({OPTIONS: {}} | named))
+        return run(model, self.x.clone(), self.timestep.clone(), {OPTIONS: {}} | named)
+
+    @property
+    def latents(self) -> list[torch.Tensor]:
+        """The one latent, or the nested ones."""
+        return unpack(self.x, self.named[LATENTS]) if LATENTS in self.named else [self.x]
+
+    @property
+    def longest(self) -> int:
+        """Of the latents' sides that a call can have shorter."""
+        return max(
+            side
+            for number, latent in enumerate(self.latents)
+            for axis, side in enumerate(latent.shape[2:])
+            if (number, axis) not in self.whole_axes
+        )
+
+
+APART = OPTIONS, LATENTS
+"""Arguments whose numbers are none of the call's."""
 
 
 def numbers_of(call: Call) -> dict[str, int | float]:
-    """The plain numbers among the arguments, by name."""
-    return {name: value for name, value in call.named.items() if type(value) in (int, float)}
+    """The plain numbers among the arguments, by name: "name", or "name/key" in a dictionary."""
+    found = {name: value for name, value in call.named.items() if name not in APART}
+    found |= {
+        f"{name}/{key}": each for name, value in found.items() if isinstance(value, dict) for key, each in value.items()
+    }
+    return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 
 def replace_number(call: Call, name: str, number: float) -> Call:
     """The call with another number."""
-    return dataclasses.replace(call, named={**call.named, name: number})
+    name, _, key = name.partition("/")
+    value = {**call.named[name], key: number} if key else number
+    return dataclasses.replace(call, named={**call.named, name: value})
+
+
+def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
+    """The call with its `whole_axes`: those of nested latents behind the first with which a call does not run if they are
+    shorter. `runs`: whether a call does."""
+    axes = [(number, axis) for number, latent in enumerate(call.latents) for axis in range(latent.ndim - 2)]
+    tried = smaller(dataclasses.replace(call, whole_axes=frozenset(each for each in axes if each[0])), *SIZES[0])
+    stay = set()
+    for each in axes:
+        size = tried.latents[each[0]].shape[2 + each[1]]
+        shorter = smaller(dataclasses.replace(tried, whole_axes=frozenset(axes) - {each}), (size + 1) // 2, SIZES[0][1])
+        if each[0] and not (size > 1 and runs(shorter)):
+            stay.add(each)
+    return dataclasses.replace(call, whole_axes=frozenset(stay))
 
 
 def words_of(call: Call) -> int:
@@ -56,18 +102,24 @@ def copied(value: Any) -> Any:
 def smaller(call: Call, side: int, words: int) -> Call:
     """The call with at most `side` latent rows, columns and frames and `words` tokens of text, in all tensors that have
     them."""
-    sizes = tuple(call.x.shape[2:])
-    text = words_of(call)
+    latents, text = call.latents, words_of(call)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim >= len(sizes) and tuple(tensor.shape[-len(sizes) :]) == sizes:
-            for axis in range(-len(sizes), 0):
-                tensor = tensor.narrow(axis, 0, min(side, tensor.shape[axis]))
-        elif tensor.ndim > 1 and tensor.shape[1] == text:
-            tensor = tensor[:, :words]
-        return tensor
+        for number, latent in enumerate(latents):
+            sizes = tuple(latent.shape[2:])
+            if tensor.ndim >= len(sizes) and tuple(tensor.shape[-len(sizes) :]) == sizes:
+                for axis in range(len(sizes)):
+                    if (number, axis) not in call.whole_axes:
+                        at = axis - len(sizes)
+                        tensor = tensor.narrow(at, 0, min(side, tensor.shape[at]))
+                return tensor
+        return tensor[:, :words] if tensor.ndim > 1 and tensor.shape[1] == text else tensor
 
-    return dataclasses.replace(call, x=cut(call.x), named=pytree.tree_map_only(torch.Tensor, cut, dict(call.named)))
+    named, parts = pytree.tree_map_only(torch.Tensor, cut, dict(call.named)), [cut(latent) for latent in latents]
+    if LATENTS not in call.named:
+        return dataclasses.replace(call, x=parts[0], named=named)
+    shapes = [list(part.shape[1:]) for part in parts]
+    return dataclasses.replace(call, x=pack(parts, call.x.ndim), named=named | {LATENTS: shapes})
 
 
 def drawn(call: Call, seed: int, time: float | None = None) -> Call:
@@ -81,11 +133,16 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
         return torch.randn(tensor.shape, generator=g)
 
     largest = max(float(call.timestep.float().abs().max()), 1e-3)
-    times = (0.1 + 0.8 * torch.rand(call.timestep.shape, generator=g)) * largest
-    if time is not None:
-        times = torch.full_like(times, time)
+
+    def draw_times(tensor: torch.Tensor) -> torch.Tensor:
+        times = (0.1 + 0.8 * torch.rand(tensor.shape, generator=g)) * largest
+        return (times if time is None else torch.full_like(times, time)).to(tensor.dtype)
+
+    times = draw_times(call.timestep)
     named, options = (pytree.tree_map_only(torch.Tensor, draw, dict(each)) for each in (call.named, call.options))
-    return Call(draw(call.x), times.to(call.timestep.dtype), named, options)
+    if TIMES in named:
+        named[TIMES] = [draw_times(each) for each in call.named[TIMES]]
+    return dataclasses.replace(call, x=draw(call.x), timestep=times, named=named, options=options)
 
 
 def distance(a: Any, b: Any) -> float:

@@ -1,0 +1,106 @@
+"""What a trial cannot find out of single classes: arguments that are not sent, and blocks that take tokens in another form.
+
+Such a block gets another `__call__`, which brings its arguments into what ranks cut: tensors with an axis of tokens.
+All that is proven for other classes is proven for these.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`blocks`: name of the list. `form`: class of a block -> the same with another `__call__`."""
+
+    blocks: str
+    form: Callable[[type[nn.Module]], type[nn.Module]]
+    unsent: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Argument that is a dictionary -> keys of objects that the class makes anew if they are missing."""
+
+
+def adapt(kind: str, model: nn.Module) -> None:
+    """Bring the blocks of a model, of this class of ComfyUI's supported_models, into the form that ranks cut."""
+    if adapter := ADAPTERS.get(kind):
+        for block in model.get_submodule(adapter.blocks).children():
+            block.__class__ = adapter.form(type(block))
+
+
+def sent(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without what is not sent."""
+    adapter = ADAPTERS.get(kind)
+    left_out = {} if adapter is None else adapter.unsent
+    return {
+        name: {key: each for key, each in value.items() if key not in left_out[name]}
+        if name in left_out and isinstance(value, dict)
+        else value
+        for name, value in arguments.items()
+    }
+
+
+@functools.cache
+def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Tokens [S, D] become [1, S, D], and runs (start, stop, row) of a table of modulation one row for each token."""
+
+    class Rows(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, t_emb, mod_segments, rope_freqs, transformer_options):
+            on_device = any(isinstance(row, torch.Tensor) for _, _, row in mod_segments)
+            rows_S = torch.empty(mod_segments[-1][1], dtype=torch.long, device=x.device if on_device else "cpu")
+            for start, stop, row in mod_segments:
+                rows_S[start:stop] = row
+            return super().__call__(x[None], t_emb, rows_S, rope_freqs, transformer_options=transformer_options)[0]
+
+        def forward(self, x_BSD, t_emb, rows_S, rope_freqs, transformer_options):
+            runs: list[tuple[int, int, Any]] = [(0, len(rows_S), rows_S)]
+            if rows_S.device.type == "cpu":  # as the class has it, whose rows are then not repeated for each token
+                values, counts = torch.unique_consecutive(rows_S, return_counts=True)
+                ends = counts.cumsum(0)
+                runs = list(zip((ends - counts).tolist(), ends.tolist(), values.tolist(), strict=True))
+            return super().forward(x_BSD[0], t_emb, runs, rope_freqs, transformer_options=transformer_options)[None]
+
+    return Rows
+
+
+class Indexed(NamedTuple):
+    """LTX-2's CompressedTimestep, whose frames' values each token finds by an index, which ranks cut."""
+
+    data_BFD: torch.Tensor
+    index_S: torch.Tensor
+
+
+@functools.cache
+def ltx_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Times of frames become Indexed."""
+
+    class ByIndex(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, **named):
+            return super().__call__(x, **{name: indexed(value) for name, value in named.items()})
+
+        def get_ada_values(self, scale_shift_table, batch_size, timestep, indices=slice(None)):
+            if not isinstance(timestep, Indexed):
+                return super().get_ada_values(scale_shift_table, batch_size, timestep, indices)
+            values = super().get_ada_values(scale_shift_table, batch_size, timestep.data_BFD, indices)
+            return tuple(each if each.shape[1] == 1 else each[:, timestep.index_S] for each in values)
+
+    return ByIndex
+
+
+def indexed(value: Any) -> Any:
+    """A CompressedTimestep as Indexed; other values as they are."""
+    if type(value).__name__ != "CompressedTimestep":
+        return value
+    if value.patches_per_frame == 1 or value.num_frames == 1:
+        return value.data
+    tokens = torch.arange(value.num_frames, device=value.data.device).repeat_interleave(value.patches_per_frame)
+    return Indexed(value.data, tokens)
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "MiniMaxH3": Adapter("blocks", minimax_h3_block, {"minimax_payload": frozenset({"layout"})}),
+    "LTXAV": Adapter("transformer_blocks", ltx_block),
+}
+"""Class of ComfyUI's supported_models -> its adapter."""

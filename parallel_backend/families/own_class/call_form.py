@@ -1,0 +1,56 @@
+"""The form of a call on its way to ranks and in a trial: one latent, one timestep [B], and the other arguments by name.
+
+Nested latents, such as a video and its sound, are packed into one row of values.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .unproven import Unproven
+
+LATENTS = "parallel_dit_latents"
+"""Argument of a call with nested latents: the shape of each, without the batch."""
+TIMES = "parallel_dit_times"
+"""Argument of a call with several timesteps, one for each latent. The call's own timestep then stands for them."""
+
+
+def in_form(
+    x: torch.Tensor | Sequence[torch.Tensor], timestep: torch.Tensor | Sequence[torch.Tensor], axes: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """(latent of so many axes, timestep, arguments that say what they were made of)."""
+    told: dict[str, Any] = {}
+    if not isinstance(x, torch.Tensor):
+        told[LATENTS] = [list(latent.shape[1:]) for latent in x]
+        x = pack(x, axes)
+    if not isinstance(timestep, torch.Tensor):
+        told[TIMES] = list(timestep)
+        timestep = timestep[0].flatten(1).amax(1) if timestep[0].ndim > 1 else timestep[0]
+    return x, timestep, told
+
+
+def run(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor, named: Mapping[str, Any]) -> Any:
+    """The model's output for a call in this form, in it too. None: the model is a stage that is not the last one."""
+    named = dict(named)
+    shapes, times = named.pop(LATENTS, None), named.pop(TIMES, None)
+    out = model(x if shapes is None else unpack(x, shapes), timestep if times is None else tuple(times), **named)
+    if shapes is None or out is None:
+        return out
+    latents = [out] if isinstance(out, torch.Tensor) else list(out)
+    if [list(latent.shape[1:]) for latent in latents] != shapes:
+        raise Unproven("it returns other latents than it gets")
+    return pack(latents, x.ndim)
+
+
+def pack(latents: Sequence[torch.Tensor], axes: int) -> torch.Tensor:
+    """[B, C, ...] each -> [B, 1, ..., 1, N]"""
+    rows = torch.cat([latent.flatten(1) for latent in latents], dim=1)
+    return rows.reshape(len(rows), *(1,) * (axes - 2), -1)
+
+
+def unpack(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The inverse of `pack`."""
+    parts = x.flatten(1).split([math.prod(shape) for shape in shapes], dim=1)
+    return [part.reshape(len(x), *shape) for part, shape in zip(parts, shapes, strict=True)]
