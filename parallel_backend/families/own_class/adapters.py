@@ -18,7 +18,7 @@ class Adapter:
     """`blocks`: name of the list. `form`: class of a block -> the same with another `__call__`."""
 
     blocks: str
-    form: Callable[[type[nn.Module]], type[nn.Module]]
+    form: Callable[..., type[nn.Module]]
     unsent: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Argument that is a dictionary -> keys of objects that the class makes anew if they are missing."""
 
