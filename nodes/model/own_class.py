@@ -233,6 +233,9 @@ class OwnClassModel(RemoteDiffusionModel):
         tensors = to_tensors(named, timestep)
         rest = {name: value for name, value in options.items() if name not in told and is_held(value)}
         proof = self._proven(Call(x, timestep, named, rest), self.setup.degrees)
+        if proof.options:
+            named[OPTIONS] = told | {name: options[name] for name in proof.options}
+            tensors = to_tensors(named, timestep)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(
             x=x,

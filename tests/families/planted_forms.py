@@ -58,6 +58,29 @@ class TakesPayload(Tokens):
         return super().forward(x, timestep, words + noise.mean(), **extra)
 
 
+class ReadsSigmas(Tokens):
+    """As HunyuanVideo with mean flow: it looks up the next step's time."""
+
+    def forward(self, x, timestep, context=None, transformer_options=None, **extra):
+        of_call, of_run = (transformer_options[name] for name in ("sigmas", "sample_sigmas"))
+        (at,) = torch.where(of_call[0] == of_run)[0]
+        self.is_last = int(at) == len(of_run) - 2
+        out = super().forward(x, timestep, context + of_run[at + 1], **extra)
+        del self.is_last
+        return out
+
+
+class SkipsInLastStep(ReadsSigmas):
+    """Behind its blocks, what the first one has returned."""
+
+    def mixed(self, h, words, emb, t):
+        table, outputs = rows(h.shape[1], h), []
+        for block in self.blocks:
+            h = block(h, emb, table)
+            outputs.append(h)
+        return h + outputs[0] if self.is_last else h
+
+
 class RefinesText(Tokens):
     """ComfyUI has its text pass a layer once, and reads the weight of one in it by itself."""
 

@@ -186,6 +186,24 @@ def test_an_option_that_ranks_do_not_get_is_seen():
     assert trial(own("ReadsOption"), call(), TIMES).stages == ""
 
 
+SIGMAS = {"sigmas": torch.tensor([1.0, 1.0]), "sample_sigmas": torch.tensor([1.0, 0.7, 0.004, 0.0])}
+
+
+def test_the_runs_sigmas_are_told_to_a_class_that_reads_them():
+    proof = trial(own("ReadsSigmas"), call(**SIGMAS), TIMES)
+    assert (proof.stages, proof.batch, proof.sequence, proof.options) == ("", "", "", ("sigmas", "sample_sigmas"))
+    assert trial(own("Tokens"), call(**SIGMAS), TIMES).options == ()
+    named, times = {"transformer_options": {"words": ["x"], **SIGMAS}}, torch.ones(2)
+    tensors = to_tensors(named, times)
+    first = from_tensors({name: each[:1] for name, each in tensors.items()}, structure_of(tensors))["transformer_options"]
+    assert first["words"] == ["x"]
+    assert all(torch.equal(first[name], value) for name, value in SIGMAS.items()), "of all entries"
+
+
+def test_a_long_skip_in_the_last_step_is_seen():
+    assert trial(own("SkipsInLastStep"), call(**SIGMAS), TIMES).stages.startswith("stages give another result")
+
+
 def test_a_class_that_does_not_run_is_refused_with_its_error():
     given = call()
     with pytest.raises(ValueError, match="ComfyUI's class Right does not run in a trial"):

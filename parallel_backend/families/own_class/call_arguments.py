@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 OPTIONS = "transformer_options"
-"""The argument that is a dictionary, of numbers, words, and lists and dictionaries of them."""
+"""The argument that is a dictionary, of numbers, words, and lists and dictionaries of them. Tensors in it are shared."""
+SIGMAS = "sigmas", "sample_sigmas"
+"""Tensors in OPTIONS: the call's sigma, a row for each entry, and all sigmas of the run."""
 TIMES = "times"
 """Entry of STRUCTURE: name of the timestep's dtype. A class may compute in it, and the ranks get float32."""
 STRUCTURE = "structure"
@@ -32,7 +34,10 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor) -> dict[str
             tensors[name] = value if own else value.expand(batch, *value.shape)
             return {TENSOR if own else SHARED: name}
         if name == OPTIONS:
-            return {PLAIN: value}
+            shared = {key: each for key, each in value.items() if isinstance(each, torch.Tensor)}
+            tensors.update({f"{name}/{key}": each.expand(batch, *each.shape) for key, each in shared.items()})
+            plain = {key: each for key, each in value.items() if key not in shared}
+            return {PLAIN: plain, DICT: {key: {SHARED: f"{name}/{key}"} for key in shared}}
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             return {DICT: {key: told(f"{name}/{key}", each) for key, each in value.items()}}
         if isinstance(value, list | tuple):
@@ -60,10 +65,8 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
             return [value(each) for each in stored]
         if not isinstance(stored, dict):
             return stored
-        if DICT in stored:
-            return {key: value(each) for key, each in stored[DICT].items()}
-        if PLAIN in stored:
-            return copy.deepcopy(stored[PLAIN])  # classes write into it
+        if DICT in stored:  # classes write into the options
+            return copy.deepcopy(stored.get(PLAIN, {})) | {key: value(each) for key, each in stored[DICT].items()}
         return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]
 
     return {name: value(stored) for name, stored in structure.items() if name != TIMES}

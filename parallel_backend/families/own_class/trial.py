@@ -35,6 +35,7 @@ from .tried_calls import (
     replace_number,
     smaller,
     stored_tables,
+    with_tensors_told,
     with_whole_axes,
     words_of,
 )
@@ -70,6 +71,8 @@ class Proof:
     """Why tokens cut over sequence ranks are not proven, by Ulysses or ring."""
     numbers: tuple[str, ...] = ()
     """Names of the call's numbers of which other values change nothing in this proof, such as a length of text."""
+    options: tuple[str, ...] = ()
+    """Tensors in ComfyUI's transformer_options that ranks have to get, such as the run's sigmas: the class reads one."""
 
     def is_of_all(self, numbers: Collection[str]) -> bool:
         """Whether it holds for calls with any values of these numbers."""
@@ -132,8 +135,14 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
         if why := _state(own, model, kept, calls):
             return Proof((), why, why, why)
         wholes = [(each, each.run(model)) for each in calls]
+        options: tuple[str, ...] = ()
         if why := _options(model, wholes):
-            return Proof((), why, why, why)
+            told = with_tensors_told(call)
+            options = tuple(name for name in call.options if name not in told.options)
+            wholes = [(with_tensors_told(each), whole) for each, whole in wholes]
+            if not options or _options(model, wholes):
+                return Proof((), why, why, why)
+            call, actual, calls = told, with_tensors_told(actual), [each for each, _ in wholes]
         another = _of_another_size(model, call)
         recorded = recorded_blocks(model, kept, [calls[0], another])
         batch = _batch(model, wholes)
@@ -155,7 +164,8 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
                 break
         none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
         best = max(proofs, key=lambda each: (bool(each[0].blocks), not each[0].stages, not each[0].sequence), default=none)
-        return dataclasses.replace(best[0], numbers=tuple(_free_numbers(model, best, call, actual)))
+        numbers = tuple(_free_numbers(model, best, call, actual))
+        return dataclasses.replace(best[0], numbers=numbers, options=options)
 
 
 def _free_numbers(model: nn.Module, best: Tried, call: Call, actual: Call) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .call_arguments import OPTIONS
+from .call_arguments import OPTIONS, SIGMAS
 from .call_form import LATENTS, TIMES, pack, run, unpack
 
 SIZES = (8, 8), (16, 32)
@@ -52,6 +52,13 @@ class Call:
             for axis, side in enumerate(latent.shape[2:])
             if (number, axis) not in self.whole_axes
         )
+
+
+def with_tensors_told(call: Call) -> Call:
+    """The call whose ranks get the tensors in ComfyUI's transformer_options, too."""
+    told = {name: value for name, value in call.options.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in call.options.items() if name not in told}
+    return dataclasses.replace(call, named={**call.named, OPTIONS: call.named.get(OPTIONS, {}) | told}, options=others)
 
 
 APART = OPTIONS, LATENTS
@@ -124,7 +131,7 @@ def smaller(call: Call, side: int, words: int) -> Call:
 
 def drawn(call: Call, seed: int, time: float | None = None) -> Call:
     """The call with random values in its floating tensors. `time`: for all entries; None: times between a tenth and nine
-    tenths of the call's."""
+    tenths of the call's. The run's sigmas stay, and the call's is one of them."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,6 +149,12 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
     named, options = (pytree.tree_map_only(torch.Tensor, draw, dict(each)) for each in (call.named, call.options))
     if TIMES in named:
         named[TIMES] = [draw_times(each) for each in call.named[TIMES]]
+    for drawn_options, of_call in ((options, call.options), (named.get(OPTIONS, {}), call.named.get(OPTIONS, {}))):
+        if set(SIGMAS) <= set(of_call):
+            of_run, last = of_call[SIGMAS[1]].cpu(), len(of_call[SIGMAS[1]]) - 2
+            place = float(torch.rand((), generator=g)) if time is None else 1 - min(1.0, time / largest)
+            of_entries = of_run[round(place * last)].expand_as(of_call[SIGMAS[0]])
+            drawn_options.update(zip(SIGMAS, (of_entries, of_run), strict=True))
     return dataclasses.replace(call, x=draw(call.x), timestep=times, named=named, options=options)
 
 
