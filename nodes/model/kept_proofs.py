@@ -37,7 +37,7 @@ def kept_proof(
     encoding = Encoding((Proof,))
     code = {"comfyui": _of_code(Path(own.folder) / "comfy"), "trial": _of_code(Path(own_classes.__file__).parent)}
     versions = {name: _version(name) for name in PACKAGES}
-    told = {name: value for name, value in asdict(own).items() if name not in ("folder", "blocks")}
+    told = {name: value for name, value in asdict(own).items() if name not in ("folder", "blocks", "latent")}
     of_all: dict[str, object] = {**code, **versions, "class": digest(repr(told)), "structure": structure}
     of_these = of_all | {"numbers": repr(sorted(numbers.items()))}
     for key in (of_all, of_these):

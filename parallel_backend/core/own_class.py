@@ -60,6 +60,22 @@ class OwnBlock:
 
 
 @dataclass(frozen=True)
+class OwnLatent:
+    """Where the latent's tokens are among the streams, for bands (PipeFusion)."""
+
+    stream: int
+    """The stream that they enter in, in raster order."""
+    before: bool
+    """Other tokens of that stream come before them. False: behind them, or there are none."""
+    patch: tuple[int, int, int]
+    """Latent frames, rows and columns of a token."""
+    words: bool
+    """Blocks have other tokens than the latent's. They run with the first band."""
+    pads: bool
+    """The class fills up a latent of other sizes than whole tokens in a circle, as the client does for bands."""
+
+
+@dataclass(frozen=True)
 class OwnClass:
     """A class, its arguments, and the settings of the process that imports it."""
 
@@ -85,6 +101,8 @@ class OwnClass:
     """Its blocks are no row of like ones. Split batch alone shares it out."""
     blocks: tuple[OwnBlock, ...] = ()
     """Empty: no trial has been made, or a UNet."""
+    latent: OwnLatent | None = None
+    """None: bands of the latent are not proven."""
 
     def __post_init__(self):
         assert self.module.startswith(ROOT), self.module

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .degrees import Degrees
-from .own_class import OwnBlock, OwnClass
+from .own_class import OwnBlock, OwnClass, OwnLatent
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Setup:
     conversion: Conversion = ()
     """Of a single file in diffusers' layout, as ComfyUI converts it."""
 
-    def with_blocks(self, blocks: tuple[OwnBlock, ...]) -> "Setup":
-        """With the blocks of `own_class`, as a trial has found them."""
+    def with_blocks(self, blocks: tuple[OwnBlock, ...], latent: OwnLatent | None = None) -> "Setup":
+        """With the blocks of `own_class` and the places of its latent's tokens, as a trial has found them."""
         assert self.own_class is not None
-        return replace(self, own_class=replace(self.own_class, blocks=blocks))
+        return replace(self, own_class=replace(self.own_class, blocks=blocks, latent=latent))
 
     def differs_by_plan_alone(self, other: "Setup") -> bool:
         """Whether the two are equal in all settings but those that the planner chooses."""

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ SIGMAS = "sigmas", "sample_sigmas"
 """Tensors in OPTIONS: the call's sigma, a row for each entry, and all sigmas of the run."""
 TIMES = "times"
 """Entry of STRUCTURE: name of the timestep's dtype. A class may compute in it, and the ranks get float32."""
+SIZES = "latent sizes"
+"""Entry of STRUCTURE: the whole latent's (frames,) rows and columns. Empty: those of its whole tokens, which ranks get."""
 STRUCTURE = "structure"
 """Conditioning tensor [B, n] int32, the same for all entries: JSON of everything that is no tensor, see `to_tensors`."""
 TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
@@ -20,10 +22,10 @@ TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
 dictionary."""
 
 
-def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, torch.Tensor]:
+def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, sizes: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     """Values are tensors, None, numbers, words, and lists and dictionaries of them. ValueError, with the name, for others.
 
-    `timestep`: [B], which is sent apart.
+    `timestep`: [B], which is sent apart. `sizes`: see SIZES.
     """
     batch = len(timestep)
     tensors: dict[str, torch.Tensor] = {}
@@ -47,7 +49,8 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor) -> dict[str
         raise ValueError(f"model: its call has {name}, a {type(value).__name__}, which cannot be sent to ranks.")
 
     told_all = {name: told(name, value) for name, value in arguments.items()}
-    structure = json.dumps({TIMES: str(timestep.dtype).removeprefix("torch."), **told_all}).encode()
+    head = {TIMES: str(timestep.dtype).removeprefix("torch."), SIZES: list(sizes)}
+    structure = json.dumps(head | told_all).encode()
     tensors[STRUCTURE] = torch.tensor(list(structure), dtype=torch.int32).expand(batch, -1).clone()
     return tensors
 
@@ -69,7 +72,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
             return copy.deepcopy(stored.get(PLAIN, {})) | {key: value(each) for key, each in stored[DICT].items()}
         return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]
 
-    return {name: value(stored) for name, stored in structure.items() if name != TIMES}
+    return {name: value(stored) for name, stored in structure.items() if name not in (TIMES, SIZES)}
 
 
 def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tensor:

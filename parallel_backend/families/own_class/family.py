@@ -1,6 +1,7 @@
 """The Family of a class that no family knows, made when its file is opened."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -8,19 +9,24 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import Blocks
 from parallel_backend.families.base.family import Family, Forward, Inputs, Sizes
 from parallel_backend.families.base.file_layout import FileLayout, Source
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 
+from .band_tokens import BandTokens
 from .building import build
-from .call_arguments import OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
+from .call_arguments import OPTIONS, SIZES, STRUCTURE, from_tensors, structure_of, timestep_of
 from .call_form import run as run_in_form
 from .stages import StageBlocks
 
 NAME = "ComfyUI's own class"
+CLASS_ORDER = "class order"
+"""Key of StepInputs.kept."""
 STAGE = "parallel_dit_stage"
 """Attribute of a rank's model that has its StageBlocks."""
 
@@ -38,14 +44,20 @@ class OwnBlocks(Blocks):
         return next((self.places[name] for name in names if name in self.places), None)
 
 
+@dataclass(frozen=True)
 class OwnInputs(Inputs):
-    """Every stage runs the prologue. ComfyUI has given each tensor the dtype that the class gets."""
+    """Every stage runs the prologue. ComfyUI has given each tensor the dtype that the class gets. `words`: see OwnLatent."""
 
     latent_everywhere: ClassVar[bool] = True
     keeps_dtypes: ClassVar[bool] = True
+    words: bool = False
 
     def is_everywhere(self, name: str) -> bool:
         return True
+
+    def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        context = tensors.get("context") if self.words else None
+        return context.shape[1] if context is not None and context.ndim == 3 else 0
 
 
 @dataclass(frozen=True)
@@ -71,15 +83,29 @@ class OwnClassFamily(Family):
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """As Family.run. A stage that is not the last one returns no tokens."""
         assert step.x is not None, "every stage has the latent"
-        patching = self.patching.cut(step.token_order.along)
+        patching, order = self.patching.cut(step.token_order.along), step.token_order
         stage: StageBlocks = vars(model)[STAGE]
-        latent = patching.unpack(step.x, patching.whole(step.grid))
+        band, x = order.images(step.image), step.x
+        if len(band) < order.image:  # the prologue runs whole, and what it makes of other bands' tokens is left out
+            x = x.new_full((len(x), order.image, x.shape[-1]), math.nan)
+            x[:, band.slice] = step.x
+        if stage.tokens is not None and self.own is not None and self.own.latent is not None:
+            stage.tokens.band = BandTokens(self.own.latent, order.image, band, _class_order(step))
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
         named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
+        latent = patching.unpack(x, structure[SIZES] or patching.whole(step.grid))
         out = run_in_form(stage.call, latent, timestep_of(step.timestep, structure), named)
-        return step.x[:, :0] if out is None else patching.pack(out)
+        return step.x[:, :0] if out is None else patching.pack(out)[:, band.slice]
+
+
+def _class_order(step: StepInputs) -> torch.Tensor | None:
+    """See BandTokens.order."""
+    if CLASS_ORDER not in step.kept:
+        order = class_order(step.grid, step.token_order.along)
+        step.kept[CLASS_ORDER] = None if order is None else to_device(order, step.timestep.device)
+    return step.kept[CLASS_ORDER]
 
 
 @functools.lru_cache(maxsize=8)
@@ -91,6 +117,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
     keys, lists = dict(own.keys), own.lists()
     places = {f"{name}.{key}": (name, number) for name, blocks in lists.items() for number, key in enumerate(blocks)}
     counts = {name: len(blocks) for name, blocks in lists.items()}
+    patch = (1, 1, 1) if own.latent is None else own.latent.patch
     widths = [each.shape[-1] for name, each in parameters.items() if each.ndim == 2]
 
     def no_conditioning(_config: Config, _call: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -115,10 +142,11 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
         inputs=OwnInputs(
             conditioning=no_conditioning,
             example=lambda _config, text_tokens: {"context": torch.empty(1, text_tokens, 1)},
+            words=own.latent is not None and own.latent.words,
         ),
         forward=OwnForward(arguments=lambda _step, _config: {}, exact=exact),
         tensor_plan={},
-        patching=Patching(side=1, video=own.video),
+        patching=Patching(side=patch[1], frames=patch[0], video=own.video),
         half_dtypes=lambda _config: own.halves,
         own=own,
         parameters=frozenset(parameters),

@@ -37,7 +37,7 @@ class Link(Protocol):
 class StageBlocks:
     """`span`: the stage's of `blocks`, which are all blocks of `model` in the order in which they run.
 
-    `tokens`: cuts tokens over the stage's sequence ranks. None: every rank has them all.
+    `tokens`: cuts tokens over the stage's sequence ranks, or into bands. None: every rank has them all.
     """
 
     def __init__(
@@ -45,17 +45,19 @@ class StageBlocks:
     ):
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self._next = 0  # number of the block that runs next
+        self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
         for number, block in enumerate(blocks):
             module = model.get_submodule(block.name)
             module.forward = functools.partial(self._run, number, module.forward)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
-        self._next = 0
-        if self.tokens is not None:
-            self.tokens.begin()
+        self._next, self._cut = 0, None
+        if self.tokens is not None and self.tokens.cuts:
+            self._cut = self.tokens
+            self._cut.begin()
         try:
-            with nullcontext() if self.tokens is None else attention_by(self.tokens.attend):
+            with nullcontext() if self._cut is None else attention_by(self._cut.attend):
                 out = self._model(*args, **kwargs)
         except LaterStages:
             return None
@@ -72,11 +74,11 @@ class StageBlocks:
         if number != self._next:
             raise Unproven(f"{self.blocks[number].name} ran as block {self._next + 1}, and as {number + 1} in the trial")
         self._next += 1
-        if self.tokens is not None:
-            args, kwargs = self.tokens.enter(number, args, kwargs)
+        if self._cut is not None:
+            args, kwargs = self._cut.enter(number, args, kwargs)
         if number not in range(self._span.start, self._span.stop):
             return self._stand_in(number, args, kwargs)
-        with nullcontext() if self.tokens is None else self.tokens.inside():
+        with nullcontext() if self._cut is None else self._cut.inside():
             out = forward(*args, **kwargs)
         values = (out,) if isinstance(out, torch.Tensor) else out
         block = self.blocks[number]
@@ -89,7 +91,7 @@ class StageBlocks:
                 if tensor is not None:
                     self._link.send(tensor)
             raise LaterStages
-        return out if self.tokens is None or number < len(self.blocks) - 1 else self.tokens.leave(out)
+        return out if self._cut is None or number < len(self.blocks) - 1 else self._cut.leave(out)
 
     def _stand_in(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         block = self.blocks[number]

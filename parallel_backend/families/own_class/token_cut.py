@@ -1,9 +1,11 @@
-"""A class's tokens cut over sequence ranks (Ulysses, ring): in its blocks alone, as a trial has shown.
+"""A class's tokens cut over sequence ranks (Ulysses, ring) and into bands: in its blocks alone, as a trial has shown.
 
 Prologue and epilogue run with all tokens on every rank. The first block's streams are cut, and with them what has a row for
-each of their tokens, such as rotary tables. Attention exchanges; the last block's values are gathered.
+each of their tokens, such as rotary tables. Attention exchanges; the last block's values are gathered, and those of other
+bands are NaN.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +18,12 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.spans import Span, split
 
 from .attention_calls import AttentionCall, attention_call
+from .band_tokens import BandTokens, Pick, numbers, shift
 from .unproven import Unproven
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a block: positional ones, and those by name."""
+HOST = torch.device("cpu")
 
 
 def shares(tokens: int, size: int) -> tuple[Span, ...]:
@@ -55,6 +59,9 @@ class TokenCut(ABC):
         """Of the block that runs."""
         self.tokens: dict[int, int] = {}
         """Tokens of each stream that has entered."""
+        self.band: BandTokens | None = None
+        """The band that the call computes. None: all tokens."""
+        self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
 
     @abstractmethod
@@ -65,9 +72,15 @@ class TokenCut(ABC):
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """[B, s, D] -> [B, S, D]: the ranks' tokens of these streams one behind the other."""
 
+    @property
+    def cuts(self) -> bool:
+        """Whether it has anything to do in the present call."""
+        return True
+
     def begin(self) -> None:
         """A call begins."""
         self.tokens.clear()
+        self._picks.clear()
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of block `number`, with this rank's tokens."""
@@ -91,7 +104,10 @@ class TokenCut(ABC):
         tokens = sum(self.tokens[stream] for stream in cut.streams)
         if tensor.shape[cut.axis] != tokens:
             raise Unproven(f"an argument of {self.block.name} has {tensor.shape[cut.axis]} rows, not {tokens}")
-        parts = [tensor.narrow(cut.axis, span.start, len(span)) for span in self.spans(cut.streams, self.index)]
+        parts = [
+            tensor.narrow(cut.axis, pick.start, len(pick)) if isinstance(pick, Span) else tensor.index_select(cut.axis, pick)
+            for pick in self.picks(cut.streams, self.index)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
 
     @property
@@ -129,27 +145,45 @@ class TokenCut(ABC):
     def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """A mask of this rank's keys, or of all in the class's order -> of all in rank order. Unproven for other keys."""
         if mask_bK.shape[1] == sum(self.tokens[stream] for stream in streams):
-            return mask_bK[:, torch.cat([self.rows(streams, rank) for rank in range(self.size)]).to(mask_bK.device)]
+            return mask_bK[:, self.all_rows(streams, mask_bK.device)]
         if mask_bK.shape[1] != self.lengths(streams)[self.index]:
             raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
         return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
 
-    def rows(self, streams: Sequence[int], rank: int) -> torch.Tensor:
-        """A rank's rows of a tensor with all tokens of these streams."""
-        return torch.cat([torch.arange(span.start, span.stop) for span in self.spans(streams, rank)])
+    def check_mask(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> None:
+        """Unproven for a mask in a band that is not one of all tokens: nobody has those of the other bands."""
+        if mask_bK.shape[1] != sum(self.tokens[stream] for stream in streams):
+            raise Unproven(f"{self.block.name} attends with a mask of a part of its tokens")
 
-    def spans(self, streams: Sequence[int], rank: int) -> list[Span]:
-        """As `rows`, a span for each stream."""
-        found, start = [], 0
-        for stream in streams:
-            found.append(shares(self.tokens[stream], self.size)[rank].shift(start))
-            start += self.tokens[stream]
-        return found
+    def rows(self, streams: Sequence[int], rank: int, device: torch.device = HOST) -> torch.Tensor:
+        """A rank's rows of a tensor with all tokens of these streams."""
+        return torch.cat([numbers(pick, device) for pick in self.picks(streams, rank)])
+
+    def all_rows(self, streams: Sequence[int], device: torch.device) -> torch.Tensor:
+        """All ranks' rows, rank by rank."""
+        return torch.cat([self.rows(streams, rank, device) for rank in range(self.size)])
+
+    def picks(self, streams: Sequence[int], rank: int) -> list[Pick]:
+        """As `rows`, without a copy where they follow each other."""
+        key = tuple(streams), rank
+        if key not in self._picks:
+            found: list[Pick] = []
+            start = 0
+            for stream in streams:
+                found += [shift(pick, start) for pick in self.parts(stream)[rank]]
+                start += self.tokens[stream]
+            self._picks[key] = found
+        return self._picks[key]
+
+    def parts(self, stream: int) -> list[list[Pick]]:
+        """By rank: its rows of a stream that has entered."""
+        if self.band is None:
+            return [[span] for span in shares(self.tokens[stream], self.size)]
+        return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens[stream], self.size)]
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
         """By rank: its tokens of these streams."""
-        by_stream = [shares(self.tokens[stream], self.size) for stream in streams]
-        return [sum(map(len, spans)) for spans in zip(*by_stream, strict=True)]
+        return [sum(map(len, self.picks(streams, rank))) for rank in range(self.size)]
 
     def leave(self, out: Any) -> Any:
         """What the last block returns, with all ranks' tokens."""
@@ -180,6 +214,8 @@ class TokenCut(ABC):
     def _gathered(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """A value with all ranks' tokens of these streams, stream by stream."""
         gathered = self.gather(value, streams)
+        if self.band is not None:
+            return self.among_all(gathered, streams)
         if len(streams) == 1:
             return gathered
         # By rank, and by stream within it -> by stream, and by rank within it.
@@ -187,3 +223,10 @@ class TokenCut(ABC):
         parts = iter(gathered.split([length for of_rank in zip(*by_stream, strict=True) for length in of_rank], dim=1))
         of_ranks = [[next(parts) for _ in streams] for _ in range(self.size)]
         return torch.cat([part for of_stream in zip(*of_ranks, strict=True) for part in of_stream], dim=1)
+
+    def among_all(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """All ranks' tokens of a band, rank by rank -> all tokens of these streams. Those of other bands are NaN."""
+        rows = self.all_rows(streams, value.device)
+        out = value.new_full((len(value), sum(self.tokens[stream] for stream in streams), *value.shape[2:]), math.nan)
+        out[:, rows] = value
+        return out

@@ -132,10 +132,14 @@ class HeldAgainst(TokenCut):
             if of_whole is not None and not is_part(value, of_whole, self.own_rows(streams)):
                 raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
         whole = tuple(
-            None if of_whole is None else self._left(value, of_whole, streams)
+            None if of_whole is None else self._left(value, self.left_by_all(value, of_whole, streams), streams)
             for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True)
         )
         return whole[0] if isinstance(out, torch.Tensor) else whole
+
+    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """All tokens of a value that leaves the last block, as far as the ranks of this call have them."""
+        return of_whole
 
     def _left(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """What leaves the last block in place of `value`: all tokens as the whole has them, of local streams this rank's."""
@@ -273,21 +277,21 @@ def is_part(own: torch.Tensor, whole: torch.Tensor, rows: slice | torch.Tensor) 
 def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
     """`blocks` with the cut of their tokens, or why it is not proven for calls like `actual`, at these times too."""
     try:
-        return _cut_tokens(_Runs(model, blocks), blocks, actual, times)
+        return _cut_tokens(Runs(model, blocks), blocks, actual, times)
     except Unproven as unproven:
         return str(unproven)
 
 
 def why_not_cut(model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], actual: Call) -> str:
     """Why `cut`, `blocks` with the cut of their tokens, is not right for calls like `actual`. Empty: it is."""
-    runs = _Runs(model, blocks)
+    runs = Runs(model, blocks)
     try:
         return next(filter(None, runs.checks(cut, [drawn(each, 1) for each in runs.sized(actual)])), "")
     except Unproven as unproven:
         return str(unproven)
 
 
-def _cut_tokens(runs: "_Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
+def _cut_tokens(runs: "Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
     """As cut_tokens. Unproven if the whole model does not run with calls of other sizes."""
     call, another = runs.sized(actual)
     first, last = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
@@ -306,7 +310,7 @@ def _cut_tokens(runs: "_Runs", blocks: Sequence[OwnBlock], actual: Call, times: 
     return max(failures, key=lambda failure: failure[0])[1]  # of the order that came furthest
 
 
-class _Runs:
+class Runs:
     """Calls of `model`, which has these blocks."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):

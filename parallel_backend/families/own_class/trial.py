@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.host_memory import host_memory
-from parallel_backend.core.own_class import OwnBlock, OwnClass
+from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
 from parallel_backend.core.spans import Span
 
+from .band_trial import latent_of, why_not_in_bands
 from .block_order import block_lists, order_of, recorded_blocks, shortened, whole_list
 from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
@@ -44,6 +45,8 @@ from .unproven import Unproven, first_line
 TOLERANCE = 1e-5
 """Largest difference between shared and whole, as a share of the largest value."""
 SEED = 0
+NOT_TRIED = "it was not tried"
+NO_LIST = "it has no list of blocks"
 CHANNELS = "model_channels"
 """Argument of UNets: channels of the first block, of which others have multiples."""
 NARROW = {CHANNELS: 64}
@@ -73,6 +76,10 @@ class Proof:
     """Names of the call's numbers of which other values change nothing in this proof, such as a length of text."""
     options: tuple[str, ...] = ()
     """Tensors in ComfyUI's transformer_options that ranks have to get, such as the run's sigmas: the class reads one."""
+    latent: OwnLatent | None = None
+    """Where the latent's tokens are. None: bands are not proven."""
+    bands: str = NOT_TRIED
+    """Why bands are not proven."""
 
     def is_of_all(self, numbers: Collection[str]) -> bool:
         """Whether it holds for calls with any values of these numbers."""
@@ -81,17 +88,20 @@ class Proof:
 
 Tried = tuple[Proof, Sequence[OwnBlock], Sequence[OwnBlock] | str]
 """The proof, and the tried model's blocks: as they are, and with their tokens cut, or why they cannot be."""
-NOT_TRIED = "it was not tried"
-NO_LIST = "it has no list of blocks"
 
 
 def trial(
-    own: OwnClass, call: Call, times: Sequence[float], poll: Callable[[], None] = lambda: None, sequence: bool = True
+    own: OwnClass,
+    call: Call,
+    times: Sequence[float],
+    poll: Callable[[], None] = lambda: None,
+    sequence: bool = True,
+    bands: bool = False,
 ) -> Proof:
     """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
 
-    `sequence`: try tokens cut over sequence ranks. `poll` is called before each run of the model. It raises to give up.
-    ValueError, too, where host memory has no room.
+    `sequence`: try tokens cut over sequence ranks; `bands`: and into bands, of the lists of blocks that stages share out.
+    `poll` is called before each run of the model. It raises to give up. ValueError, too, where host memory has no room.
     """
 
     def polled(*_: Any) -> None:
@@ -101,7 +111,7 @@ def trial(
             raise _GivenUp from error
 
     try:
-        return _trial(own, call, times, polled, sequence)
+        return _trial(own, call, times, polled, sequence, bands)
     except _GivenUp as given_up:
         assert given_up.__cause__ is not None
         raise given_up.__cause__ from None
@@ -111,7 +121,9 @@ class _GivenUp(BaseException):
     """Because of the error that caused it. No error of the class: those are caught, whatever they are."""
 
 
-def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool) -> Proof:
+def _trial(
+    own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool, bands: bool
+) -> Proof:
     # A sampler calls in inference mode, whose tensors do not say when they are written to.
     with torch.inference_mode(False), torch.no_grad():
         if own.unet:
@@ -154,12 +166,16 @@ def _trial(own: OwnClass, call: Call, times: Sequence[float], poll: Callable[...
                 continue
             blocks = [block for blocks in found.values() for block in blocks]
             stages = _stages(model, blocks, wholes)
-            cut = cut_tokens(model, blocks, actual, times) if sequence else NOT_TRIED
+            cut = cut_tokens(model, blocks, actual, times) if sequence or bands else NOT_TRIED
+            latent, why = None, cut if isinstance(cut, str) else NOT_TRIED
             if not isinstance(cut, str):
                 places = {block.name: block for block in cut}
                 found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
+                if bands:
+                    latent, why = latent_of(model, cut, actual, times)
             order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
-            proofs.append((Proof(order, stages, batch, cut if isinstance(cut, str) else ""), blocks, cut))
+            proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
+            proofs.append((proof, blocks, cut))
             if not stages and not (sequence and isinstance(cut, str)):
                 break
         none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
@@ -189,7 +205,10 @@ def _is_proven(model: nn.Module, tried: Tried, call: Call, actual: Call) -> bool
         return False
     if not proof.batch and _batch(model, wholes):
         return False
-    return isinstance(cut, str) or not why_not_cut(model, blocks, cut, actual)
+    if isinstance(cut, str):
+        return True
+    in_bands = proof.latent is None or not why_not_in_bands(model, cut, proof.latent, actual)
+    return in_bands and not why_not_cut(model, blocks, cut, actual)
 
 
 def narrowed(unet: OwnClass) -> OwnClass:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +106,9 @@ def copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
-def smaller(call: Call, side: int, words: int) -> Call:
+def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
     """The call with at most `side` latent rows, columns and frames and `words` tokens of text, in all tensors that have
-    them."""
+    them. A sequence: by axis of a latent that is the only one."""
     latents, text = call.latents, words_of(call)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,8 @@ def smaller(call: Call, side: int, words: int) -> Call:
                 for axis in range(len(sizes)):
                     if (number, axis) not in call.whole_axes:
                         at = axis - len(sizes)
-                        tensor = tensor.narrow(at, 0, min(side, tensor.shape[at]))
+                        most = side if isinstance(side, int) else side[axis]
+                        tensor = tensor.narrow(at, 0, min(most, tensor.shape[at]))
                 return tensor
         return tensor[:, :words] if tensor.ndim > 1 and tensor.shape[1] == text else tensor
 

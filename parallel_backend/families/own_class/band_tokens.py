@@ -1,0 +1,106 @@
+"""The tokens of a band in a class's streams, and where their keys are in the K/V buffer.
+
+A band has the latent's tokens of its rows or frames. Other tokens, such as words, run with the first band.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from parallel_backend.core.own_class import OwnLatent
+from parallel_backend.core.spans import Span, split
+
+Pick = Span | torch.Tensor
+"""Rows of a stream: those that follow each other, or their numbers [n] int64."""
+
+
+class Part(NamedTuple):
+    """A rank's tokens that are the latent's, or that are not."""
+
+    rows: Pick
+    """Of the stream."""
+    of_latent: bool
+    place: Span
+    """Among the latent's tokens, in the order of bands, or among the stream's other ones."""
+    is_kept: bool
+    """Its keys are. False: a row that runs in place of words, since classes cannot tell the sizes of a tensor of no rows."""
+
+
+@dataclass(frozen=True)
+class BandTokens:
+    """A band, or the whole latent if `band` has all of its `count` tokens."""
+
+    latent: OwnLatent
+    count: int
+    band: Span
+    """In the order of bands."""
+    order: torch.Tensor | None
+    """Place of a token of the latent in the order of bands -> its number in the class's. None: they are the same."""
+
+    def others(self, stream: int, tokens: int) -> int:
+        """How many of a stream's tokens are not the latent's."""
+        return tokens - (self.count if stream == self.latent.stream else 0)
+
+    def parts(self, stream: int, tokens: int, size: int) -> list[list[Part]]:
+        """By sequence rank of `size`: its parts of a stream of so many tokens, in the class's order."""
+        others, is_latent = self.others(stream, tokens), stream == self.latent.stream
+        behind = is_latent and not self.latent.before
+        found: list[list[Part]] = []
+        for rank in range(size):
+            with_words = self.band.start == 0
+            share = split(Span(0, others), size)[rank] if with_words else _stand_in(others, rank)
+            parts = [Part(share.shift(self.count if behind else 0), False, share, with_words)]
+            if is_latent:
+                own = split(self.band, size)[rank]
+                rows: Pick = own if self.order is None else self.order[own.slice]
+                parts.insert(0 if behind else 1, Part(rows if behind else shift(rows, others), True, own, True))
+            found.append(parts)
+        return found
+
+    def pieces(self, streams: Sequence[int], tokens: Mapping[int, int], size: int) -> list[tuple[Span, Span]]:
+        """(rows of all ranks' keys, rank by rank; their positions in the buffer). In the buffer the other tokens come first,
+        stream by stream, and then the latent's in the order of bands."""
+        found, row, words = [], 0, self.words(streams, tokens)
+        for rank in range(size):
+            offset = 0
+            for stream in streams:
+                for part in self.parts(stream, tokens[stream], size)[rank]:
+                    count = len(part.place)
+                    if count and part.is_kept:
+                        found.append((Span(row, row + count), part.place.shift(words if part.of_latent else offset)))
+                    row += count
+                offset += self.others(stream, tokens[stream])
+        return found
+
+    def words(self, streams: Sequence[int], tokens: Mapping[int, int]) -> int:
+        """Tokens of these streams that are not the latent's."""
+        return sum(self.others(stream, tokens[stream]) for stream in streams)
+
+    def in_buffer(self, streams: Sequence[int], tokens: Mapping[int, int], device: torch.device) -> torch.Tensor:
+        """[n] int64: numbers of the tokens of these streams, one behind the other, in the order of the buffer."""
+        words: list[torch.Tensor] = []
+        latents: list[torch.Tensor] = []
+        start = 0
+        whole = replace(self, band=Span(0, self.count))
+        for stream in streams:
+            for part in whole.parts(stream, tokens[stream], 1)[0]:
+                (latents if part.of_latent else words).append(numbers(part.rows, device) + start)
+            start += tokens[stream]
+        return torch.cat([*words, *latents])
+
+
+def shift(pick: Pick, by: int) -> Pick:
+    """The rows `by` further on."""
+    return pick.shift(by) if isinstance(pick, Span) else pick + by
+
+
+def numbers(pick: Pick, device: torch.device) -> torch.Tensor:
+    """[n] int64"""
+    return torch.arange(pick.start, pick.stop, device=device) if isinstance(pick, Span) else pick.to(device)
+
+
+def _stand_in(others: int, rank: int) -> Span:
+    row = min(rank, others - 1)
+    return Span(row, row + 1) if others else Span(0, 0)

@@ -1,0 +1,270 @@
+"""Finds out which tokens are the latent's, and whether a band of them gives what the whole model gives for it.
+
+Where the tokens are is learnt by runs of the prologue with another latent row, column or frame each. A band is then held
+against a run of the whole, as a rank is (token_trial.py): what lies outside of the band is drawn anew in the latent, and is
+NaN behind the blocks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnBlock, OwnLatent
+from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import class_order
+from parallel_backend.families.base.patching import Patching
+
+from .band_tokens import BandTokens
+from .call_form import LATENTS
+from .token_cut import Arguments, tensor_places
+from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, WholeRun
+from .tried_calls import Call, distance, drawn, smaller
+from .unproven import Unproven, first_line
+
+ROWS = 3, 3, 5
+"""Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
+AXES = {"rows": -2, "frames": -3}
+"""Axis of the latent that bands cut."""
+OUTSIDE = 99
+"""Seed of what is drawn outside of a band."""
+
+
+def latent_of(
+    model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]
+) -> tuple[OwnLatent | None, str]:
+    """Where the latent's tokens are, or why bands are not proven for calls like `actual`, at these times too. `blocks`: with
+    the cut of their tokens."""
+    if LATENTS in actual.named:
+        return None, "it has several latents"
+    runs = Runs(model, _bare(blocks))
+    try:
+        call = _even(runs.sized(actual)[0])
+        latent = find_latent(runs, blocks, call)
+        another = _odd(actual, latent)
+        latent = _of_both(latent, find_latent(runs, blocks, another))
+        calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
+        why = next(filter(None, _checks(runs, blocks, latent, calls)), "")
+        latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
+    except Unproven as unproven:
+        return None, str(unproven)
+    return (None, why) if why else (latent, "")
+
+
+def why_not_in_bands(model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call) -> str:
+    """Why bands are not right for calls like `actual`. Empty: they are."""
+    runs = Runs(model, _bare(blocks))
+    try:
+        call = _odd(actual, latent)
+        _of_both(latent, find_latent(runs, blocks, call))
+        return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1)])), "")
+    except Unproven as unproven:
+        return str(unproven)
+
+
+def _bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+    return [replace(block, slices=(), attention=(), leaving=()) for block in blocks]
+
+
+def _even(call: Call) -> Call:
+    """With sizes that are multiples of whatever a token has of them: a class may fill up others."""
+    sizes = [size - size % max(1, 1 << (size.bit_length() - 2)) if size > 1 else 1 for size in call.x.shape[2:]]
+    return smaller(call, sizes, WORDS)
+
+
+def _odd(actual: Call, latent: OwnLatent) -> Call:
+    """With an odd number of the latent's tokens, and other words."""
+    sizes = []
+    axes = actual.x.ndim - 2
+    for size, by, most in zip(actual.x.shape[2:], latent.patch[-axes:], ROWS[-axes:], strict=True):
+        count = max(1, min(most, size // by))
+        sizes.append(by * (count - 1 + count % 2))
+    return smaller(actual, sizes, WORDS - 3)
+
+
+def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
+    """What holds for calls of two sizes. Unproven if the tokens are in other places."""
+    if replace(another, words=latent.words, pads=latent.pads) != latent:
+        raise Unproven("its latent's tokens are in other places in calls of two sizes")
+    return replace(latent, words=latent.words or another.words)
+
+
+def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
+    """Whether a latent of other sizes gives what it gives once it is filled up in a circle."""
+    frames, side, _ = latent.patch
+    patching = Patching(side=side, frames=frames, video=call.x.ndim == 5)
+    sizes = [size - (by > 1) for size, by in zip(call.x.shape[2:], latent.patch[2 - call.x.ndim :], strict=True)]
+    smaller_call = smaller(call, sizes, WORDS)
+    filled_up = patching.unpack(patching.pack(smaller_call.x), patching.whole(patching.grid(smaller_call.x.shape)))
+    try:
+        whole = runs.noted(smaller_call).result
+        out = patching.unpack(patching.pack(runs.noted(replace(smaller_call, x=filled_up)).result), tuple(sizes))
+    except Unproven:
+        return False
+    return out.shape == whole.shape and distance(out, whole) <= TOLERANCE
+
+
+class _HasEntered(Exception):
+    """Not an error: ends a run once all streams are known."""
+
+
+class _Prologue(WholeRun):
+    """Notes the streams where they enter, and then ends the run."""
+
+    def __init__(self, blocks: Sequence[OwnBlock]):
+        super().__init__([replace(block, attention=()) for block in blocks])
+        self.streams: dict[int, torch.Tensor] = {}
+        self._coming_streams = {cut.streams[0] for block in blocks for cut in block.slices if cut.enters}
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        leaves = pytree.tree_leaves((args, kwargs))
+        places = tensor_places(leaves)
+        for cut in self.blocks[number].slices:
+            if cut.enters:
+                self.streams.setdefault(cut.streams[0], leaves[places[cut.tensor]].clone())
+        if self._coming_streams <= set(self.streams):
+            raise _HasEntered
+        return super().enter(number, args, kwargs)
+
+
+def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent:
+    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams."""
+    call = drawn(call, 1)
+    first = _entering(runs, blocks, call)
+    found = [list(_rows_of(runs, blocks, call, axis, first)) for axis in range(2, call.x.ndim)]
+    streams = {stream for of_axis in found for stream, _ in of_axis}
+    if len(streams) != 1:
+        raise Unproven("a part of its latent is in several streams")
+    stream, patch, rows_by_axis = streams.pop(), [], []
+    for of_axis in found:
+        groups = [(rows, len(list(same))) for rows, same in itertools.groupby(rows for _, rows in of_axis)]
+        if len({count for _, count in groups}) != 1:
+            raise Unproven("its tokens have unequal parts of the latent, or are mixed before its blocks")
+        patch.append(groups[0][1])
+        rows_by_axis.append([rows for rows, _ in groups])
+    grid, tokens = [len(rows) for rows in rows_by_axis], first[stream].shape[1]
+    count, start = math.prod(grid), min(rows_by_axis[0][0])
+    raster = torch.arange(count).view(grid) + start
+    for axis, of_rows in enumerate(rows_by_axis):
+        for index, rows in enumerate(of_rows):
+            if sorted(raster.select(axis, index).flatten().tolist()) != list(rows):
+                raise Unproven("its latent's tokens are not in raster order, or are mixed before its blocks")
+    if start and start + count != tokens:
+        raise Unproven("other tokens come before and behind its latent's")
+    if patch[-1] != patch[-2]:
+        raise Unproven(f"a token has {patch[-2]} rows and {patch[-1]} columns of its latent")
+    frames = patch[0] if len(patch) == 3 else 1
+    words = len(first) > 1 or count < tokens
+    return OwnLatent(stream, start > 0, (frames, patch[-2], patch[-1]), words, pads=False)
+
+
+def _entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:
+    """The streams where they enter the blocks."""
+    prologue = _Prologue(blocks)
+    try:
+        runs.run(call, prologue)
+    except _HasEntered:
+        return prologue.streams
+    except Exception as error:  # of any kind: its code is not known
+        raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
+    raise Unproven("not all of its streams enter its blocks")
+
+
+def _rows_of(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, axis: int, first: dict[int, torch.Tensor]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """By index of this axis of the latent: the stream and its rows that it changes."""
+    for index in range(call.x.shape[axis]):
+        x = call.x.clone()
+        x.select(axis, index).add_(1)
+        now = _entering(runs, blocks, replace(call, x=x))
+        if any(value.shape != first[stream].shape for stream, value in now.items()):
+            raise Unproven("it has other tokens for another latent of the same size")
+        rows = {
+            stream: tuple((value - first[stream]).abs().amax(dim=(0, 2)).nonzero()[:, 0].tolist())
+            for stream, value in now.items()
+        }
+        changed = [stream for stream, of_stream in rows.items() if of_stream]
+        if len(changed) != 1:
+            raise Unproven("a part of its latent is in several streams" if changed else "a part of its latent is not used")
+        yield changed[0], rows[changed[0]]
+
+
+def _checks(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, calls: Sequence[Call]) -> Iterator[str]:
+    """What is wrong with the bands of each call. Empty: nothing."""
+    tried = False
+    for number, call in enumerate(calls):
+        whole = runs.noted(call)
+        outside = [drawn(call, OUTSIDE).x, *([torch.full_like(call.x, math.nan)] if not number else ())]
+        if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
+            yield "its output has another size than its latent"
+            return
+        for along, axis in AXES.items():
+            if -axis > call.x.ndim - 2 or (rows := call.x.shape[axis] // latent.patch[axis]) < 2:
+                continue
+            tried = True
+            first, last = max(1, rows // 3), rows - max(1, rows // 3)
+            for span in (Span(0, first), Span(first, last), Span(last, rows)):
+                if len(span):
+                    band = _Band(latent, call, along, span)
+                    yield from (band.why_not(runs, blocks, whole, each) for each in outside)
+    if not tried:
+        yield "its latent has a single row of tokens"
+
+
+@dataclass(frozen=True)
+class _Band:
+    """`rows` (or frames) of tokens of the call's latent, as a band of its own."""
+
+    latent: OwnLatent
+    call: Call
+    along: str
+    rows: Span
+
+    def why_not(self, runs: Runs, blocks: Sequence[OwnBlock], whole: WholeRun, outside: torch.Tensor) -> str:
+        """What is wrong with it, with another latent outside of it. Empty: nothing."""
+        x = outside.clone()
+        self._own(x).copy_(self._own(self.call.x))
+        try:
+            out = runs.run(replace(self.call, x=x), _InBand(blocks, whole, self._tokens()))
+            if out.shape != whole.result.shape:
+                return "a band has an output of another size"
+            far = distance(self._own(out), self._own(whole.result))
+        except Unproven as unproven:
+            return f"in a band {unproven}"
+        except Exception as error:  # of any kind: its code is not known
+            return f"it does not run in a band ({first_line(error)})"
+        return "" if far <= TOLERANCE else f"a band gives another result (by {far:.1e} of the largest value)"
+
+    def _own(self, latent: torch.Tensor) -> torch.Tensor:
+        axis = AXES[self.along]
+        by = self.latent.patch[axis]
+        return latent.narrow(axis, by * self.rows.start, by * len(self.rows))
+
+    def _tokens(self) -> BandTokens:
+        axes = self.call.x.ndim - 2
+        sizes = zip(self.call.x.shape[2:], self.latent.patch[-axes:], strict=True)
+        grid = tuple(size // by for size, by in sizes)
+        row = math.prod(grid) // grid[AXES[self.along]]
+        band = Span(row * self.rows.start, row * self.rows.stop)
+        return BandTokens(self.latent, math.prod(grid), band, class_order(grid, self.along))
+
+
+class _InBand(HeldAgainst):
+    """A band's run that takes from the whole's what other bands would give."""
+
+    def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, band: BandTokens):
+        super().__init__(blocks, 0, whole)
+        self.size, self.band = 1, band
+
+    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        return self.among_all(value, streams) if streams else of_whole
+
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        self.check_mask(mask_bK, streams)
+        return super().mask_of_all(mask_bK, streams)

@@ -1,0 +1,122 @@
+"""The trial of bands of a class that no family computes: which latents' tokens it finds, and what it sees to be wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.core.own_class import OwnLatent
+from parallel_backend.families.own_class.band_trial import why_not_in_bands
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.trial import Proof, trial
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from tests.support.planted_comfyui import planted, planted_comfyui
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+def call() -> Call:
+    g = torch.Generator().manual_seed(0)
+    x, context = torch.randn(1, 4, 3, 4, 6, generator=g), torch.randn(1, 5, 16, generator=g)
+    return Call(x, torch.full((1,), 700.0), {"context": context, "control": None})
+
+
+def proof(name: str) -> Proof:
+    return trial(planted(name), call(), (1.0,), sequence=False, bands=True)
+
+
+ALONE = OwnLatent(stream=0, before=False, patch=(1, 1, 1), words=False, pads=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "latent"),
+    [
+        ("Tokens", ALONE),
+        ("SharedKeys", ALONE),
+        ("Crossed", ALONE),
+        ("SkipsToOutput", ALONE),
+        ("TwoRows", replace(ALONE, patch=(1, 2, 2), pads=False)),
+        ("FillsUp", replace(ALONE, words=True)),
+        ("FillsUpInACircle", replace(ALONE, patch=(1, 2, 2))),
+        ("WordsInFront", replace(ALONE, before=True, words=True)),
+        ("TwoStreams", replace(ALONE, stream=1, words=True)),
+        ("PictureFirst", replace(ALONE, stream=1, words=True)),
+        ("CountsWordsBetween", replace(ALONE, stream=1, words=True)),
+    ],
+)
+def test_bands_that_are_right_are_proven(name, latent):
+    found = proof(name)
+    assert (found.stages, found.bands) == ("", "")
+    assert found.latent == latent
+
+
+MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
+UNEQUAL = "its tokens have unequal parts of the latent, or are mixed before its blocks"
+ATTENDS = "in a band blocks.0 attends to other values where its tokens are cut"
+OTHER = "a band gives another result"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("PoolsInFront", ATTENDS),
+        ("PoolsLatent", ATTENDS),
+        ("ScalesLatent", UNEQUAL),
+        ("CountsTokens", ATTENDS),
+        ("TableOfLatent", ATTENDS),
+        ("RowsMixed", MIXED),
+        ("FramesMixed", MIXED),
+        ("ColumnsMixed", MIXED),
+        ("RowsMixedLate", ATTENDS),
+        ("ConvolvedInFront", MIXED),
+        ("ByColumns", MIXED),
+        ("LastRowFirst", MIXED),
+        ("Flipped", OTHER),
+        ("RowsSwapped", OTHER),
+        ("ConvolvedBehind", OTHER),
+        ("PoolsBehind", OTHER),
+        ("PoolsKnownBehind", OTHER),
+        ("PoolsBehindLate", OTHER),
+        ("CountsBehind", OTHER),
+        ("NextRowBehind", OTHER),
+        ("PoolsLatentBehind", OTHER),
+        ("SmoothsOutput", OTHER),
+        ("ReadsWordsBehind", OTHER),
+        ("LatentInTwoStreams", "a part of its latent is in several streams"),
+        ("TwoLatentStreams", "a part of its latent is in several streams"),
+        ("PooledTokenBehind", MIXED),
+        ("MasksKeys", "in a band blocks.0 attends with a mask of a part of its tokens"),
+        ("OwnBlocksFirst", MIXED),
+        # Not of bands alone: a cut of tokens, or stages, are wrong too.
+        ("KeepsLatent", "it was not tried"),
+        ("NumbersTokens", "blocks.0 attends to other values where its tokens are cut"),
+        ("PoolsTokens", "blocks.1 attends to other values where its tokens are cut"),
+        ("Right", "its attention cannot be reached"),
+    ],
+)
+def test_what_bands_would_get_wrong_is_not_proven(name, why):
+    found = proof(name)
+    assert found.latent is None
+    assert found.bands.startswith(why), found.bands
+
+
+@pytest.mark.parametrize("change", [{"stream": 0}, {"before": True}, {"patch": (1, 2, 2)}])
+def test_the_latent_of_another_class_is_not_proven(change):
+    right = proof("TwoStreams")
+    model = build(planted("TwoStreams"))
+    draw_weights(model, 0)
+    with torch.no_grad():
+        assert why_not_in_bands(model, right.blocks, right.latent, call()) == ""
+        assert why_not_in_bands(model, right.blocks, replace(right.latent, **change), call()) != ""
+
+
+def test_bands_of_a_single_row_are_not_proven():
+    given = call()
+    single = Call(given.x[:, :, :1, :1], given.timestep, given.named)
+    found = trial(planted("Tokens"), single, (), sequence=False, bands=True)
+    assert found.latent is None
+    assert found.bands == "its latent has a single row of tokens"
