@@ -1,12 +1,13 @@
 """Models that no family computes: ComfyUI's own class runs on ranks, once a trial has shown how it can be shared out."""
 
+import dataclasses
 import functools
 import inspect
 import json
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from parallel_backend.checkpoints.limits import check_own_arguments
 from parallel_backend.checkpoints.own_class import file_shapes
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
@@ -30,7 +32,7 @@ from parallel_backend.families.own_class.adapters import sent
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
-from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
+from parallel_backend.families.own_class.call_form import in_form, unpack
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import Proof, trial
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
@@ -38,18 +40,22 @@ from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
+from .band import BAND_KEY, Band
 from .call_checks import check_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
-from .diffusion_model import BAND_KEY, RemoteDiffusionModel
+from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
+from .own_calls import is_held, on_host, shapes, structure
 from .own_text import OwnText
-from .reach import is_plain, told_to_own_class
+from .reach import OURS, is_plain, told_to_own_class
 from .sampling_run import CallShape, steps_of
 from .text_model import TEXT_METHOD, NativeText
 
 log = logging.getLogger(__name__)
 
+PROVE_KEY = "parallel_dit_prove"
+"""Key in transformer_options of a call that is tried, and not computed."""
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -227,15 +233,24 @@ class OwnClassModel(RemoteDiffusionModel):
         family, batch = self.checkpoint.family, len(x)
         unknown = [] if control is None else ["control"]
         told = told_to_own_class(options, unknown, family)
-        assert BAND_KEY not in options, "PipeFusion is refused when it is applied"
+        band: Band | None = options.get(BAND_KEY)
+        if band is not None and not band.takes(self, (x,), options):
+            band = None
         timestep = for_entries(timestep, {}, batch)
         named = {"context": context, "control": None, OPTIONS: told, **sent(family.native_classes[0], extra), **in_parts}
-        tensors = to_tensors(named, timestep)
-        rest = {name: value for name, value in options.items() if name not in told and is_held(value)}
-        proof = self._proven(Call(x, timestep, named, rest), self.setup.degrees)
+        sizes = tuple(x.shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
+        tensors = to_tensors(named, timestep, sizes)
+        others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
+        rest = {name: value for name, value in others.items() if is_held(value)}
+        tried = Call(x, timestep, named, rest)
+        proof = self._proven(tried, self.setup.degrees) if band is None else self._of_band(tried, sizes, tensors)
+        if PROVE_KEY in options:
+            self._check_bands(proof)
+            self._whole_calls.add(shapes(tensors))
+            return torch.zeros_like(x)
         if proof.options:
             named[OPTIONS] = told | {name: options[name] for name in proof.options}
-            tensors = to_tensors(named, timestep)
+            tensors = to_tensors(named, timestep, sizes)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(
             x=x,
@@ -243,40 +258,83 @@ class OwnClassModel(RemoteDiffusionModel):
             tensors=tensors,
             changes=BlockChanges(one_batch=bool(proof.batch)),
             first_replica=evaluation.first_replica(batch),
-            may_forecast=self.run.cache is not None and self._may_forecast(x, options),
+            may_forecast=self.run.cache is not None and self._may_forecast(x, options, band is None),
         )
+        if band is not None:
+            exact = float(options["sigmas"].max()) > band.exact_above
+            return band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
         text_tokens = 1 if context is None else context.shape[1]
         shape = CallShape(tuple(x.shape) if nested is None else nested[0], text_tokens)
         out = self._predict(call, shape, steps_of(options), evaluation)
         assert isinstance(out, torch.Tensor)
         return out if nested is None else unpack(out, [of_latent[1:] for of_latent in nested])
 
-    def _may_forecast(self, x: torch.Tensor, options: dict[str, Any]) -> bool:
+    def _may_forecast(self, x: torch.Tensor, options: dict[str, Any], is_whole: bool) -> bool:
         cache = self.run.cache
         assert cache is not None
-        cache.see((x,), options)
+        if is_whole:
+            cache.see((x,), options)
         return cache.may_forecast(options)
+
+    def prove_bands(self, run: Callable[[dict[str, Any]], Any]) -> None:
+        """Have bands proven for a run before its model is loaded. `run` makes the calls of a step with these entries of
+        transformer_options, which get zeros. ValueError, with the reason, if bands are not proven."""
+        self._whole_calls.clear()
+        run({PROVE_KEY: True})
+
+    @functools.cached_property
+    def _whole_calls(self) -> set[Any]:
+        """Conditioning of the run's calls as `prove_bands` has tried them, see own_calls.shapes."""
+        return set()
+
+    def _check_bands(self, proof: Proof) -> None:
+        """ValueError if bands are not proven."""
+        if proof.latent is None:
+            raise ValueError(
+                f"model: {self.checkpoint.path.name} cannot run in PipeFusion's patches: {proof.bands}. Leave Apply "
+                "PipeFusion out, and it runs by stages."
+            )
+
+    def _of_band(self, call: Call, sizes: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Proof:
+        """The proof for a band's call. NotLocal if it is not the one by which the model was loaded."""
+        own = self.setup.own_class
+        assert own is not None
+        proof = self._kept_proof(call, sizes)
+        if proof is None or (proof.blocks, proof.latent) != (own.blocks, own.latent):
+            raise NotLocal("a patch calls the model in another way than the whole latent, which was tried")
+        if shapes(tensors) not in self._whole_calls:
+            raise NotLocal("a patch has other conditioning than the whole latent")
+        return proof
+
+    def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool]:
+        """What a trial is for."""
+        degrees = self.setup.degrees
+        return structure(call, sizes), degrees.sequence > 1, degrees.pipe > 1
+
+    def _kept_proof(self, call: Call, sizes: tuple[int, ...]) -> Proof | None:
+        key = self._key(call, sizes)
+        return self._proofs.get(key) or self._proofs.get((key, tuple(numbers_of(call).items())))
 
     def _proven(self, call: Call, degrees: Degrees) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
         own = self.setup.own_class
         assert own is not None
-        name, sequence = self.checkpoint.path.name, degrees.sequence > 1
-        structure, numbers = (_structure(call), sequence), numbers_of(call)
-        of_these = structure, tuple(numbers.items())
-        proof = self._proofs.get(structure) or self._proofs.get(of_these)
+        name, numbers = self.checkpoint.path.name, numbers_of(call)
+        key = _, sequence, bands = self._key(call, tuple(call.x.shape[2:]))
+        of_these = key, tuple(numbers.items())
+        proof = self._kept_proof(call, tuple(call.x.shape[2:]))
         if is_new := proof is None:
-            call = Call(call.x.cpu(), call.timestep.cpu(), _on_host(call.named), _on_host(call.options))
+            call = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
             times = self._times()
 
             def prove() -> Proof:
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
-                return trial(own, call, times, poll, sequence)
+                return trial(own, call, times, poll, sequence, bands)
 
-            proof = kept_proof(folder() / "proofs", own, repr((structure, times)), prove, numbers)
-            self._proofs[structure if proof.is_of_all(numbers) else of_these] = proof
-            shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence)]
-            log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s", own.name, *shown)
+            proof = kept_proof(folder() / "proofs", own, repr((key, times)), prove, numbers)
+            self._proofs[key if proof.is_of_all(numbers) else of_these] = proof
+            shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence, proof.bands)]
+            log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s, bands %s", own.name, *shown)
         if degrees.pipe > 1 and proof.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
@@ -289,7 +347,9 @@ class OwnClassModel(RemoteDiffusionModel):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         if is_new:
             say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified{self._shared_out(proof, degrees)}")
-        self.setup = self.setup.with_blocks(proof.blocks)
+        self.setup = self.setup.with_blocks(proof.blocks, proof.latent)
+        if (found := self.setup.own_class) is not None and found != own:
+            self.checkpoint = dataclasses.replace(self.checkpoint, family=own_class_family(found))
         return proof
 
     def _shared_out(self, proof: Proof, degrees: Degrees) -> str:
@@ -307,32 +367,3 @@ class OwnClassModel(RemoteDiffusionModel):
         first, last = float(sampling.sigma_max), float(sampling.sigma_min)
         sigmas = torch.tensor([first, (first + last) / 2, last])
         return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))
-
-
-def is_held(value: Any) -> bool:
-    """Whether a trial can hold the value: a tensor, or what JSON has."""
-    return isinstance(value, torch.Tensor) or is_plain(value)
-
-
-def _on_host(values: Any) -> dict[str, Any]:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(values))
-
-
-def _structure(call: Call) -> str:
-    """What a trial is for: names, axes and dtypes of the tensors, the batch, and what is no tensor and no number."""
-
-    numbers = numbers_of(call)
-
-    def shown(name: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return str(value.dtype), value.ndim
-        if name == LATENTS:
-            return [len(shape) for shape in value]
-        if isinstance(value, dict) and name != OPTIONS:
-            return {key: shown(f"{name}/{key}", each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [shown(f"{name}/", each) for each in value]
-        return type(value) if name in numbers else repr(value)
-
-    named = {name: shown(name, value) for name, value in call.named.items()}
-    return repr((len(call.x), call.timestep.dtype, named, sorted(map(str, call.options))))

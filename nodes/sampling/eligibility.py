@@ -153,6 +153,10 @@ def why_not_banded(sampling: Sampling) -> str | None:
         return "Z-Image's Fun control looks at the whole latent"
     if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"
+    patching, shape, own = sampling.stub.checkpoint.family.patching, sampling.shapes[0], sampling.stub.setup.own_class
+    pads = own is None or own.latent is None or own.latent.pads
+    if not pads and patching.whole(patching.grid(shape)) != tuple(shape[2:]):
+        return "the latent's height or width is no multiple of the model's patch size"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
     if (reason := why_global(sampler)) is not None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import comfy.model_patcher
 import comfy.patcher_extension
@@ -30,6 +31,7 @@ from ..model.call_checks import check_has_family
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..model.end_of_run import gain_and_advice, say_report
 from ..model.long_step import LongStep
+from ..model.own_class import OwnClassModel
 from ..model.sampling_run import CallShape
 from ..ui.host import check_cancelled
 from .band_guidance import BandedGuidance
@@ -44,13 +46,27 @@ WRAPPER_KEY = "parallel_dit_pipefusion"
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
     """A clone of the MODEL with PipeFusion, and the wrapper that runs it."""
-    check_has_family(remote_stub(model).setup, "PipeFusion works for", "Leave this node out.")
+    setup = remote_stub(model).setup
+    if setup.degrees.pipe == 1:
+        check_has_family(setup, "with a pipefusion_degree of 1 PipeFusion works for", "Leave this node out.")
     patched = model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
     kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
     patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
     patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     return patched, wrapper
+
+
+def prove(sampling: Sampling, stub: OwnClassModel) -> None:
+    """Have bands of ComfyUI's own class proven for the calls of this run, before its ranks load it."""
+
+    def run(entries: dict[str, Any]) -> None:
+        options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
+        options["transformer_options"].update(entries, sample_sigmas=sampling.sigmas)
+        conds, x = list(sampling.guider.conds.values()), sampling.noise
+        comfy.samplers.calc_cond_batch(sampling.guider.inner_model, conds, x, sampling.sigmas[:1].expand(len(x)), options)
+
+    stub.prove_bands(run)
 
 
 def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
@@ -115,6 +131,9 @@ class PipeFusion:
     def __call__(self, executor, *arguments) -> torch.Tensor:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
+        stub = sampling.stub
+        if type(stub) is OwnClassModel and stub.setup.degrees.pipe > 1:
+            prove(sampling, stub)
         load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
         return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor))
 

@@ -118,7 +118,7 @@ class LoadedStage:
             setup.transfer_dtype,
             heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
         )
-        if self.own_class and degrees.sequence > 1:
+        if setup.own_class is not None and (degrees.sequence > 1 or setup.own_class.latent is not None):
             cut_over_sequence(self.model, self.attention)
         install_parallel_attention(stage.attention, self.attention, gates=not setup.compile)
         if degrees.gathers:

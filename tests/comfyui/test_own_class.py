@@ -42,6 +42,15 @@ def test_tokens_are_cut_where_a_trial_has_proven_it(found, case):
     assert found[f"cosmos, {case}"]["error"].startswith(begins)
 
 
+def test_pipefusion_where_a_trial_has_proven_it(found):
+    assert found["aura, PipeFusion, all warm-up"] <= LIMIT, found["aura, PipeFusion, all warm-up"]
+    assert LIMIT < found["aura, PipeFusion, one warm-up step"] <= 0.1, found["aura, PipeFusion, one warm-up step"]
+    begins = (
+        "ValueError: model: cosmos.safetensors cannot run in PipeFusion's patches: the tokens of blocks.block0 are not rows"
+    )
+    assert found["cosmos, PipeFusion, one warm-up step"]["error"].startswith(begins)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_lora_does_what_it_does_natively(found, model):
     case = found[f"{model}, LoRA"]
@@ -56,7 +65,7 @@ def test_a_lora_does_what_it_does_natively(found, model):
         ("all-gather", "ValueError: ulysses_exchange: aura.safetensors runs as ComfyUI's own class"),
         (
             "PipeFusion",
-            "ValueError: model: PipeFusion works for models that Parallel DiT computes itself. aura.safetensors runs",
+            "ValueError: model: with a pipefusion_degree of 1 PipeFusion works for models that Parallel DiT computes itself",
         ),
         ("Parallel Doctor", "ValueError: model: Parallel Doctor times models that Parallel DiT computes itself"),
         ("Parallel Self-Test", "ValueError: model: Parallel Self-Test tries the files of models that"),

@@ -1,7 +1,6 @@
-"""A class that no family computes on emulated devices: one rank, stages and split batch give what CPU ranks give, and they
-what the class gives."""
+"""A class that no family computes on emulated devices gives what it gives on CPU ranks, and that is what the class gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,12 @@ from safetensors.torch import save_file
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.loading import load_model
+from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
+from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import to_tensors
@@ -63,28 +66,88 @@ SEQUENCE = (
     ],
 )
 def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
-    own = planted(name)
-    model, g = build(own), torch.Generator().manual_seed(0)
-    draw_weights(model, 7)
-    save_file(dict(model.state_dict()), path := tmp_path / "own.safetensors")
-    named = {"context": torch.randn(2, 5, 16, generator=g), "scale": 3}
-    given = Call(torch.randn(2, 4, 2, 4, 6, generator=g), torch.tensor([700.0, 300.0]), named)
+    own, given, path, whole = saved(name, tmp_path)
     proof = trial(own, given, (900.0, 1.0))
-    own = replace(own, blocks=proof.blocks)
-    call = ModelCall(
-        given.x, given.timestep, to_tensors(named, given.timestep), changes=BlockChanges(one_batch=bool(proof.batch))
-    )
-    with torch.no_grad():
-        whole = given.run(model)
+    own, call = replace(own, blocks=proof.blocks), call_of(given, bool(proof.batch))
 
     def on(degrees: Degrees):
         def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
-            pool = pools(degrees.world)
-            setup = Setup(path, "fp32", pool.devices, degrees, "sdpa", own_class=own)
-            return [load_model(pool, open_own_class(path, own), setup, nothing).predict(call, nothing)]
+            return [loaded(own, path, degrees, pools(degrees.world)).predict(call, nothing)]
 
         return run
 
     for degrees in modes:
         (found,) = both.check(on(degrees))
         assert (found - whole).abs().max() <= 1e-5 * whole.abs().max(), degrees
+
+
+def saved(name: str, folder: Path, times: Sequence[float] = (700.0, 300.0)) -> tuple[OwnClass, Call, Path, torch.Tensor]:
+    """A class, a call, a file of its weights, and what the class gives."""
+    own = planted(name)
+    model, g = build(own), torch.Generator().manual_seed(0)
+    draw_weights(model, 7)
+    save_file(dict(model.state_dict()), path := folder / "own.safetensors")
+    named = {"context": torch.randn(2, 5, 16, generator=g), "scale": 3}
+    given = Call(torch.randn(2, 4, 2, 4, 6, generator=g), torch.tensor(times), named)
+    with torch.no_grad():
+        return own, given, path, given.run(model)
+
+
+def call_of(given: Call, one_batch: bool) -> ModelCall:
+    tensors = to_tensors(given.named, given.timestep)
+    return ModelCall(given.x, given.timestep, tensors, changes=BlockChanges(one_batch=one_batch))
+
+
+def loaded(own: OwnClass, path: Path, degrees: Degrees, pool: Any) -> RemoteTransformer:
+    setup = Setup(path, "fp32", pool.devices, degrees, "sdpa", own_class=own)
+    return load_model(pool, open_own_class(path, own), setup, nothing)
+
+
+BANDS = Degrees(pipe=2), Degrees(pipe=3), Degrees(pipe=2, ulysses=2), Degrees(pipe=2, ring=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "along", "modes"),
+    [
+        ("Tokens", "rows", BANDS),
+        ("Tokens", "frames", BANDS[:1]),
+        ("Crossed", "rows", BANDS[:1]),
+        ("SharedKeys", "rows", BANDS[2:3]),
+        ("TwoRows", "rows", BANDS[:1]),
+        ("FillsUp", "rows", BANDS[:1]),
+        ("MasksAll", "rows", BANDS[:3:2]),
+        ("WordsInFront", "rows", BANDS[2:]),
+        ("TwoStreams", "rows", BANDS),
+        ("PictureFirst", "rows", BANDS[2:]),
+        ("CountsWordsBetween", "rows", BANDS[2:]),
+    ],
+)
+def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[Degrees, ...]):
+    """Keys of a call before, with the same latent, are those of this call: bands then give what the whole gives."""
+    own, given, path, whole = saved(name, tmp_path, times=(700.0, 700.0))
+    proof = trial(own, given, (1.0,), bands=True)
+    assert proof.bands == ""
+    own = replace(own, blocks=proof.blocks, latent=proof.latent)
+    call, shape = call_of(given, bool(proof.batch)), tuple(given.x.shape)
+
+    def on(degrees: Degrees):
+        def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
+            model = loaded(own, path, degrees, pools(degrees.world))
+            patching = model.family.patching.cut(along)
+            bands = BandedRun(model, cut_rows(shape, 3, patching), shape, warm_up=True, along=along)
+
+            def sample(band: int) -> torch.Tensor:
+                own_call = replace(call, x=patching.rows(call.x, bands.rows[band]))
+                outputs = [bands.predict(band, own_call, exact=False) for _ in range(3)]
+                return torch.stack(outputs)
+
+            found = torch.cat(run_bands(bands, sample, nothing, nothing), dim=patching.band_dim)
+            assert (bands.exact_calls, bands.banded_calls) == (1, 2)
+            model.close_run(bands.run, nothing)
+            return list(found)
+
+        return run
+
+    for degrees in modes:
+        for found in both.check(on(degrees)):
+            assert (found - whole).abs().max() <= 1e-5 * whole.abs().max(), degrees

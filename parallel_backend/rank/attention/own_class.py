@@ -1,19 +1,23 @@
-"""Attention in blocks of ComfyUI's own class whose tokens are cut over sequence ranks (families/own_class/token_cut.py).
+"""Attention in blocks of ComfyUI's own class whose tokens are cut over sequence ranks, or into bands
+(families/own_class/token_cut.py).
 
 Ulysses' all-to-all, or ring attention, or both. Ulysses computes by the function that the class calls, with this rank's
-heads; ring attention by the model's kernel, since it needs the log-sum-exp.
+heads; ring attention by the model's kernel, since it needs the log-sum-exp. Keys of bands go through the run's K/V buffer.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.own_class.token_cut import AttentionCall, TokenCut
+from parallel_backend.families.own_class.token_cut import Arguments, AttentionCall, TokenCut
 from parallel_backend.rank.comm.collectives import start_gather
 
 from .context import AttentionContext
+from .kv_buffer import KVBuffer, Piece
 from .ring import ring_attention
 from .ulysses import start_heads_to_sequence, start_sequence_to_heads
 
@@ -25,39 +29,98 @@ class RankTokens(TokenCut):
         ring, ulysses = context.ring, context.ulysses
         super().__init__(blocks, ring.index * ulysses.size + ulysses.index, ring.size * ulysses.size)
         self._context = context
+        counts = [len(block.attention) for block in self.blocks]
+        self._layers = list(itertools.accumulate(counts, initial=0))  # by block: number of its first call of attention
+        self._attended = 0  # calls in the block that runs
+        self._pieces: dict[tuple[int, ...], list[Piece]] = {}  # of this call, by streams
+
+    @property
+    def _buffer(self) -> KVBuffer | None:
+        assert self._context.step is not None, "attention outside of a micro-step"
+        return self._context.step.buffer
+
+    @property
+    def cuts(self) -> bool:
+        return self.size > 1 or self._buffer is not None
+
+    def begin(self) -> None:
+        super().begin()
+        self._pieces.clear()
+        if self._buffer is None:
+            self.band = None
+        assert self._buffer is None or self.band is not None, "bands are refused where no trial has proven them"
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self._attended = 0
+        return super().enter(number, args, kwargs)
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = super().attend(function, *args, **kwargs)
+        self._attended += 1
+        return out
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         context, axis = self._context, self._context.ulysses
         queries, keys = self.lengths(spec.queries), self.lengths(spec.keys)
         if axis.size == 1:
-            return self._attend(call, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
+            return self._attend(spec, call, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
         own = context.ulysses_ranks(0, context.ring.index)
         of_queries, of_keys = queries[own.start : own.stop], keys[own.start : own.stop]
         heads = split(Span(0, call.q_BQHD.shape[2]), axis.size)
         sent = call.q_BQHD, call.k_BKHD, call.v_BKHD
         shared = axis, context.traffic, context.codec
         q_BQhD, k_BKhD, v_BKhD = start_sequence_to_heads(sent, (of_queries, of_keys, of_keys), heads, *shared)()
-        out_BQhD = self._attend(call, q_BQhD, k_BKhD, v_BKhD, keys, mask_bK)
+        out_BQhD = self._attend(spec, call, q_BQhD, k_BKhD, v_BKhD, keys, mask_bK)
         out_BQHD = torch.empty_like(call.q_BQHD, memory_format=torch.contiguous_format)
         start_heads_to_sequence(out_BQhD, out_BQHD, of_queries, heads, *shared)()
         return out_BQHD
 
     def _attend(
-        self, call: AttentionCall, q_BQhD, k_BKhD, v_BKhD, keys: Sequence[int], mask_bK: torch.Tensor | None
+        self,
+        spec: OwnAttention,
+        call: AttentionCall,
+        q_BQhD: torch.Tensor,
+        k_BKhD: torch.Tensor,
+        v_BKhD: torch.Tensor,
+        keys: Sequence[int],
+        mask_bK: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over the keys of all ring ranks. `keys`: numbers of tokens by sequence rank."""
         context, ring = self._context, self._context.ring
-        if ring.size == 1:
+        of_ring = [sum(keys[rank] for rank in context.ulysses_ranks(0, index)) for index in range(ring.size)]
+        if self._buffer is not None:
+            if ring.size > 1:
+                both = start_gather(torch.stack((k_BKhD, v_BKhD)), of_ring, 2, ring, context.traffic).wait()
+                k_BKhD, v_BKhD = torch.cat(both, dim=2)
+            k_BKhD, v_BKhD = self._buffered(spec, self._buffer, k_BKhD, v_BKhD)
+            mask_bK = None if mask_bK is None else mask_bK[:, : k_BKhD.shape[1]]
+        if ring.size == 1 or self._buffer is not None:
             has_any = q_BQhD.shape[1] and q_BQhD.shape[2]
             return call.compute(q_BQhD, k_BKhD, v_BKhD, mask_bK) if has_any else torch.empty_like(q_BQhD)
         step = context.step
         assert step is not None, "attention outside of a micro-step"
-        of_ring = [sum(keys[rank] for rank in context.ulysses_ranks(0, index)) for index in range(ring.size)]
         attend, masks = context.kernel.attend_lse, [None] * ring.size
         if mask_bK is not None:
             masks = list(mask_bK.expand(len(q_BQhD), -1).split(of_ring, dim=1))
         scale = call.arguments.get("scale")
         return ring_attention(q_BQhD, k_BKhD, v_BKhD, of_ring, masks, attend, scale, step.overlap, ring, context.traffic)
+
+    def _buffered(
+        self, spec: OwnAttention, buffer: KVBuffer, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values that are known, once those of all ranks are written to the buffer."""
+        assert self.band is not None and self._context.step is not None
+        layer, entries = self._layers[self.number] + self._attended, self._context.step.entries
+        if spec.keys not in self._pieces:
+            self._pieces[spec.keys] = self.band.pieces(spec.keys, self.tokens, self.size)
+        words, has_latent = self.band.words(spec.keys, self.tokens), self.band.latent.stream in spec.keys
+        return buffer.update(layer, k_BKhD, v_BKhD, self._pieces[spec.keys], entries, words, has_latent)
+
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        if self.band is None:
+            return super().mask_of_all(mask_bK, streams)
+        self.check_mask(mask_bK, streams)
+        return mask_bK[:, self.band.in_buffer(streams, self.tokens, mask_bK.device)]
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         context, lengths = self._context, self.lengths(streams)

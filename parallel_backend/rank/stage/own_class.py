@@ -37,7 +37,8 @@ class OwnLink:
 
 
 def cut_over_sequence(model: nn.Module, context: AttentionContext) -> None:
-    """The blocks of a model of build_own_stage compute this rank's tokens, of those of its ring and Ulysses ranks."""
+    """The blocks of a model of build_own_stage compute this rank's tokens, of those of its ring and Ulysses ranks, and in a
+    run of bands those of the band."""
     stage: StageBlocks = vars(model)[STAGE]
     stage.tokens = RankTokens(stage.blocks, context)
 

@@ -108,6 +108,13 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
     }
     for mode, degrees in modes.items():
         results.case(f"{name}, {mode}", lambda degrees=degrees: difference(expected, sampled(parallel(file, **degrees))))
+    for case, warmup_steps in (("all warm-up", 1000), ("one warm-up step", 1)):
+
+        def in_patches(warmup_steps=warmup_steps) -> float:
+            model = node("ApplyPipeFusion", parallel(file), 2, warmup_steps, True)
+            return difference(expected, sampled(model)) / float(expected.abs().max())
+
+        results.case(f"{name}, PipeFusion, {case}", in_patches)
     for mode in ("auto", "split batch", "ulysses"):
         results.case(
             f"{name}, Parallelize Model, {mode}",
@@ -148,7 +155,7 @@ def refusals(results: Results) -> None:
     results.case("tensor", lambda: parallel(file, pipe=1, tensor=2))
     all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
     results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
-    results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file), 2, 1, True))
+    results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file, pipe=1, batch=2), 2, 1, True))
     doctor = partial(node, "ParallelDoctor", parallel(file), {"samples": torch.zeros(1, 4, 16, 24)}, 4, 3.0, 9, "auto")
     results.case("Parallel Doctor", doctor)
     results.case("Parallel Self-Test", lambda: node("ParallelSelfTest", "auto", parallel(file)))
