@@ -262,7 +262,9 @@ class OwnClassModel(RemoteDiffusionModel):
         )
         if band is not None:
             exact = float(options["sigmas"].max()) > band.exact_above
-            return band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
+            own_rows = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
+            assert isinstance(own_rows, torch.Tensor)
+            return own_rows
         text_tokens = 1 if context is None else context.shape[1]
         shape = CallShape(tuple(x.shape) if nested is None else nested[0], text_tokens)
         out = self._predict(call, shape, steps_of(options), evaluation)
