@@ -269,7 +269,8 @@ class OwnClassModel(RemoteDiffusionModel):
         shape = CallShape(tuple(x.shape) if nested is None else nested[0], text_tokens)
         out = self._predict(call, shape, steps_of(options), evaluation)
         assert isinstance(out, torch.Tensor)
-        return out if nested is None else unpack(out, [of_latent[1:] for of_latent in nested])
+        latents = [out] if nested is None else unpack(out, [of_latent[1:] for of_latent in nested])
+        return latents if len(latents) > 1 else latents[0]
 
     def _may_forecast(self, x: torch.Tensor, options: dict[str, Any], is_whole: bool) -> bool:
         cache = self.run.cache

@@ -14,6 +14,7 @@ CASE = next(case for case in all_cases() if case.name == "ltx-2.3")
 TRIED = [
     *((what, "one rank") for what in ("guides", "guidance", "video alone", "lora")),
     *(("dual cfg", "all warm-up"), ("guides", "all warm-up"), ("guides", "ulysses")),
+    *(("lora", "own class by stages"), ("video alone", "own class by ulysses")),
 ]
 
 

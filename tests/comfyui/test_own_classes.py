@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.comfyui.test_families import CASES, save_case
+
 pytestmark = pytest.mark.comfyui
 LIMIT = 2e-5
 """Of a difference, as a share of the native latents' largest value: what fp32 rounding does in a few steps."""
@@ -12,6 +14,19 @@ CLASSES = *DEFAULT, *OTHERS
 UNETS = "SD15", "SDXL"
 SOUND = "wan_s2v", "wan_humo", "wan_dancer"
 """Sound is added frame by frame, which no rank has whole."""
+
+
+SOUND_TOO = "minimax-h3", "ltx-2.3"
+MEAN_FLOW = "hunyuan-video-1.5-sr"
+
+
+@pytest.mark.parametrize("name", [*SOUND_TOO, pytest.param(MEAN_FLOW, marks=pytest.mark.full)])
+def test_a_file_of_a_family_by_its_own_class(inside, base, name):
+    """Video and sound, text that passes ComfyUI's own layers first, objects and masks in a call; sigmas."""
+    save_case(next(case for case in CASES if case.name == name), base)
+    found, _ = inside.run("own_class_families", names=[name])
+    for mode in ("stages", "split batch", "ulysses", "ring"):
+        assert found[f"{name}, {mode}"].get("share", 1) <= LIMIT, (mode, found[f"{name}, {mode}"])
 
 
 @pytest.mark.parametrize("name", [UNETS[0], pytest.param(UNETS[1], marks=pytest.mark.full)])

@@ -11,6 +11,7 @@ import comfy.sample
 from boot import BASE, Results, comfy, difference, torch
 from comfy_extras import nodes_lt
 from families import MODES, read
+from own_class_families import by_own_class
 
 FRAMES, HEIGHT, WIDTH, SOUND = 6, 4, 4, 11
 
@@ -104,3 +105,6 @@ def main(results: Results, name: str) -> None:
     for mode, whats in tried.items():
         for what in whats:
             results.case(f"{what}, {mode}", partial(compare, name, what, MODES[mode], expected[what]))
+    for mode, what in (("stages", "lora"), ("ulysses", "video alone")):
+        make = partial(by_own_class, mode)
+        results.case(f"{what}, own class by {mode}", partial(compare, name, what, make, expected[what]))
