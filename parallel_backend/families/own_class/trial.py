@@ -47,6 +47,7 @@ TOLERANCE = 1e-5
 SEED = 0
 NOT_TRIED = "it was not tried"
 NO_LIST = "it has no list of blocks"
+NESTED = "its latent has several parts"
 CHANNELS = "model_channels"
 """Argument of UNets: channels of the first block, of which others have multiples."""
 NARROW = {CHANNELS: 64}
@@ -172,7 +173,8 @@ def _trial(
                 places = {block.name: block for block in cut}
                 found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
                 if bands:
-                    latent, why = latent_of(model, cut, actual, times)
+                    nested = LATENTS in actual.named
+                    latent, why = (None, NESTED) if nested else latent_of(model, cut, actual, times)
             order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
             proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
             proofs.append((proof, blocks, cut))
