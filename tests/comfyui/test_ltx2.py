@@ -14,7 +14,8 @@ CASE = next(case for case in all_cases() if case.name == "ltx-2.3")
 TRIED = [
     *((what, "one rank") for what in ("guides", "guidance", "video alone", "lora")),
     *(("dual cfg", "all warm-up"), ("guides", "all warm-up"), ("guides", "ulysses")),
-    *(("lora", "own class by stages"), ("video alone", "own class by ulysses")),
+    *((what, "own class by stages") for what in ("lora", "guides")),
+    ("video alone", "own class by ulysses"),
 ]
 
 

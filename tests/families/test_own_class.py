@@ -11,7 +11,7 @@ from parallel_backend.families.own_class.call_arguments import from_tensors, str
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.stages import StageBlocks, Unproven
 from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, draw_weights, smaller, with_whole_axes
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights, drawn, smaller, with_whole_axes
 from tests.support.planted_comfyui import planted as own
 from tests.support.planted_comfyui import planted_comfyui
 
@@ -153,6 +153,14 @@ def test_a_nested_latents_axis_of_the_class_stays_whole():
     given = with_whole_axes(nested(1), runs)
     assert given.whole_axes == {(1, 0)}
     assert smaller(given, 3, 2).named[LATENTS] == [[4, 2, 3, 3], [3, 2, 3]]
+
+
+def test_a_mask_of_all_channels_is_drawn_as_one():
+    """A class asks whether any channel of a place is masked: of drawn ones each place would have one that is."""
+    given = call()
+    masked = Call(given.x, given.timestep, {**given.named, "mask": torch.ones_like(given.x)})
+    mask = drawn(masked, 1).named["mask"]
+    assert torch.equal(mask, mask[:, :1].expand_as(mask)) and len(mask.unique()) == mask[:, 0].numel()
 
 
 def test_a_dictionary_of_tensors_is_proven_whatever_its_seed():

@@ -138,7 +138,10 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
     def draw(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor.cpu().clone()
-        return torch.randn(tensor.shape, generator=g)
+        shape = list(tensor.shape)
+        if tensor.ndim > 3 and tensor.shape[1] > 1 and bool((tensor == tensor[:, :1]).all()):
+            shape[1] = 1  # a mask of all channels stays one
+        return torch.randn(shape, generator=g).expand(tensor.shape).clone()
 
     largest = max(float(call.timestep.float().abs().max()), 1e-3)
 

@@ -105,6 +105,6 @@ def main(results: Results, name: str) -> None:
     for mode, whats in tried.items():
         for what in whats:
             results.case(f"{what}, {mode}", partial(compare, name, what, MODES[mode], expected[what]))
-    for mode, what in (("stages", "lora"), ("ulysses", "video alone")):
+    for mode, what in (("stages", "lora"), ("stages", "guides"), ("ulysses", "video alone")):
         make = partial(by_own_class, mode)
         results.case(f"{what}, own class by {mode}", partial(compare, name, what, make, expected[what]))
