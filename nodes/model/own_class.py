@@ -141,12 +141,12 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
     ways = "split_batch_degree alone"
     if not own.unet:
-        ways = f"pipefusion_degree, ulysses_degree, ring_degree and {ways}"
+        ways = f"pipefusion_degree, tensor_parallel_degree, ulysses_degree, ring_degree and {ways}"
     runs = f"{name} runs as ComfyUI's own class, by {ways}"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
     for widget, value in {
-        "tensor_parallel_degree": degrees.tensor,
+        "tensor_parallel_degree": degrees.tensor if own.unet else 1,
         "patch_degree": degrees.patch,
         "pipefusion_degree": degrees.pipe if own.unet else 1,
         "ulysses_degree": degrees.ulysses if own.unet else 1,
@@ -154,6 +154,11 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     }.items():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
+    if degrees.tensor > 1 and degrees.sequence > 1:
+        raise ValueError(
+            f"tensor_parallel_degree is {degrees.tensor}: {name} runs as ComfyUI's own class, of which ranks share layers "
+            "or tokens, and not both. Set it to 1, or ulysses_degree and ring_degree."
+        )
     if degrees.gathers:
         raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
     if compiled:
@@ -293,8 +298,9 @@ class OwnClassModel(RemoteDiffusionModel):
     def _check_bands(self, proof: Proof) -> None:
         """ValueError if bands are not proven."""
         if proof.latent is None:
+            why = proof.bands if self.setup.degrees.tensor == 1 else "tensor ranks share its layers"
             raise ValueError(
-                f"model: {self.checkpoint.path.name} cannot run in PipeFusion's patches: {proof.bands}. Leave Apply "
+                f"model: {self.checkpoint.path.name} cannot run in PipeFusion's patches: {why}. Leave Apply "
                 "PipeFusion out, and it runs by stages."
             )
 
@@ -309,10 +315,10 @@ class OwnClassModel(RemoteDiffusionModel):
             raise NotLocal("a patch has other conditioning than the whole latent")
         return proof
 
-    def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool]:
+    def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool, int]:
         """What a trial is for."""
         degrees = self.setup.degrees
-        return structure(call, sizes), degrees.sequence > 1, degrees.pipe > 1
+        return structure(call, sizes), degrees.sequence > 1, degrees.pipe > 1 and degrees.tensor == 1, degrees.tensor
 
     def _kept_proof(self, call: Call, sizes: tuple[int, ...]) -> Proof | None:
         key = self._key(call, sizes)
@@ -323,7 +329,7 @@ class OwnClassModel(RemoteDiffusionModel):
         own = self.setup.own_class
         assert own is not None
         name, numbers = self.checkpoint.path.name, numbers_of(call)
-        key = _, sequence, bands = self._key(call, tuple(call.x.shape[2:]))
+        key = _, sequence, bands, tensor = self._key(call, tuple(call.x.shape[2:]))
         of_these = key, tuple(numbers.items())
         proof = self._kept_proof(call, tuple(call.x.shape[2:]))
         if is_new := proof is None:
@@ -332,12 +338,13 @@ class OwnClassModel(RemoteDiffusionModel):
 
             def prove() -> Proof:
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
-                return trial(own, call, times, poll, sequence, bands)
+                return trial(own, call, times, poll, sequence, bands, tensor)
 
             proof = kept_proof(folder() / "proofs", own, repr((key, times)), prove, numbers)
             self._proofs[key if proof.is_of_all(numbers) else of_these] = proof
-            shown = [why or "yes" for why in (proof.stages, proof.batch, proof.sequence, proof.bands)]
-            log.info("Parallel DiT: trial of %s: stages %s, batch %s, sequence %s, bands %s", own.name, *shown)
+            ways = "stages", "batch", "sequence", "bands", "tensor"
+            shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)
+            log.info("Parallel DiT: trial of %s: %s", own.name, shown)
         if degrees.pipe > 1 and proof.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
@@ -346,6 +353,10 @@ class OwnClassModel(RemoteDiffusionModel):
         if sequence and proof.sequence:
             widget = "ulysses_degree" if degrees.ulysses > 1 else "ring_degree"
             raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {proof.sequence}. Set it to 1.")
+        if degrees.tensor > 1 and proof.blocks and proof.tensor:
+            raise ValueError(
+                f"tensor_parallel_degree: the layers of {name} cannot be shared out: {proof.tensor}. Set it to 1."
+            )
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         if is_new:
@@ -357,7 +368,7 @@ class OwnClassModel(RemoteDiffusionModel):
 
     def _shared_out(self, proof: Proof, degrees: Degrees) -> str:
         """How many of the model's blocks the ranks share out, in words. The others run whole on every rank."""
-        if degrees.pipe == degrees.sequence == 1:
+        if degrees.pipe == degrees.sequence == degrees.tensor == 1:
             return ""
         return f": {len(proof.blocks)} of {sum(map(len, block_lists(self._meta).values()))} blocks are shared out"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 ROOT = "comfy.ldm."
 """Beginning of the names of modules that a rank imports for the sake of a class."""
-MANY = 1 << 10
-"""More heads than there are ranks."""
+MANY = 1 << 6
+"""As many heads as a degree may be."""
 DTYPE = "torch dtype "
 """Beginning of an argument that is a dtype of torch, before its name."""
 
@@ -38,6 +38,18 @@ class OwnAttention:
 
 
 @dataclass(frozen=True)
+class OwnCut:
+    """A layer of a block that tensor ranks share."""
+
+    layer: str
+    """Its name in the block."""
+    kind: str
+    """Value of base.tensor_plan.CutKind."""
+    sizes: tuple[int, ...]
+    """Features of each part of the cut side, in order. Every rank has an equal share of every part."""
+
+
+@dataclass(frozen=True)
 class OwnBlock:
     """A block of the class, in the order in which a call runs them."""
 
@@ -54,6 +66,10 @@ class OwnBlock:
     """The block's calls of attention, in order, where tokens are cut."""
     leaving: tuple[tuple[int, ...], ...] = ()
     """For each returned value, the streams whose tokens it has, where tokens are cut."""
+    cuts: tuple[OwnCut, ...] = ()
+    """Layers that tensor ranks share. Empty: no trial has been made for them."""
+    divided: tuple[tuple[str, str], ...] = ()
+    """(module in the block, its attribute): whole numbers, such as heads, of which tensor ranks have their part."""
     local: tuple[int, ...] = ()
     """Streams of which a rank's own part leaves the last block: the class counts their tokens by what it got between its
     blocks."""

@@ -19,10 +19,14 @@ def found(inside):
         "one rank",
         "stages",
         "split batch",
+        "tensor",
+        "tensor and stages",
         "again",
-        "scaled fp8",
+        "scaled fp8, stages",
+        "scaled fp8, tensor",
         "Parallelize Model, auto",
         "Parallelize Model, split batch",
+        "Parallelize Model, tensor",
     ],
 )
 @pytest.mark.parametrize("model", MODELS)
@@ -51,9 +55,10 @@ def test_pipefusion_where_a_trial_has_proven_it(found):
     assert found["cosmos, PipeFusion, one warm-up step"]["error"].startswith(begins)
 
 
+@pytest.mark.parametrize("mode", ["stages", "tensor"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_lora_does_what_it_does_natively(found, model):
-    case = found[f"{model}, LoRA"]
+def test_a_lora_does_what_it_does_natively(found, model, mode):
+    case = found[f"{model}, LoRA, {mode}"]
     assert case["difference"] <= LIMIT
     assert case["moved"] > 100 * LIMIT
 
@@ -61,7 +66,11 @@ def test_a_lora_does_what_it_does_natively(found, model):
 @pytest.mark.parametrize(
     ("case", "begins"),
     [
-        ("tensor", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
+        ("tensor and ulysses", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
+        (
+            "three tensor ranks",
+            "ValueError: tensor_parallel_degree: the layers of aura.safetensors cannot be shared out: its 4 heads",
+        ),
         ("all-gather", "ValueError: ulysses_exchange: aura.safetensors runs as ComfyUI's own class"),
         (
             "PipeFusion",
@@ -69,7 +78,6 @@ def test_a_lora_does_what_it_does_natively(found, model):
         ),
         ("Parallel Doctor", "ValueError: model: Parallel Doctor times models that Parallel DiT computes itself"),
         ("Parallel Self-Test", "ValueError: model: Parallel Self-Test tries the files of models that"),
-        ("Parallelize Model", "ValueError: tensor_parallel_degree is 2: aura.safetensors runs as ComfyUI's own class"),
         ("auto", "ValueError: degrees: aura.safetensors runs as ComfyUI's own class"),
     ],
 )

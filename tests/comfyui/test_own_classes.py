@@ -7,7 +7,7 @@ from tests.comfyui.test_families import CASES, save_case
 pytestmark = pytest.mark.comfyui
 LIMIT = 2e-5
 """Of a difference, as a share of the native latents' largest value: what fp32 rounding does in a few steps."""
-MODES = "one rank", "stages", "split batch", "ulysses", "ring", "ulysses and stages"
+MODES = "one rank", "stages", "split batch", "tensor", "ulysses", "ring", "ulysses and stages"
 DEFAULT = "lens", "chroma_radiance", "wan_s2v"
 OTHERS = "omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"
 CLASSES = *DEFAULT, *OTHERS
@@ -34,7 +34,7 @@ def test_a_unet_by_split_batch(inside, name):
     found, _ = inside.run("own_classes", names=[name])
     for mode in ("one rank", "split batch"):
         assert found[f"{name}, pooled_output, {mode}"] <= LIMIT, (mode, found[f"{name}, pooled_output, {mode}"])
-    for mode in ("stages", "ulysses", "ring", "ulysses and stages"):
+    for mode in ("stages", "tensor", "ulysses", "ring", "ulysses and stages"):
         assert "runs as ComfyUI's own class, by split_batch_degree alone" in found[f"{name}, pooled_output, {mode}"]["error"]
     assert found[f"{name}, all-in-one file"] <= LIMIT, found[f"{name}, all-in-one file"]
     for case in ("LoRA", "Parallelize Model"):

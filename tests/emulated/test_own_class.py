@@ -37,6 +37,7 @@ def comfyui():
 
 
 STAGES = Degrees(), Degrees(pipe=2), Degrees(pipe=3), Degrees(batch=2), Degrees(batch=2, pipe=2)
+TENSOR = Degrees(tensor=2), Degrees(tensor=4), Degrees(tensor=2, pipe=2), Degrees(tensor=2, batch=2)
 SEQUENCE = (
     Degrees(ulysses=2),
     Degrees(ulysses=3),
@@ -63,16 +64,26 @@ SEQUENCE = (
         ("CountsWordsBetween", SEQUENCE[1:6:2]),
         ("OwnBlocksFirst", (Degrees(pipe=2), Degrees(ulysses=3))),
         ("MasksKeys", SEQUENCE[1:4]),
+        ("PacksQueries", TENSOR),
+        ("JoinsFeedForward", TENSOR[::2]),
+        ("NormsAllHeads", TENSOR[1:3]),
+        ("SharedKeys", TENSOR[:1]),
     ],
 )
 def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
     own, given, path, whole = saved(name, tmp_path)
-    proof = trial(own, given, (900.0, 1.0))
-    own, call = replace(own, blocks=proof.blocks), call_of(given, bool(proof.batch))
+    proofs = {degree: trial(own, given, (900.0, 1.0), tensor=degree) for degree in {mode.tensor for mode in modes}}
+    call = call_of(given, bool(next(iter(proofs.values())).batch))
+    of_blocks = 4 * sum(parameter.numel() for parameter in build(own).blocks.parameters())
 
     def on(degrees: Degrees):
         def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
-            return [loaded(own, path, degrees, pools(degrees.world)).predict(call, nothing)]
+            proven = replace(own, blocks=proofs[degrees.tensor].blocks)
+            model = loaded(proven, path, degrees, pools(degrees.world))
+            if degrees.tensor > 1 and degrees.pipe == 1:
+                held = max(model.weight_bytes) - (path.stat().st_size - of_blocks)
+                assert held <= 1.1 * of_blocks / degrees.tensor, "a rank has its part of the blocks"
+            return [model.predict(call, nothing)]
 
         return run
 

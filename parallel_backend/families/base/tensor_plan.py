@@ -1,5 +1,6 @@
 """Tensor parallelism as data: which linear layers are cut, on which side, and at which features."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -48,6 +49,8 @@ class LayerCut:
 
     parts: tuple[str, ...] = (WIDTH,)
     """Parts of the weight's cut side, in order: HEADS, KEY_HEADS, WIDTH. Each rank gets a share of every part."""
+    sizes: tuple[int, ...] = ()
+    """Features of each part, where they are known: every part is then cut evenly. Empty: they follow from the heads."""
 
 
 COLUMN_BY_HEADS = LayerCut(CutKind.COLUMN, (HEADS,))
@@ -67,12 +70,14 @@ Layers outside of the blocks make modulation and embed text. Whole on every rank
 ranks, and 17 % of an nvfp4 file's. The gather of a smaller layer costs more than its memory is worth."""
 
 LayerCuts = Mapping[str, Mapping[str, LayerCut]]
-"""Block list -> layer of its blocks -> its cut. A module outside the blocks counts as a list with the layer "". "*." at the
-beginning of a layer stands for the index of a block in a list inside the module."""
+"""Block list -> layer of its blocks -> its cut. A module outside the blocks, and any by its full name, counts as a list with
+the layer "". "*." at the beginning of a layer stands for the index of a block in a list inside the module."""
 
 
 def cut_of(plan: LayerCuts, parameter: str) -> LayerCut | None:
     """Cut of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: the layer is not cut."""
+    if (by_name := plan.get(parameter.rpartition(".")[0])) is not None:
+        return by_name.get("")
     name, _, rest = parameter.partition(".")
     layers, layer = plan.get(name, {}), rest.partition(".")[2].rpartition(".")[0]
     return layers.get(layer) or layers.get(f"*.{layer.partition('.')[2]}")
@@ -107,6 +112,10 @@ def cut_side(
     cut: LayerCut, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
 ) -> tuple[Span, ...]:
     """Spans of rank `index` on a weight's cut side of `size` features: one span for each part. `key_heads`: see Sizes."""
+    if cut.sizes:
+        assert sum(cut.sizes) == size, "the plan's parts do not make up the weight"
+        ends = itertools.accumulate(cut.sizes)
+        return tuple(split(Span(end - part, end), ranks)[index] for end, part in zip(ends, cut.sizes, strict=True))
     key_heads = key_heads or heads
     rank_heads = split(Span(0, key_heads), ranks)[index]
     features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head

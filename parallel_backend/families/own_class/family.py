@@ -22,6 +22,7 @@ from .band_tokens import BandTokens
 from .building import build
 from .call_arguments import OPTIONS, SIZES, STRUCTURE, from_tensors, structure_of, timestep_of
 from .call_form import run as run_in_form
+from .feature_cut import layer_cut
 from .stages import StageBlocks
 
 NAME = "ComfyUI's own class"
@@ -145,7 +146,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             words=own.latent is not None and own.latent.words,
         ),
         forward=OwnForward(arguments=lambda _step, _config: {}, exact=exact),
-        tensor_plan={},
+        tensor_plan={f"{block.name}.{cut.layer}": {"": layer_cut(cut)} for block in own.blocks for cut in block.cuts},
         patching=Patching(side=patch[1], frames=patch[0], video=own.video),
         half_dtypes=lambda _config: own.halves,
         own=own,

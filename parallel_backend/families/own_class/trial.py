@@ -23,6 +23,7 @@ from .block_order import block_lists, order_of, recorded_blocks, shortened, whol
 from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
 from .call_form import LATENTS, run
+from .feature_trial import Sharing
 from .stages import StageBlocks
 from .token_trial import cut_tokens, why_not_cut
 from .tried_calls import (
@@ -81,6 +82,8 @@ class Proof:
     """Where the latent's tokens are. None: bands are not proven."""
     bands: str = NOT_TRIED
     """Why bands are not proven."""
+    tensor: str = NOT_TRIED
+    """Why layers shared by tensor ranks are not proven, for the degree that was asked for."""
 
     def is_of_all(self, numbers: Collection[str]) -> bool:
         """Whether it holds for calls with any values of these numbers."""
@@ -98,11 +101,13 @@ def trial(
     poll: Callable[[], None] = lambda: None,
     sequence: bool = True,
     bands: bool = False,
+    tensor: int = 1,
 ) -> Proof:
     """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
 
     `sequence`: try tokens cut over sequence ranks; `bands`: and into bands, of the lists of blocks that stages share out.
-    `poll` is called before each run of the model. It raises to give up. ValueError, too, where host memory has no room.
+    `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model. It raises
+    to give up. ValueError, too, where host memory has no room.
     """
 
     def polled(*_: Any) -> None:
@@ -112,7 +117,7 @@ def trial(
             raise _GivenUp from error
 
     try:
-        return _trial(own, call, times, polled, sequence, bands)
+        return _trial(own, call, times, polled, sequence, bands, tensor)
     except _GivenUp as given_up:
         assert given_up.__cause__ is not None
         raise given_up.__cause__ from None
@@ -123,7 +128,7 @@ class _GivenUp(BaseException):
 
 
 def _trial(
-    own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool, bands: bool
+    own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool, bands: bool, tensor: int
 ) -> Proof:
     # A sampler calls in inference mode, whose tensors do not say when they are written to.
     with torch.inference_mode(False), torch.no_grad():
@@ -146,7 +151,7 @@ def _trial(
             raise ValueError(f"model_name: ComfyUI's class {own.name} does not run in a trial ({error}).")
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
         if why := _state(own, model, kept, calls):
-            return Proof((), why, why, why)
+            return Proof((), why, why, why, tensor=why)
         wholes = [(each, each.run(model)) for each in calls]
         options: tuple[str, ...] = ()
         if why := _options(model, wholes):
@@ -154,7 +159,7 @@ def _trial(
             options = tuple(name for name in call.options if name not in told.options)
             wholes = [(with_tensors_told(each), whole) for each, whole in wholes]
             if not options or _options(model, wholes):
-                return Proof((), why, why, why)
+                return Proof((), why, why, why, tensor=why)
             call, actual, calls = told, with_tensors_told(actual), [each for each, _ in wholes]
         another = _of_another_size(model, call)
         recorded = recorded_blocks(model, kept, [calls[0], another])
@@ -182,11 +187,15 @@ def _trial(
                 break
         none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
         best = max(proofs, key=lambda each: (bool(each[0].blocks), not each[0].stages, not each[0].sequence), default=none)
-        numbers = tuple(_free_numbers(model, best, call, actual))
-        return dataclasses.replace(best[0], numbers=numbers, options=options)
+        proof, sharing = best[0], None
+        if tensor > 1 and proof.blocks:
+            sharing = Sharing(model, best[1], [calls[0], *calls[2:]], tensor)
+            proof = dataclasses.replace(proof, blocks=sharing.of_all(build(own), proof.blocks), tensor=sharing.why)
+        numbers = tuple(_free_numbers(model, best, call, actual, sharing))
+        return dataclasses.replace(proof, numbers=numbers, options=options)
 
 
-def _free_numbers(model: nn.Module, best: Tried, call: Call, actual: Call) -> Iterator[str]:
+def _free_numbers(model: nn.Module, best: Tried, call: Call, actual: Call, sharing: Sharing | None) -> Iterator[str]:
     """Proof.numbers."""
     for name, number in numbers_of(call).items():
         half = max(1, words_of(call) // 2)  # a number may be one of words
@@ -194,18 +203,18 @@ def _free_numbers(model: nn.Module, best: Tried, call: Call, actual: Call) -> It
         others = dict.fromkeys(each for each in tried if each > 0 and each != number)
         changed = [[replace_number(each, name, other) for each in (call, actual)] for other in others]
         ran = [pair for pair in changed if _error(model, pair[0]) is None][: ENOUGH + 1]
-        if len(ran) >= ENOUGH and all(_is_proven(model, best, *pair) for pair in ran):
+        if len(ran) >= ENOUGH and all(_is_proven(model, best, *pair, sharing) for pair in ran):
             yield name
 
 
-def _is_proven(model: nn.Module, tried: Tried, call: Call, actual: Call) -> bool:
+def _is_proven(model: nn.Module, tried: Tried, call: Call, actual: Call, sharing: Sharing | None) -> bool:
     """Whether what is proven for one call holds for this one, too."""
     proof, blocks, cut = tried
     held, one = _held(model), drawn(call, 1)
     wholes = [(one, one.run(model))]
     if _held(model) != held or (not proof.stages and _stages(model, blocks, wholes)):
         return False
-    if not proof.batch and _batch(model, wholes):
+    if (not proof.batch and _batch(model, wholes)) or (sharing is not None and not sharing.why and sharing.why_not(one)):
         return False
     if isinstance(cut, str):
         return True

@@ -156,7 +156,7 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
     for drawn_options, of_call in ((options, call.options), (named.get(OPTIONS, {}), call.named.get(OPTIONS, {}))):
         if set(SIGMAS) <= set(of_call):
             of_run, last = of_call[SIGMAS[1]].cpu(), len(of_call[SIGMAS[1]]) - 2
-            place = float(torch.rand((), generator=g)) if time is None else 1 - min(1.0, time / largest)
+            place = float(torch.rand((), generator=g)) if time is None else 1 - max(0.0, min(1.0, time / largest))
             of_entries = of_run[round(place * last)].expand_as(of_call[SIGMAS[0]])
             drawn_options.update(zip(SIGMAS, (of_entries, of_run), strict=True))
     return dataclasses.replace(call, x=draw(call.x), timestep=times, named=named, options=options)

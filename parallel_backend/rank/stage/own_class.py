@@ -1,6 +1,7 @@
 """Builds a pipeline stage of ComfyUI's own class (families/own_class/). Every stage has its prologue and epilogue."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core import kitchen
 from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
@@ -69,11 +71,22 @@ def build_own_stage(
             for module in model.get_submodule(block.name).modules():
                 module._parameters.clear()
                 module._buffers.clear()
+    plan = replace(plan, plan={name: cuts for name, cuts in plan.plan.items() if not name.startswith(elsewhere)})
     targets = [name for name in checkpoint.key_map if not name.startswith(elsewhere)]
     load(StageWeights(model, checkpoint, targets, plan, device, dtype_name), [block.name for block in order[span.slice]])
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     vars(model)[STAGE] = StageBlocks(model, order, span, OwnLink(link))
+    if plan.axis.size > 1:
+        for block in order[span.slice]:
+            _divide(model.get_submodule(block.name), block, plan.axis.size)
     blocks = {block.name: model.get_submodule(block.name) for block in order[span.slice]}
     return Stage(model, [], StageIO(text_first=True), plan, blocks)
+
+
+def _divide(module: nn.Module, block: OwnBlock, ranks: int) -> None:
+    """Give a block of which this rank has its part the rank's part of its whole numbers, such as heads."""
+    for path, attribute in block.divided:
+        holder = module.get_submodule(path)
+        setattr(holder, attribute, getattr(holder, attribute) // ranks)

@@ -74,7 +74,7 @@ class TensorPlan:
         local_key_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index])
         local_heads = local_key_heads * (self.heads // key_heads)
         for name, module in model.named_modules():
-            if name.partition(".")[0] not in self.plan and name not in self.outside:
+            if name.partition(".")[0] not in self.plan and name not in self.plan and name not in self.outside:
                 continue
             if hasattr(module, "processor") and self._cuts_any(name, module):
                 module.heads = module.num_heads = local_heads

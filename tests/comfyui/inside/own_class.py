@@ -101,6 +101,8 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
         "stages": {"pipe": 2},
         "split batch": {"pipe": 1, "batch": 2},
         "one rank": {"pipe": 1, "devices": "cpu"},
+        "tensor": {"pipe": 1, "tensor": 2},
+        "tensor and stages": {"tensor": 2, "devices": "cpu,cpu,cpu,cpu"},
         "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
         "ring": {"pipe": 1, "config": sequence(ring=2)},
         "ulysses, three ranks": {"pipe": 1, "devices": "cpu,cpu,cpu", "config": sequence(ulysses=3)},
@@ -115,7 +117,7 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
             return difference(expected, sampled(model)) / float(expected.abs().max())
 
         results.case(f"{name}, PipeFusion, {case}", in_patches)
-    for mode in ("auto", "split batch", "ulysses"):
+    for mode in ("auto", "split batch", "tensor", "ulysses"):
         results.case(
             f"{name}, Parallelize Model, {mode}",
             lambda mode=mode: difference(expected, sampled(node("ParallelizeModel", native(file), 2, mode))),
@@ -141,23 +143,31 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
     def with_lora(model):
         return comfy.sd.load_lora_for_models(model, None, dict(lora), 0.7, 0.0)[0]
 
-    def lora_case() -> dict[str, float]:
-        patched = sampled(with_lora(own))
-        return {"difference": difference(patched, sampled(with_lora(ours))), "moved": difference(patched, expected)}
+    for mode, degrees in {"stages": {"pipe": 2}, "tensor": modes["tensor"]}.items():
 
-    results.case(f"{name}, LoRA", lora_case)
-    results.case(f"{name}, scaled fp8", lambda: difference(sampled(native(f"fp8-{file}")), sampled(parallel(f"fp8-{file}"))))
+        def lora_case(degrees=degrees) -> dict[str, float]:
+            patched = sampled(with_lora(own))
+            found = sampled(with_lora(parallel(file, **degrees)))
+            return {"difference": difference(patched, found), "moved": difference(patched, expected)}
+
+        def fp8(degrees=degrees) -> float:
+            return difference(sampled(native(f"fp8-{file}")), sampled(parallel(f"fp8-{file}", **degrees)))
+
+        results.case(f"{name}, LoRA, {mode}", lora_case)
+        results.case(f"{name}, scaled fp8, {mode}", fp8)
 
 
 def refusals(results: Results) -> None:
     file = "aura.safetensors"
-    own = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
-    results.case("tensor", lambda: parallel(file, pipe=1, tensor=2))
+    both = {"pipe": 1, "tensor": 2, "config": sequence(ulysses=2), "devices": "cpu,cpu,cpu,cpu"}
+    results.case("tensor and ulysses", lambda: parallel(file, **both))
+    three = {"pipe": 1, "tensor": 3, "devices": "cpu,cpu,cpu"}
+    prompts = [[[torch.zeros(1, 9, 2048), {}]]] * 2
+    results.case("three tensor ranks", lambda: ksampler(parallel(file, **three), prompts, torch.zeros(1, 4, 16, 24)))
     all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
     results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
     results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file, pipe=1, batch=2), 2, 1, True))
     doctor = partial(node, "ParallelDoctor", parallel(file), {"samples": torch.zeros(1, 4, 16, 24)}, 4, 3.0, 9, "auto")
     results.case("Parallel Doctor", doctor)
     results.case("Parallel Self-Test", lambda: node("ParallelSelfTest", "auto", parallel(file)))
-    results.case("Parallelize Model", lambda: node("ParallelizeModel", own, 2, "tensor"))
     results.case("auto", partial(node, "ParallelDiTLoader", file, "fp32", 2, 1, 1, "cpu,cpu", None, "auto", False, "auto"))

@@ -10,6 +10,7 @@ from families import detecting, read, sample
 MODES = {
     "stages": {"pipe": 2},
     "split batch": {"pipe": 1, "batch": 2},
+    "tensor": {"pipe": 1, "tensor": 2},
     "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
     "ring": {"pipe": 1, "config": sequence(ring=2)},
 }

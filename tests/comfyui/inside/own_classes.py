@@ -116,6 +116,7 @@ MODES = {
     "one rank": {"pipe": 1, "devices": "cpu"},
     "stages": {"pipe": 2},
     "split batch": {"pipe": 1, "batch": 2},
+    "tensor": {"pipe": 1, "tensor": 2},
     "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
     "ring": {"pipe": 1, "config": sequence(ring=2)},
     "ulysses and stages": {"pipe": 2, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ulysses=2)},

@@ -1,0 +1,301 @@
+"""Tries whether tensor ranks, each with its part of a class's layers, compute what the whole does.
+
+One run of the whole is noted: what its layers make of their inputs. A rank's run is held against it, one rank after the
+other in one process: where ranks would add up or gather, it goes on with the whole's values, and its own have to make them
+up.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnBlock, OwnCut
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.tensor_plan import CutKind, cut_side
+
+from .block_order import whole_list
+from .feature_cut import layer_cut, layers_to_cut, run_noted
+from .tried_calls import Call, copied, distance
+from .unproven import Unproven, first_line
+
+TOLERANCE = 1e-5
+"""Largest difference of what ranks make up and the whole's, as a share of the largest value."""
+MOST_SETTINGS = 64
+"""Of attributes that are tried for a block."""
+
+LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
+"""Their sizes are those of their weights."""
+
+Made = dict[str, list[torch.Tensor]]
+"""Layer -> its output at each call; norm -> its input."""
+Divided = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What ranks share of a module's layers. Names are the module's."""
+
+    cuts: tuple[OwnCut, ...]
+    divided: Divided = ()
+    """See OwnBlock.divided."""
+
+    def below(self, name: str) -> "Shares":
+        """With the names in a module that has this one by the name."""
+        cuts = tuple(OwnCut(f"{name}.{cut.layer}", cut.kind, cut.sizes) for cut in self.cuts)
+        return Shares(cuts, tuple((f"{name}.{module}".rstrip("."), attribute) for module, attribute in self.divided))
+
+
+@dataclass
+class Ranks:
+    """The ranks' runs of `module`, held against the whole's, which has `made` its values."""
+
+    module: nn.Module
+    shares: Shares
+    count: int
+    made: Made
+    sums: Made = field(default_factory=dict)
+    """Of the ranks' values so far, where they are added up."""
+
+    @contextmanager
+    def one(self, rank: int) -> Iterator[None]:
+        """Context in which the module is this rank's. Unproven where a value of its own is no part of the whole's."""
+        with ExitStack() as stack:
+            for cut in self.shares.cuts:
+                layer, calls = self.module.get_submodule(cut.layer), itertools.count()
+                kept = dict(layer._parameters)
+                stack.callback(layer._parameters.update, kept)
+                for name, parameter in kept.items():
+                    if parameter is not None:
+                        layer._parameters[name] = self._shard(cut, name, parameter, rank)
+                if cut.kind == CutKind.NORM.value:
+                    vars(layer)["forward"] = functools.partial(self._norm, cut, layer, rank, calls)
+                    stack.callback(vars(layer).pop, "forward")
+                elif cut.kind != CutKind.COLUMN.value:
+                    hook = layer.register_forward_hook(functools.partial(self._made_up, cut, rank, calls))
+                    stack.callback(hook.remove)
+            for path, attribute in self.shares.divided:
+                holder = self.module.get_submodule(path)
+                whole = getattr(holder, attribute)
+                setattr(holder, attribute, whole // self.count)
+                stack.callback(setattr, holder, attribute, whole)
+            yield
+
+    def check_sums(self) -> None:
+        """Unproven if the ranks' values do not add up to the whole's."""
+        for cut in self.shares.cuts:
+            if cut.kind != CutKind.ROW.value:
+                continue
+            whole, sums = self.made.get(cut.layer, []), self.sums.get(cut.layer, [])
+            if len(whole) != len(sums) or any(not _close(a, b) for a, b in zip(sums, whole, strict=True)):
+                raise Unproven(f"the ranks' values of {cut.layer} do not add up to the whole's")
+
+    def _spans(self, cut: OwnCut, size: int, rank: int) -> tuple[Span, ...]:
+        return cut_side(layer_cut(cut), size, 1, 1, rank, self.count)
+
+    def _part(self, cut: OwnCut, x: torch.Tensor, rank: int, dim: int = -1) -> torch.Tensor:
+        spans = self._spans(cut, x.shape[dim], rank)
+        return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
+
+    def _shard(self, cut: OwnCut, name: str, parameter: nn.Parameter, rank: int) -> nn.Parameter | None:
+        if cut.kind != CutKind.ROW.value:
+            return nn.Parameter(self._part(cut, parameter, rank, 0), requires_grad=False)
+        if name == "bias":  # added once
+            return parameter if rank == 0 else None
+        return nn.Parameter(self._part(cut, parameter, rank, 1), requires_grad=False)
+
+    def _whole(self, cut: OwnCut, calls: "itertools.count[int]") -> tuple[int, torch.Tensor]:
+        number, made = next(calls), self.made.get(cut.layer, [])
+        if number >= len(made):
+            raise Unproven(f"{cut.layer} is called more often where it is cut")
+        return number, made[number]
+
+    def _made_up(
+        self, cut: OwnCut, rank: int, calls: "itertools.count[int]", _layer: nn.Module, _given: tuple, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward hook of a layer whose outputs are added up or gathered."""
+        number, whole = self._whole(cut, calls)
+        if cut.kind == CutKind.GATHER.value:
+            if not _close(out, self._part(cut, whole, rank), whole):
+                raise Unproven(f"a rank's values of {cut.layer} are no part of the whole's")
+            return whole.clone()
+        if out.shape != whole.shape:
+            raise Unproven(f"a rank's values of {cut.layer} have another shape than the whole's")
+        sums = self.sums.setdefault(cut.layer, [])
+        if number == len(sums):
+            sums.append(torch.zeros_like(whole))
+        sums[number] += out
+        return whole.clone()
+
+    def _norm(
+        self, cut: OwnCut, norm: nn.RMSNorm, rank: int, calls: "itertools.count[int]", x: torch.Tensor
+    ) -> torch.Tensor:
+        """In place of an RMSNorm of which each rank has its features: with the whole's sum of squares."""
+        whole = self._whole(cut, calls)[1]
+        if not _close(x, self._part(cut, whole, rank), whole):
+            raise Unproven(f"a rank's values of {cut.layer} are no part of the whole's")
+        assert norm.eps is not None
+        return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
+    """Whether the two are equal but for rounding, by the largest value of `whole`, or else of `b`."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
+
+
+def _noting(module: nn.Module, shares: Shares, run: Callable[[], Any]) -> tuple[Made, Any]:
+    """What the layers make in a run of the whole, and its result."""
+    made: Made = {}
+
+    def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
+        made.setdefault(cut.layer, []).append((given[0] if cut.kind == CutKind.NORM.value else out).clone())
+
+    hooks = [module.get_submodule(cut.layer).register_forward_hook(functools.partial(note, cut)) for cut in shares.cuts]
+    try:
+        return made, run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def why_not_shared(module: nn.Module, shares: Shares, run: Callable[[], Any], ranks: int) -> str:
+    """Why the ranks of `module` do not compute what it does in `run`. Empty: they do."""
+    try:
+        made, whole = _noting(module, shares, run)
+        of_ranks = Ranks(module, shares, ranks, made)
+        for rank in range(ranks):
+            with of_ranks.one(rank):
+                out = run()
+            for own, of_whole in zip(_tensors(out), _tensors(whole), strict=True):
+                if own.shape != of_whole.shape or not (far := distance(own, of_whole)) <= TOLERANCE:
+                    far = far if own.shape == of_whole.shape else float("inf")
+                    return f"ranks that share its layers give another result (by {far:.1e} of the largest value)"
+        of_ranks.check_sums()
+    except Unproven as unproven:
+        return str(unproven)
+    except Exception as error:  # of any kind: its code is not known
+        return f"it does not run where its layers are cut ({first_line(error)})"
+    return ""
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
+
+
+class Sharing:
+    """What `ranks` tensor ranks share of a tried model's blocks, as these calls have proven."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
+        self._model, self._tried, self._ranks = model, blocks, ranks
+        self._shares: dict[str, Shares] = {}
+        self.why = self._found(_arguments(model, blocks, calls[0])) or next(filter(None, map(self.why_not, calls)), "")
+        """Why nothing is proven. Empty: it is."""
+
+    def _found(self, given: Mapping[str, tuple[tuple, dict[str, Any]]]) -> str:
+        for name, arguments in given.items():
+            shares = _of_block(self._model.get_submodule(name), arguments, self._ranks)
+            if isinstance(shares, str):
+                return f"{shares} (in {name})"
+            self._shares[name] = shares
+        return ""
+
+    def why_not(self, call: Call) -> str:
+        """Why what is shared is not right in this call of the whole model. Empty: it is."""
+        named = [each.below(name) for name, each in self._shares.items()]
+        cuts = tuple(cut for shares in named for cut in shares.cuts)
+        divided = tuple(place for shares in named for place in shares.divided)
+        run = functools.partial(call.run, self._model, options=False)
+        return why_not_shared(self._model, Shares(cuts, divided), run, self._ranks)
+
+    def of_all(self, model: nn.Module, blocks: tuple[OwnBlock, ...]) -> tuple[OwnBlock, ...]:
+        """All `blocks` of the class, of which `model` is one, with what ranks share of them. As they are, with a `why`, if
+        nothing is proven or one is not like those that were tried."""
+        likes: dict[str, OwnBlock] = {}
+        for name in () if self.why else dict.fromkeys(map(_list_of, self._tried)):
+            of_list = [block for block in self._tried if _list_of(block) == name]
+            shares = [self._shares[block.name] for block in of_list]
+            shared = [replace(a, cuts=b.cuts, divided=b.divided) for a, b in zip(of_list, shares, strict=True)]
+            names = [block.name for block in blocks if _list_of(block) == name]
+            likes |= {block.name: block for block in whole_list(shared, names)}
+        if odd := next((each for each in likes.values() if not _fits(model.get_submodule(each.name), each.cuts)), None):
+            self.why = f"{odd.name} has other layers than the blocks that were tried"
+        if self.why:
+            return blocks
+        return tuple(replace(each, cuts=likes[each.name].cuts, divided=likes[each.name].divided) for each in blocks)
+
+
+def _list_of(block: OwnBlock) -> str:
+    return block.name.rpartition(".")[0]
+
+
+def _fits(block: nn.Module, cuts: Sequence[OwnCut]) -> bool:
+    """Whether the block has these layers, of these sizes."""
+    shapes = {name: layer.weight.shape for name, layer in block.named_modules() if isinstance(layer, nn.Linear | nn.RMSNorm)}
+    sides = ((cut, 1 if cut.kind == CutKind.ROW.value else 0) for cut in cuts)
+    return all(cut.layer in shapes and shapes[cut.layer][side] == sum(cut.sizes) for cut, side in sides)
+
+
+def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict[str, tuple[tuple, dict[str, Any]]]:
+    """Block -> its arguments in the call."""
+    found: dict[str, tuple[tuple, dict[str, Any]]] = {}
+
+    def note(name: str, _block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found[name] = copied((args, kwargs))
+
+    hooks = [
+        model.get_submodule(block.name).register_forward_pre_hook(functools.partial(note, block.name), with_kwargs=True)
+        for block in blocks
+    ]
+    try:
+        call.run(model, options=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> Shares | str:
+    """What ranks can share of a block that gets these arguments, or why nothing."""
+    try:
+        noted = run_noted(block, *given)
+        cuts = layers_to_cut(noted, ranks)
+    except Exception as error:  # of any kind: its code is not known
+        return f"what its layers are made of cannot be seen ({first_line(error)})"
+    if odd := [heads for tensors in noted.heads.values() if (heads := tensors[0].shape[2]) % ranks]:
+        return f"its {odd[0]} heads cannot be shared by {ranks} ranks evenly"
+    if not any(cut.kind == CutKind.ROW.value for cut in cuts):
+        return f"neither its heads nor its features can be shared by {ranks} ranks"
+    amounts = {size for cut in cuts if cut.kind != CutKind.GATHER.value for size in (*cut.sizes, sum(cut.sizes))}
+    head_sizes = {tensors[0].shape[3] for tensors in noted.heads.values()}
+    amounts |= {amount // size for amount in amounts for size in head_sizes if amount % size == 0}
+    failures = []
+
+    def run() -> Any:
+        args, kwargs = copied(given)
+        return block(*args, **kwargs)
+
+    for divided in itertools.islice(_settings(block, amounts, ranks), MOST_SETTINGS):
+        shares = Shares(tuple(cuts), divided)
+        if not (why := why_not_shared(block, shares, run, ranks)):
+            return shares
+        failures.append(why)
+    return failures[0]
+
+
+def _settings(block: nn.Module, amounts: set[int], ranks: int) -> Iterator[Divided]:
+    """The attributes of which ranks may have their part, as they are tried: all that are of these amounts, then fewer."""
+    by_name: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    for path, module in block.named_modules():
+        if not isinstance(module, LAYERS):
+            for attribute, value in vars(module).items():
+                if type(value) is int and value in amounts and value % ranks == 0:
+                    by_name.setdefault((attribute, value), []).append((path, attribute))
+    for left_out in range(len(by_name) + 1):
+        for names in itertools.combinations(by_name, len(by_name) - left_out):
+            yield tuple(place for name in names for place in by_name[name])

@@ -1,0 +1,124 @@
+"""Layers of ComfyUI's own class that tensor ranks share: what a trial finds and proves, and what it sees to be wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.feature_trial import Shares, why_not_shared
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import draw_weights
+from tests.families.planted_tokens import SIZE, WIDTH, rows
+from tests.families.test_own_class import TIMES, call
+from tests.support.planted_comfyui import planted as own
+from tests.support.planted_comfyui import planted_comfyui
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+def proven(name: str, ranks: int, **more):
+    return trial(own(name), call(), TIMES, sequence=False, tensor=ranks, **more)
+
+
+QKV = "column", (WIDTH, WIDTH, WIDTH)
+MOD = "gather", (6 * WIDTH,)
+FEED_FORWARD = {"up": ("column", (48, 48)), "down": ("row", (48,))}
+SHARED = {
+    "PacksQueries": {"qkv": QKV, "proj": ("row", (WIDTH,)), "mod": MOD, **FEED_FORWARD},
+    "JoinsFeedForward": {"first": ("column", (WIDTH, WIDTH, WIDTH, 48)), "last": ("row", (WIDTH, 48)), "mod": MOD},
+    "NormsAllHeads": {
+        **{layer: ("column", (WIDTH,)) for layer in "qkv"},
+        "of_all": ("norm", (WIDTH,)),
+        "proj": ("row", (WIDTH,)),
+        "mod": MOD,
+        **FEED_FORWARD,
+    },
+    "Right": {"lin": ("column", (WIDTH,)), "out": ("row", (WIDTH,)), "mod": ("gather", (2 * WIDTH,))},
+    "Tokens": {
+        "q": ("column", (WIDTH,)),
+        "kv": ("column", (WIDTH, WIDTH)),
+        "out": ("row", (WIDTH,)),
+        "mod": ("gather", (2 * WIDTH,)),
+    },
+    "SharedKeys": {
+        "q": ("column", (WIDTH,)),
+        "kv": ("column", (2 * SIZE, 2 * SIZE)),
+        "out": ("row", (WIDTH,)),
+        "mod": ("gather", (2 * WIDTH,)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_layers_that_ranks_can_share_are_found_and_proven(name):
+    proof = proven(name, 2)
+    assert (proof.stages, proof.tensor) == ("", "")
+    assert len(proof.blocks) == 4
+    for block in proof.blocks:
+        assert {cut.layer: (cut.kind, cut.sizes) for cut in block.cuts} == SHARED[name]
+
+
+@pytest.mark.parametrize("name", ["PacksQueries", "NormsAllHeads", "TwoStreams"])
+def test_as_many_ranks_as_heads(name):
+    assert proven(name, 4).tensor == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "why"),
+    [
+        ("PacksQueries", 3, "its 4 heads cannot be shared by 3 ranks evenly"),
+        ("SharedKeys", 4, "neither its heads nor its features"),
+        ("CentresAllHeads", 2, "neither its heads nor its features"),
+        ("NormsByHand", 2, "neither its heads nor its features"),
+        ("NoSum", 2, "neither its heads nor its features"),
+        ("CountsHeadsItself", 2, "the ranks' values of proj do not add up to the whole's"),
+        ("ReadsWeight", 2, "ranks that share its layers give another result"),
+        ("NormsLate", 2, "the ranks' values of blocks.0.down do not add up to the whole's"),
+        ("OtherBlockLast", 2, "blocks.2 has other layers than the blocks that were tried"),
+        ("ReadsHeadsOutside", 2, "ranks that share its layers give another result"),
+    ],
+)
+def test_what_ranks_would_get_wrong_is_not_proven(name, ranks, why):
+    proof = proven(name, ranks)
+    assert proof.tensor.startswith(why)
+    assert proof.stages == "", "the others are as before"
+    assert not any(block.cuts for block in proof.blocks)
+
+
+def test_a_model_that_is_not_shared_by_tensor_ranks_is_not_tried_for_them():
+    proof = proven("PacksQueries", 1)
+    assert proof.tensor == "it was not tried"
+    assert not any(block.cuts or block.divided for block in proof.blocks)
+
+
+WRONG = {
+    "one part for three": lambda cut: replace(cut, sizes=(3 * WIDTH,)) if cut.layer == "qkv" else cut,
+    "parts of other sizes": lambda cut: replace(cut, sizes=(32, 64)) if cut.layer == "up" else cut,
+    "a sum that is gathered": lambda cut: replace(cut, kind="gather", sizes=(WIDTH,)) if cut.layer == "proj" else cut,
+    "not gathered": lambda cut: replace(cut, kind="column") if cut.layer == "mod" else cut,
+    "input whole": lambda cut: None if cut.layer == "down" else cut,
+    "a norm that is not shared": lambda cut: replace(cut, kind="gather") if cut.layer == "of_all" else cut,
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_proof_sees_a_wrong_cut_whoever_has_found_it(fault):
+    """The rule may be wrong: nothing runs by it alone."""
+    name = "NormsAllHeads" if "norm" in fault else "PacksQueries"
+    block, g = proven(name, 2).blocks[0], torch.Generator().manual_seed(0)
+    cuts = [WRONG[fault](cut) for cut in block.cuts]
+    model = build(own(name))
+    draw_weights(model, 0)
+    x, emb = torch.randn(2, 6, WIDTH, generator=g), torch.randn(2, WIDTH, generator=g)
+
+    def run():
+        with torch.no_grad():
+            return model.blocks[0](x.clone(), emb, rows(6, x))
+
+    assert why_not_shared(model.blocks[0], Shares(block.cuts, block.divided), run, 2) == ""
+    assert why_not_shared(model.blocks[0], Shares(tuple(filter(None, cuts)), block.divided), run, 2)
