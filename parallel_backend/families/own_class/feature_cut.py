@@ -182,11 +182,7 @@ class Place:
             present = [mask for mask in masks if mask is not None]
             if len(present) == len(masks) and all(torch.equal(mask, present[0]) for mask in present):
                 continue
-            if (
-                len(present) < len(masks)
-                or name.startswith(ARGUMENT)
-                or bool((sum(map(torch.Tensor.int, present)) > 1).any())
-            ):
+            if len(present) < len(masks) or name.startswith(ARGUMENT) or bool(torch.any(torch.stack(present).sum(0) > 1)):
                 return None
             found[name] = torch.stack(present)
         return found
@@ -283,7 +279,8 @@ def _of_input(run: BlockRun, name: str, ranks: int, widths: Sequence[int]) -> Pl
     for sizes in dict.fromkeys(choices):
         if any(size % ranks for size in sizes):
             continue
-        needs, start = [[] for _ in range(ranks)], 0
+        needs: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+        start = 0
         for size in sizes:
             for rank, span in enumerate(split(Span(start, start + size), ranks)):
                 needs[rank] += [x[..., span.slice] for x in run.inputs[name]]

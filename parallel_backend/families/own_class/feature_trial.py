@@ -75,6 +75,7 @@ class Ranks:
                     if parameter is not None:
                         layer._parameters[name] = self._shard(cut, name, parameter, rank)
                 if cut.kind == CutKind.NORM.value:
+                    assert isinstance(layer, nn.RMSNorm)
                     vars(layer)["forward"] = functools.partial(self._norm, cut, layer, rank, calls)
                     stack.callback(vars(layer).pop, "forward")
                 elif cut.kind != CutKind.COLUMN.value:

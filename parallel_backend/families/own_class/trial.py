@@ -203,7 +203,7 @@ def _free_numbers(model: nn.Module, best: Tried, call: Call, actual: Call, shari
         others = dict.fromkeys(each for each in tried if each > 0 and each != number)
         changed = [[replace_number(each, name, other) for each in (call, actual)] for other in others]
         ran = [pair for pair in changed if _error(model, pair[0]) is None][: ENOUGH + 1]
-        if len(ran) >= ENOUGH and all(_is_proven(model, best, *pair, sharing) for pair in ran):
+        if len(ran) >= ENOUGH and all(_is_proven(model, best, one, all_of, sharing) for one, all_of in ran):
             yield name
 
 
