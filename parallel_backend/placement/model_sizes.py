@@ -213,7 +213,9 @@ def _is_cut(checkpoint: Checkpoint, target: str) -> bool:
         return True
     layer, _, leaf = target.rpartition(".")
     matrix = leaf == "weight" and len(shape) == 2
-    return matrix and cut_outside(family.tensor_plan, layer, shape, family.forward.weight_readers)
+    # A class of no family has no lists, and its layers outside of blocks stay whole.
+    outside = matrix and bool(family.blocks.lists)
+    return outside and cut_outside(family.tensor_plan, layer, shape, family.forward.weight_readers)
 
 
 def ends_bytes(
