@@ -127,6 +127,7 @@ BANDS = Degrees(pipe=2), Degrees(pipe=3), Degrees(pipe=2, ulysses=2), Degrees(pi
         ("TwoRows", "rows", BANDS[:1]),
         ("FillsUp", "rows", BANDS[:1]),
         ("MasksAll", "rows", BANDS[:3:2]),
+        ("MasksKeys", "rows", (*BANDS[:1], *BANDS[2:])),
         ("WordsInFront", "rows", BANDS[2:]),
         ("TwoStreams", "rows", BANDS),
         ("PictureFirst", "rows", BANDS[2:]),

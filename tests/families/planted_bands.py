@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.families.planted_classes import LATE, WIDTH
 from tests.families.planted_tokens import Mixing, PictureFirst, Tokens, TwoStreams, rows
@@ -71,6 +72,19 @@ class WordsInFront(Banded):
     def mixed(self, h, words, emb, t):
         first = torch.cat((words, words.new_zeros(len(h), -h.shape[1] % 4, WIDTH)), 1)
         return super().mixed(torch.cat((first, h), 1), words, emb, t)[:, first.shape[1] :]
+
+
+class RefinesWords(Banded):
+    """Words pass blocks of their own, then all tokens joint ones: a cut of both lists does not run."""
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device, blocks=8)
+        self.refiner = nn.ModuleList(self.block(operations) for _ in range(2))
+
+    def mixed(self, h, words, emb, t):
+        for block in self.refiner:
+            words = block(words, emb, rows(words.shape[1], h))
+        return super().mixed(torch.cat((words, h), 1), words, emb, t)[:, words.shape[1] :]
 
 
 class MasksAll(Banded):

@@ -39,7 +39,10 @@ ALONE = OwnLatent(stream=0, before=False, patch=(1, 1, 1), words=False, pads=Tru
         ("SharedKeys", ALONE),
         ("Crossed", ALONE),
         ("SkipsToOutput", ALONE),
+        ("MasksKeys", ALONE),
+        ("MasksAll", ALONE),
         ("TwoRows", replace(ALONE, patch=(1, 2, 2), pads=False)),
+        ("RefinesWords", replace(ALONE, before=True, words=True)),
         ("FillsUp", replace(ALONE, words=True)),
         ("FillsUpInACircle", replace(ALONE, patch=(1, 2, 2))),
         ("WordsInFront", replace(ALONE, before=True, words=True)),
@@ -89,7 +92,6 @@ OTHER = "a band gives another result"
         ("LatentInTwoStreams", "a part of its latent is in several streams"),
         ("TwoLatentStreams", "a part of its latent is in several streams"),
         ("PooledTokenBehind", MIXED),
-        ("MasksKeys", "in a band blocks.0 attends with a mask of a part of its tokens"),
         ("OwnBlocksFirst", MIXED),
         # Not of bands alone: a cut of tokens, or stages, are wrong too.
         ("KeepsLatent", "it was not tried"),

@@ -264,7 +264,3 @@ class _InBand(HeldAgainst):
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         return self.among_all(value, streams) if streams else of_whole
-
-    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        self.check_mask(mask_bK, streams)
-        return super().mask_of_all(mask_bK, streams)

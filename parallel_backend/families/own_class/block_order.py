@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,23 @@ def block_lists(model: nn.Module) -> dict[str, list[str]]:
         if any(children[0].children()) and not any(name.startswith(f"{each}.") for each in found):
             found[name] = [f"{name}.{key}" for key, _ in module.named_children()]
     return found
+
+
+def choices(
+    model: nn.Module, lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """(lists to share out, their share of the parameters of all), the best choice first: all, then without the smallest, and
+    so on. Others, such as refiners whose output several blocks read, run whole on every stage."""
+
+    def size(name: str) -> float:
+        parameters = sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+        return parameters / len(kept[name]) * len(lists[name])
+
+    sizes = {name: size(name) for name in kept}
+    by_size = sorted(kept, key=lambda name: sizes[name], reverse=True)
+    for count in range(len(by_size), 0, -1):
+        shared = tuple(name for name in kept if name in by_size[:count])
+        yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
 
 
 def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

@@ -142,18 +142,13 @@ class TokenCut(ABC):
         mask = call.key_mask
         return call.result(self.exchange(spec, call, None if mask is None else self.mask_of_all(mask, spec.keys)))
 
-    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
         """A mask of this rank's keys, or of all in the class's order -> of all in rank order. Unproven for other keys."""
         if mask_bK.shape[1] == sum(self.tokens[stream] for stream in streams):
             return mask_bK[:, self.all_rows(streams, mask_bK.device)]
         if mask_bK.shape[1] != self.lengths(streams)[self.index]:
             raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
         return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
-
-    def check_mask(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> None:
-        """Unproven for a mask in a band that is not one of all tokens: nobody has those of the other bands."""
-        if mask_bK.shape[1] != sum(self.tokens[stream] for stream in streams):
-            raise Unproven(f"{self.block.name} attends with a mask of a part of its tokens")
 
     def rows(self, streams: Sequence[int], rank: int, device: torch.device = HOST) -> torch.Tensor:
         """A rank's rows of a tensor with all tokens of these streams."""

@@ -152,7 +152,7 @@ class HeldAgainst(TokenCut):
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         raise AssertionError("a run that is held against another leaves with its values")
 
-    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
         whole = self.noted().key_mask
         if whole is None or not any(torch.equal(mask_bK, part) for part in (whole, whole[:, self.own_rows(streams)])):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")

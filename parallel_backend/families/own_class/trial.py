@@ -19,7 +19,7 @@ from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
 from parallel_backend.core.spans import Span
 
 from .band_trial import latent_of, why_not_in_bands
-from .block_order import block_lists, order_of, recorded_blocks, shortened, whole_list
+from .block_order import block_lists, choices, order_of, recorded_blocks, shortened, whole_list
 from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
 from .call_form import LATENTS, run
@@ -52,6 +52,8 @@ NESTED = "its latent has several parts"
 CHANNELS = "model_channels"
 """Argument of UNets: channels of the first block, of which others have multiples."""
 NARROW = {CHANNELS: 64}
+LEAST_SHARE = 0.75
+"""Of the blocks' parameters: fewer are not shared out for the sake of bands, since the others run whole on every stage."""
 ENOUGH = 3
 """Other values of a number with which the class has to run, so that it can be said not to matter."""
 HELD_DEPTH = 4
@@ -165,7 +167,10 @@ def _trial(
         recorded = recorded_blocks(model, kept, [calls[0], another])
         batch = _batch(model, wholes)
         proofs: list[Tried] = []
-        for shared in _choices(model, lists, kept):
+        is_enough = False
+        for shared, share in choices(model, lists, kept):
+            if is_enough and share < LEAST_SHARE:
+                break
             found = order_of({name: kept[name] for name in shared}, *recorded)
             if isinstance(found, str):
                 proofs.append((Proof((), found, batch, found), [], found))
@@ -183,10 +188,11 @@ def _trial(
             order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
             proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
             proofs.append((proof, blocks, cut))
-            if not stages and not (sequence and isinstance(cut, str)):
+            is_enough = is_enough or (not stages and not (sequence and isinstance(cut, str)))
+            if is_enough and (latent is not None or not bands):
                 break
         none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
-        best = max(proofs, key=lambda each: (bool(each[0].blocks), not each[0].stages, not each[0].sequence), default=none)
+        best = max(proofs, key=lambda each: _worth(each[0], sequence), default=none)
         proof, sharing = best[0], None
         if tensor > 1 and proof.blocks:
             sharing = Sharing(model, best[1], [calls[0], *calls[2:]], tensor)
@@ -241,18 +247,9 @@ def _give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None]) ->
     model.register_forward_pre_hook(poll)
 
 
-def _choices(
-    model: nn.Module, lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
-) -> list[tuple[str, ...]]:
-    """Lists to share out, the best choice first: all, then without the smallest, and so on. Others, such as refiners whose
-    output several blocks read, run whole on every stage."""
-
-    def size(name: str) -> float:
-        parameters = sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
-        return parameters / len(kept[name]) * len(lists[name])
-
-    by_size = sorted(kept, key=size, reverse=True)
-    return [tuple(name for name in kept if name in by_size[:count]) for count in range(len(by_size), 0, -1)]
+def _worth(proof: Proof, sequence: bool) -> tuple[bool, ...]:
+    """What of it counts, first things first."""
+    return bool(proof.blocks), not proof.stages, not (sequence and proof.sequence), proof.latent is not None
 
 
 def _error(model: nn.Module, call: Call) -> Exception | None:

@@ -120,6 +120,8 @@ class KVBuffer:
     filled: int = 0
     """Image tokens [0, filled) have been written. Without warm-up the first calls read only these."""
     layers: dict[int, LayerBuffer] = field(default_factory=dict)
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By layer, [batch, S] bool: which keys may be seen, if each band has the mask of its own tokens alone."""
     held: dict[tuple[int, Span], Held] = field(default_factory=dict)
     """By layer and batch entries: the values that changes are sent relative to (ChangeCodec)."""
     weights: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)

@@ -14,6 +14,7 @@ import torch
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.own_class.token_cut import Arguments, AttentionCall, TokenCut
+from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.comm.collectives import start_gather
 
 from .context import AttentionContext
@@ -111,16 +112,35 @@ class RankTokens(TokenCut):
         """All keys and values that are known, once those of all ranks are written to the buffer."""
         assert self.band is not None and self._context.step is not None
         layer, entries = self._layers[self.number] + self._attended, self._context.step.entries
-        if spec.keys not in self._pieces:
-            self._pieces[spec.keys] = self.band.pieces(spec.keys, self.tokens, self.size)
         words, has_latent = self.band.words(spec.keys, self.tokens), self.band.latent.stream in spec.keys
-        return buffer.update(layer, k_BKhD, v_BKhD, self._pieces[spec.keys], entries, words, has_latent)
+        return buffer.update(layer, k_BKhD, v_BKhD, self._pieces_of(spec.keys), entries, words, has_latent)
 
-    def mask_of_all(self, mask_bK: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        if self.band is None:
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
+        """In the order of the K/V buffer, in a run of bands: a mask of this band's keys is kept for the others."""
+        buffer, band = self._buffer, self.band
+        if buffer is None or band is None:
             return super().mask_of_all(mask_bK, streams)
-        self.check_mask(mask_bK, streams)
-        return mask_bK[:, self.band.in_buffer(streams, self.tokens, mask_bK.device)]
+        tokens = sum(self.tokens[stream] for stream in streams)
+        if mask_bK.shape[1] == tokens:
+            return mask_bK[:, band.in_buffer(streams, self.tokens, mask_bK.device)]
+        if mask_bK.shape[1] != self.lengths(streams)[self.index]:
+            raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
+        assert self._context.step is not None
+        of_ranks = self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
+        layer, entries = self._layers[self.number] + self._attended, self._context.step.entries
+        if layer not in buffer.masks:
+            buffer.masks[layer] = of_ranks.new_ones(buffer.batch, tokens)
+        kept = buffer.masks[layer][entries.slice]
+        for rows, positions in self._pieces_of(streams):
+            kept[:, positions.slice] = of_ranks[:, rows.slice]
+        return kept
+
+    def _pieces_of(self, streams: tuple[int, ...]) -> list[Piece]:
+        """See BandTokens.pieces."""
+        assert self.band is not None
+        if streams not in self._pieces:
+            self._pieces[streams] = self.band.pieces(streams, self.tokens, self.size)
+        return self._pieces[streams]
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         context, lengths = self._context, self.lengths(streams)
