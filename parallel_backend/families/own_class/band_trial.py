@@ -31,6 +31,7 @@ ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
 AXES = {"rows": -2, "frames": -3}
 """Axis of the latent that bands cut."""
+NESTED = "its latent has several parts"
 OUTSIDE = 99
 """Seed of what is drawn outside of a band."""
 
@@ -41,7 +42,7 @@ def latent_of(
     """Where the latent's tokens are, or why bands are not proven for calls like `actual`, at these times too. `blocks`: with
     the cut of their tokens."""
     if LATENTS in actual.named:
-        return None, "it has several latents"
+        return None, NESTED
     runs = Runs(model, _bare(blocks))
     try:
         call = _even(runs.sized(actual)[0])

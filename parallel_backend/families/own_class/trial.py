@@ -18,7 +18,7 @@ from parallel_backend.core.host_memory import host_memory
 from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
 from parallel_backend.core.spans import Span
 
-from .band_trial import latent_of, why_not_in_bands
+from .band_trial import NESTED, latent_of, why_not_in_bands
 from .block_order import block_lists, choices, order_of, recorded_blocks, shortened, whole_list
 from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
@@ -48,7 +48,6 @@ TOLERANCE = 1e-5
 SEED = 0
 NOT_TRIED = "it was not tried"
 NO_LIST = "it has no list of blocks"
-NESTED = "its latent has several parts"
 CHANNELS = "model_channels"
 """Argument of UNets: channels of the first block, of which others have multiples."""
 NARROW = {CHANNELS: 64}
@@ -183,13 +182,12 @@ def _trial(
                 places = {block.name: block for block in cut}
                 found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
                 if bands:
-                    nested = LATENTS in actual.named
-                    latent, why = (None, NESTED) if nested else latent_of(model, cut, actual, times)
+                    latent, why = latent_of(model, cut, actual, times)
             order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
             proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
             proofs.append((proof, blocks, cut))
             is_enough = is_enough or (not stages and not (sequence and isinstance(cut, str)))
-            if is_enough and (latent is not None or not bands):
+            if is_enough and (latent is not None or not bands or why == NESTED):
                 break
         none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
         best = max(proofs, key=lambda each: _worth(each[0], sequence), default=none)

@@ -4,7 +4,7 @@ import sys
 from functools import partial
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, nodes, parallel, parts_of, sequence, torch
+from boot import BASE, Results, comfy, difference, node, nodes, parallel, parts_of, sequence, torch
 from families import detecting, read, sample
 
 MODES = {
@@ -34,11 +34,23 @@ def main(results: Results, names: list[str]) -> None:
             native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
             expected = sample(native, name)
 
-            def compare(mode: str, name=name, expected=expected) -> dict:
+            def shares(model, expected, name=name) -> dict:
                 """Of a nested latent the largest of the parts' shares."""
-                found = parts_of(sample(by_own_class(mode, f"{name}.safetensors"), name))
-                pairs = zip(parts_of(expected), found, strict=True)
+                pairs = zip(parts_of(expected), parts_of(sample(model, name)), strict=True)
                 return {"share": max(difference(part, own) / float(part.abs().max()) for part, own in pairs)}
+
+            def compare(mode: str, name=name, expected=expected, shares=shares) -> dict:
+                return shares(by_own_class(mode, f"{name}.safetensors"), expected)
+
+            def in_patches(warmup_steps: int, name=name, expected=expected, shares=shares) -> dict:
+                """Beside the native model if all steps are exact, and beside the family if one is."""
+                model = node("ApplyPipeFusion", by_own_class("stages", f"{name}.safetensors"), 2, warmup_steps, True)
+                if warmup_steps == 1:
+                    family = node("ApplyPipeFusion", parallel(f"{name}.safetensors"), 2, warmup_steps, True)
+                    expected = sample(family, name)
+                return shares(model, expected)
 
             for mode in MODES:
                 results.case(f"{name}, {mode}", partial(compare, mode))
+            results.case(f"{name}, PipeFusion, all steps exact", partial(in_patches, 1000))
+            results.case(f"{name}, PipeFusion beside the family", partial(in_patches, 1))

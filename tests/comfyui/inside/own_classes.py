@@ -216,5 +216,11 @@ def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...], m
     def compare(degrees: dict) -> float:
         return difference(expected, ksampler(parallel(file, **degrees), prompts, latent, steps=3)) / largest
 
+    def in_patches(warmup_steps: int) -> float:
+        model = node("ApplyPipeFusion", parallel(file), 2, warmup_steps, True)
+        return difference(expected, ksampler(model, prompts, latent, steps=3)) / largest
+
     for mode, degrees in MODES.items():
         results.case(", ".join((name, *more, mode)), partial(compare, degrees))
+    for mode, warmup_steps in (("PipeFusion, all steps exact", 1000), ("PipeFusion", 1)):
+        results.case(", ".join((name, *more, mode)), partial(in_patches, warmup_steps))
