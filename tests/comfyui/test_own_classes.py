@@ -11,6 +11,7 @@ MODES = "one rank", "stages", "split batch", "tensor", "ulysses", "ring", "ulyss
 DEFAULT = "lens", "chroma_radiance", "wan_s2v"
 OTHERS = "omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"
 CLASSES = *DEFAULT, *OTHERS
+PIPEFUSION = "lens", "boogu", "joyimage", "mochi_preview"
 UNETS = "SD15", "SDXL"
 SOUND = "wan_s2v", "wan_humo", "wan_dancer"
 """Sound is added frame by frame, which no rank has whole."""
@@ -47,6 +48,12 @@ def test_equals_the_native_model(inside, name):
     found, _ = inside.run("own_classes", names=[name])
     for mode in MODES:
         assert found[f"{name}, {mode}"] <= LIMIT, (mode, found[f"{name}, {mode}"])
+    in_patches = found[f"{name}, PipeFusion, all steps exact"]
+    if name in PIPEFUSION or not isinstance(in_patches, dict):
+        assert in_patches <= LIMIT, in_patches
+        assert LIMIT < found[f"{name}, PipeFusion"] <= 0.2, found[f"{name}, PipeFusion"]
+    else:
+        assert "cannot run in PipeFusion's patches" in in_patches["error"]
     if name in SOUND:
         for mode in MODES:
             share = found[f"{name}, audio_embed, {mode}"]
