@@ -251,7 +251,8 @@ class OwnClassModel(RemoteDiffusionModel):
         proof = self._proven(tried, self.setup.degrees) if band is None else self._of_band(tried, sizes, tensors)
         if PROVE_KEY in options:
             self._check_bands(proof)
-            self._whole_calls.add(shapes(tensors))
+            assert self.run.whole_calls is not None
+            self.run.whole_calls.add(shapes(tensors))
             return torch.zeros_like(x)
         if proof.options:
             named[OPTIONS] = told | {name: options[name] for name in proof.options}
@@ -287,13 +288,8 @@ class OwnClassModel(RemoteDiffusionModel):
     def prove_bands(self, run: Callable[[dict[str, Any]], Any]) -> None:
         """Have bands proven for a run before its model is loaded. `run` makes the calls of a step with these entries of
         transformer_options, which get zeros. ValueError, with the reason, if bands are not proven."""
-        self._whole_calls.clear()
+        self.run.whole_calls = set()
         run({PROVE_KEY: True})
-
-    @functools.cached_property
-    def _whole_calls(self) -> set[Any]:
-        """Conditioning of the run's calls as `prove_bands` has tried them, see own_calls.shapes."""
-        return set()
 
     def _check_bands(self, proof: Proof) -> None:
         """ValueError if bands are not proven."""
@@ -311,14 +307,15 @@ class OwnClassModel(RemoteDiffusionModel):
         proof = self._kept_proof(call, sizes)
         if proof is None or (proof.blocks, proof.latent) != (own.blocks, own.latent):
             raise NotLocal("a patch calls the model in another way than the whole latent, which was tried")
-        if shapes(tensors) not in self._whole_calls:
+        if shapes(tensors) not in (self.run.whole_calls or ()):
             raise NotLocal("a patch has other conditioning than the whole latent")
         return proof
 
     def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool, int]:
-        """What a trial is for."""
+        """What a trial is for. Bands are tried in a run in bands alone: they take many calls of the model."""
         degrees = self.setup.degrees
-        return structure(call, sizes), degrees.sequence > 1, degrees.pipe > 1 and degrees.tensor == 1, degrees.tensor
+        bands = self.run.whole_calls is not None and degrees.tensor == 1
+        return structure(call, sizes), degrees.sequence > 1, bands, degrees.tensor
 
     def _kept_proof(self, call: Call, sizes: tuple[int, ...]) -> Proof | None:
         key = self._key(call, sizes)

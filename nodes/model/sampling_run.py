@@ -74,6 +74,8 @@ class SamplingRun:
     """When the last of them ended."""
     steps: int = 0
     """Of the sampler, as the last of them told. 0: it did not."""
+    whole_calls: set[Any] | None = None
+    """Of an own class in bands: conditioning of its calls as they were tried, see own_calls.shapes. None: not in bands."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
     second_try: SecondTry = field(init=False)
