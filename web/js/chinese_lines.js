@@ -42,7 +42,7 @@ export const REASONS = [
         "分片调用模型的方式与已验证的整个 latent 不同",
     ],
     [/^a patch has other conditioning than the whole latent$/, "分片的条件与整个 latent 的不同"],
-    [/^the latent's height or width is no multiple of the model's patch size$/, "latent 的高或宽不是模型图块大小的整数倍"],
+    [/^the latent's height or width is no multiple of the model's patch size$/, "latent 的高或宽不是模型 patch 大小的整数倍"],
     [/^the bands did not make the same number of model calls$/, "各分片调用模型的次数不同"],
     [/^the bands are at different timesteps$/, "各分片处在不同的时间步"],
     // why replicas wait for each other (nodes/model/concurrent_conds.py)
