@@ -11,6 +11,7 @@ MODES = "one rank", "stages", "split batch", "tensor", "ulysses", "ring", "ulyss
 DEFAULT = "lens", "chroma_radiance", "wan_s2v"
 OTHERS = "omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"
 CLASSES = *DEFAULT, *OTHERS
+NOT_BY_TENSOR = ("mochi_preview",)
 PIPEFUSION = "lens", "boogu", "joyimage", "mochi_preview"
 UNETS = "SD15", "SDXL"
 SOUND = "wan_s2v", "wan_humo", "wan_dancer"
@@ -47,7 +48,10 @@ def test_a_unet_by_split_batch(inside, name):
 def test_equals_the_native_model(inside, name):
     found, _ = inside.run("own_classes", names=[name])
     for mode in MODES:
-        assert found[f"{name}, {mode}"] <= LIMIT, (mode, found[f"{name}, {mode}"])
+        if name in NOT_BY_TENSOR and "tensor" in mode:
+            assert "cannot be shared out" in found[f"{name}, {mode}"]["error"]
+        else:
+            assert found[f"{name}, {mode}"] <= LIMIT, (mode, found[f"{name}, {mode}"])
     in_patches = found[f"{name}, PipeFusion, all steps exact"]
     if name in PIPEFUSION or not isinstance(in_patches, dict):
         assert in_patches <= LIMIT, in_patches
