@@ -29,7 +29,6 @@ def shapes(tensors: dict[str, torch.Tensor]) -> Any:
 def structure(call: Call, sizes: tuple[int, ...]) -> str:
     """What a trial is for: names, axes and dtypes of the tensors, the batch, and what is no tensor and no number. `sizes`:
     of the whole latent, of which a single frame is another thing than several."""
-
     numbers = numbers_of(call)
 
     def shown(name: str, value: Any) -> Any:

@@ -248,7 +248,7 @@ class OwnClassModel(RemoteDiffusionModel):
         others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
         rest = {name: value for name, value in others.items() if is_held(value)}
         tried = Call(x, timestep, named, rest)
-        proof = self._proven(tried, self.setup.degrees) if band is None else self._of_band(tried, sizes, tensors)
+        proof = self._proven(tried) if band is None else self._of_band(tried, sizes, tensors)
         if PROVE_KEY in options:
             self._check_bands(proof)
             assert self.run.whole_calls is not None
@@ -304,7 +304,7 @@ class OwnClassModel(RemoteDiffusionModel):
         """The proof for a band's call. NotLocal if it is not the one by which the model was loaded."""
         own = self.setup.own_class
         assert own is not None
-        proof = self._kept_proof(call, sizes)
+        proof = self._kept_proof(self._key(call, sizes), numbers_of(call))
         if proof is None or (proof.blocks, proof.latent) != (own.blocks, own.latent):
             raise NotLocal("a patch calls the model in another way than the whole latent, which was tried")
         if shapes(tensors) not in (self.run.whole_calls or ()):
@@ -312,23 +312,21 @@ class OwnClassModel(RemoteDiffusionModel):
         return proof
 
     def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool, int]:
-        """What a trial is for. Bands are tried in a run in bands alone: they take many calls of the model."""
+        """What a trial is for. Only a run in bands has bands tried, since that takes many calls of the model."""
         degrees = self.setup.degrees
         bands = self.run.whole_calls is not None and degrees.tensor == 1
         return structure(call, sizes), degrees.sequence > 1, bands, degrees.tensor
 
-    def _kept_proof(self, call: Call, sizes: tuple[int, ...]) -> Proof | None:
-        key = self._key(call, sizes)
-        return self._proofs.get(key) or self._proofs.get((key, tuple(numbers_of(call).items())))
+    def _kept_proof(self, key: tuple[str, bool, bool, int], numbers: Mapping[str, Any]) -> Proof | None:
+        return self._proofs.get(key) or self._proofs.get((key, tuple(numbers.items())))
 
-    def _proven(self, call: Call, degrees: Degrees) -> Proof:
+    def _proven(self, call: Call) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
         own = self.setup.own_class
         assert own is not None
-        name, numbers = self.checkpoint.path.name, numbers_of(call)
+        name, degrees, numbers = self.checkpoint.path.name, self.setup.degrees, numbers_of(call)
         key = _, sequence, bands, tensor = self._key(call, tuple(call.x.shape[2:]))
-        of_these = key, tuple(numbers.items())
-        proof = self._kept_proof(call, tuple(call.x.shape[2:]))
+        proof = self._kept_proof(key, numbers)
         if is_new := proof is None:
             call = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
             times = self._times()
@@ -338,7 +336,7 @@ class OwnClassModel(RemoteDiffusionModel):
                 return trial(own, call, times, poll, sequence, bands, tensor)
 
             proof = kept_proof(folder() / "proofs", own, repr((key, times)), prove, numbers)
-            self._proofs[key if proof.is_of_all(numbers) else of_these] = proof
+            self._proofs[key if proof.is_of_all(numbers) else (key, tuple(numbers.items()))] = proof
             ways = "stages", "batch", "sequence", "bands", "tensor"
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)
             log.info("Parallel DiT: trial of %s: %s", own.name, shown)

@@ -75,7 +75,7 @@ class SamplingRun:
     steps: int = 0
     """Of the sampler, as the last of them told. 0: it did not."""
     whole_calls: set[Any] | None = None
-    """Of an own class in bands: conditioning of its calls as they were tried, see own_calls.shapes. None: not in bands."""
+    """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes). None: no bands."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
     second_try: SecondTry = field(init=False)
