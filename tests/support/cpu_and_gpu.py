@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.core import host_memory
 from parallel_backend.rank import copy_rate
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.rank.attention.kernels import sdpa
 from testing import tiny
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.transport.runner import Pools, same
+from tests.support import host_memory
 from tests.support.emulated_gpu import emulated
 from tests.support.emulated_gpu.host import page_locked
 from tests.support.emulated_gpu.machine import Machine
@@ -25,8 +25,6 @@ from tests.support.fake_cuda import ADA, Card
 
 WORLDS = (1, 2, 3, 4)
 """Ranks of the pools that have cards of their own: what is allocated on a card is counted for all that have it."""
-HOST_BYTES = 64 << 30
-"""Host memory of the emulated machine, all of it free."""
 
 Run = Callable[[Callable[..., Any], Callable[[int], Any]], list[torch.Tensor]]
 """`run(load, pool)`: see campaigns.transport.cases.Case. What it gives is on the CPU."""
@@ -100,8 +98,7 @@ def both_kinds(*cards: Card, devices: Callable[[int], tuple[str, ...]] = devices
         stack.enter_context(mock.patch.object(parallel_attention, "LEAST_WORK", 0))
         stack.enter_context(mock.patch.object(sdpa, "attend_lse", _padded(sdpa.attend_lse)))
         stack.enter_context(mock.patch.object(copy_rate, "SIZE", 1 << 20))  # a rate is of no concern here
-        # Else models would be unloaded in place of giving way while other programs have this machine's memory.
-        stack.enter_context(mock.patch.object(host_memory, "_memories", lambda swap: [(HOST_BYTES, HOST_BYTES)]))
+        stack.enter_context(host_memory.plenty())
         cpu = Pools(stack.enter_context(thread_ranks()))
         machine = stack.enter_context(emulated(*cards or [ADA] * sum(WORLDS), checks=False))
         gpu = Pools(stack.enter_context(gpu_ranks() if nccl else thread_ranks()), devices=devices)
