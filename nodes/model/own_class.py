@@ -154,11 +154,6 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     }.items():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
-    if degrees.tensor > 1 and degrees.sequence > 1:
-        raise ValueError(
-            f"tensor_parallel_degree is {degrees.tensor}: {name} runs as ComfyUI's own class, of which ranks share layers "
-            "or tokens, and not both. Set it to 1, or ulysses_degree and ring_degree."
-        )
     if degrees.gathers:
         raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
     if compiled:
@@ -294,9 +289,8 @@ class OwnClassModel(RemoteDiffusionModel):
     def _check_bands(self, proof: Proof) -> None:
         """ValueError if bands are not proven."""
         if proof.latent is None:
-            why = proof.bands if self.setup.degrees.tensor == 1 else "tensor ranks share its layers"
             raise ValueError(
-                f"model: {self.checkpoint.path.name} cannot run in PipeFusion's patches: {why}. Leave Apply "
+                f"model: {self.checkpoint.path.name} cannot run in PipeFusion's patches: {proof.bands}. Leave Apply "
                 "PipeFusion out, and it runs by stages."
             )
 
@@ -314,7 +308,7 @@ class OwnClassModel(RemoteDiffusionModel):
     def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool, int]:
         """What a trial is for. Only a run in bands has bands tried, since that takes many calls of the model."""
         degrees = self.setup.degrees
-        bands = self.run.whole_calls is not None and degrees.tensor == 1
+        bands = self.run.whole_calls is not None
         return structure(call, sizes), degrees.sequence > 1, bands, degrees.tensor
 
     def _kept_proof(self, key: tuple[str, bool, bool, int], numbers: Mapping[str, Any]) -> Proof | None:

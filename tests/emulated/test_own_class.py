@@ -38,6 +38,7 @@ def comfyui():
 
 STAGES = Degrees(), Degrees(pipe=2), Degrees(pipe=3), Degrees(batch=2), Degrees(batch=2, pipe=2)
 TENSOR = Degrees(tensor=2), Degrees(tensor=4), Degrees(tensor=2, pipe=2), Degrees(tensor=2, batch=2)
+PRODUCTS = Degrees(tensor=2, ulysses=2), Degrees(tensor=2, ring=2)
 SEQUENCE = (
     Degrees(ulysses=2),
     Degrees(ulysses=3),
@@ -64,9 +65,10 @@ SEQUENCE = (
         ("CountsWordsBetween", SEQUENCE[1:6:2]),
         ("OwnBlocksFirst", (Degrees(pipe=2), Degrees(ulysses=3))),
         ("MasksKeys", SEQUENCE[1:4]),
-        ("PacksQueries", TENSOR),
+        ("PacksQueries", TENSOR + PRODUCTS),
         ("JoinsFeedForward", TENSOR[::2]),
-        ("NormsAllHeads", TENSOR[1:3]),
+        ("NormsAllHeads", TENSOR[1:3] + PRODUCTS[:1]),
+        ("TwoStreams", PRODUCTS),
         ("SharedKeys", TENSOR[:1]),
     ],
 )
@@ -115,6 +117,7 @@ def loaded(own: OwnClass, path: Path, degrees: Degrees, pool: Any) -> RemoteTran
 
 
 BANDS = Degrees(pipe=2), Degrees(pipe=3), Degrees(pipe=2, ulysses=2), Degrees(pipe=2, ring=2)
+TENSOR_BANDS = (Degrees(pipe=2, tensor=2),)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +135,14 @@ BANDS = Degrees(pipe=2), Degrees(pipe=3), Degrees(pipe=2, ulysses=2), Degrees(pi
         ("TwoStreams", "rows", BANDS),
         ("PictureFirst", "rows", BANDS[2:]),
         ("CountsWordsBetween", "rows", BANDS[2:]),
+        ("PacksQueries", "rows", TENSOR_BANDS),
+        ("TwoStreams", "rows", TENSOR_BANDS),
     ],
 )
 def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[Degrees, ...]):
     """Keys of a call before, with the same latent, are those of this call: bands then give what the whole gives."""
     own, given, path, whole = saved(name, tmp_path, times=(700.0, 700.0))
-    proof = trial(own, given, (1.0,), bands=True)
+    proof = trial(own, given, (1.0,), bands=True, tensor=modes[0].tensor)
     assert proof.bands == ""
     own = replace(own, blocks=proof.blocks, latent=proof.latent)
     call, shape = call_of(given, bool(proof.batch)), tuple(given.x.shape)

@@ -11,6 +11,7 @@ from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import draw_weights
 from tests.families.planted_tokens import SIZE, WIDTH, rows
 from tests.families.test_own_class import TIMES, call
+from tests.families.test_own_class_bands import call as of_video
 from tests.support.planted_comfyui import planted as own
 from tests.support.planted_comfyui import planted_comfyui
 
@@ -90,6 +91,18 @@ def test_what_ranks_would_get_wrong_is_not_proven(name, ranks, why):
     assert not any(block.cuts for block in proof.blocks)
 
 
+@pytest.mark.parametrize("sequence", [True, False])
+def test_ranks_that_share_layers_and_tokens_or_bands_are_proven_together(sequence):
+    """A class may be right with either and wrong with both."""
+    given, modes = of_video(), {"sequence": sequence, "bands": not sequence}
+    right, wrong = (trial(own(name), given, (1.0,), tensor=2, **modes) for name in ("PacksQueries", "FewQueriesElse"))
+    alone = trial(own("FewQueriesElse"), given, (1.0,), **modes)
+    for proof in (right, alone):
+        assert (proof.sequence, proof.latent is None) == ("", sequence)
+    assert (wrong.tensor, wrong.latent) == ("", None)
+    assert (wrong.sequence or wrong.bands) == "the ranks' values of blocks.0.proj do not add up to the whole's"
+
+
 def test_a_model_that_is_not_shared_by_tensor_ranks_is_not_tried_for_them():
     proof = proven("PacksQueries", 1)
     assert proof.tensor == "it was not tried"
@@ -116,7 +129,7 @@ def test_the_proof_sees_a_wrong_cut_whoever_has_found_it(fault):
     draw_weights(model, 0)
     x, emb = torch.randn(2, 6, WIDTH, generator=g), torch.randn(2, WIDTH, generator=g)
 
-    def run():
+    def run(_rank):
         with torch.no_grad():
             return model.blocks[0](x.clone(), emb, rows(6, x))
 

@@ -5,9 +5,10 @@ against a run of the whole, as a rank is (token_trial.py): what lies outside of 
 NaN behind the blocks.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +67,16 @@ def why_not_in_bands(model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLa
         return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1)])), "")
     except Unproven as unproven:
         return str(unproven)
+
+
+def runs_of_bands(
+    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
+) -> Iterator[Callable[[int | None], torch.Tensor]]:
+    """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
+    runs = Runs(model, _bare(blocks))
+    call = drawn(_odd(actual, latent), 1)
+    whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
+    yield from (functools.partial(each.output, runs, blocks, whole, outside) for each in _bands(latent, call))
 
 
 def _bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
@@ -205,17 +216,21 @@ def _checks(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, calls: Se
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
             yield "its output has another size than its latent"
             return
-        for along, axis in AXES.items():
-            if -axis > call.x.ndim - 2 or (rows := call.x.shape[axis] // latent.patch[axis]) < 2:
-                continue
+        for band in _bands(latent, call):
             tried = True
-            first, last = max(1, rows // 3), rows - max(1, rows // 3)
-            for span in (Span(0, first), Span(first, last), Span(last, rows)):
-                if len(span):
-                    band = _Band(latent, call, along, span)
-                    yield from (band.why_not(runs, blocks, whole, each) for each in outside)
+            yield from (band.why_not(runs, blocks, whole, each) for each in outside)
     if not tried:
         yield "its latent has a single row of tokens"
+
+
+def _bands(latent: OwnLatent, call: Call) -> Iterator["_Band"]:
+    """The call's first, middle and last band, by rows and by frames."""
+    for along, axis in AXES.items():
+        if -axis > call.x.ndim - 2 or (rows := call.x.shape[axis] // latent.patch[axis]) < 2:
+            continue
+        first, last = max(1, rows // 3), rows - max(1, rows // 3)
+        spans = Span(0, first), Span(first, last), Span(last, rows)
+        yield from (_Band(latent, call, along, span) for span in spans if len(span))
 
 
 @dataclass(frozen=True)
@@ -229,18 +244,29 @@ class _Band:
 
     def why_not(self, runs: Runs, blocks: Sequence[OwnBlock], whole: WholeRun, outside: torch.Tensor) -> str:
         """What is wrong with it, with another latent outside of it. Empty: nothing."""
-        x = outside.clone()
-        self._own(x).copy_(self._own(self.call.x))
         try:
-            out = runs.run(replace(self.call, x=x), _InBand(blocks, whole, self._tokens()))
-            if out.shape != whole.result.shape:
-                return "a band has an output of another size"
-            far = distance(self._own(out), self._own(whole.result))
+            far = distance(self.output(runs, blocks, whole, outside), self._own(whole.result))
         except Unproven as unproven:
             return f"in a band {unproven}"
         except Exception as error:  # of any kind: its code is not known
             return f"it does not run in a band ({first_line(error)})"
         return "" if far <= TOLERANCE else f"a band gives another result (by {far:.1e} of the largest value)"
+
+    def output(
+        self,
+        runs: Runs,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        outside: torch.Tensor,
+        tensor_rank: int | None = None,
+    ) -> torch.Tensor:
+        """Its part of the output, with another latent outside of it."""
+        x = outside.clone()
+        self._own(x).copy_(self._own(self.call.x))
+        out = runs.run(replace(self.call, x=x), _InBand(blocks, whole, self._tokens(), tensor_rank))
+        if out.shape != whole.result.shape:
+            raise Unproven("it has an output of another size")
+        return self._own(out)
 
     def _own(self, latent: torch.Tensor) -> torch.Tensor:
         axis = AXES[self.along]
@@ -259,8 +285,8 @@ class _Band:
 class _InBand(HeldAgainst):
     """A band's run that takes from the whole's what other bands would give."""
 
-    def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, band: BandTokens):
-        super().__init__(blocks, 0, whole)
+    def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, band: BandTokens, tensor_rank: int | None):
+        super().__init__(blocks, 0, whole, tensor_rank)
         self.size, self.band = 1, band
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:

@@ -36,6 +36,8 @@ LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Con
 Made = dict[str, list[torch.Tensor]]
 """Layer -> its output at each call; norm -> its input."""
 Divided = tuple[tuple[str, str], ...]
+Run = Callable[[int | None], Any]
+"""Runs what is tried, as the whole (None) or as this tensor rank, and gives its result."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) 
     return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
 
 
-def _noting(module: nn.Module, shares: Shares, run: Callable[[], Any]) -> tuple[Made, Any]:
+def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
     """What the layers make in a run of the whole, and its result."""
     made: Made = {}
 
@@ -159,20 +161,20 @@ def _noting(module: nn.Module, shares: Shares, run: Callable[[], Any]) -> tuple[
 
     hooks = [module.get_submodule(cut.layer).register_forward_hook(functools.partial(note, cut)) for cut in shares.cuts]
     try:
-        return made, run()
+        return made, run(None)
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def why_not_shared(module: nn.Module, shares: Shares, run: Callable[[], Any], ranks: int) -> str:
+def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> str:
     """Why the ranks of `module` do not compute what it does in `run`. Empty: they do."""
     try:
         made, whole = _noting(module, shares, run)
         of_ranks = Ranks(module, shares, ranks, made)
         for rank in range(ranks):
             with of_ranks.one(rank):
-                out = run()
+                out = run(rank)
             for own, of_whole in zip(_tensors(out), _tensors(whole), strict=True):
                 if own.shape != of_whole.shape or not (far := distance(own, of_whole)) <= TOLERANCE:
                     far = far if own.shape == of_whole.shape else float("inf")
@@ -208,10 +210,13 @@ class Sharing:
 
     def why_not(self, call: Call) -> str:
         """Why what is shared is not right in this call of the whole model. Empty: it is."""
+        return self.why_not_in(lambda _rank: call.run(self._model, options=False))
+
+    def why_not_in(self, run: Run) -> str:
+        """Why what is shared is not right in this run of the model, such as one with a part of its tokens. Empty: it is."""
         named = [each.below(name) for name, each in self._shares.items()]
         cuts = tuple(cut for shares in named for cut in shares.cuts)
         divided = tuple(place for shares in named for place in shares.divided)
-        run = functools.partial(call.run, self._model, options=False)
         return why_not_shared(self._model, Shares(cuts, divided), run, self._ranks)
 
     def of_all(self, model: nn.Module, blocks: tuple[OwnBlock, ...]) -> tuple[OwnBlock, ...]:
@@ -277,7 +282,7 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
     amounts |= {amount // size for amount in amounts for size in head_sizes if amount % size == 0}
     failures = []
 
-    def run() -> Any:
+    def run(_rank: int | None) -> Any:
         args, kwargs = copied(given)
         return block(*args, **kwargs)
 

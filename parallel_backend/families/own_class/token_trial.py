@@ -5,9 +5,10 @@ after the other in one process: its queries, keys and values have to be rows of 
 returns.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.spans import Span
 
 from .attention_calls import AttentionCall, attention_call
+from .noted_attention import Noted
 from .stages import StageBlocks
 from .token_cut import Arguments, TokenCut, by_place, tensor_places
 from .tried_calls import Call, distance, drawn, smaller, words_of
@@ -32,17 +34,6 @@ SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
 OTHER_MASK = "attends with another mask where its tokens are cut"
 HIDDEN = -1e4
 """What a mask adds at most where a key may not be seen."""
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
-
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    out: torch.Tensor
-    masked: bool
-    key_mask: torch.Tensor | None
-    """As AttentionCall has it. None, too, where its mask is not one of keys."""
 
 
 class WholeRun(TokenCut):
@@ -93,11 +84,13 @@ class WholeRun(TokenCut):
 
 
 class HeldAgainst(TokenCut):
-    """A rank's run that takes from the whole's what other ranks would send. Unproven where its own is no part of it."""
+    """A rank's run that takes from the whole's what other ranks would send. Unproven where its own is no part of it.
 
-    def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun):
+    `tensor_rank`: whose part of the layers is in place (feature_trial.py)."""
+
+    def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: int | None = None):
         super().__init__(blocks, index, RANKS)
-        self._noted = whole
+        self._noted, self._tensor_rank = whole, tensor_rank
         self._attended = 0  # calls in the block that runs
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -117,7 +110,7 @@ class HeldAgainst(TokenCut):
         return calls[self._attended]
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
-        whole = self.noted()
+        whole = self.noted() if self._tensor_rank is None else self.noted().of_tensor_rank(self._tensor_rank, call)
         if whole.masked != (mask_bK is not None):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
         of_both = (spec.queries, spec.keys, spec.keys)
@@ -289,6 +282,21 @@ def why_not_cut(model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnB
         return next(filter(None, runs.checks(cut, [drawn(each, 1) for each in runs.sized(actual)])), "")
     except Unproven as unproven:
         return str(unproven)
+
+
+def runs_of_ranks(
+    model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], actual: Call
+) -> Iterator[Callable[[int | None], Any]]:
+    """Each sequence rank's runs of calls like `actual`, for tensor ranks to be tried in. They give the model's output."""
+    runs = Runs(model, blocks)
+    for number, call in enumerate(runs.sized(actual), 1):
+        one = drawn(call, number)
+        whole = runs.noted(one)
+        yield from (functools.partial(_of_rank, runs, one, cut, rank, whole) for rank in range(RANKS))
+
+
+def _of_rank(runs: "Runs", call: Call, cut: Sequence[OwnBlock], rank: int, whole: WholeRun, tensor_rank: int | None) -> Any:
+    return runs.run(call, HeldAgainst(cut, rank, whole, tensor_rank))
 
 
 def _cut_tokens(runs: "Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:

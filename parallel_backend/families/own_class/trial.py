@@ -24,6 +24,7 @@ from .building import build
 from .call_arguments import OPTIONS, from_tensors, structure_of, to_tensors
 from .call_form import LATENTS, run
 from .feature_trial import Sharing
+from .product_trial import why_no_products
 from .stages import StageBlocks
 from .token_trial import cut_tokens, why_not_cut
 from .tried_calls import (
@@ -57,7 +58,6 @@ ENOUGH = 3
 """Other values of a number with which the class has to run, so that it can be said not to matter."""
 HELD_DEPTH = 4
 """Of containers in a module's attributes that are looked into."""
-
 
 Wholes = Sequence[tuple[Call, Any]]
 """Calls, and the whole model's output for each."""
@@ -195,6 +195,10 @@ def _trial(
         if tensor > 1 and proof.blocks:
             sharing = Sharing(model, best[1], [calls[0], *calls[2:]], tensor)
             proof = dataclasses.replace(proof, blocks=sharing.of_all(build(own), proof.blocks), tensor=sharing.why)
+            if not sharing.why and not isinstance(tokens := best[2], str):
+                of_ranks, of_bands = why_no_products(sharing, model, best[1], tokens, proof.latent, actual, sequence)
+                latent = None if of_bands else proof.latent
+                proof = dataclasses.replace(proof, sequence=of_ranks, latent=latent, bands=of_bands or proof.bands)
         numbers = tuple(_free_numbers(model, best, call, actual, sharing))
         return dataclasses.replace(proof, numbers=numbers, options=options)
 

@@ -107,13 +107,20 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
         "ring": {"pipe": 1, "config": sequence(ring=2)},
         "ulysses, three ranks": {"pipe": 1, "devices": "cpu,cpu,cpu", "config": sequence(ulysses=3)},
         "ulysses and ring": {"pipe": 1, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ulysses=2, ring=2)},
+        "tensor and ulysses": {"pipe": 1, "tensor": 2, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ulysses=2)},
     }
     for mode, degrees in modes.items():
         results.case(f"{name}, {mode}", lambda degrees=degrees: difference(expected, sampled(parallel(file, **degrees))))
-    for case, warmup_steps in (("all warm-up", 1000), ("one warm-up step", 1)):
+    tensor = modes["tensor and stages"]
+    for case, warmup_steps, degrees in (
+        ("all warm-up", 1000, {}),
+        ("one warm-up step", 1, {}),
+        ("tensor, all warm-up", 1000, tensor),
+        ("tensor, one warm-up step", 1, tensor),
+    ):
 
-        def in_patches(warmup_steps=warmup_steps) -> float:
-            model = node("ApplyPipeFusion", parallel(file), 2, warmup_steps, True)
+        def in_patches(warmup_steps=warmup_steps, degrees=degrees) -> float:
+            model = node("ApplyPipeFusion", parallel(file, **degrees), 2, warmup_steps, True)
             return difference(expected, sampled(model)) / float(expected.abs().max())
 
         results.case(f"{name}, PipeFusion, {case}", in_patches)
@@ -159,8 +166,6 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
 
 def refusals(results: Results) -> None:
     file = "aura.safetensors"
-    both = {"pipe": 1, "tensor": 2, "config": sequence(ulysses=2), "devices": "cpu,cpu,cpu,cpu"}
-    results.case("tensor and ulysses", lambda: parallel(file, **both))
     three = {"pipe": 1, "tensor": 3, "devices": "cpu,cpu,cpu"}
     prompts = [[[torch.zeros(1, 9, 2048), {}]]] * 2
     results.case("three tensor ranks", lambda: ksampler(parallel(file, **three), prompts, torch.zeros(1, 4, 16, 24)))
