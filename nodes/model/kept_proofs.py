@@ -4,7 +4,6 @@ import hashlib
 import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from parallel_backend.core.kept_file import UNREADABLE, digest, kept_path, read_kept, write_kept
@@ -12,6 +11,8 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families import own_class as own_classes
 from parallel_backend.families.own_class.trial import Proof
 from parallel_backend.wire.encoding import Encoding
+
+from .class_code import code_digest
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +32,17 @@ def kept_proof(
 
     `numbers`: the call's numbers. A proof holds for them alone, or for all if it says so.
 
-    A file holds for the class's arguments, and for the code of ComfyUI, of PACKAGES and of the trial. A warning is logged if
+    A file holds for the class, its arguments and code, for PACKAGES and for the code of the trial. A warning is logged if
     the folder cannot be written to.
     """
     encoding = Encoding((Proof,))
-    code = {"comfyui": _of_code(Path(own.folder) / "comfy"), "trial": _of_code(Path(own_classes.__file__).parent)}
-    versions = {name: _version(name) for name in PACKAGES}
-    told = {name: value for name, value in asdict(own).items() if name not in ("folder", "blocks", "latent")}
-    of_all: dict[str, object] = {**code, **versions, "class": digest(repr(told)), "structure": structure}
+    of_all: dict[str, object] = {
+        "code": code_digest(Path(own.folder), own.module),
+        "trial": _of_code(Path(own_classes.__file__).parent),
+        **{name: _version(name) for name in PACKAGES},
+        "class": digest([own.kind, own.module, own.name, own.arguments, own.video, own.unet]),
+        "structure": structure,
+    }
     of_these = of_all | {"numbers": repr(sorted(numbers.items()))}
     for key in (of_all, of_these):
         path = kept_path(folder, key, NAME)

@@ -46,7 +46,7 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
-from .own_calls import is_held, on_host, shapes, structure
+from .own_calls import is_held, near, on_host, shapes, structure
 from .own_text import OwnText
 from .reach import OURS, is_plain, told_to_own_class
 from .sampling_run import CallShape, steps_of
@@ -329,7 +329,7 @@ class OwnClassModel(RemoteDiffusionModel):
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
                 return trial(own, call, times, poll, sequence, bands, tensor)
 
-            proof = kept_proof(folder() / "proofs", own, repr((key, times)), prove, numbers)
+            proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers)
             self._proofs[key if proof.is_of_all(numbers) else (key, tuple(numbers.items()))] = proof
             ways = "stages", "batch", "sequence", "bands", "tensor"
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)

@@ -13,6 +13,22 @@ from tests.support.planted_comfyui import planted
 BLOCK = OwnBlock("blocks.0", ("0", ""), False, (OwnSlice(1, 1, (0,), True),), (OwnAttention((0,), (), 4),), ((0,), ()))
 PROOF = Proof((BLOCK,), "", "why not: π", "")
 
+CODE = {
+    "ldm/new/model.py": "import comfy.ops\nfrom . import blocks\nfrom comfy.ldm import common\n",
+    "ldm/new/blocks.py": "from .deep.layers import f\n\n\ndef g():\n    from comfy import rmsnorm\n",
+    "ldm/new/deep/__init__.py": "",
+    "ldm/new/deep/layers.py": "import comfy.model_management\n\n\ndef f():\n    return comfy.helpers.h()\n",
+    "ldm/common.py": "from ..ldm.new import blocks\n",
+    "ops.py": "import comfy.sd\n",
+    "rmsnorm.py": "",
+    "helpers.py": "",
+    "model_management.py": "",
+    "sd.py": "",
+    "ldm/other.py": "from .new.model import x\n",
+}
+"""File -> its code: imports of every form."""
+NOT_OF_THE_CLASS = "model_management.py", "sd.py", "ldm/other.py"
+
 
 @pytest.fixture
 def kept(module, tmp_path):
@@ -33,9 +49,11 @@ def kept(module, tmp_path):
 
 @pytest.fixture
 def own(tmp_path):
-    (tmp_path / "comfy" / "ldm").mkdir(parents=True)
-    (tmp_path / "comfy" / "ldm" / "model.py").write_text("x = 1\n")
-    return dataclasses.replace(planted("Right"), folder=str(tmp_path))
+    """A class in `new.model`, with modules of its own, of others, and of none."""
+    (tmp_path / "comfy" / "ldm" / "new" / "deep").mkdir(parents=True)
+    for name, code in CODE.items():
+        (tmp_path / "comfy" / name).write_text(code)
+    return dataclasses.replace(planted("Right"), folder=str(tmp_path), module="comfy.ldm.new.model")
 
 
 def test_a_proof_is_found_once(kept, own):
@@ -48,9 +66,15 @@ def test_another_call_class_or_code_is_tried_again(kept, own):
     kept(own)
     assert kept(own, "three entries")[1]
     assert kept(dataclasses.replace(own, arguments='{"blocks": 5}'))[1]
-    (Path(own.folder) / "comfy" / "ldm" / "model.py").write_text("x = 2\n")
-    assert kept(own)[1]
-    (Path(own.folder) / "comfy" / "ldm" / "model.py").write_text("x = 1\n")
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_a_proof_is_of_the_code_that_the_class_imports(kept, own, name):
+    kept(own)
+    path = Path(own.folder) / "comfy" / name
+    path.write_text("x = 2\n" + CODE[name])
+    assert kept(own)[1] != (name in NOT_OF_THE_CLASS)
+    path.write_text(CODE[name])
     assert not kept(own)[1]
 
 
