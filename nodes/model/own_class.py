@@ -141,19 +141,21 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
     ways = "split_batch_degree alone"
     if not own.unet:
-        ways = f"pipefusion_degree, tensor_parallel_degree, ulysses_degree, ring_degree and {ways}"
+        ways = f"pipefusion_degree, tensor_parallel_degree, patch_degree, ulysses_degree, ring_degree and {ways}"
     runs = f"{name} runs as ComfyUI's own class, by {ways}"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
     for widget, value in {
         "tensor_parallel_degree": degrees.tensor if own.unet else 1,
-        "patch_degree": degrees.patch,
+        "patch_degree": degrees.patch if own.unet else 1,
         "pipefusion_degree": degrees.pipe if own.unet else 1,
         "ulysses_degree": degrees.ulysses if own.unet else 1,
         "ring_degree": degrees.ring if own.unet else 1,
     }.items():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
+    if degrees.naive:
+        raise ValueError(f"patch_mode is naive: {runs}, and its patches see each other. Set it to 'displaced'.")
     if degrees.gathers:
         raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
     if compiled:
@@ -288,11 +290,15 @@ class OwnClassModel(RemoteDiffusionModel):
 
     def _check_bands(self, proof: Proof) -> None:
         """ValueError if bands are not proven."""
-        if proof.latent is None:
-            raise ValueError(
-                f"model: {self.checkpoint.path.name} cannot run in PipeFusion's patches: {proof.bands}. Leave Apply "
-                "PipeFusion out, and it runs by stages."
-            )
+        if proof.latent is not None:
+            return
+        name = self.checkpoint.path.name
+        if self.setup.degrees.displaced:
+            raise ValueError(f"patch_degree: {name} cannot run in displaced patches: {proof.bands}. Set it to 1.")
+        raise ValueError(
+            f"model: {name} cannot run in PipeFusion's patches: {proof.bands}. Leave Apply PipeFusion out, and it runs by "
+            "stages."
+        )
 
     def _of_band(self, call: Call, sizes: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Proof:
         """The proof for a band's call. NotLocal if it is not the one by which the model was loaded."""
@@ -340,7 +346,7 @@ class OwnClassModel(RemoteDiffusionModel):
                 + ("Set it to 1." if proof.blocks else "Load it with ComfyUI's own loader, on one card.")
             )
         if sequence and proof.sequence:
-            widget = "ulysses_degree" if degrees.ulysses > 1 else "ring_degree"
+            widget = next(f"{axis}_degree" for axis in ("patch", "ulysses", "ring") if getattr(degrees, axis) > 1)
             raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {proof.sequence}. Set it to 1.")
         if degrees.tensor > 1 and proof.blocks and proof.tensor:
             raise ValueError(

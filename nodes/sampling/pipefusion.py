@@ -47,7 +47,7 @@ WRAPPER_KEY = "parallel_dit_pipefusion"
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
     """A clone of the MODEL with PipeFusion, and the wrapper that runs it."""
     setup = remote_stub(model).setup
-    if setup.degrees.pipe == 1:
+    if setup.degrees.pipe == 1 and not setup.degrees.displaced:
         check_has_family(setup, "with a pipefusion_degree of 1 PipeFusion works for", "Leave this node out.")
     patched = model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
@@ -132,7 +132,7 @@ class PipeFusion:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
         stub = sampling.stub
-        if type(stub) is OwnClassModel and stub.setup.degrees.pipe > 1:
+        if type(stub) is OwnClassModel and (stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced):
             prove(sampling, stub)
         load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
         return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor))
@@ -146,17 +146,17 @@ class PipeFusion:
         cut = self._cut(model, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))
-        if model.degrees.displaced:
-            reason = why_not_displaced(sampling)
-            if reason is None:
-                result, run = self._displaced(model, cut, sampling, executor)
-        elif len(cut.rows) > 1:
-            reason = why_not_banded(sampling) or why_wrapped(executor)
-            try:
+        try:
+            if model.degrees.displaced:
+                reason = why_not_displaced(sampling)
+                if reason is None:
+                    result, run = self._displaced(model, cut, sampling, executor)
+            elif len(cut.rows) > 1:
+                reason = why_not_banded(sampling) or why_wrapped(executor)
                 if reason is None:
                     result, run = self._in_bands(model, cut, sampling)
-            except NotLocal as why:
-                reason = str(why)
+        except NotLocal as why:
+            reason = str(why)
         if result is None:
             if reason is not None:
                 log.warning("Parallel DiT: this run is exact, and slower for it, since %s.", reason)

@@ -19,17 +19,24 @@ class SequenceCut:
     repeat_all: bool = False
     """Every rank has all tokens, as ComfyUI's own classes do outside of their blocks."""
 
+    @property
+    def size(self) -> int:
+        """Number of sequence ranks."""
+        return len(self.shares) * self.inner
+
+    def parts(self, tokens: Span) -> tuple[Span, ...]:
+        """By sequence rank: its part of `tokens`, of which no rank repeats another's."""
+        return tuple(part for band in split_by_share(tokens, self.shares) for part in split(band, self.inner))
+
     def image(self, tokens: Span) -> tuple[Span, ...]:
         """Each sequence rank's part of the image tokens `tokens`."""
-        if self.repeat_all:
-            return (tokens,) * self.inner
-        return tuple(part for band in split_by_share(tokens, self.shares) for part in split(band, self.inner))
+        return (tokens,) * self.size if self.repeat_all else self.parts(tokens)
 
     def text(self, tokens: int) -> tuple[Span, ...]:
         """Each sequence rank's part of `tokens` text tokens."""
         span = Span(0, tokens)
         if self.repeat_all:
-            return (span,) * self.inner
+            return (span,) * self.size
         bands = (span,) * len(self.shares) if self.repeat_text else split_by_share(span, self.shares)
         return tuple(part for band in bands for part in split(band, self.inner))
 

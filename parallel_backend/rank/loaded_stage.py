@@ -119,7 +119,7 @@ class LoadedStage:
             heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
         )
         if setup.own_class is not None and (degrees.sequence > 1 or setup.own_class.latent is not None):
-            cut_over_sequence(self.model, self.attention)
+            cut_over_sequence(self.model, self.attention, self.cut)
         install_parallel_attention(stage.attention, self.attention, gates=not setup.compile)
         if degrees.gathers:
             install_gathered_heads(stage.attention, self.attention, family.blocks.text_first)

@@ -59,6 +59,14 @@ def test_pipefusion_where_a_trial_has_proven_it(found):
     assert found["cosmos, PipeFusion, one warm-up step"]["error"].startswith(begins)
 
 
+def test_displaced_patches_where_a_trial_has_proven_it(found):
+    assert found["aura, displaced patches, all warm-up"] <= LIMIT, found["aura, displaced patches, all warm-up"]
+    one = found["aura, displaced patches, one warm-up step"]
+    assert LIMIT < one <= 0.1, one
+    begins = "ValueError: patch_degree: the tokens of cosmos.safetensors cannot be cut: the tokens of blocks.block0 are not"
+    assert found["cosmos, displaced patches, one warm-up step"]["error"].startswith(begins)
+
+
 @pytest.mark.parametrize("mode", ["stages", "tensor"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_lora_does_what_it_does_natively(found, model, mode):

@@ -5,7 +5,7 @@ import pytest
 from tests.comfyui.test_families import CASES, save_case
 
 pytestmark = pytest.mark.comfyui
-LIMIT = 2e-5
+LIMIT, IN_PATCHES = 2e-5, 5e-6
 """Of a difference, as a share of the native latents' largest value: what fp32 rounding does in a few steps."""
 MODES = "one rank", "stages", "split batch", "tensor", "ulysses", "ring", "ulysses and stages"
 DEFAULT = "lens", "chroma_radiance", "wan_s2v"
@@ -29,6 +29,17 @@ def test_a_file_of_a_family_by_its_own_class(inside, base, name):
     found, _ = inside.run("own_class_families", names=[name])
     for mode in ("stages", "split batch", "ulysses", "ring"):
         assert found[f"{name}, {mode}"].get("share", 1) <= LIMIT, (mode, found[f"{name}, {mode}"])
+
+
+def test_a_file_in_patches_equals_its_family(inside, base):
+    """Both with the same old keys of other patches, extrapolated and corrected in the same way."""
+    name = "flux-dev"
+    save_case(next(case for case in CASES if case.name == name), base)
+    found, _ = inside.run("own_class_families", names=[name])
+    for kind in ("PipeFusion", "displaced patches"):
+        assert found[f"{name}, {kind}, all steps exact"]["share"] <= LIMIT
+        assert found[f"{name}, {kind} beside the family"]["share"] <= IN_PATCHES
+    assert found[f"{name}, tensor and ring"]["share"] <= LIMIT
 
 
 @pytest.mark.parametrize("name", [UNETS[0], pytest.param(UNETS[1], marks=pytest.mark.full)])

@@ -118,6 +118,10 @@ def loaded(own: OwnClass, path: Path, degrees: Degrees, pool: Any) -> RemoteTran
 
 BANDS = Degrees(pipe=2), Degrees(pipe=3), Degrees(pipe=2, ulysses=2), Degrees(pipe=2, ring=2)
 TENSOR_BANDS = (Degrees(pipe=2, tensor=2),)
+DISPLACED = tuple(
+    Degrees(**more, patch=patch, patch_mode="displaced")
+    for patch, more in ((2, {}), (3, {}), (2, {"ulysses": 2}), (2, {"ring": 2}), (2, {"tensor": 2}))
+)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,14 @@ TENSOR_BANDS = (Degrees(pipe=2, tensor=2),)
         ("TwoStreams", "rows", BANDS),
         ("PictureFirst", "rows", BANDS[2:]),
         ("CountsWordsBetween", "rows", BANDS[2:]),
-        ("PacksQueries", "rows", TENSOR_BANDS),
+        ("PacksQueries", "rows", (*TENSOR_BANDS, DISPLACED[4])),
+        ("Tokens", "frames", DISPLACED[:5]),
+        ("SharedKeys", "rows", DISPLACED[2:4]),
+        ("MasksKeys", "rows", DISPLACED[1:4]),
+        ("MasksAll", "rows", DISPLACED[:2]),
+        ("WordsInFront", "rows", DISPLACED[:2]),
+        ("TwoStreams", "rows", DISPLACED[1:4]),
+        ("CountsWordsBetween", "rows", DISPLACED[:2]),
         ("TwoStreams", "rows", TENSOR_BANDS),
     ],
 )
@@ -151,7 +162,8 @@ def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[D
         def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
             model = loaded(own, path, degrees, pools(degrees.world))
             patching = model.family.patching.cut(along)
-            bands = BandedRun(model, cut_rows(shape, 3, patching), shape, warm_up=True, along=along)
+            count = 1 if degrees.displaced else 3
+            bands = BandedRun(model, cut_rows(shape, count, patching), shape, warm_up=True, along=along)
 
             def sample(band: int) -> torch.Tensor:
                 own_call = replace(call, x=patching.rows(call.x, bands.rows[band]))

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import torch
 
 from parallel_backend.core.own_class import OwnLatent
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span
 
+ONE = SequenceCut((1.0,), 1, repeat_text=False)
+"""A sequence rank alone."""
 Pick = Span | torch.Tensor
 """Rows of a stream: those that follow each other, or their numbers [n] int64."""
 
@@ -43,30 +46,31 @@ class BandTokens:
         """How many of a stream's tokens are not the latent's."""
         return tokens - (self.count if stream == self.latent.stream else 0)
 
-    def parts(self, stream: int, tokens: int, size: int) -> list[list[Part]]:
-        """By sequence rank of `size`: its parts of a stream of so many tokens, in the class's order."""
+    def parts(self, stream: int, tokens: int, ranks: SequenceCut) -> list[list[Part]]:
+        """By sequence rank: its parts of a stream of so many tokens, in the class's order."""
         others, is_latent = self.others(stream, tokens), stream == self.latent.stream
         behind = is_latent and not self.latent.before
         found: list[list[Part]] = []
-        for rank in range(size):
-            with_words = self.band.start == 0
-            share = split(Span(0, others), size)[rank] if with_words else _stand_in(others, rank)
+        with_words = self.band.start == 0
+        for rank, own in enumerate(ranks.parts(self.band)):
+            share = ranks.parts(Span(0, others))[rank] if with_words else _stand_in(others, rank)
             parts = [Part(share.shift(self.count if behind else 0), False, share, with_words)]
             if is_latent:
-                own = split(self.band, size)[rank]
                 rows: Pick = own if self.order is None else self.order[own.slice]
                 parts.insert(0 if behind else 1, Part(rows if behind else shift(rows, others), True, own, True))
             found.append(parts)
         return found
 
-    def pieces(self, streams: Sequence[int], tokens: Mapping[int, int], size: int) -> list[tuple[Span, Span]]:
-        """(rows of all ranks' keys, rank by rank; their positions in the buffer). In the buffer the other tokens come first,
-        stream by stream, and then the latent's in the order of bands."""
+    def pieces(
+        self, streams: Sequence[int], tokens: Mapping[int, int], ranks: SequenceCut, some: range
+    ) -> list[tuple[Span, Span]]:
+        """(rows of the keys of `some` ranks, rank by rank; their positions in the buffer). In the buffer the other tokens
+        come first, stream by stream, and then the latent's in the order of bands."""
         found, row, words = [], 0, self.words(streams, tokens)
-        for rank in range(size):
+        for rank in some:
             offset = 0
             for stream in streams:
-                for part in self.parts(stream, tokens[stream], size)[rank]:
+                for part in self.parts(stream, tokens[stream], ranks)[rank]:
                     count = len(part.place)
                     if count and part.is_kept:
                         found.append((Span(row, row + count), part.place.shift(words if part.of_latent else offset)))
@@ -85,7 +89,7 @@ class BandTokens:
         start = 0
         whole = replace(self, band=Span(0, self.count))
         for stream in streams:
-            for part in whole.parts(stream, tokens[stream], 1)[0]:
+            for part in whole.parts(stream, tokens[stream], ONE)[0]:
                 (latents if part.of_latent else words).append(numbers(part.rows, device) + start)
             start += tokens[stream]
         return torch.cat([*words, *latents])

@@ -21,7 +21,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.patching import Patching
 
-from .band_tokens import BandTokens
+from .band_tokens import ONE, BandTokens
 from .call_form import LATENTS
 from .token_cut import Arguments, tensor_places
 from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, WholeRun
@@ -287,7 +287,7 @@ class _InBand(HeldAgainst):
 
     def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, band: BandTokens, tensor_rank: int | None):
         super().__init__(blocks, 0, whole, tensor_rank)
-        self.size, self.band = 1, band
+        self.ranks, self.band = ONE, band
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         return self.among_all(value, streams) if streams else of_whole

@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span
 
 from .attention_calls import AttentionCall, attention_call
 from .band_tokens import BandTokens, Pick, numbers, shift
@@ -24,11 +25,6 @@ from .unproven import Unproven
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a block: positional ones, and those by name."""
 HOST = torch.device("cpu")
-
-
-def shares(tokens: int, size: int) -> tuple[Span, ...]:
-    """Each sequence rank's tokens of a stream."""
-    return split(Span(0, tokens), size)
 
 
 def tensor_places(leaves: Sequence[Any]) -> list[int]:
@@ -51,10 +47,10 @@ def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TokenCut(ABC):
-    """Cuts the tokens in `blocks`, which are all blocks of the class in their order, for rank `index` of `size`."""
+    """Cuts the tokens in `blocks`, which are all blocks of the class in their order, for one of the sequence ranks."""
 
-    def __init__(self, blocks: Sequence[OwnBlock], index: int, size: int):
-        self.blocks, self.index, self.size = list(blocks), index, size
+    def __init__(self, blocks: Sequence[OwnBlock], index: int, ranks: SequenceCut):
+        self.blocks, self.index, self.ranks = list(blocks), index, ranks
         self.number = 0
         """Of the block that runs."""
         self.tokens: dict[int, int] = {}
@@ -156,7 +152,7 @@ class TokenCut(ABC):
 
     def all_rows(self, streams: Sequence[int], device: torch.device) -> torch.Tensor:
         """All ranks' rows, rank by rank."""
-        return torch.cat([self.rows(streams, rank, device) for rank in range(self.size)])
+        return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
 
     def picks(self, streams: Sequence[int], rank: int) -> list[Pick]:
         """As `rows`, without a copy where they follow each other."""
@@ -173,12 +169,12 @@ class TokenCut(ABC):
     def parts(self, stream: int) -> list[list[Pick]]:
         """By rank: its rows of a stream that has entered."""
         if self.band is None:
-            return [[span] for span in shares(self.tokens[stream], self.size)]
-        return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens[stream], self.size)]
+            return [[span] for span in self.ranks.parts(Span(0, self.tokens[stream]))]
+        return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens[stream], self.ranks)]
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
         """By rank: its tokens of these streams."""
-        return [sum(map(len, self.picks(streams, rank))) for rank in range(self.size)]
+        return [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
 
     def leave(self, out: Any) -> Any:
         """What the last block returns, with all ranks' tokens."""
@@ -214,9 +210,9 @@ class TokenCut(ABC):
         if len(streams) == 1:
             return gathered
         # By rank, and by stream within it -> by stream, and by rank within it.
-        by_stream = [list(map(len, shares(self.tokens[stream], self.size))) for stream in streams]
+        by_stream = [list(map(len, self.ranks.parts(Span(0, self.tokens[stream])))) for stream in streams]
         parts = iter(gathered.split([length for of_rank in zip(*by_stream, strict=True) for length in of_rank], dim=1))
-        of_ranks = [[next(parts) for _ in streams] for _ in range(self.size)]
+        of_ranks = [[next(parts) for _ in streams] for _ in range(self.ranks.size)]
         return torch.cat([part for of_stream in zip(*of_ranks, strict=True) for part in of_stream], dim=1)
 
     def among_all(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:

@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
+from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 
 from .attention_calls import AttentionCall, attention_call
+from .band_tokens import ONE
 from .noted_attention import Noted
 from .stages import StageBlocks
 from .token_cut import Arguments, TokenCut, by_place, tensor_places
@@ -40,7 +42,7 @@ class WholeRun(TokenCut):
     """Cuts nothing, and notes a run."""
 
     def __init__(self, blocks: Sequence[OwnBlock]):
-        super().__init__(blocks, 0, 1)
+        super().__init__(blocks, 0, ONE)
         self.shapes: list[list[torch.Size]] = []
         """Of each block's tensors."""
         self.calls: list[list[Noted]] = []
@@ -89,7 +91,7 @@ class HeldAgainst(TokenCut):
     `tensor_rank`: whose part of the layers is in place (feature_trial.py)."""
 
     def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: int | None = None):
-        super().__init__(blocks, index, RANKS)
+        super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))
         self._noted, self._tensor_rank = whole, tensor_rank
         self._attended = 0  # calls in the block that runs
 

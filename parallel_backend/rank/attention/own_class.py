@@ -2,9 +2,11 @@
 (families/own_class/token_cut.py).
 
 Ulysses' all-to-all, or ring attention, or both. Ulysses computes by the function that the class calls, with this rank's
-heads; ring attention by the model's kernel, since it needs the log-sum-exp. Keys of bands go through the run's K/V buffer.
+heads; ring attention by the model's kernel, since it needs the log-sum-exp. Keys of bands and of displaced patches go
+through the run's K/V buffer.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,28 +14,31 @@ from typing import Any
 import torch
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
+from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.own_class.token_cut import Arguments, AttentionCall, TokenCut
 from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.comm.collectives import start_gather
+from parallel_backend.rank.comm.mesh import Axis
 
-from .context import AttentionContext
+from .context import AttentionContext, AttentionStep
 from .kv_buffer import KVBuffer, Piece
+from .patch_keys import exchange_patches
 from .ring import ring_attention
 from .ulysses import start_heads_to_sequence, start_sequence_to_heads
 
 
 class RankTokens(TokenCut):
-    """This rank's tokens, over the ranks of `context`'s ring and Ulysses axes: ring the outer one."""
+    """This rank's tokens, of those of `ranks`."""
 
-    def __init__(self, blocks: Sequence[OwnBlock], context: AttentionContext):
-        ring, ulysses = context.ring, context.ulysses
-        super().__init__(blocks, ring.index * ulysses.size + ulysses.index, ring.size * ulysses.size)
+    def __init__(self, blocks: Sequence[OwnBlock], context: AttentionContext, ranks: SequenceCut):
+        same_ring = context.ulysses_ranks(context.patch.index, context.ring.index)
+        super().__init__(blocks, same_ring[context.ulysses.index], ranks)
         self._context = context
         counts = [len(block.attention) for block in self.blocks]
         self._layers = list(itertools.accumulate(counts, initial=0))  # by block: number of its first call of attention
         self._attended = 0  # calls in the block that runs
-        self._pieces: dict[tuple[int, ...], list[Piece]] = {}  # of this call, by streams
+        self._pieces: dict[tuple[tuple[int, ...], range], list[Piece]] = {}  # of this call, by streams and ranks
 
     @property
     def _buffer(self) -> KVBuffer | None:
@@ -42,7 +47,7 @@ class RankTokens(TokenCut):
 
     @property
     def cuts(self) -> bool:
-        return self.size > 1 or self._buffer is not None
+        return self.ranks.size > 1 or self._buffer is not None
 
     def begin(self) -> None:
         super().begin()
@@ -65,7 +70,7 @@ class RankTokens(TokenCut):
         queries, keys = self.lengths(spec.queries), self.lengths(spec.keys)
         if axis.size == 1:
             return self._attend(spec, call, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
-        own = context.ulysses_ranks(0, context.ring.index)
+        own = context.ulysses_ranks(context.patch.index, context.ring.index)
         of_queries, of_keys = queries[own.start : own.stop], keys[own.start : own.stop]
         heads = split(Span(0, call.q_BQHD.shape[2]), axis.size)
         sent = call.q_BQHD, call.k_BKHD, call.v_BKHD
@@ -87,33 +92,58 @@ class RankTokens(TokenCut):
         mask_bK: torch.Tensor | None,
     ) -> torch.Tensor:
         """Over the keys of all ring ranks. `keys`: numbers of tokens by sequence rank."""
-        context, ring = self._context, self._context.ring
-        of_ring = [sum(keys[rank] for rank in context.ulysses_ranks(0, index)) for index in range(ring.size)]
-        if self._buffer is not None:
-            if ring.size > 1:
-                both = start_gather(torch.stack((k_BKhD, v_BKhD)), of_ring, 2, ring, context.traffic).wait()
-                k_BKhD, v_BKhD = torch.cat(both, dim=2)
-            k_BKhD, v_BKhD = self._buffered(spec, self._buffer, k_BKhD, v_BKhD)
-            mask_bK = None if mask_bK is None else mask_bK[:, : k_BKhD.shape[1]]
-        if ring.size == 1 or self._buffer is not None:
-            has_any = q_BQhD.shape[1] and q_BQhD.shape[2]
-            return call.compute(q_BQhD, k_BKhD, v_BKhD, mask_bK) if has_any else torch.empty_like(q_BQhD)
-        step = context.step
+        context, step = self._context, self._context.step
         assert step is not None, "attention outside of a micro-step"
-        attend, masks = context.kernel.attend_lse, [None] * ring.size
-        if mask_bK is not None:
-            masks = list(mask_bK.expand(len(q_BQhD), -1).split(of_ring, dim=1))
-        scale = call.arguments.get("scale")
-        return ring_attention(q_BQhD, k_BKhD, v_BKhD, of_ring, masks, attend, scale, step.overlap, ring, context.traffic)
+        patch, ring = context.patch, context.ring
+
+        def tokens(ranks: range) -> int:
+            return sum(keys[rank] for rank in ranks)
+
+        of_ring = [tokens(context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
+        if self._buffer is None and patch.size == 1 and ring.size > 1:
+            attend, masks = context.kernel.attend_lse, [None] * ring.size
+            if mask_bK is not None:
+                masks = list(mask_bK.expand(len(q_BQhD), -1).split(of_ring, dim=1))
+            scale = call.arguments.get("scale")
+            return ring_attention(q_BQhD, k_BKhD, v_BKhD, of_ring, masks, attend, scale, step.overlap, ring, context.traffic)
+        if ring.size > 1:
+            k_BKhD, v_BKhD = self._gathered_keys(k_BKhD, v_BKhD, of_ring, ring)
+        if self._buffer is not None:
+            k_BKhD, v_BKhD = self._buffered(spec, step, self._buffer, k_BKhD, v_BKhD, tokens)
+            mask_bK = None if mask_bK is None else mask_bK[:, : k_BKhD.shape[1]]
+        elif patch.size > 1:
+            lengths = [tokens(context.patch_ranks(index)) for index in range(patch.size)]
+            k_BKhD, v_BKhD = self._gathered_keys(k_BKhD, v_BKhD, lengths, patch)
+        has_any = q_BQhD.shape[1] and q_BQhD.shape[2]
+        return call.compute(q_BQhD, k_BKhD, v_BKhD, mask_bK) if has_any else torch.empty_like(q_BQhD)
+
+    def _gathered_keys(
+        self, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, lengths: Sequence[int], axis: Axis
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both = start_gather(torch.stack((k_BKhD, v_BKhD)), lengths, 2, axis, self._context.traffic).wait()
+        k_BKhD, v_BKhD = torch.cat(both, dim=2)
+        return k_BKhD, v_BKhD
 
     def _buffered(
-        self, spec: OwnAttention, buffer: KVBuffer, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor
+        self,
+        spec: OwnAttention,
+        step: AttentionStep,
+        buffer: KVBuffer,
+        k_BKhD: torch.Tensor,
+        v_BKhD: torch.Tensor,
+        tokens: Callable[[range], int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values that are known, once those of all ranks are written to the buffer."""
-        assert self.band is not None and self._context.step is not None
-        layer, entries = self._layers[self.number] + self._attended, self._context.step.entries
+        assert self.band is not None
+        layer = self._layers[self.number] + self._attended
         words, has_latent = self.band.words(spec.keys, self.tokens), self.band.latent.stream in spec.keys
-        return buffer.update(layer, k_BKhD, v_BKhD, self._pieces_of(spec.keys), entries, words, has_latent)
+        pieces_of = functools.partial(self._pieces_of, spec.keys)
+        of_patches = exchange_patches(self._context, step, layer, k_BKhD, v_BKhD, tokens, pieces_of)
+        k_BKhD, v_BKhD, pieces, arriving = of_patches
+        known = buffer.update(layer, k_BKhD, v_BKhD, pieces, step.entries, words, has_latent)
+        if arriving is not None:
+            buffer.add_pending(layer, arriving)
+        return known
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
         """In the order of the K/V buffer, in a run of bands: a mask of this band's keys is kept for the others."""
@@ -131,25 +161,26 @@ class RankTokens(TokenCut):
         if layer not in buffer.masks:
             buffer.masks[layer] = of_ranks.new_ones(buffer.batch, tokens)
         kept = buffer.masks[layer][entries.slice]
-        for rows, positions in self._pieces_of(streams):
+        for rows, positions in self._pieces_of(streams, range(self.ranks.size)):
             kept[:, positions.slice] = of_ranks[:, rows.slice]
         return kept
 
-    def _pieces_of(self, streams: tuple[int, ...]) -> list[Piece]:
+    def _pieces_of(self, streams: tuple[int, ...], ranks: range) -> list[Piece]:
         """See BandTokens.pieces."""
         assert self.band is not None
-        if streams not in self._pieces:
-            self._pieces[streams] = self.band.pieces(streams, self.tokens, self.size)
-        return self._pieces[streams]
+        key = streams, ranks
+        if key not in self._pieces:
+            self._pieces[key] = self.band.pieces(streams, self.tokens, self.ranks, ranks)
+        return self._pieces[key]
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         context, lengths = self._context, self.lengths(streams)
-        ring, ulysses = context.ring, context.ulysses
-        own = context.ulysses_ranks(0, ring.index)
-        if ulysses.size > 1:
-            parts = start_gather(value, lengths[own.start : own.stop], 1, ulysses, context.traffic).wait()
-            value = torch.cat(parts, dim=1)
-        if ring.size > 1:
-            of_ring = [sum(lengths[rank] for rank in context.ulysses_ranks(0, index)) for index in range(ring.size)]
-            value = torch.cat(start_gather(value, of_ring, 1, ring, context.traffic).wait(), dim=1)
+        patch, ring = context.patch, context.ring
+        of_ring = [context.ulysses_ranks(patch.index, index) for index in range(ring.size)]
+        of_patch = [context.patch_ranks(index) for index in range(patch.size)]
+        of_ulysses = [range(rank, rank + 1) for rank in of_ring[ring.index]]
+        for axis, ranks in ((context.ulysses, of_ulysses), (ring, of_ring), (patch, of_patch)):
+            if axis.size > 1:
+                parts = [sum(lengths[rank] for rank in of_part) for of_part in ranks]
+                value = torch.cat(start_gather(value, parts, 1, axis, context.traffic).wait(), dim=1)
         return value

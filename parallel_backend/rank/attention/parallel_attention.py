@@ -14,14 +14,14 @@ from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, PAIRED, WINDOWS
 from parallel_backend.families.models.normalized_guidance import normalized
-from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
-from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
+from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 
 from .context import AttentionContext, AttentionStep
 from .gathered_heads import in_rank_order, joint_lengths
-from .kv_buffer import Arriving, Piece
+from .kv_buffer import Piece
 from .paired_attention import paired_attention
+from .patch_keys import exchange_patches
 from .ring import ring_attention
 from .sparse import Layout, SparseStep
 from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_heads
@@ -277,23 +277,10 @@ class ParallelAttention:
             # rank has a whole buffer instead.
             lengths = [step.tokens(context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
             k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
-        ranks = context.patch_ranks(patch.index)
-        arriving = None
-        if patch.size > 1:
-            lengths = [step.tokens(context.patch_ranks(index)) for index in range(patch.size)]
-            gathering = self._start_patches(step, torch.stack((k_BKhD, v_BKhD)), lengths)
-            if step.stale:
-                pieces = [step.pieces(context.patch_ranks(i)) if i != patch.index else [] for i in range(patch.size)]
-                arriving = Arriving(gathering, pieces, step.entries)
-                if not step.overlap:
-                    gathering.wait_pending()
-            else:
-                parts_2BshD = gathering.wait()
-                if context.changes is not None:
-                    buffer.held[self.layer, step.entries] = Held(context.changes, parts_2BshD)
-                k_BKhD, v_BKhD = torch.cat(parts_2BshD, dim=2)
-                ranks = range(len(step.lengths))
-        pieces_of_ranks, image = step.pieces(ranks), step.over_image
+        k_BKhD, v_BKhD, pieces_of_ranks, arriving = exchange_patches(
+            context, step, self.layer, k_BKhD, v_BKhD, step.tokens, step.pieces
+        )
+        image = step.over_image
         if self.over == CAUSAL_TEXT and step.prefix is not None and self.layer in step.prefix.layers:
             # The text has run in this micro-step: the buffer takes its keys, and has them for the rest of the run.
             k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
@@ -312,18 +299,6 @@ class ParallelAttention:
             keys = [Span(0, step.text_tokens), Span(step.text_tokens, k_BKhD.shape[1])]
             return self._attend_windows(step, q_BQhD, k_BKhD, v_BKhD, [(span, span) for span in keys], scale)
         return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, step.buffer_mask(k_BKhD.shape[1]), scale)
-
-    def _start_patches(self, step: AttentionStep, kv_2BshD: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
-        """Start to gather keys and values over the patch ranks, which have `lengths` tokens each.
-
-        Stale micro-steps send only changes, if there is a codec for them and the ranks hold values of an exact call.
-        """
-        patch, traffic = self.context.patch, self.context.traffic
-        assert step.buffer is not None
-        held = step.buffer.held.get((self.layer, step.entries)) if step.stale else None
-        if held is None or not held.fits([(*kv_2BshD.shape[:2], length, *kv_2BshD.shape[3:]) for length in lengths]):
-            return start_gather(kv_2BshD, lengths, 2, patch, traffic)
-        return held.start_gather(kv_2BshD, patch, traffic)
 
     def _attend_text(self, step: AttentionStep, q_BQhD, k_BThD, v_BThD, scale) -> torch.Tensor:
         """Text tokens attend to the whole text up to their ends."""

@@ -10,6 +10,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core import kitchen
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.own_class import OwnBlock
+from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
@@ -38,11 +39,11 @@ class OwnLink:
         self._link.send(tensor, overlap=True)
 
 
-def cut_over_sequence(model: nn.Module, context: AttentionContext) -> None:
-    """The blocks of a model of build_own_stage compute this rank's tokens, of those of its ring and Ulysses ranks, and in a
-    run of bands those of the band."""
+def cut_over_sequence(model: nn.Module, context: AttentionContext, ranks: SequenceCut) -> None:
+    """The blocks of a model of build_own_stage compute this rank's tokens, of those of all `ranks`, and in a run of bands
+    those of the band."""
     stage: StageBlocks = vars(model)[STAGE]
-    stage.tokens = RankTokens(stage.blocks, context)
+    stage.tokens = RankTokens(stage.blocks, context, ranks)
 
 
 def build_own_stage(

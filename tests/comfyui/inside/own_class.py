@@ -124,6 +124,13 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
             return difference(expected, sampled(model)) / float(expected.abs().max())
 
         results.case(f"{name}, PipeFusion, {case}", in_patches)
+    for case, warmup_steps in (("all warm-up", 1000), ("one warm-up step", 1)):
+
+        def displaced(warmup_steps=warmup_steps) -> float:
+            config = sequence(patch_mode="displaced", patch=2, patch_warmup_steps=warmup_steps)
+            return difference(expected, sampled(parallel(file, pipe=1, config=config))) / float(expected.abs().max())
+
+        results.case(f"{name}, displaced patches, {case}", displaced)
     for mode in ("auto", "split batch", "tensor", "ulysses"):
         results.case(
             f"{name}, Parallelize Model, {mode}",

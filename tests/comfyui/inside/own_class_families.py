@@ -13,6 +13,7 @@ MODES = {
     "tensor": {"pipe": 1, "tensor": 2},
     "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
     "ring": {"pipe": 1, "config": sequence(ring=2)},
+    "tensor and ring": {"pipe": 1, "tensor": 2, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ring=2)},
 }
 LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
 
@@ -21,10 +22,18 @@ def no_family(path, _conversion):
     raise LOADER.UnknownModel(f"model_name: {path.name} is taken by no family")
 
 
-def by_own_class(mode: str, file: str):
-    """The MODEL of a file by ComfyUI's own class in one of MODES, as if no family took the file."""
+def by_own_class(load, *arguments, **named):
+    """What `load` gives for a file by ComfyUI's own class, as if no family took the file."""
     with patch.object(LOADER, "open_checkpoint", no_family):
-        return parallel(file, **MODES[mode])
+        return load(*arguments, **named)
+
+
+def pipefusion(file: str, warmup_steps: int):
+    return node("ApplyPipeFusion", parallel(file), 2, warmup_steps, True)
+
+
+def displaced(file: str, warmup_steps: int):
+    return parallel(file, pipe=1, config=sequence(patch_mode="displaced", patch=2, patch_warmup_steps=warmup_steps))
 
 
 def main(results: Results, names: list[str]) -> None:
@@ -40,17 +49,17 @@ def main(results: Results, names: list[str]) -> None:
                 return {"share": max(difference(part, own) / float(part.abs().max()) for part, own in pairs)}
 
             def compare(mode: str, name=name, expected=expected, shares=shares) -> dict:
-                return shares(by_own_class(mode, f"{name}.safetensors"), expected)
+                return shares(by_own_class(parallel, f"{name}.safetensors", **MODES[mode]), expected)
 
-            def in_patches(warmup_steps: int, name=name, expected=expected, shares=shares) -> dict:
+            def in_patches(load, warmup_steps: int, name=name, expected=expected, shares=shares) -> dict:
                 """Beside the native model if all steps are exact, and beside the family if one is."""
-                model = node("ApplyPipeFusion", by_own_class("stages", f"{name}.safetensors"), 2, warmup_steps, True)
+                file = f"{name}.safetensors"
                 if warmup_steps == 1:
-                    family = node("ApplyPipeFusion", parallel(f"{name}.safetensors"), 2, warmup_steps, True)
-                    expected = sample(family, name)
-                return shares(model, expected)
+                    expected = sample(load(file, warmup_steps), name)
+                return shares(by_own_class(load, file, warmup_steps), expected)
 
             for mode in MODES:
                 results.case(f"{name}, {mode}", partial(compare, mode))
-            results.case(f"{name}, PipeFusion, all steps exact", partial(in_patches, 1000))
-            results.case(f"{name}, PipeFusion beside the family", partial(in_patches, 1))
+            for kind, load in {"PipeFusion": pipefusion, "displaced patches": displaced}.items():
+                results.case(f"{name}, {kind}, all steps exact", partial(in_patches, load, 1000))
+                results.case(f"{name}, {kind} beside the family", partial(in_patches, load, 1))
