@@ -25,6 +25,8 @@ class OwnSlice:
     """Numbers of the streams whose tokens it has, one behind the other."""
     enters: bool
     """It is the stream itself: cut in the first block that gets it, and local from there on."""
+    axes: int = 1
+    """Axes of tokens, from `axis` on. Of frames, rows and columns: a part of the tokens then has one frame and one row."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ SEQUENCE = (
         ("PoolsBatch", STAGES[3:]),
         ("Tokens", SEQUENCE),
         ("Crossed", SEQUENCE[:1]),
+        ("OnAxes", SEQUENCE[1:5]),
         ("SharedKeys", SEQUENCE[:1]),
         ("TwoStreams", SEQUENCE[1:5:3]),
         ("PictureFirst", SEQUENCE[:1]),
@@ -129,6 +130,7 @@ DISPLACED = tuple(
     [
         ("Tokens", "rows", BANDS),
         ("Tokens", "frames", BANDS[:1]),
+        ("OnAxes", "rows", (*BANDS[::2], DISPLACED[0])),
         ("Crossed", "rows", BANDS[:1]),
         ("SharedKeys", "rows", BANDS[2:3]),
         ("TwoRows", "rows", BANDS[:1]),

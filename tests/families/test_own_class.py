@@ -76,7 +76,7 @@ def test_what_stages_would_get_wrong_is_not_proven(name, why):
     assert trial(own(name), call(), TIMES).stages.startswith(why)
 
 
-CUT = "Tokens SharedKeys Crossed TwoStreams PictureFirst CountsWordsBetween MasksKeys OwnBlocksFirst"
+CUT = "Tokens SharedKeys Crossed TwoStreams PictureFirst CountsWordsBetween MasksKeys OwnBlocksFirst OnAxes"
 
 
 @pytest.mark.parametrize("name", CUT.split())
@@ -105,6 +105,11 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
         ("AttendsTwiceLate", "blocks.1 attends to other values where its tokens are cut"),
         ("TwiceInBlockLate", "blocks.0 attends more often than in the trial"),
         ("ReadsAllTokens", "cut tokens give another result"),
+        ("PlacesBetween", "it does not run where its tokens are cut"),
+        ("NextColumn", "blocks.1 attends to other values where its tokens are cut"),
+        ("PoolsEachFrame", "blocks.1 attends to other values where its tokens are cut"),
+        ("CountsFrames", "blocks.1 attends to other values where its tokens are cut"),
+        ("TimePerFrame", "blocks.0 returns other values than in the trial"),
     ],
 )
 def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):

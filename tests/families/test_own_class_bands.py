@@ -38,6 +38,8 @@ ALONE = OwnLatent(stream=0, before=False, patch=(1, 1, 1), words=False, pads=Tru
         ("Tokens", ALONE),
         ("SharedKeys", ALONE),
         ("Crossed", ALONE),
+        ("OnAxes", ALONE),
+        ("BatchBehind", ALONE),
         ("SkipsToOutput", ALONE),
         ("MasksKeys", ALONE),
         ("MasksAll", ALONE),

@@ -24,6 +24,7 @@ from parallel_backend.families.base.patching import Patching
 from .band_tokens import ONE, BandTokens
 from .call_form import LATENTS
 from .token_cut import Arguments, tensor_places
+from .token_rows import in_rows
 from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, WholeRun
 from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven, first_line
@@ -138,7 +139,7 @@ class _Prologue(WholeRun):
         places = tensor_places(leaves)
         for cut in self.blocks[number].slices:
             if cut.enters:
-                self.streams.setdefault(cut.streams[0], leaves[places[cut.tensor]].clone())
+                self.streams.setdefault(cut.streams[0], in_rows(leaves[places[cut.tensor]], cut).clone())
         if self._coming_streams <= set(self.streams):
             raise _HasEntered
         return super().enter(number, args, kwargs)

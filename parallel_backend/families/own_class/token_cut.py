@@ -20,6 +20,7 @@ from parallel_backend.core.spans import Span
 
 from .attention_calls import AttentionCall, attention_call
 from .band_tokens import BandTokens, Pick, numbers, shift
+from .token_rows import TokenAxes, in_rows, token_count
 from .unproven import Unproven
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,6 +59,7 @@ class TokenCut(ABC):
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""
         self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
+        self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
 
     @abstractmethod
@@ -77,6 +79,7 @@ class TokenCut(ABC):
         """A call begins."""
         self.tokens.clear()
         self._picks.clear()
+        self._axes.clear()
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of block `number`, with this rank's tokens."""
@@ -88,7 +91,9 @@ class TokenCut(ABC):
             if cut.enters:
                 if cut.streams[0] in self.tokens:
                     continue
-                self.tokens[cut.streams[0]] = tensor.shape[cut.axis]
+                self.tokens[cut.streams[0]] = token_count(tensor.shape, cut)
+                if cut.axes > 1:
+                    self._axes[tensor.ndim] = TokenAxes(cut, tensor.shape[cut.axis : cut.axis + cut.axes])
                 # A copy: the class may write into the stream, and read the whole one behind its blocks.
                 leaves[places[cut.tensor]] = self.part(tensor, cut).clone()
             else:
@@ -98,13 +103,23 @@ class TokenCut(ABC):
     def part(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
         """This rank's tokens of a tensor with all of them. Unproven if it has another number."""
         tokens = sum(self.tokens[stream] for stream in cut.streams)
-        if tensor.shape[cut.axis] != tokens:
-            raise Unproven(f"an argument of {self.block.name} has {tensor.shape[cut.axis]} rows, not {tokens}")
+        if token_count(tensor.shape, cut) != tokens:
+            raise Unproven(f"an argument of {self.block.name} has {token_count(tensor.shape, cut)} rows, not {tokens}")
+        tensor = tensor.flatten(cut.axis, cut.axis + cut.axes - 1)
         parts = [
             tensor.narrow(cut.axis, pick.start, len(pick)) if isinstance(pick, Span) else tensor.index_select(cut.axis, pick)
             for pick in self.picks(cut.streams, self.index)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
+        return part if cut.axes == 1 else part.unflatten(cut.axis, (*(1,) * (cut.axes - 1), -1))
+
+    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] of a value that has its tokens as the stream that entered has them."""
+        return in_rows(value, self._axes[value.ndim].cut) if value.ndim in self._axes else value
+
+    def of_rows(self, rows_BSD: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """As `like` has its tokens."""
+        return self._axes[like.ndim].of_rows(rows_BSD) if like.ndim in self._axes else rows_BSD
 
     @property
     def block(self) -> OwnBlock:
@@ -180,7 +195,7 @@ class TokenCut(ABC):
         """What the last block returns, with all ranks' tokens."""
         values = (out,) if isinstance(out, torch.Tensor) else out
         whole = [
-            None if value is None else self.whole(value, streams)
+            None if value is None else self.of_rows(self.whole(self.rows_of(value), streams), value)
             for value, streams in zip(values, self.blocks[-1].leaving, strict=True)
         ]
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)

@@ -7,6 +7,7 @@ returns.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from .band_tokens import ONE
 from .noted_attention import Noted
 from .stages import StageBlocks
 from .token_cut import Arguments, TokenCut, by_place, tensor_places
+from .token_rows import token_axes, token_count
 from .tried_calls import Call, distance, drawn, smaller, words_of
 from .unproven import Unproven, first_line
 
@@ -123,14 +125,16 @@ class HeldAgainst(TokenCut):
 
     def leave(self, out: Any) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
+        whole: list[torch.Tensor | None] = []
         for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True):
-            if of_whole is not None and not is_part(value, of_whole, self.own_rows(streams)):
+            if of_whole is None:
+                whole.append(None)
+                continue
+            own, of_all = self.rows_of(value), self.rows_of(of_whole)
+            if not is_part(own, of_all, self.own_rows(streams)):
                 raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
-        whole = tuple(
-            None if of_whole is None else self._left(value, self.left_by_all(value, of_whole, streams), streams)
-            for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True)
-        )
-        return whole[0] if isinstance(out, torch.Tensor) else whole
+            whole.append(self.of_rows(self._left(own, self.left_by_all(own, of_all, streams), streams), value))
+        return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """All tokens of a value that leaves the last block, as far as the ranks of this call have them."""
@@ -173,10 +177,11 @@ class Learning(HeldAgainst):
         super().__init__(bare, RANKS - 1, whole)
         self._another, self._order = another, order
         self._of_another: dict[int, int] = {}  # tokens of each stream there
+        self._entered: dict[tuple[Any, Any], OwnSlice] = {}  # by its shapes in both: the last stream of them
 
     def begin(self) -> None:
         super().begin()
-        self._of_another.clear()
+        self._of_another, self._entered = {}, {}
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.number = number
@@ -193,27 +198,31 @@ class Learning(HeldAgainst):
             if tensor.shape != shape:
                 continue  # made of tokens that are cut already
             if id(tensor) in of_streams:
-                if tensor.ndim != 3:
-                    raise Unproven(f"the tokens of {block.name} are not rows of [batch, tokens, width]")
                 of_streams.discard(id(tensor))
                 stream = len(self.tokens) + len(entering)
-                self._of_another[stream] = other[1]
-                entering.append(OwnSlice(at, 1, (stream,), True))
+                axis, axes = token_axes(shape, other, len(self._noted.result))
+                entering.append(OwnSlice(at, axis, (stream,), True, axes))
+                self._entered[shape, other] = entering[-1]
+                self._of_another[stream] = token_count(other, entering[-1])
             else:
                 tables.append(at)
-        known = self.tokens | {cut.streams[0]: shapes[cut.tensor][1] for cut in entering}
+        known = self.tokens | {cut.streams[0]: token_count(shapes[cut.tensor], cut) for cut in entering}
         cuts = entering + [cut for at in tables if (cut := self._table(at, shapes[at], others[at], known))]
         self.blocks[number] = replace(block, slices=tuple(cuts))
         return super().enter(number, args, kwargs)
 
-    def _table(self, at: int, shape: Sequence[int], other: Sequence[int], known: Mapping[int, int]) -> OwnSlice | None:
+    def _table(self, at: int, shape: torch.Size, other: torch.Size, known: Mapping[int, int]) -> OwnSlice | None:
         """The cut of a tensor that has a row for each token of a stream, or of all in order. None: it has not."""
+        if (like := self._entered.get((shape, other))) is not None:
+            return replace(like, tensor=at, enters=False)
         whole = tuple(stream for stream in self._order if stream in known)
         for streams in dict.fromkeys([*((stream,) for stream in known), whole]):
             sizes = sum(known[stream] for stream in streams), sum(self._of_another[stream] for stream in streams)
-            axes = [axis for axis, pair in enumerate(zip(shape, other, strict=True)) if pair == sizes]
-            if len(axes) == 1 and sizes[0] > 1:
-                return OwnSlice(at, axes[0], streams, False)
+            for axes in dict.fromkeys((1, len(shape) - 2)):
+                cuts = [OwnSlice(at, axis, streams, False, axes) for axis in range(len(shape) - axes + 1)]
+                found = [cut for cut in cuts if (token_count(shape, cut), token_count(other, cut)) == sizes]
+                if len(found) == 1 and sizes[0] > 1:
+                    return found[0]
         return None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -254,7 +263,7 @@ class Learning(HeldAgainst):
     def leave(self, out: Any) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
         leaving = [
-            () if of_whole is None else self._streams(value, of_whole)
+            () if of_whole is None else self._streams(self.rows_of(value), self.rows_of(of_whole))
             for value, of_whole in zip(values, self._noted.outputs, strict=True)
         ]
         if any(streams is None for streams in leaving):
@@ -353,7 +362,7 @@ class Runs:
             shapes = self.noted(drawn(call, 1)).shapes[0]
         except Unproven:
             return 0
-        return max((shape[1] for shape in shapes if len(shape) == 3), default=0)
+        return max((math.prod(shape[:-1]) // len(call.x) for shape in shapes if len(shape) > 2), default=0)
 
     def run(self, call: Call, cut: TokenCut) -> Any:
         stage = StageBlocks(self._model, self._blocks, Span(0, len(self._blocks)), None, cut)
