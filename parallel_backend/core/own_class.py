@@ -3,12 +3,15 @@
 The nodes fill it in. Nothing in this package names ComfyUI: a rank imports the module that it is told, below ROOT alone.
 """
 
+import math
 from dataclasses import dataclass
 
 ROOT = "comfy.ldm."
 """Beginning of the names of modules that a rank imports for the sake of a class."""
 MANY = 1 << 6
 """As many heads as a degree may be."""
+HEAD_SIZE = 64
+"""For which every attention kernel is tried if no trial has shown any head."""
 DTYPE = "torch dtype "
 """Beginning of an argument that is a dtype of torch, before its name."""
 
@@ -37,6 +40,8 @@ class OwnAttention:
     keys: tuple[int, ...]
     """Streams whose tokens they are, in order. Empty keys: every rank has them all, and nothing is exchanged."""
     heads: int
+    """Of queries. Keys that several of them share are repeated."""
+    head_size: int
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,24 @@ class OwnClass:
     @property
     def heads(self) -> int:
         """Fewest heads of a call of attention that sequence ranks share out. MANY where no trial has shown any."""
-        calls = [call for block in self.blocks for call in block.attention]
-        return min((call.heads for call in calls if call.keys), default=MANY)
+        return min((call.heads for call in self._shared_calls), default=MANY)
+
+    @property
+    def head_size(self) -> int:
+        """Channels of each of `heads` in the widest of these calls. HEAD_SIZE if there are none."""
+        widths = [call.heads * call.head_size for call in self._shared_calls]
+        return math.ceil(max(widths) / self.heads) if widths else HEAD_SIZE
+
+    @property
+    def joint(self) -> bool:
+        """Other tokens than the latent's run through the blocks, as far as a trial has shown."""
+        if self.latent is not None:
+            return self.latent.words
+        return any(sum(map(bool, block.returns)) > 1 for block in self.blocks)
+
+    @property
+    def _shared_calls(self) -> list[OwnAttention]:
+        return [call for block in self.blocks for call in block.attention if call.keys]
 
     def lists(self) -> dict[str, list[str]]:
         """List of blocks -> the blocks' names in it, in the order in which they run."""

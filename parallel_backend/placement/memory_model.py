@@ -235,10 +235,15 @@ def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordin
 def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
     """`step_tokens` of the rank's share of the batch."""
     entries = request.entries_on(degrees, at)
-    text = request.text if sizes.joint else request.padding
+    text = _text(sizes, request)
     stages = 1 if request.together else degrees.pipe
     bands = request.bands if request.kept else 1
     return step_tokens(request.image, request.grid[request.band_dim], text, entries, stages, bands)
+
+
+def _text(sizes: ModelSizes, request: Request) -> int:
+    """Tokens that run through the blocks beside the image's."""
+    return request.text if sizes.joint else request.padding
 
 
 def _states(sizes: ModelSizes, degrees: Degrees, span: Span) -> float:
@@ -256,8 +261,12 @@ def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, 
     whole, band = _step_tokens(sizes, degrees, at, request)
     token_bytes = sizes.token_bytes
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
+    part = max(whole, band) / degrees.sequence
     states = _states(sizes, degrees, span) + (TIMED[sizes.joint] if request.timed else 0)
-    estimate = round(states * (max(whole, band) / degrees.sequence) * token_bytes) + sizes.expanded // degrees.tensor
+    estimate = round(states * part * token_bytes) + sizes.expanded // degrees.tensor
+    tokens = whole if whole == band else entries * (request.image + _text(sizes, request))
+    if part < tokens:
+        estimate += sizes.whole_states * tokens * token_bytes
     if request.kept and request.bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
         estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)
     return math.floor(least), estimate

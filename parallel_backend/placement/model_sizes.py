@@ -13,7 +13,6 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import JOINT, PAIRED, WINDOWS
 from parallel_backend.families.base.tensor_plan import cut_of, cut_outside, gathered_plan
 
 from .traced_states import TRACED, TracedStates
@@ -59,6 +58,8 @@ class ModelSizes:
     """For each block, the number of its block list. Empty: all are of one."""
     gathered: tuple[int, ...] = ()
     """Of `block_bytes`, the layers that Ulysses ranks share where they gather hidden states. Empty: they cannot."""
+    whole_states: int = 0
+    """See families.base.blocks.Blocks."""
 
     @property
     def weight_bytes(self) -> int:
@@ -128,36 +129,20 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family, config = checkpoint.family, checkpoint.config
     lists = block_lists(checkpoint)
-    parts = [target.split(".") for target in checkpoint.key_map]
-    modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
-
-    def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
-        kinds = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
-        # Keys of WINDOWS are those of JOINT; PAIRED keeps the keys of two streams.
-        kept = {WINDOWS: (JOINT,), PAIRED: (JOINT, JOINT)}
-        return tuple(tokens for kind in kinds for tokens in kept.get(kind, (kind,)))
-
-    attention, prologue = [], []
-    for spec in family.blocks.lists:
-        indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
-        by_block = [layers(f"{spec.name}.{index}", dict(spec.attention)) for index in indices]
-        if spec.prologue:
-            prologue += [tokens for block in by_block for tokens in block]
-        else:
-            attention += by_block
+    attention, prologue = family.blocks.attention(checkpoint.key_map)
     on_gpus, text_hidden = "cuda" in device, family.sizes.text_hidden(config)
     computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
         ends_bytes(checkpoint, dtype),
-        tuple(attention),
-        tuple(prologue),
+        attention,
+        prologue,
         family.sizes.heads(config),
         family.sizes.key_heads(config),
         family.sizes.head_size(config),
         family.sizes.hidden(config),
         computed,
-        joint_text(checkpoint),
+        family.blocks.joint,
         computed * _largest_packed(checkpoint, dtype),
         on_gpus,
         checkpoint.tensor_degrees,
@@ -166,6 +151,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         traced=TRACED.get((family.name, family.sizes.hidden(config))),
         lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
         gathered=_gathered_bytes(checkpoint, lists, dtype),
+        whole_states=family.blocks.whole_states,
     )
 
 
@@ -199,11 +185,6 @@ def block_bytes(
         if (place := checkpoint.family.blocks.place(target)) is not None:
             sizes[place] += checkpoint.nbytes(target, dtype) // tensor
     return list(sizes.values())
-
-
-def joint_text(checkpoint: Checkpoint) -> bool:
-    """Whether text tokens run through the blocks with the image's."""
-    return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.blocks.lists if not spec.prologue)
 
 
 def _is_cut(checkpoint: Checkpoint, target: str) -> bool:

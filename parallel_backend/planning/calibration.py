@@ -13,7 +13,7 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.placement.balance import without_noise
 from parallel_backend.placement.gpu_overheads import context_bytes
 from parallel_backend.placement.links import SIZES
-from parallel_backend.placement.model_sizes import block_lists, joint_text
+from parallel_backend.placement.model_sizes import block_lists
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, DeviceMemoryReport, Probe, Probed, ReadMemory
@@ -78,7 +78,7 @@ def calibration_of(
 ) -> Calibration:
     """The ranks' measurements as a calibration. A GPU counts with all of its memory, as its free memory may change."""
     pairs = pairs_of(checkpoint.family.sizes.hidden(checkpoint.config))
-    text = PROBE_TEXT if joint_text(checkpoint) else 0
+    text = PROBE_TEXT if checkpoint.family.blocks.joint else 0
     tokens = [count * PROBE_COLUMNS + text for count in rows]
     costs = tuple(
         DeviceCost(

@@ -1,7 +1,7 @@
 """The blocks of a model: their lists, the modules around them, and which blocks a pipeline stage has."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,6 +171,40 @@ class Blocks:
 
     native_patches: tuple[str, ...] = ()
     """Patches of other nodes that ComfyUI's native model runs ("attn1_patch"). It ignores others."""
+
+    whole_states: int = 0
+    """Hidden states of all of a call's tokens that a rank has at once outside of blocks in which it computes a part of them.
+    0: it has no other tokens than its part."""
+
+    @property
+    def joint(self) -> bool:
+        """Text tokens run through the blocks with the image's."""
+        return any(spec.joined or "text" in spec.returns for spec in self.lists if not spec.prologue)
+
+    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+        """For each block, the tokens that each of its attention layers is over; the same for all prologue lists together.
+
+        `targets`: names of the model's parameters.
+        """
+        parts = [target.split(".") for target in targets]
+        modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
+        # Keys of WINDOWS are those of JOINT; PAIRED keeps the keys of two streams.
+        kept = {WINDOWS: (JOINT,), PAIRED: (JOINT, JOINT)}
+
+        def layers(name: str, over: Mapping[str, str]) -> tuple[str, ...]:
+            kinds = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
+            return tuple(tokens for kind in kinds for tokens in kept.get(kind, (kind,)))
+
+        numbered: list[tuple[str, ...]] = []
+        prologue: list[str] = []
+        for spec in self.lists:
+            indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
+            by_block = [layers(f"{spec.name}.{index}", spec.attention) for index in indices]
+            if spec.prologue:
+                prologue += [tokens for block in by_block for tokens in block]
+            else:
+                numbered += by_block
+        return tuple(numbered), tuple(prologue)
 
     @property
     def can_gather(self) -> bool:

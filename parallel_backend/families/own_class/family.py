@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.own_class import OwnAttention, OwnClass, OwnLatent
 from parallel_backend.core.token_order import class_order
-from parallel_backend.families.base.blocks import Blocks
+from parallel_backend.families.base.blocks import IMAGE, JOINT, TEXT, Blocks
 from parallel_backend.families.base.family import Family, Forward, Inputs, Sizes
 from parallel_backend.families.base.file_layout import FileLayout, Source
 from parallel_backend.families.base.patching import Patching
@@ -28,6 +28,8 @@ from .stages import StageBlocks
 NAME = "ComfyUI's own class"
 CLASS_ORDER = "class order"
 """Key of StepInputs.kept."""
+WHOLE_STATES = 3
+"""Blocks.whole_states: what enters the blocks, or what leaves them while the class norms and modulates it."""
 STAGE = "parallel_dit_stage"
 """Attribute of a rank's model that has its StageBlocks."""
 
@@ -38,6 +40,27 @@ class OwnBlocks(Blocks):
 
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Block's name -> (its list, its number in it)."""
+
+    own: OwnClass = field(kw_only=True)
+
+    @property
+    def joint(self) -> bool:
+        return self.own.joint
+
+    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+        """As Blocks.attention: of calls whose tokens are cut, since the others keep no keys. A stream beside the latent's is
+        counted with the length of the text."""
+        cuts = [cut for block in self.own.blocks for cut in block.slices if cut.enters]
+        alone = len({cut.streams for cut in cuts}) == 1
+
+        def over(call: OwnAttention, latent: OwnLatent) -> str:
+            if latent.stream not in call.keys:
+                return TEXT
+            return JOINT if len(call.keys) > 1 or (latent.words and alone) else IMAGE
+
+        if (latent := self.own.latent) is None:  # no run keeps keys
+            return ((),) * len(self.own.blocks), ()
+        return tuple(tuple(over(call, latent) for call in block.attention if call.keys) for block in self.own.blocks), ()
 
     def place(self, target: str) -> tuple[str, int] | None:
         parts = target.split(".")
@@ -133,17 +156,19 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             configure=lambda _shapes: {},
             key_map=lambda _config: {name: Source(keys.get(name, name)) for name in names},
         ),
-        blocks=OwnBlocks(lists=(), counts=lambda _config: dict(counts), epilogue=(), places=places),
+        blocks=OwnBlocks(
+            lists=(), counts=lambda _config: dict(counts), epilogue=(), whole_states=WHOLE_STATES, places=places, own=own
+        ),
         sizes=Sizes(
             latent_channels=lambda _config: 1,
             hidden=lambda _config: max(set(widths), key=widths.count, default=1),
             heads=lambda _config: own.heads,
-            head_size=lambda _config: 64,
+            head_size=lambda _config: own.head_size,
         ),
         inputs=OwnInputs(
             conditioning=no_conditioning,
             example=lambda _config, text_tokens: {"context": torch.empty(1, text_tokens, 1)},
-            words=own.latent is not None and own.latent.words,
+            words=own.joint,
         ),
         forward=OwnForward(arguments=lambda _step, _config: {}, exact=exact),
         tensor_plan={f"{block.name}.{cut.layer}": {"": layer_cut(cut)} for block in own.blocks for cut in block.cuts},
