@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.call import ModelCall
@@ -70,6 +71,10 @@ SEQUENCE = (
         ("JoinsFeedForward", TENSOR[::2]),
         ("NormsAllHeads", TENSOR[1:3] + PRODUCTS[:1]),
         ("TwoStreams", PRODUCTS),
+        ("ThisMonths", (STAGES[2], SEQUENCE[4], PRODUCTS[0])),
+        pytest.param(
+            "ThisMonths", (STAGES[4], *SEQUENCE[1:4], SEQUENCE[5], *TENSOR[::2], PRODUCTS[1]), marks=pytest.mark.full
+        ),
         ("SharedKeys", TENSOR[:1]),
     ],
 )
@@ -77,7 +82,8 @@ def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees,
     own, given, path, whole = saved(name, tmp_path)
     proofs = {degree: trial(own, given, (900.0, 1.0), tensor=degree) for degree in {mode.tensor for mode in modes}}
     call = call_of(given, bool(next(iter(proofs.values())).batch))
-    of_blocks = 4 * sum(parameter.numel() for parameter in build(own).blocks.parameters())
+    lists = [each for each in build(own).children() if isinstance(each, nn.ModuleList)]
+    of_blocks = 4 * sum(parameter.numel() for blocks in lists for parameter in blocks.parameters())
 
     def on(degrees: Degrees):
         def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
@@ -142,6 +148,8 @@ DISPLACED = tuple(
         ("PictureFirst", "rows", BANDS[2:]),
         ("CountsWordsBetween", "rows", BANDS[2:]),
         ("PacksQueries", "rows", (*TENSOR_BANDS, DISPLACED[4])),
+        ("ThisMonths", "rows", (*TENSOR_BANDS, DISPLACED[4])),
+        pytest.param("ThisMonths", "rows", (*BANDS[::2], BANDS[3], *DISPLACED[:4]), marks=pytest.mark.full),
         ("Tokens", "frames", DISPLACED[:4]),
         ("SharedKeys", "rows", DISPLACED[2:4]),
         ("MasksKeys", "rows", DISPLACED[1:4]),
@@ -180,7 +188,7 @@ def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[D
             stats = model.close_run(bands.run, nothing)
             counted = [need.buffers for need in needs]
             held = [rank.buffer_bytes for rank in stats]
-            if name == "FillsUp":  # only the class knows by how many tokens
+            if name in ("FillsUp", "ThisMonths"):  # only the class knows by how many tokens: it fills up, or has registers
                 assert sum(held) > sum(counted)
             else:
                 assert held == counted

@@ -9,7 +9,15 @@ from unittest import mock
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.own_class.building import imported
 from parallel_backend.families.own_class.family import own_class_family
-from tests.families import planted_axes, planted_bands, planted_classes, planted_features, planted_forms, planted_tokens
+from tests.families import (
+    planted_axes,
+    planted_bands,
+    planted_classes,
+    planted_features,
+    planted_forms,
+    planted_new,
+    planted_tokens,
+)
 
 MODULES = {
     "comfy.ldm.planted": planted_classes,
@@ -17,6 +25,7 @@ MODULES = {
     "comfy.ldm.planted_forms": planted_forms,
     "comfy.ldm.planted_axes": planted_axes,
     "comfy.ldm.planted_bands": planted_bands,
+    "comfy.ldm.planted_new": planted_new,
     "comfy.ldm.planted_features": planted_features,
 }
 
