@@ -109,9 +109,9 @@ class ParallelizeModel:
         if ours is None:
             give_back_memory(model, source.path)
         if degrees is not None:
-            own = parallel.model.diffusion_model.setup.own_class
-            if degrees.pipe > 1 and own is None and not has_pipefusion(parallel):
-                parallel, _ = apply_pipefusion(parallel, 0, 1, True, True)
+            # auto is exact, and takes stages for ComfyUI's own class alone.
+            if degrees.pipe > 1 and mode != AUTO and not has_pipefusion(parallel):
+                parallel, _ = apply_pipefusion(parallel, 0, 1, True, True, is_asked=False)
             devices = ", ".join(parallel.model.diffusion_model.setup.devices)
             lines = left_over_line(parallel.model.diffusion_model.checkpoint), f"Parallel DiT: {degrees} on {devices}"
             say("\n".join(filter(None, lines)))

@@ -247,8 +247,9 @@ class OwnClassModel(RemoteDiffusionModel):
         tried = Call(x, timestep, named, rest)
         proof = self._proven(tried) if band is None else self._of_band(tried, sizes, tensors)
         if PROVE_KEY in options:
-            self._check_bands(proof)
             assert self.run.whole_calls is not None
+            if proof.latent is None:
+                self.run.unproven_bands = proof.bands
             self.run.whole_calls.add(shapes(tensors))
             return torch.zeros_like(x)
         if proof.options:
@@ -282,22 +283,22 @@ class OwnClassModel(RemoteDiffusionModel):
             cache.see((x,), options)
         return cache.may_forecast(options)
 
-    def prove_bands(self, run: Callable[[dict[str, Any]], Any]) -> None:
-        """Have bands proven for a run before its model is loaded. `run` makes the calls of a step with these entries of
-        transformer_options, which get zeros. ValueError, with the reason, if bands are not proven."""
-        self.run.whole_calls = set()
-        run({PROVE_KEY: True})
+    def prove_bands(self, run: Callable[[dict[str, Any]], Any]) -> str:
+        """Have bands tried for a run before its model is loaded: why they are not proven. Empty: they are.
 
-    def _check_bands(self, proof: Proof) -> None:
-        """ValueError if bands are not proven."""
-        if proof.latent is not None:
-            return
+        `run` makes the calls of a step with these entries of transformer_options, which get zeros.
+        """
+        self.run.whole_calls, self.run.unproven_bands = set(), ""
+        run({PROVE_KEY: True})
+        return self.run.unproven_bands
+
+    def without_bands(self, reason: str) -> str:
+        """The refusal of bands that the user has asked for."""
         name = self.checkpoint.path.name
         if self.setup.degrees.displaced:
-            raise ValueError(f"patch_degree: {name} cannot run in displaced patches: {proof.bands}. Set it to 1.")
-        raise ValueError(
-            f"model: {name} cannot run in PipeFusion's patches: {proof.bands}. Leave Apply PipeFusion out, and it runs by "
-            "stages."
+            return f"patch_degree: {name} cannot run in displaced patches: {reason}. Set it to 1."
+        return (
+            f"model: {name} cannot run in PipeFusion's patches: {reason}. Leave Apply PipeFusion out, and it runs by stages."
         )
 
     def _of_band(self, call: Call, sizes: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Proof:

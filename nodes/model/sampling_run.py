@@ -76,6 +76,8 @@ class SamplingRun:
     """Of the sampler, as the last of them told. 0: it did not."""
     whole_calls: set[Any] | None = None
     """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes). None: no bands."""
+    unproven_bands: str = ""
+    """Why bands of those calls are not proven. Empty: they are."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
     second_try: SecondTry = field(init=False)

@@ -44,21 +44,22 @@ from .noise import whole_noise
 WRAPPER_KEY = "parallel_dit_pipefusion"
 
 
-def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
-    """A clone of the MODEL with PipeFusion, and the wrapper that runs it."""
+def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked=True):
+    """A clone of the MODEL with PipeFusion, and the wrapper that runs it. `is_asked`: see PipeFusion."""
     setup = remote_stub(model).setup
     if setup.degrees.pipe == 1 and not setup.degrees.displaced:
         check_has_family(setup, "with a pipefusion_degree of 1 PipeFusion works for", "Leave this node out.")
     patched = model.clone()
-    wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
+    wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked)
     kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
     patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
     patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     return patched, wrapper
 
 
-def prove(sampling: Sampling, stub: OwnClassModel) -> None:
-    """Have bands of ComfyUI's own class proven for the calls of this run, before its ranks load it."""
+def prove(sampling: Sampling, stub: OwnClassModel) -> str:
+    """Have bands of ComfyUI's own class tried for the calls of this run, before its ranks load it: why they are not proven.
+    Empty: they are."""
 
     def run(entries: dict[str, Any]) -> None:
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
@@ -66,7 +67,7 @@ def prove(sampling: Sampling, stub: OwnClassModel) -> None:
         conds, x = list(sampling.guider.conds.values()), sampling.noise
         comfy.samplers.calc_cond_batch(sampling.guider.inner_model, conds, x, sampling.sigmas[:1].expand(len(x)), options)
 
-    stub.prove_bands(run)
+    return stub.prove_bands(run)
 
 
 def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
@@ -120,38 +121,45 @@ class StepCallbacks:
 
 @dataclass
 class PipeFusion:
-    """ComfyUI's SAMPLER_SAMPLE wrapper, with the settings of Apply PipeFusion. `last`: report of the last run."""
+    """ComfyUI's SAMPLER_SAMPLE wrapper, with the settings of Apply PipeFusion. `last`: report of the last run.
+
+    `is_asked`: the user has asked for patches. If not, a run of a class whose patches are not proven is exact.
+    """
 
     num_pipeline_patch: int
     warmup_steps: int
     overlap: bool
     extrapolate: bool
+    is_asked: bool = True
     last: RunReport | None = field(default=None, repr=False)
 
     def __call__(self, executor, *arguments) -> torch.Tensor:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
-        stub = sampling.stub
+        stub, reason = sampling.stub, None
         if type(stub) is OwnClassModel and (stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced):
-            prove(sampling, stub)
+            reason = prove(sampling, stub) or None
+            if reason is not None and self.is_asked:
+                raise ValueError(stub.without_bands(reason))
         load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
-        return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor))
+        return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor, reason))
 
-    def _sample(self, model: RemoteTransformer, sampling: Sampling, executor) -> torch.Tensor:
-        """The samples of the whole latent. `model`: that of `sampling`, on its ranks."""
+    def _sample(self, model: RemoteTransformer, sampling: Sampling, executor, reason: str | None = None) -> torch.Tensor:
+        """The samples of the whole latent. `model`: that of `sampling`, on its ranks. `reason`: why the run has to be exact.
+        None: it has not."""
         stub = sampling.stub
         started = time.perf_counter()
-        result, run, reason, cache = None, None, None, stub.run.cache
+        result, run, cache = None, None, stub.run.cache
         stub.run.calls.clear()
         cut = self._cut(model, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))
         try:
-            if model.degrees.displaced:
+            if reason is None and model.degrees.displaced:
                 reason = why_not_displaced(sampling)
                 if reason is None:
                     result, run = self._displaced(model, cut, sampling, executor)
-            elif len(cut.rows) > 1:
+            elif reason is None and len(cut.rows) > 1:
                 reason = why_not_banded(sampling) or why_wrapped(executor)
                 if reason is None:
                     result, run = self._in_bands(model, cut, sampling)

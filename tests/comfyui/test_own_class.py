@@ -57,6 +57,12 @@ def test_pipefusion_where_a_trial_has_proven_it(found):
     assert found["cosmos, PipeFusion, one warm-up step"]["error"].startswith(begins)
 
 
+def test_parallelize_model_adds_pipefusion_where_it_is_proven(found):
+    aura, cosmos = (found[f"{model}, Parallelize Model, pipefusion"] for model in MODELS)
+    assert LIMIT < aura["share"] <= 0.1 and aura["exact since"] is None, aura
+    assert cosmos["share"] <= LIMIT and cosmos["exact since"].startswith("it does not run where its tokens are cut"), cosmos
+
+
 def test_displaced_patches_where_a_trial_has_proven_it(found):
     assert found["aura, displaced patches, all warm-up"] <= LIMIT, found["aura, displaced patches, all warm-up"]
     one = found["aura, displaced patches, one warm-up step"]

@@ -136,6 +136,14 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
             f"{name}, Parallelize Model, {mode}",
             lambda mode=mode: difference(expected, sampled(node("ParallelizeModel", native(file), 2, mode))),
         )
+
+    def pipelined() -> dict:
+        model = node("ParallelizeModel", native(file), 2, "pipefusion")
+        share = difference(expected, sampled(model)) / float(expected.abs().max())
+        (wrapper,) = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
+        return {"share": share, "exact since": wrapper.last.reason}
+
+    results.case(f"{name}, Parallelize Model, pipefusion", pipelined)
     ours = parallel(file)
 
     def twice() -> float:
