@@ -9,7 +9,7 @@ from pathlib import Path
 from parallel_backend.core.kept_file import UNREADABLE, digest, kept_path, read_kept, write_kept
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families import own_class as own_classes
-from parallel_backend.families.own_class.trial import Proof
+from parallel_backend.families.own_class.trial import NOT_TRIED, Proof
 from parallel_backend.wire.encoding import Encoding
 
 from .class_code import code_digest
@@ -27,10 +27,12 @@ def kept_proof(
     structure: str,
     prove: Callable[[], Proof],
     numbers: Mapping[str, float],
+    sizes: object = None,
 ) -> Proof:
     """The proof of calls of this structure from its file in `folder`; else `prove` finds it, and it is written there.
 
-    `numbers`: the call's numbers. A proof holds for them alone, or for all if it says so.
+    `numbers`: the call's numbers. A proof holds for them alone, or for all if it says so. `sizes`: the call's, see
+    is_of_sizes.
 
     A file holds for the class, its arguments and code, for PACKAGES and for the code of the trial. A warning is logged if
     the folder cannot be written to.
@@ -44,7 +46,8 @@ def kept_proof(
         "structure": structure,
     }
     of_these = of_all | {"numbers": repr(sorted(numbers.items()))}
-    for key in (of_all, of_these):
+    of_sizes = of_these | {"sizes": repr(sizes)}
+    for key in (of_all, of_these, of_sizes):
         path = kept_path(folder, key, NAME)
         try:
             content = read_kept(path, key, NAME)
@@ -53,13 +56,19 @@ def kept_proof(
         except (*UNREADABLE, AttributeError) as error:
             log.info("Parallel DiT: %s is no proof that can be used (%s); trying the class again", path, error)
     proof = prove()
-    key = of_all if proof.is_of_all(numbers) else of_these
+    key = of_sizes if is_of_sizes(proof) else of_all if proof.is_of_all(numbers) else of_these
     path = kept_path(folder, key, NAME)
     try:
         write_kept(path, key, NAME, encoding.encode(proof)[0].decode())
     except OSError as error:
         log.warning("Parallel DiT: the trial's result could not be kept in %s (%s)", path, error)
     return proof
+
+
+def is_of_sizes(proof: Proof) -> bool:
+    """Whether the proof is for calls of the same sizes alone: with more tokens more may be proven, as after a call for a
+    small area."""
+    return bool(proof.blocks) and any(why not in ("", NOT_TRIED) for why in (proof.sequence, proof.bands, proof.tensor))
 
 
 def _of_code(folder: Path) -> str:

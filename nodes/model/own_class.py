@@ -35,7 +35,7 @@ from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tenso
 from parallel_backend.families.own_class.call_form import in_form, unpack
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import Proof, trial
-from parallel_backend.families.own_class.tried_calls import Call, numbers_of
+from parallel_backend.families.own_class.tried_calls import Call, numbers_of, words_of
 
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
@@ -44,7 +44,7 @@ from .band import BAND_KEY, Band
 from .call_checks import check_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import RemoteDiffusionModel
-from .kept_proofs import kept_proof
+from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
 from .own_calls import is_held, near, on_host, shapes, structure
 from .own_text import OwnText
@@ -318,8 +318,12 @@ class OwnClassModel(RemoteDiffusionModel):
         bands = self.run.whole_calls is not None
         return structure(call, sizes), degrees.sequence > 1, bands, degrees.tensor
 
-    def _kept_proof(self, key: tuple[str, bool, bool, int], numbers: Mapping[str, Any]) -> Proof | None:
-        return self._proofs.get(key) or self._proofs.get((key, tuple(numbers.items())))
+    def _kept_proof(
+        self, key: tuple[str, bool, bool, int], numbers: Mapping[str, Any], sizes: tuple[int, ...] | None = None
+    ) -> Proof | None:
+        """`sizes`: see kept_proof. None: of a call whose refusal would be no help."""
+        of_numbers = key, tuple(numbers.items())
+        return self._proofs.get(key) or self._proofs.get(of_numbers) or self._proofs.get((*of_numbers, sizes))
 
     def _proven(self, call: Call) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
@@ -327,7 +331,8 @@ class OwnClassModel(RemoteDiffusionModel):
         assert own is not None
         name, degrees, numbers = self.checkpoint.path.name, self.setup.degrees, numbers_of(call)
         key = _, sequence, bands, tensor = self._key(call, tuple(call.x.shape[2:]))
-        proof = self._kept_proof(key, numbers)
+        sizes = *call.x.shape, words_of(call)
+        proof = self._kept_proof(key, numbers, sizes)
         if is_new := proof is None:
             call = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
             times = self._times()
@@ -336,8 +341,10 @@ class OwnClassModel(RemoteDiffusionModel):
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
                 return trial(own, call, times, poll, sequence, bands, tensor)
 
-            proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers)
-            self._proofs[key if proof.is_of_all(numbers) else (key, tuple(numbers.items()))] = proof
+            proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers, sizes)
+            of_numbers = key, tuple(numbers.items())
+            place = (*of_numbers, sizes) if is_of_sizes(proof) else key if proof.is_of_all(numbers) else of_numbers
+            self._proofs[place] = proof
             ways = "stages", "batch", "sequence", "bands", "tensor"
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)
             log.info("Parallel DiT: trial of %s: %s", own.name, shown)

@@ -12,6 +12,7 @@ from tests.support.planted_comfyui import planted
 
 BLOCK = OwnBlock("blocks.0", ("0", ""), False, (OwnSlice(1, 1, (0,), True),), (OwnAttention((0,), (), 4, 8),), ((0,), ()))
 PROOF = Proof((BLOCK,), "", "why not: π", "")
+SMALL, LARGE = (2, 16, 4, 4, 9), (2, 16, 64, 64, 9)
 
 CODE = {
     "ldm/new/model.py": "import comfy.ops\nfrom . import blocks\nfrom comfy.ldm import common\n",
@@ -35,14 +36,16 @@ def kept(module, tmp_path):
     """`kept(own, structure)`: the proof, and whether it was found anew."""
     kept_proof = module("model.kept_proofs").kept_proof
 
-    def find(own, structure: str = "two entries", proof: Proof = PROOF, **numbers: int) -> tuple[Proof, bool]:
+    def find(
+        own, structure: str = "two entries", proof: Proof = PROOF, sizes: object = SMALL, **numbers: int
+    ) -> tuple[Proof, bool]:
         found = []
 
         def prove() -> Proof:
             found.append(1)
             return proof
 
-        return kept_proof(tmp_path / "proofs", own, structure, prove, numbers), bool(found)
+        return kept_proof(tmp_path / "proofs", own, structure, prove, numbers, sizes), bool(found)
 
     return find
 
@@ -93,6 +96,15 @@ def test_another_number_is_tried_again_if_it_matters(kept, own, names):
     assert kept(own, proof=proof, num_tokens=40) == (proof, True)
     assert kept(own, proof=proof, num_tokens=40) == (proof, False)
     assert kept(own, proof=proof, num_tokens=41) == (proof, not names)
+
+
+@pytest.mark.parametrize("way", ["sequence", "bands", "tensor"])
+def test_a_refusal_of_a_small_call_is_none_of_a_large_one(kept, own, way):
+    refusal = dataclasses.replace(PROOF, **{way: "it lacks tokens"})
+    assert kept(own, proof=refusal) == (refusal, True)
+    assert kept(own, proof=refusal) == (refusal, False)
+    assert kept(own, sizes=LARGE) == (PROOF, True)
+    assert kept(own) == (PROOF, False)
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1]", "unproven"])

@@ -1,0 +1,81 @@
+"""What nodes do to a model does the same where ComfyUI's own class computes it on ranks, or is refused by name."""
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from testing.quantised import quantise_blocks
+from tests.comfyui.test_families import CASES, save_case
+
+pytestmark = pytest.mark.comfyui
+
+LIMIT = 5e-6
+"""Of a difference to ComfyUI's own MODEL, as a share of the latents' largest value."""
+ROUNDED = 0.02
+"""The same where inputs are rounded, and a difference of rounding becomes one of whole steps."""
+MODELS = "flux-dev", "wan-2.1-t2v", "qwen-image", "aura"
+FORMATS = {"scaled fp8": "fp8", "int8": "int8, rotated"}
+EQUAL = (
+    *("LoRA", "LoRA in bypass mode", "LoRA hooks", "LoRA hooks with keyframes", "mask of a prompt", "area of a prompt"),
+    *("rotary options", "EasyCache", "step cache, threshold 0"),
+)
+REFUSED = {
+    "attention override": "an attention kernel set on the MODEL",
+    "ControlNet": "'control' conditioning",
+    "Skip Layer Guidance": "SkipLayerGuidanceDiT (attention replacement 'dit')",
+    "NAG": "Normalized Attention Guidance (model patch 'attn1_output_patch')",
+}
+TOO_SMALL = "wan-2.1-t2v, area of a prompt, ulysses"
+"""The small video's area has too few tokens for a trial of three sequence ranks."""
+QUICK = {
+    "qwen-image": (
+        "LoRA hooks with keyframes, ulysses",
+        "mask of a prompt, ulysses",
+        "area of a prompt, stages",
+        "scaled fp8, ulysses",
+    ),
+    "aura": tuple(f"{feature}, stages" for feature in REFUSED),
+}
+"""What the default tier has of the table."""
+
+
+def cases(features, modes=("stages", "ulysses")):
+    for model in MODELS:
+        for case in (f"{feature}, {mode}" for feature in features for mode in modes):
+            if f"{model}, {case}" != TOO_SMALL:
+                marks = () if case in QUICK.get(model, ()) else pytest.mark.full
+                yield pytest.param(model, case, marks=marks, id=f"{model}, {case}")
+
+
+@pytest.fixture(scope="module")
+def found(request, inside, base):
+    """Results by "model, case", of one run of ComfyUI for what was selected."""
+    calls = [item.callspec.params for item in request.session.items if item.path == request.path]
+    wanted = {model: [call["case"] for call in calls if call["model"] == model] for model in MODELS}
+    wanted = {model: of_model for model, of_model in wanted.items() if of_model}
+    folder, files = base / "models/diffusion_models", {model: {} for model in wanted}
+    for case in (case for case in CASES if case.name in wanted):
+        save_case(case, base)
+        plain = load_file(folder / f"{case.name}.safetensors")
+        for kind, form in FORMATS.items():
+            files[case.name][kind] = f"{case.name}-{form[:4]}.safetensors"
+            save_file(quantise_blocks(plain, form)[0], folder / files[case.name][kind])
+    if "aura" in wanted:
+        files["aura"] = {"scaled fp8": "fp8-aura.safetensors"}
+    return inside.run("own_class_graphs", wanted=wanted, quantised=files)[0]
+
+
+@pytest.mark.parametrize(("model", "case"), cases(EQUAL))
+def test_a_graph_does_what_it_does_natively(found, model, case):
+    assert found[f"{model}, {case}"].get("share", 1.0) <= LIMIT, found[f"{model}, {case}"]
+
+
+@pytest.mark.parametrize(("model", "case"), cases(FORMATS, ("stages", "ulysses", "tensor")))
+def test_a_quantised_file_gives_what_it_gives_natively(found, model, case):
+    limit = ROUNDED if case.startswith("int8") else LIMIT
+    assert found[f"{model}, {case}"].get("share", 1.0) <= limit, found[f"{model}, {case}"]
+
+
+@pytest.mark.parametrize(("model", "case"), cases(REFUSED))
+def test_what_does_not_reach_the_class_is_refused_by_name(found, model, case):
+    error = found[f"{model}, {case}"]["error"]
+    assert error.startswith(f"ValueError: model: {REFUSED[case.rpartition(', ')[0]]}"), error
