@@ -17,6 +17,7 @@ from tests.families import (
     planted_forms,
     planted_new,
     planted_tokens,
+    planted_widths,
 )
 
 MODULES = {
@@ -27,6 +28,7 @@ MODULES = {
     "comfy.ldm.planted_bands": planted_bands,
     "comfy.ldm.planted_new": planted_new,
     "comfy.ldm.planted_features": planted_features,
+    "comfy.ldm.planted_widths": planted_widths,
 }
 
 

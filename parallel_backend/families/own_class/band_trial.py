@@ -47,7 +47,7 @@ def latent_of(
         return None, NESTED
     runs = Runs(model, _bare(blocks))
     try:
-        call = _even(runs.sized(actual)[0])
+        call = _even(smaller(actual, *runs.sizes(actual)[0]))
         latent = find_latent(runs, blocks, call)
         another = _odd(actual, latent)
         latent = _of_both(latent, find_latent(runs, blocks, another))
@@ -59,13 +59,15 @@ def latent_of(
     return (None, why) if why else (latent, "")
 
 
-def why_not_in_bands(model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call) -> str:
-    """Why bands are not right for calls like `actual`. Empty: they are."""
+def why_not_in_bands(
+    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, time: float | None = None
+) -> str:
+    """Why bands are not right for calls like `actual`. Empty: they are. With a `time` the trial is shorter: no NaN."""
     runs = Runs(model, _bare(blocks))
     try:
         call = _odd(actual, latent)
         _of_both(latent, find_latent(runs, blocks, call))
-        return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1)])), "")
+        return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1, time)], time is None)), "")
     except Unproven as unproven:
         return str(unproven)
 
@@ -208,12 +210,14 @@ def _rows_of(
         yield changed[0], rows[changed[0]]
 
 
-def _checks(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, calls: Sequence[Call]) -> Iterator[str]:
-    """What is wrong with the bands of each call. Empty: nothing."""
+def _checks(
+    runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, calls: Sequence[Call], with_nan: bool = True
+) -> Iterator[str]:
+    """What is wrong with the bands of each call. Empty: nothing. `with_nan`: outside of the first call's, too."""
     tried = False
     for number, call in enumerate(calls):
         whole = runs.noted(call)
-        outside = [drawn(call, OUTSIDE).x, *([torch.full_like(call.x, math.nan)] if not number else ())]
+        outside = [drawn(call, OUTSIDE).x, *([torch.full_like(call.x, math.nan)] if with_nan and not number else ())]
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
             yield "its output has another size than its latent"
             return

@@ -36,6 +36,8 @@ TOLERANCE = 1e-5
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
 """Most latent rows, columns and frames of a call: the first with which there are enough tokens. Most tokens of text."""
 OTHER_MASK = "attends with another mask where its tokens are cut"
+Size = tuple[int, int]
+"""Of a call: see SIDES and WORDS."""
 HIDDEN = -1e4
 """What a mask adds at most where a key may not be seen."""
 
@@ -114,7 +116,10 @@ class HeldAgainst(TokenCut):
         return calls[self._attended]
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
-        whole = self.noted() if self._tensor_rank is None else self.noted().of_tensor_rank(self._tensor_rank, call)
+        of_all = self.noted()
+        if (heads := of_all.tensors[0].shape[2]) != spec.heads:
+            raise Unproven(f"{self.block.name} attends with {heads} heads")
+        whole = of_all if self._tensor_rank is None else of_all.of_tensor_rank(self._tensor_rank, call)
         if whole.masked != (mask_bK is not None):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
         of_both = (spec.queries, spec.keys, spec.keys)
@@ -286,11 +291,10 @@ def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times
         return str(unproven)
 
 
-def why_not_cut(model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], actual: Call) -> str:
-    """Why `cut`, `blocks` with the cut of their tokens, is not right for calls like `actual`. Empty: it is."""
-    runs = Runs(model, blocks)
+def why_not_cut(model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], calls: Sequence[Call]) -> str:
+    """Why `cut`, `blocks` with the cut of their tokens, is not right for these calls. Empty: it is."""
     try:
-        return next(filter(None, runs.checks(cut, [drawn(each, 1) for each in runs.sized(actual)])), "")
+        return next(filter(None, Runs(model, blocks).checks(cut, calls)), "")
     except Unproven as unproven:
         return str(unproven)
 
@@ -300,8 +304,8 @@ def runs_of_ranks(
 ) -> Iterator[Callable[[int | None], Any]]:
     """Each sequence rank's runs of calls like `actual`, for tensor ranks to be tried in. They give the model's output."""
     runs = Runs(model, blocks)
-    for number, call in enumerate(runs.sized(actual), 1):
-        one = drawn(call, number)
+    for number, size in enumerate(runs.sizes(actual), 1):
+        one = drawn(smaller(actual, *size), number)
         whole = runs.noted(one)
         yield from (functools.partial(_of_rank, runs, one, cut, rank, whole) for rank in range(RANKS))
 
@@ -312,7 +316,7 @@ def _of_rank(runs: "Runs", call: Call, cut: Sequence[OwnBlock], rank: int, whole
 
 def _cut_tokens(runs: "Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
     """As cut_tokens. Unproven if the whole model does not run with calls of other sizes."""
-    call, another = runs.sized(actual)
+    call, another = (smaller(actual, *size) for size in runs.sizes(actual))
     first, last = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
     if not any(first.calls):
         return "its attention cannot be reached"
@@ -334,35 +338,41 @@ class Runs:
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
         self._model, self._blocks = model, blocks
+        self._counted: dict[tuple[torch.Size, int], int] = {}
 
-    def sized(self, actual: Call) -> tuple[Call, Call]:
-        """The call with few tokens that ranks still share out, and another with other numbers of them."""
+    def sizes(self, actual: Call) -> tuple[Size, Size]:
+        """Of calls like `actual`: with few tokens that ranks still share out, and with other numbers of them."""
         words = words_of(actual)
         for side in SIDES:
             call = smaller(actual, side, WORDS)
             tokens, another = self._most_tokens(call), self._another(call, side, words)
             # A class may fill up its tokens: a call of another size may have as many of them.
-            told_apart = self._most_tokens(another) != tokens
+            told_apart = self._most_tokens(smaller(call, *another)) != tokens
             if call.x.shape == actual.x.shape or (tokens >= 4 * RANKS and told_apart):
                 break
-        return call, another
+        return (side, WORDS), another
 
-    def _another(self, call: Call, side: int, words: int) -> Call:
-        """The call with other numbers of tokens, of text and picture if possible. The call itself if there is none."""
-        fewer, less = max(1, min(words, WORDS) - 3), call.longest * 3 // 4
+    def _another(self, call: Call, side: int, words: int) -> Size:
+        """Other numbers of tokens than the call's, of text and picture if possible. The call's own if there are none."""
+        words = min(words, WORDS)
+        fewer, less = max(1, words - 3), call.longest * 3 // 4
         sizes = (less, fewer), (less, words), (side, fewer), (side // 2, words), (side // 2, fewer)
-        others = [smaller(call, *each) for each in sizes]
-        counts, tokens = [self._most_tokens(other) for other in others], self._most_tokens(call)
-        told_apart = [other for other, count in zip(others, counts, strict=True) if count not in (0, tokens)]
-        return next(iter(told_apart or itertools.compress(others, counts)), call)
+        counts, tokens = [self._most_tokens(smaller(call, *each)) for each in sizes], self._most_tokens(call)
+        told_apart = [size for size, count in zip(sizes, counts, strict=True) if count not in (0, tokens)]
+        return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
 
     def _most_tokens(self, call: Call) -> int:
         """Of a tensor that the first block gets. 0 where the class does not run with the call."""
-        try:
-            shapes = self.noted(drawn(call, 1)).shapes[0]
-        except Unproven:
-            return 0
-        return max((math.prod(shape[:-1]) // len(call.x) for shape in shapes if len(shape) > 2), default=0)
+        size = call.x.shape, words_of(call)
+        if size not in self._counted:
+            try:
+                shapes = self.noted(drawn(call, 1)).shapes[0]
+            except Unproven:
+                shapes = []
+            self._counted[size] = max(
+                (math.prod(shape[:-1]) // len(call.x) for shape in shapes if len(shape) > 2), default=0
+            )
+        return self._counted[size]
 
     def run(self, call: Call, cut: TokenCut) -> Any:
         stage = StageBlocks(self._model, self._blocks, Span(0, len(self._blocks)), None, cut)

@@ -16,6 +16,8 @@ from .call_form import LATENTS, TIMES, pack, run, unpack
 SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
 else those of the call."""
+NOISE = 1_000_003
+"""Random values of which weights are made: a prime number of them, so that no two rows of a layer are equal."""
 
 
 @dataclass(frozen=True)
@@ -167,20 +169,31 @@ def distance(a: Any, b: Any) -> float:
     return float(((a - b).abs().max() / b.abs().max().clamp(min=1e-9)).nan_to_num(math.inf))
 
 
-def draw_weights(model: nn.Module, seed: int) -> None:
-    """Weights on the CPU, in float32, with which values stay near 1. No gate is 0."""
+def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = ()) -> None:
+    """Weights on the CPU, in float32, with which values stay near 1. No gate is 0. Modules in `idle` get none."""
     g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(NOISE, generator=g)
     for path, module in model.named_modules():
+        if any(f"{path}.".startswith(f"{name}.") for name in idle):
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 parameter = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
                 module._parameters[name] = parameter
-            std = 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.ndim > 1 else 0.1
-            parameter.normal_(0.0, std, generator=g)
+            _fill(parameter, noise, g)
+            parameter *= 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.ndim > 1 else 0.1
             if parameter.ndim == 1 and f"{path}.{name}".endswith("weight"):
                 parameter += 1
         for buffer in stored_tables(module).values():
             buffer.normal_(generator=g)
+
+
+def _fill(values: torch.Tensor, noise: torch.Tensor, g: torch.Generator) -> None:
+    """Fill a contiguous tensor with the noise from a random place on, again and again: it takes a tenth of drawing anew."""
+    start = int(torch.randint(len(noise), (), generator=g))
+    for part in values.view(-1).split(len(noise)):
+        first = noise[start : start + len(part)]
+        part[: len(first)], part[len(first) :] = first, noise[: len(part) - len(first)]
 
 
 def stored_tables(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,70 @@
+"""The trial of a class whose arguments have heads: first narrower, and then at its own width, where some do otherwise."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from parallel_backend.families.own_class import trial as trials
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call
+from tests.support.planted_comfyui import planted as own
+from tests.support.planted_comfyui import planted_comfyui
+
+TIMES = 900.0, 500.0, 1.0
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+def call(batch: int = 2) -> Call:
+    g = torch.Generator().manual_seed(0)
+    x, context = torch.randn(batch, 4, 2, 4, 6, generator=g), torch.randn(batch, 5, 16, generator=g)
+    return Call(x, torch.full((batch,), 700.0), {"context": context, "control": None})
+
+
+def found(name: str, tensor: int = 1):
+    """The proof, and the widths of the trials that it took."""
+    with mock.patch.object(trials, "_found", wraps=trials._found) as tried:
+        proof = trial(own(name), call(), TIMES, bands=True, tensor=tensor)
+    return proof, ["num_heads" not in each.args[0].arguments for each in tried.call_args_list]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_is_found_narrower_holds_for_the_class(tensor):
+    proof, own_width = found("Scaled", tensor)
+    assert (proof.stages, proof.batch, proof.sequence, proof.bands) == ("", "", "", "")
+    assert own_width == [False]
+    assert {each.heads for block in proof.blocks for each in block.attention} == {8}
+    sizes = {size for block in proof.blocks for cut in block.cuts for size in cut.sizes}
+    assert sizes == (set() if tensor == 1 else {512})
+    with mock.patch.object(trials, "narrowed", return_value=()):
+        assert trial(own("Scaled"), call(), TIMES, bands=True, tensor=tensor) == proof
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "why"),
+    [
+        ("SkipsIfWide", "stages", "stages give another result"),
+        ("SkipsIfWideLate", "stages", "stages give another result"),
+        ("PoolsBatchIfWide", "batch", "an entry of a batch on its own gives another result"),
+        ("PoolsTokensIfWide", "sequence", "blocks.1 attends to other values where its tokens are cut"),
+        ("PoolsLatentIfWide", "bands", "its latent's tokens are not in raster order, or are mixed before its blocks"),
+        ("MixesHeadsIfWide", "tensor", ""),
+    ],
+)
+def test_what_is_wrong_at_its_own_width_alone_is_not_proven(name, way, why):
+    proof, own_width = found(name, tensor=2 if way == "tensor" else 1)
+    assert getattr(proof, way) and getattr(proof, way).startswith(why)
+    assert own_width[-1]
+
+
+@pytest.mark.parametrize(("name", "heads"), [("OwnHeads", 16), ("OneWidth", 8)])
+def test_a_class_that_cannot_be_narrower_is_tried_as_it_is(name, heads):
+    proof, own_width = found(name)
+    assert (proof.stages, proof.batch, proof.sequence, proof.bands) == ("", "", "", "")
+    assert own_width[-1]
+    assert {each.heads for block in proof.blocks for each in block.attention} == {heads}
