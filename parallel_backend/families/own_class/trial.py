@@ -108,8 +108,8 @@ def trial(
     """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
 
     `sequence`: try tokens cut over sequence ranks; `bands`: and into bands, of the lists of blocks that stages share out.
-    `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model. It raises
-    to give up. ValueError, too, where host memory has no room.
+    `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model or a block.
+    It raises to give up. ValueError, too, where host memory has no room.
     """
 
     def polled(*_: Any) -> None:
@@ -307,7 +307,8 @@ def _give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], id
             "own loader."
         )
     draw_weights(model, SEED, idle)
-    model.register_forward_pre_hook(poll)
+    for module in (model, *(model.get_submodule(block) for blocks in block_lists(model).values() for block in blocks)):
+        module.register_forward_pre_hook(poll)
 
 
 def _values(module: nn.Module) -> int:
