@@ -25,9 +25,10 @@ from .band_tokens import ONE, BandTokens
 from .call_form import LATENTS
 from .token_cut import Arguments, tensor_places
 from .token_rows import in_rows
-from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, WholeRun
+from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs
 from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven, first_line
+from .whole_run import WholeRun
 
 ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
