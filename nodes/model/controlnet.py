@@ -31,19 +31,20 @@ def residuals(
     for kind, tensors in (control or {}).items():
         name = family.blocks.residuals.get(kind)
         if name is None and any(tensor is not None for tensor in tensors):
-            _refuse(f"it has '{kind}' outputs, which {family.name} takes none of on several devices")
+            refuse_control(f"it has '{kind}' outputs, which {family.name} takes none of on several devices")
         for index, tensor in enumerate(tensors[: counts.get(name)] if name else ()):  # a prologue's list has no count
             if tensor is None:
                 continue
             if tensor.shape != size:
-                _refuse(f"an output is {list(tensor.shape)}, where the model's blocks have {list(size)}")
+                refuse_control(f"an output is {list(tensor.shape)}, where the model's blocks have {list(size)}")
             if id(tensor) not in packed:
                 packed[id(tensor)] = tensor if order is None else tensor[:, order]
             by_block[f"{name}.{index}"] = packed[id(tensor)]
     return by_block
 
 
-def _refuse(why: str) -> NoReturn:
+def refuse_control(why: str) -> NoReturn:
+    """Raise the ValueError for a ControlNet's outputs."""
     raise ValueError(
         f"control_net: this ControlNet does not fit the model: {why}. Use a ControlNet made for the model, or load the "
         "model with a native loader."

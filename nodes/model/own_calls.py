@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 
+from parallel_backend.client.call import Residuals
+from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
+from parallel_backend.families.own_class.residuals import by_name, side_of
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
+from .controlnet import Control, refuse_control
 from .reach import is_plain
 
 
@@ -25,6 +29,20 @@ def on_host(values: Any) -> dict[str, Any]:
 def shapes(tensors: dict[str, torch.Tensor]) -> Any:
     """Names and shapes of a call's conditioning tensors, whatever the batch."""
     return frozenset((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items() if name != STRUCTURE)
+
+
+def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | None) -> Residuals:
+    """What a ControlNet adds for the latent `x`, by the names that ranks know. `bands`: those that the latent is of, or has.
+    Its tokens are then in their order, and else in raster order. ValueError for outputs of another model's size."""
+    residuals = by_name(control or {})
+    for residual in residuals.values():
+        if side_of(residual, x.shape[2:]) is None or len(residual) != len(x):
+            refuse_control(f"an output is {list(residual.shape)}, which has no row for each of the latent's tokens")
+    order = None if bands is None else bands.order(bands.grid(tuple(x.shape)))
+    if order is None:
+        return residuals
+    packed = {id(each): each[:, order] for each in residuals.values()}  # blocks that share a tensor share it from here on
+    return {name: packed[id(each)] for name, each in residuals.items()}
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:

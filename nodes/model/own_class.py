@@ -34,6 +34,7 @@ from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import in_form, unpack
 from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.residuals import CONTROL, for_trial
 from parallel_backend.families.own_class.trial import Proof, trial
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of, words_of
 
@@ -46,9 +47,9 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
-from .own_calls import is_held, near, on_host, shapes, structure
+from .own_calls import is_held, near, on_host, own_residuals, shapes, structure
 from .own_text import OwnText
-from .reach import OURS, is_plain, told_to_own_class
+from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks, told_to_own_class
 from .sampling_run import CallShape, steps_of
 from .text_model import TEXT_METHOD, NativeText
 
@@ -232,19 +233,23 @@ class OwnClassModel(RemoteDiffusionModel):
         check_for_own_class(x, axes)
         nested = None if isinstance(x, torch.Tensor) else [tuple(latent.shape) for latent in x]
         x, timestep, in_parts = in_form(x, timestep, axes)
-        family, batch = self.checkpoint.family, len(x)
-        unknown = [] if control is None else ["control"]
-        told = told_to_own_class(options, unknown, family)
+        family, batch, own = self.checkpoint.family, len(x), self.setup.own_class
+        assert own is not None
+        told = told_to_own_class(options, family)
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, (x,), options):
             band = None
         timestep = for_entries(timestep, {}, batch)
-        named = {"context": context, "control": None, OPTIONS: told, **sent(family.native_classes[0], extra), **in_parts}
+        if control is not None and own.unet:
+            refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
+        residuals = own_residuals(control, x, None if band is None else band.run.patching)
+        named = {"context": context, CONTROL: None, OPTIONS: told, **sent(family.native_classes[0], extra), **in_parts}
         sizes = tuple(x.shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
         tensors = to_tensors(named, timestep, sizes)
         others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
         rest = {name: value for name, value in others.items() if is_held(value)}
-        tried = Call(x, timestep, named, rest)
+        added = {CONTROL: for_trial(residuals)} if residuals else {}
+        tried = Call(x, timestep, named | added, rest)
         proof = self._proven(tried) if band is None else self._of_band(tried, sizes, tensors)
         if PROVE_KEY in options:
             assert self.run.whole_calls is not None
@@ -260,6 +265,7 @@ class OwnClassModel(RemoteDiffusionModel):
             x=x,
             timestep=timestep,
             tensors=tensors,
+            residuals=residuals,
             changes=BlockChanges(one_batch=bool(proof.batch)),
             first_replica=evaluation.first_replica(batch),
             may_forecast=self.run.cache is not None and self._may_forecast(x, options, band is None),

@@ -125,7 +125,7 @@ def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: It
     refuse_unread([*unread(options, family), *conditioning])
 
 
-def told_to_own_class(options: Mapping[str, Any], unknown: Iterable[str], family: Family) -> dict[str, Any]:
+def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. ValueError as
     `refuse_what_does_not_reach_the_ranks`, also for an entry that cannot be sent."""
     patches = ("patches", "patches_replace", "optimized_attention_override")
@@ -135,7 +135,7 @@ def told_to_own_class(options: Mapping[str, Any], unknown: Iterable[str], family
         if value is not None and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches or name.startswith(OURS))
     }
     told = {name: value for name, value in others.items() if is_plain(value)}
-    refuse_what_does_not_reach_the_ranks({name: options[name] for name in patches if name in options}, unknown, family)
+    refuse_what_does_not_reach_the_ranks({name: options[name] for name in patches if name in options}, (), family)
     # A trial has tensors, such as the run's sigmas, on the one side alone, and so finds out whether the class reads them.
     unsent = (name for name in others if name not in told and not isinstance(others[name], torch.Tensor))
     refuse_unread(Unread(f"the entry '{name}' of transformer_options", entry=name) for name in unsent)

@@ -35,8 +35,14 @@ class Scatter:
         # A ControlNet with few blocks uses one tensor for several blocks of the model: it is sent once.
         added = [list({id(tensor): tensor for tensor in blocks.values()}.values()) for blocks in stages]
         entries, rows = step.entries.slice, self._rows_of_residuals(call, [images for images, _ in shards])
-        parts = [_joined(tensor[entries], places) for tensors in added for places in rows for tensor in tensors]
-        placed = iter(self.shared.place(replica, step.seq, parts))
+        # Ranks that need the same rows of a tensor share one copy.
+        parts = {
+            (id(tensor), places): _joined(tensor[entries], places)
+            for tensors in added
+            for places in rows
+            for tensor in tensors
+        }
+        placed = dict(zip(parts, self.shared.place(replica, step.seq, list(parts.values())), strict=True))
         messages: list[tuple[int, m.Step]] = []
         for stage, blocks in enumerate(stages):
             numbers = {id(tensor): number for number, tensor in enumerate(added[stage])}
@@ -56,7 +62,7 @@ class Scatter:
                     entries=step.local,
                     timestep=call.timestep[entries],
                     residuals={block: numbers[id(tensor)] for block, tensor in blocks.items()},
-                    added=tuple(next(placed) for _ in added[stage]),
+                    added=tuple(placed[id(tensor), rows[index]] for tensor in added[stage]),
                     x=x,
                     controlled=bool(call.residuals) and self._family.blocks.controlled_sequence is not None,
                 )
@@ -67,8 +73,8 @@ class Scatter:
 
     def _residuals(self, stage: int, residuals: Residuals) -> Residuals:
         """The residuals for the stage's blocks."""
-        if not residuals:
-            return {}
+        if not residuals or self._family.blocks.adds_residuals:
+            return residuals
         owned = self._family.blocks.owned(self._config, self._stage_blocks[stage])
         places = {block: block.split(".") for block in residuals}
         return {block: residuals[block] for block, (name, index) in places.items() if int(index) in owned[name]}

@@ -154,8 +154,10 @@ def memory_of(
     ends = 2 * (at.pipe < degrees.pipe - 1) + (at.pipe > 0)
     staged = ends * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     # A rank copies all additions for its blocks before the first one (stage_forward.py).
-    additions = (min(each.added, len(span)) * max(step) for each, step in zip(requests, tokens, strict=True))
-    added = math.ceil(max(additions, default=0) * sizes.token_bytes / degrees.sequence)
+    # One of a class that adds them itself copies all.
+    here, shared = (math.inf, 1) if sizes.whole_states else (len(span), degrees.sequence)
+    additions = (min(each.added, here) * max(step) for each, step in zip(requests, tokens, strict=True))
+    added = math.ceil(max(additions, default=0) * sizes.token_bytes / shared)
     return MemoryNeed(
         rank_weights(sizes, degrees, span).total,
         sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),

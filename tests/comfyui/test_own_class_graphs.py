@@ -20,7 +20,7 @@ EQUAL = (
 )
 REFUSED = {
     "attention override": "an attention kernel set on the MODEL",
-    "ControlNet": "'control' conditioning",
+    "ControlNet": "control_net: this ControlNet does not fit the model",
     "Skip Layer Guidance": "SkipLayerGuidanceDiT (attention replacement 'dit')",
     "NAG": "Normalized Attention Guidance (model patch 'attn1_output_patch')",
 }

@@ -16,6 +16,7 @@ from tests.families import (
     planted_features,
     planted_forms,
     planted_new,
+    planted_residuals,
     planted_tokens,
     planted_widths,
 )
@@ -28,7 +29,11 @@ MODULES = {
     "comfy.ldm.planted_bands": planted_bands,
     "comfy.ldm.planted_new": planted_new,
     "comfy.ldm.planted_features": planted_features,
+<<<<<<< HEAD
     "comfy.ldm.planted_widths": planted_widths,
+=======
+    "comfy.ldm.planted_residuals": planted_residuals,
+>>>>>>> e9fc01da (Own classes take ControlNets in every mode that a trial proves, PipeFusion's patches included)
 }
 
 

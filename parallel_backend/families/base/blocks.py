@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from parallel_backend.core.spans import Span
 
@@ -133,6 +133,9 @@ class Blocks:
 
     Used by the ranks' stages, by placement and memory on the client, and by ControlNet.
     """
+
+    adds_residuals: ClassVar[bool] = False
+    """The class itself adds a control's residuals. Every rank then gets all of them, under the control's own names."""
 
     lists: tuple[BlockList, ...]
     """In the order in which they run."""

@@ -8,7 +8,7 @@ NaN behind the blocks.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from parallel_backend.families.base.patching import Patching
 
 from .band_tokens import ONE, BandTokens
 from .call_form import LATENTS
+from .residuals import CONTROL
 from .token_cut import Arguments, tensor_places
 from .token_rows import in_rows
 from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs
@@ -269,10 +270,19 @@ class _Band:
         """Its part of the output, with another latent outside of it."""
         x = outside.clone()
         self._own(x).copy_(self._own(self.call.x))
-        out = runs.run(replace(self.call, x=x), _InBand(blocks, whole, self._tokens(), tensor_rank))
+        tokens = self._tokens()
+        out = runs.run(replace(self.call, x=x, named=self._named(tokens)), _InBand(blocks, whole, tokens, tensor_rank))
         if out.shape != whole.result.shape:
             raise Unproven("it has an output of another size")
         return self._own(out)
+
+    def _named(self, tokens: BandTokens) -> Mapping[str, Any]:
+        """The call's arguments, with a control's residuals for the band alone, in the order of bands."""
+        if (control := self.call.named.get(CONTROL)) is None:
+            return self.call.named
+        rows = tokens.band.slice if tokens.order is None else tokens.order[tokens.band.slice]
+        of_band = {kind: [residual[:, rows] for residual in residuals] for kind, residuals in control.items()}
+        return {**self.call.named, CONTROL: of_band}
 
     def _own(self, latent: torch.Tensor) -> torch.Tensor:
         axis = AXES[self.along]

@@ -23,6 +23,7 @@ from .building import build
 from .call_arguments import OPTIONS, SIZES, STRUCTURE, from_tensors, structure_of, timestep_of
 from .call_form import run as run_in_form
 from .feature_cut import layer_cut
+from .residuals import CONTROL, by_kind
 from .stages import StageBlocks
 
 NAME = "ComfyUI's own class"
@@ -38,6 +39,7 @@ STAGE = "parallel_dit_stage"
 class OwnBlocks(Blocks):
     """Blocks that stages share out by their places in the order of a call."""
 
+    adds_residuals: ClassVar[bool] = True
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Block's name -> (its list, its number in it)."""
 
@@ -119,6 +121,8 @@ class OwnClassFamily(Family):
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
         named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
+        if residuals := stage.residuals():
+            named[CONTROL] = by_kind(residuals)
         latent = patching.unpack(x, structure[SIZES] or patching.whole(step.grid))
         out = run_in_form(stage.call, latent, timestep_of(step.timestep, structure), named)
         return step.x[:, :0] if out is None else patching.pack(out)[:, band.slice]

@@ -17,6 +17,7 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
 from .attention_calls import attention_by
+from .residuals import CONTROL, ReadResiduals
 from .token_cut import TokenCut
 from .unproven import Unproven
 
@@ -44,6 +45,8 @@ class StageBlocks:
         self, model: nn.Module, blocks: Sequence[OwnBlock], span: Span, link: Link | None, tokens: TokenCut | None = None
     ):
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
+        self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """Of the present call, by name."""
         self._next = 0  # number of the block that runs next
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
         for number, block in enumerate(blocks):
@@ -56,6 +59,9 @@ class StageBlocks:
         if self.tokens is not None and self.tokens.cuts:
             self._cut = self.tokens
             self._cut.begin()
+        if kwargs.get(CONTROL) is not None:
+            read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
+            kwargs = {**kwargs, CONTROL: read}
         try:
             with nullcontext() if self._cut is None else attention_by(self._cut.attend):
                 out = self._model(*args, **kwargs)
@@ -64,6 +70,12 @@ class StageBlocks:
         if self._next < len(self.blocks):
             raise Unproven(f"{self._next} of {len(self.blocks)} blocks ran")
         return out
+
+    def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
+        """Of a residual that the class is about to add: the rows of the tokens that it then has."""
+        if self._cut is None:
+            return residual_BND
+        return self._cut.residual(residual_BND, is_cut=0 < self._next < len(self.blocks))
 
     def remove(self) -> None:
         """Make the model its class's again."""

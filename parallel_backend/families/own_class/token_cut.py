@@ -121,6 +121,19 @@ class TokenCut(ABC):
         """As `like` has its tokens."""
         return self._axes[like.ndim].of_rows(rows_BSD) if like.ndim in self._axes else rows_BSD
 
+    def residual(self, residual_BND: torch.Tensor, is_cut: bool) -> torch.Tensor:
+        """What is added to the latent's tokens: to this rank's if they are cut, and else to all, with zeros for other bands.
+
+        `residual_BND`: for all of the latent's tokens, or for the band's, in the order of bands."""
+        tokens = Span(0, residual_BND.shape[1]) if self.band is None else self.band.band
+        if is_cut:
+            return residual_BND[:, self.ranks.parts(tokens)[self.index].shift(-tokens.start).slice]
+        if self.band is None:
+            return residual_BND
+        whole = residual_BND.new_zeros(len(residual_BND), self.band.count, residual_BND.shape[2])
+        whole[:, tokens.slice if self.band.order is None else self.band.order[tokens.slice]] = residual_BND
+        return whole
+
     @property
     def block(self) -> OwnBlock:
         """The one that runs."""

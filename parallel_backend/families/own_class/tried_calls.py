@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .call_arguments import OPTIONS, SIGMAS
 from .call_form import LATENTS, TIMES, pack, run, unpack
+from .residuals import CONTROL, smaller_residuals
 
 SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
@@ -125,7 +126,12 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
                 return tensor
         return tensor[:, :words] if tensor.ndim > 1 and tensor.shape[1] == text else tensor
 
-    named, parts = pytree.tree_map_only(torch.Tensor, cut, dict(call.named)), [cut(latent) for latent in latents]
+    control = call.named.get(CONTROL)
+    others = {name: value for name, value in call.named.items() if name != CONTROL}
+    named, parts = pytree.tree_map_only(torch.Tensor, cut, others), [cut(latent) for latent in latents]
+    if CONTROL in call.named:
+        sizes, smaller_sizes = latents[0].shape[2:], parts[0].shape[2:]
+        named[CONTROL] = None if control is None else smaller_residuals(control, sizes, smaller_sizes)
     if LATENTS not in call.named:
         return dataclasses.replace(call, x=parts[0], named=named)
     shapes = [list(part.shape[1:]) for part in parts]

@@ -78,12 +78,15 @@ def build_own_stage(
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
-    vars(model)[STAGE] = StageBlocks(model, order, span, OwnLink(link))
+    stage_io = StageIO(text_first=True)
+    stage_blocks = StageBlocks(model, order, span, OwnLink(link))
+    stage_blocks.residuals = lambda: {name: each.image for name, each in stage_io.residuals.items()}
+    vars(model)[STAGE] = stage_blocks
     if plan.axis.size > 1:
         for block in order[span.slice]:
             _divide(model.get_submodule(block.name), block, plan.axis.size)
     blocks = {block.name: model.get_submodule(block.name) for block in order[span.slice]}
-    return Stage(model, [], StageIO(text_first=True), plan, blocks)
+    return Stage(model, [], stage_io, plan, blocks)
 
 
 def _divide(module: nn.Module, block: OwnBlock, ranks: int) -> None:

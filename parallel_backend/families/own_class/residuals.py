@@ -1,0 +1,77 @@
+"""A control's residuals, which a class itself adds to its tokens between its blocks."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+CONTROL = "control"
+"""Argument of a call: kind of residuals -> [B, n, hidden] or None for each block, of the latent's n tokens in order."""
+KINDS = "input", "middle", "output"
+"""As ComfyUI names them."""
+TRIED = 4
+"""Residuals of a kind in a trial: at least as many as a tried list has blocks, so that all are added."""
+SIDES = 1, 2, 4, 8, 16, 32
+
+
+class ReadResiduals(list[Any]):
+    """Residuals of one kind. The class gets `read` of those that it asks for."""
+
+    def __init__(self, residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(residuals)
+        self._read = read
+
+    def __getitem__(self, index: Any) -> Any:
+        residual = super().__getitem__(index)
+        return self._read(residual) if isinstance(residual, torch.Tensor) else residual
+
+
+def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Residuals behind each of a trial's blocks, of every kind that has any. `residuals`: see `by_name`."""
+    of_kind = {kind: [each for name, each in residuals.items() if name.startswith(f"{kind}.")] for kind in KINDS}
+    return {kind: each[:1] * TRIED for kind, each in of_kind.items()}
+
+
+def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+    """The residuals of ComfyUI's `get_control` by "<kind>.<index>"."""
+    return {
+        f"{kind}.{index}": residual
+        for kind, residuals in control.items()
+        for index, residual in enumerate(residuals)
+        if residual is not None
+    }
+
+
+def by_kind(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
+    """The inverse of `by_name`."""
+    control: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in KINDS}
+    for name, residual in residuals.items():
+        kind, _, index = name.partition(".")
+        control[kind] += [None] * (int(index) + 1 - len(control[kind]))
+        control[kind][int(index)] = residual
+    return control
+
+
+def rows_of(sizes: Sequence[int], side: int) -> int:
+    """Tokens of a latent of these (frames,) rows and columns. `side`: rows and columns of a token."""
+    return math.prod(sizes[:-2]) * math.prod(math.ceil(size / side) for size in sizes[-2:])
+
+
+def side_of(residual: torch.Tensor, sizes: Sequence[int]) -> int | None:
+    """Latent rows and columns of a token, if a residual has a row for each token of a latent of these sizes. None: it has
+    not."""
+    return next((side for side in SIDES if residual.ndim == 3 and rows_of(sizes, side) == residual.shape[1]), None)
+
+
+def smaller_residuals(
+    control: Mapping[str, Sequence[torch.Tensor]], sizes: Sequence[int], smaller: Sequence[int]
+) -> dict[str, list[torch.Tensor]]:
+    """The residuals of a smaller latent. `sizes`, `smaller`: (frames,) rows and columns of both."""
+
+    def cut(residual: torch.Tensor) -> torch.Tensor:
+        side = side_of(residual, sizes)
+        assert side is not None, "others are refused before a trial"
+        return residual[:, : rows_of(smaller, side)]
+
+    return {kind: [cut(each) for each in residuals] for kind, residuals in control.items()}

@@ -1,0 +1,132 @@
+"""Small classes in the form of ComfyUI's that add a control's residuals to their tokens. Most have one thing that goes wrong
+when ranks share them."""
+
+import torch
+
+from tests.families.planted_classes import LATE
+from tests.families.planted_tokens import Tokens, TwoStreams, rows
+
+
+class Controlled(Tokens):
+    """Adds a residual behind each block, as ComfyUI's classes do."""
+
+    def forward(self, x, timestep, context=None, control=None, **_extra):
+        self.residuals = () if control is None else control["input"]
+        out = super().forward(x, timestep, context)
+        del self.residuals
+        return out
+
+    def mixed(self, h, words, emb, t):
+        table = rows(h.shape[1], h)
+        for number, block in enumerate(self.blocks):
+            h = block(h, emb, table)
+            if number < len(self.residuals):
+                h = h + self.of(self.residuals[number], t)
+        return h
+
+    def of(self, residual, t):
+        return residual
+
+
+class InFront(Controlled):
+    """Adds them all in front of its blocks."""
+
+    def mixed(self, h, words, emb, t):
+        return Tokens.mixed(self, h + sum(self.residuals[number] for number in range(len(self.residuals))), words, emb, t)
+
+
+class BehindAll(Controlled):
+    def mixed(self, h, words, emb, t):
+        h = Tokens.mixed(self, h, words, emb, t)
+        return h + sum(self.residuals[number] for number in range(len(self.residuals)))
+
+
+class ToPicture(TwoStreams):
+    """Two streams, and then one with the words first: residuals are added to the picture's tokens, in place."""
+
+    def forward(self, x, timestep, context=None, control=None, **_extra):
+        self.residuals = {"input": (), "output": ()} if control is None else control
+        out = super().forward(x, timestep, context)
+        del self.residuals
+        return out
+
+    def mixed(self, c_or_h, words, emb, t):
+        c, h = words, c_or_h
+        table = rows(c.shape[1] + h.shape[1], h)
+        for number, block in enumerate(self.streams):
+            c, h = block(c, h, emb, table)
+            if number < len(self.residuals["input"]):
+                h = h + self.residuals["input"][number]
+        first = c.shape[1]
+        h = torch.cat((c, h), 1)
+        for number, block in enumerate(self.blocks):
+            h = block(h, emb, table)
+            if number < len(self.residuals["output"]):
+                h = h.clone()
+                self.add(h, self.residuals["output"][number], first)
+        return h[:, first:]
+
+    def add(self, h, residual, first):
+        h[:, first : first + residual.shape[1]] += residual
+
+
+class ReadEarly(Controlled):
+    """Reads them all in front of its blocks, and adds them behind each."""
+
+    def mixed(self, h, words, emb, t):
+        self.residuals = [self.residuals[number] for number in range(len(self.residuals))]
+        return super().mixed(h, words, emb, t)
+
+
+class Iterated(Controlled):
+    """Reads them one after the other."""
+
+    def mixed(self, h, words, emb, t):
+        self.residuals = list(iter(self.residuals))
+        return super().mixed(h, words, emb, t)
+
+
+class Pooled(Controlled):
+    def of(self, residual, t):
+        return residual.mean(1, keepdim=True)
+
+
+class PooledLate(Controlled):
+    def of(self, residual, t):
+        return torch.where((t < LATE)[:, None, None], residual.mean(1, keepdim=True), residual)
+
+
+class Reversed(Controlled):
+    def of(self, residual, t):
+        return residual.flip(1)
+
+
+class FromNeighbour(Controlled):
+    def of(self, residual, t):
+        return residual.roll(1, 1)
+
+
+class AtTheEnd(ToPicture):
+    """Adds to the last tokens, which are the picture's on one rank alone."""
+
+    def add(self, h, residual, first):
+        h[:, -residual.shape[1] - 1 : -1] += residual
+
+
+class KeepsResidual(Controlled):
+    """Adds the first call's."""
+
+    def of(self, residual, t):
+        if self.kept is None or self.kept.shape != residual.shape:
+            self.kept = residual
+        return self.kept
+
+
+class WritesResidual(Controlled):
+    def of(self, residual, t):
+        return residual.mul_(0.5)
+
+
+class PoolsBatch(Controlled):
+    def of(self, residual, t):
+        return residual.mean(0, keepdim=True)

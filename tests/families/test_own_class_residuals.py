@@ -1,0 +1,87 @@
+"""The trial of a class that adds a control's residuals between its blocks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.families.own_class.residuals import by_kind, by_name, for_trial, side_of
+from parallel_backend.families.own_class.trial import Proof, trial
+from parallel_backend.families.own_class.tried_calls import Call
+from tests.families.planted_classes import WIDTH
+from tests.families.test_own_class_bands import call as call_of_bands
+from tests.support.planted_comfyui import planted, planted_comfyui
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+def controlled_call(*kinds: str) -> Call:
+    call = call_of_bands()
+    x, context = call.x.expand(2, *call.x.shape[1:]), call.named["context"].expand(2, 5, 16)
+    residual = torch.randn(2, 3 * 4 * 6, WIDTH, generator=torch.Generator().manual_seed(1))
+    control = for_trial({f"{kind}.1": residual for kind in kinds or ("input",)})
+    return replace(call, x=x, timestep=call.timestep.expand(2), named={"context": context, "control": control})
+
+
+def proof(name: str, *kinds: str) -> Proof:
+    return trial(planted(name), controlled_call(*kinds), (1.0,), bands=True)
+
+
+@pytest.mark.parametrize("name", ["Controlled", "InFront", "BehindAll", "ToPicture"])
+def test_residuals_that_ranks_get_right_are_proven(name):
+    found = proof(name, "input", "output")
+    assert (found.stages, found.batch, found.sequence, found.bands) == ("", "", "", "")
+
+
+RUNS_NOT = "it does not run where its tokens are cut"
+OTHER = "attends to other values where its tokens are cut"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ReadEarly", RUNS_NOT),
+        ("Iterated", RUNS_NOT),
+        ("Pooled", f"blocks.1 {OTHER}"),
+        ("PooledLate", f"blocks.1 {OTHER}"),
+        ("Reversed", f"blocks.1 {OTHER}"),
+        ("FromNeighbour", f"blocks.1 {OTHER}"),
+        ("AtTheEnd", ""),
+    ],
+)
+def test_residuals_that_cut_tokens_would_get_wrong_are_not_proven(name, why):
+    found = proof(name, "input", "output")
+    assert (found.stages, found.batch) == ("", "")
+    assert found.sequence
+    assert found.bands
+    assert why in found.sequence
+
+
+@pytest.mark.parametrize("name", ["KeepsResidual", "WritesResidual"])
+def test_residuals_that_a_class_keeps_or_writes_to_are_refused(name):
+    assert not proof(name).blocks
+    assert proof(name).stages
+
+
+def test_residuals_that_are_of_the_whole_batch_keep_it_together():
+    found = proof("PoolsBatch")
+    assert found.batch
+    assert not found.stages
+
+
+def test_residuals_come_back_by_their_names():
+    one, two = torch.ones(1, 6, 3), torch.zeros(1, 6, 3)
+    control = {"input": [None, one], "middle": [], "output": [two, None, one]}
+    assert by_kind(by_name(control)) == control
+    assert by_kind({}) == {"input": [], "middle": [], "output": []}
+
+
+def test_the_side_of_a_token_is_found_from_a_residuals_rows():
+    assert side_of(torch.zeros(1, 12, 3), (5, 8)) == 2, "three rows of four tokens"
+    assert side_of(torch.zeros(1, 24, 3), (2, 5, 8)) == 2
+    assert side_of(torch.zeros(1, 13, 3), (5, 8)) is None
+    assert side_of(torch.zeros(1, 3, 5, 8), (5, 8)) is None
