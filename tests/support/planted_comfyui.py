@@ -29,11 +29,8 @@ MODULES = {
     "comfy.ldm.planted_bands": planted_bands,
     "comfy.ldm.planted_new": planted_new,
     "comfy.ldm.planted_features": planted_features,
-<<<<<<< HEAD
     "comfy.ldm.planted_widths": planted_widths,
-=======
     "comfy.ldm.planted_residuals": planted_residuals,
->>>>>>> e9fc01da (Own classes take ControlNets in every mode that a trial proves, PipeFusion's patches included)
 }
 
 

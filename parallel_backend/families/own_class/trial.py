@@ -23,6 +23,7 @@ from .call_state import held, why_not_apart, why_not_without_options
 from .feature_trial import Sharing
 from .narrow import narrow_unet, narrowed, widened
 from .product_trial import why_no_products
+from .residuals import CONTROL
 from .stage_trial import why_not_by_entry, why_not_staged
 from .token_trial import WORDS, Runs, Size, cut_tokens, why_not_cut
 from .tried_calls import (
@@ -158,6 +159,8 @@ def _found(
         _give_weights(own, model, poll)
         call, error = _first_that_runs(model, tried)
     if error is not None:
+        if call.named.get(CONTROL):
+            raise ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
         raise ValueError(f"model_name: ComfyUI's class {own.name} does not run in a trial ({error}).")
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
     if why := why_not_apart(own, model, kept, calls):
