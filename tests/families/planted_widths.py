@@ -105,3 +105,11 @@ class OneWidth(Scaled):
     def before(self, x):
         assert self.wide
         return x
+
+
+class OneWidthMade(Scaled):
+    """Is not made narrower."""
+
+    def __init__(self, operations, dtype, device, num_heads=8, hidden_size=WIDE):
+        super().__init__(operations, dtype, device, num_heads, hidden_size)
+        assert self.wide

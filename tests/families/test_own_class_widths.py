@@ -62,7 +62,7 @@ def test_what_is_wrong_at_its_own_width_alone_is_not_proven(name, way, why):
     assert own_width[-1]
 
 
-@pytest.mark.parametrize(("name", "heads"), [("OwnHeads", 16), ("OneWidth", 8)])
+@pytest.mark.parametrize(("name", "heads"), [("OwnHeads", 16), ("OneWidth", 8), ("OneWidthMade", 8)])
 def test_a_class_that_cannot_be_narrower_is_tried_as_it_is(name, heads):
     proof, own_width = found(name)
     assert (proof.stages, proof.batch, proof.sequence, proof.bands) == ("", "", "", "")

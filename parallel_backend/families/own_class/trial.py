@@ -126,8 +126,8 @@ def trial(
             for narrow, of_narrow, factor in () if own.unet else narrowed(own, call, tensor):
                 try:
                     found = _found(narrow, of_narrow, times, polled, *asked)
-                except ValueError:
-                    continue  # it does not run with these widths
+                except Exception:  # of any kind: its code is not known, and may count on its own widths
+                    continue
                 if (proof := _at_width(own, found, factor, call, times, polled, tensor)) is not None:
                     return proof
             return _found(own, call, times, polled, *asked).proof
