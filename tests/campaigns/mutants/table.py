@@ -231,9 +231,9 @@ RANK_MUTANTS = (
     ),
     Mutant(
         "a stale band read as fresh",
-        RANK + "attention/parallel_attention.py",
-        "            if step.stale:\n",
-        "            if False:\n",
+        RANK + "attention/patch_keys.py",
+        "    if step.stale:\n",
+        "    if False:\n",
         ("tests/system/test_exactness.py", "-k", "displaced"),
         tier="default",
     ),

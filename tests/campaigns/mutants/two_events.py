@@ -46,9 +46,9 @@ TWO_EVENTS = (
     ),
     Mutant(
         "only the first exact step renews what changes are relative to",
-        RANK + "attention/parallel_attention.py",
-        "buffer.held[self.layer, step.entries] = Held(context.changes, parts_2BshD)",
-        "buffer.held.setdefault((self.layer, step.entries), Held(context.changes, parts_2BshD))",
+        RANK + "attention/patch_keys.py",
+        "buffer.held[layer, step.entries] = Held(context.changes, parts_2BshD)",
+        "buffer.held.setdefault((layer, step.entries), Held(context.changes, parts_2BshD))",
         ("tests/rank/test_change_codec.py", "-k", "renews"),
         tier="default",
     ),
