@@ -25,6 +25,8 @@ class Band:
     """The RemoteDiffusionModel."""
     shapes: Shapes
     """Shapes of the band's latents."""
+    wholes: Shapes
+    """Shapes of the whole latents."""
     poll: Poll | None = None
     """Called while a call is waited for. It looks for Cancel, in calls on ComfyUI's own thread."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from parallel_backend.client.call import Residuals
-from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.patching import Latents, Patching
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
 from parallel_backend.families.own_class.residuals import by_name, side_of
@@ -29,6 +29,11 @@ def on_host(values: Any) -> dict[str, Any]:
 def shapes(tensors: dict[str, torch.Tensor]) -> Any:
     """Names and shapes of a call's conditioning tensors, whatever the batch."""
     return frozenset((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items() if name != STRUCTURE)
+
+
+def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
+    """A call's outputs as ComfyUI's classes return them."""
+    return list(latents) if len(latents) > 1 else latents[0]
 
 
 def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | None) -> Residuals:

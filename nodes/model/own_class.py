@@ -26,13 +26,14 @@ from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
 from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.others import TO_COME, UNET, other_model
 from parallel_backend.families.own_class.adapters import sent
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
-from parallel_backend.families.own_class.call_form import in_form, unpack
+from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.residuals import CONTROL, for_trial
 from parallel_backend.families.own_class.trial import Proof, trial
@@ -47,7 +48,7 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
-from .own_calls import is_held, near, on_host, own_residuals, shapes, structure
+from .own_calls import is_held, near, on_host, own_residuals, returned, shapes, structure
 from .own_text import OwnText
 from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks, told_to_own_class
 from .sampling_run import CallShape, steps_of
@@ -230,63 +231,69 @@ class OwnClassModel(RemoteDiffusionModel):
         """As RemoteDiffusionModel._call."""
         options = transformer_options or {}
         axes = 5 if self.checkpoint.family.patching.video else 4
-        check_for_own_class(x, axes)
-        nested = None if isinstance(x, torch.Tensor) else [tuple(latent.shape) for latent in x]
-        x, timestep, in_parts = in_form(x, timestep, axes)
-        family, batch, own = self.checkpoint.family, len(x), self.setup.own_class
+        latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
+        band: Band | None = options.get(BAND_KEY)
+        if band is not None and not band.takes(self, latents, options):
+            band = None
+        if band is None:
+            check_for_own_class(latents, axes)
+        packed, timestep, told_form = in_form(x, timestep, axes)
+        family, batch, own = self.checkpoint.family, len(packed), self.setup.own_class
         assert own is not None
         told = told_to_own_class(options, family)
-        band: Band | None = options.get(BAND_KEY)
-        if band is not None and not band.takes(self, (x,), options):
-            band = None
         timestep = for_entries(timestep, {}, batch)
         if control is not None and own.unet:
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
-        residuals = own_residuals(control, x, None if band is None else band.run.patching)
-        named = {"context": context, CONTROL: None, OPTIONS: told, **sent(family.native_classes[0], extra), **in_parts}
-        sizes = tuple(x.shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
-        tensors = to_tensors(named, timestep, sizes)
+        residuals = own_residuals(control, latents[0], None if band is None else band.run.patching)
+        named = {"context": context, CONTROL: None, OPTIONS: told, **sent(family.native_classes[0], extra), **told_form}
+        sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
+        if band is not None and LATENTS in named:
+            named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
+        told_sizes = () if LATENTS in named else sizes
+        tensors = to_tensors(named, timestep, told_sizes)
         others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
         rest = {name: value for name, value in others.items() if is_held(value)}
         added = {CONTROL: for_trial(residuals)} if residuals else {}
-        tried = Call(x, timestep, named | added, rest)
-        proof = self._proven(tried) if band is None else self._of_band(tried, sizes, tensors)
+        tried = Call(packed, timestep, named | added, rest)
+        proof = self._proven(tried, sizes) if band is None else self._of_band(tried, sizes, tensors)
         if PROVE_KEY in options:
             assert self.run.whole_calls is not None
             if proof.latent is None:
                 self.run.unproven_bands = proof.bands
+            elif self.setup.degrees.displaced and proof.latent.companion:
+                self.run.unproven_bands = "its latent has two parts"
             self.run.whole_calls.add(shapes(tensors))
-            return torch.zeros_like(x)
+            return returned(tuple(map(torch.zeros_like, latents)))
         if proof.options:
             named[OPTIONS] = told | {name: options[name] for name in proof.options}
-            tensors = to_tensors(named, timestep, sizes)
+            tensors = to_tensors(named, timestep, told_sizes)
+        in_parts = LATENTS in named and self.checkpoint.family.patching.companion is not None
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(
-            x=x,
+            x=latents if in_parts else packed,
             timestep=timestep,
             tensors=tensors,
             residuals=residuals,
             changes=BlockChanges(one_batch=bool(proof.batch)),
             first_replica=evaluation.first_replica(batch),
-            may_forecast=self.run.cache is not None and self._may_forecast(x, options, band is None),
+            may_forecast=self.run.cache is not None and self._may_forecast(latents, options, band is None),
         )
         if band is not None:
             exact = float(options["sigmas"].max()) > band.exact_above
             own_rows = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
-            assert isinstance(own_rows, torch.Tensor)
-            return own_rows
+            return returned(latents_of(own_rows))
         text_tokens = 1 if context is None else context.shape[1]
-        shape = CallShape(tuple(x.shape) if nested is None else nested[0], text_tokens)
+        shape = CallShape(tuple(latents[0].shape), text_tokens)
         out = self._predict(call, shape, steps_of(options), evaluation)
-        assert isinstance(out, torch.Tensor)
-        latents = [out] if nested is None else unpack(out, [of_latent[1:] for of_latent in nested])
-        return latents if len(latents) > 1 else latents[0]
+        if isinstance(out, torch.Tensor) and LATENTS in named:
+            out = tuple(unpack(out, named[LATENTS]))
+        return returned(latents_of(out))
 
-    def _may_forecast(self, x: torch.Tensor, options: dict[str, Any], is_whole: bool) -> bool:
+    def _may_forecast(self, latents: Latents, options: dict[str, Any], is_whole: bool) -> bool:
         cache = self.run.cache
         assert cache is not None
         if is_whole:
-            cache.see((x,), options)
+            cache.see(latents, options)
         return cache.may_forecast(options)
 
     def prove_bands(self, run: Callable[[dict[str, Any]], Any]) -> str:
@@ -331,14 +338,14 @@ class OwnClassModel(RemoteDiffusionModel):
         of_numbers = key, tuple(numbers.items())
         return self._proofs.get(key) or self._proofs.get(of_numbers) or self._proofs.get((*of_numbers, sizes))
 
-    def _proven(self, call: Call) -> Proof:
+    def _proven(self, call: Call, sizes: tuple[int, ...]) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
         own = self.setup.own_class
         assert own is not None
         name, degrees, numbers = self.checkpoint.path.name, self.setup.degrees, numbers_of(call)
-        key = _, sequence, bands, tensor = self._key(call, tuple(call.x.shape[2:]))
-        sizes = *call.x.shape, words_of(call)
-        proof = self._kept_proof(key, numbers, sizes)
+        key = _, sequence, bands, tensor = self._key(call, sizes)
+        tried_sizes = *call.x.shape, words_of(call)
+        proof = self._kept_proof(key, numbers, tried_sizes)
         if is_new := proof is None:
             call = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
             times = self._times()
@@ -347,9 +354,9 @@ class OwnClassModel(RemoteDiffusionModel):
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
                 return trial(own, call, times, poll, sequence, bands, tensor)
 
-            proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers, sizes)
+            proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers, tried_sizes)
             of_numbers = key, tuple(numbers.items())
-            place = (*of_numbers, sizes) if is_of_sizes(proof) else key if proof.is_of_all(numbers) else of_numbers
+            place = (*of_numbers, tried_sizes) if is_of_sizes(proof) else key if proof.is_of_all(numbers) else of_numbers
             self._proofs[place] = proof
             ways = "stages", "batch", "sequence", "bands", "tensor"
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)

@@ -235,7 +235,7 @@ class PipeFusion:
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         options["transformer_options"][BAND_KEY] = Band(
-            run, 0, limit, sampling.stub, sampling.shapes, LongStep(model, first=True)
+            run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, LongStep(model, first=True)
         )
         arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
@@ -264,7 +264,7 @@ class PipeFusion:
                 guider = band_guider(sampling.guider, cut, band, controls)
                 options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
                 call_options = options["transformer_options"]
-                call_options[BAND_KEY] = Band(run, band, limit, sampling.stub, cut.shapes_of(band))
+                call_options[BAND_KEY] = Band(run, band, limit, sampling.stub, cut.shapes_of(band), cut.shapes)
                 call_options["sample_sigmas"] = sampling.sigmas
                 if guidance is not None:
                     guidance.give_to(guider, band, options)

@@ -93,9 +93,12 @@ class OwnLatent:
     patch: tuple[int, int, int]
     """Latent frames, rows and columns of a token."""
     words: bool
-    """Blocks have other tokens than the latent's. They run with the first band."""
+    """Blocks have other tokens than the latents'. They run with the first band."""
     pads: bool
     """The class fills up a latent of other sizes than whole tokens in a circle, as the client does for bands."""
+    companion: str = ""
+    """einops pattern from a second latent to its tokens (Companion.pattern), which run with the first band. Empty: there is
+    one latent."""
 
 
 @dataclass(frozen=True)

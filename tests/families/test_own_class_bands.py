@@ -10,6 +10,7 @@ from parallel_backend.families.own_class.band_trial import why_not_in_bands
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.trial import Proof, trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from tests.families.test_own_class import nested
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 
@@ -116,6 +117,34 @@ def test_the_latent_of_another_class_is_not_proven(change):
     with torch.no_grad():
         assert why_not_in_bands(model, right.blocks, right.latent, call()) == ""
         assert why_not_in_bands(model, right.blocks, replace(right.latent, **change), call()) != ""
+
+
+SOUND = "b a1 a2 a3 -> b (a3) (a1 a2)"
+
+
+@pytest.mark.parametrize(("name", "before"), [("SoundToo", True), ("Pairs", False)])
+def test_a_second_latent_goes_with_the_first_band(name, before):
+    found = trial(planted(name), nested(1), (1.0,), sequence=False, bands=True)
+    assert (found.stages, found.bands) == ("", "")
+    assert found.latent == replace(ALONE, before=before, companion=SOUND)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("SoundMixedIn", "its second latent is mixed into the first one's tokens before its blocks"),
+        ("SoundMixedInLate", ATTENDS),
+        ("PictureInSound", MIXED),
+        ("SoundInTime", ATTENDS),
+        ("SoundBehind", OTHER),
+        ("PictureBehindSound", OTHER),
+        ("SoundAtOnce", "its second latent's tokens are mixed before its blocks"),
+    ],
+)
+def test_a_second_latent_that_is_not_apart_is_not_proven(name, why):
+    found = trial(planted(name), nested(1), (1.0,), sequence=False, bands=True)
+    assert found.latent is None
+    assert found.bands.startswith(why), found.bands
 
 
 def test_bands_of_a_single_row_are_not_proven():

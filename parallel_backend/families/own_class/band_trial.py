@@ -2,7 +2,7 @@
 
 Where the tokens are is learnt by runs of the prologue with another latent row, column or frame each. A band is then held
 against a run of the whole, as a rank is (token_trial.py): what lies outside of the band is drawn anew in the latent, and is
-NaN behind the blocks.
+NaN behind the blocks. A second latent, such as a video's sound, goes with the first band: to others it is outside.
 """
 
 import functools
@@ -21,12 +21,11 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.patching import Patching
 
-from .band_tokens import ONE, BandTokens
-from .call_form import LATENTS
+from .band_tokens import ONE, BandTokens, Part
 from .residuals import CONTROL
 from .token_cut import Arguments, tensor_places
 from .token_rows import in_rows
-from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs
+from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, is_part
 from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven, first_line
 from .whole_run import WholeRun
@@ -35,7 +34,6 @@ ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
 AXES = {"rows": -2, "frames": -3}
 """Axis of the latent that bands cut."""
-NESTED = "its latent has several parts"
 OUTSIDE = 99
 """Seed of what is drawn outside of a band."""
 
@@ -45,8 +43,8 @@ def latent_of(
 ) -> tuple[OwnLatent | None, str]:
     """Where the latent's tokens are, or why bands are not proven for calls like `actual`, at these times too. `blocks`: with
     the cut of their tokens."""
-    if LATENTS in actual.named:
-        return None, NESTED
+    if len(actual.latents) > 2:
+        return None, "its latent has more than two parts"
     runs = Runs(model, _bare(blocks))
     try:
         call = _even(smaller(actual, *runs.sizes(actual)[0]))
@@ -90,15 +88,16 @@ def _bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
 
 def _even(call: Call) -> Call:
     """With sizes that are multiples of whatever a token has of them: a class may fill up others."""
-    sizes = [size - size % max(1, 1 << (size.bit_length() - 2)) if size > 1 else 1 for size in call.x.shape[2:]]
+    shape = call.latents[0].shape
+    sizes = [size - size % max(1, 1 << (size.bit_length() - 2)) if size > 1 else 1 for size in shape[2:]]
     return smaller(call, sizes, WORDS)
 
 
 def _odd(actual: Call, latent: OwnLatent) -> Call:
     """With an odd number of the latent's tokens, and other words."""
     sizes = []
-    axes = actual.x.ndim - 2
-    for size, by, most in zip(actual.x.shape[2:], latent.patch[-axes:], ROWS[-axes:], strict=True):
+    sides = actual.latents[0].shape[2:]
+    for size, by, most in zip(sides, latent.patch[-len(sides) :], ROWS[-len(sides) :], strict=True):
         count = max(1, min(most, size // by))
         sizes.append(by * (count - 1 + count % 2))
     return smaller(actual, sizes, WORDS - 3)
@@ -114,16 +113,22 @@ def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
     """Whether a latent of other sizes gives what it gives once it is filled up in a circle."""
     frames, side, _ = latent.patch
-    patching = Patching(side=side, frames=frames, video=call.x.ndim == 5)
-    sizes = [size - (by > 1) for size, by in zip(call.x.shape[2:], latent.patch[2 - call.x.ndim :], strict=True)]
+    sides = call.latents[0].shape[2:]
+    patching = Patching(side=side, frames=frames, video=len(sides) == 3)
+    sizes = [size - (by > 1) for size, by in zip(sides, latent.patch[-len(sides) :], strict=True)]
     smaller_call = smaller(call, sizes, WORDS)
-    filled_up = patching.unpack(patching.pack(smaller_call.x), patching.whole(patching.grid(smaller_call.x.shape)))
+    first, *others = smaller_call.latents
+    filled_up = patching.unpack(patching.pack(first), patching.whole(patching.grid(first.shape)))
+    larger_call = smaller_call.with_latents([filled_up, *others])
     try:
-        whole = runs.noted(smaller_call).result
-        out = patching.unpack(patching.pack(runs.noted(replace(smaller_call, x=filled_up)).result), tuple(sizes))
+        wholes = smaller_call.parts(runs.noted(smaller_call).result)
+        out, *others = larger_call.parts(runs.noted(larger_call).result)
     except Unproven:
         return False
-    return out.shape == whole.shape and distance(out, whole) <= TOLERANCE
+    parts = [patching.unpack(patching.pack(out), tuple(sizes)), *others]
+    return all(
+        part.shape == whole.shape and distance(part, whole) <= TOLERANCE for part, whole in zip(parts, wholes, strict=True)
+    )
 
 
 class _HasEntered(Exception):
@@ -153,7 +158,11 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
     """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams."""
     call = drawn(call, 1)
     first = _entering(runs, blocks, call)
-    found = [list(_rows_of(runs, blocks, call, axis, first)) for axis in range(2, call.x.ndim)]
+    sides = call.latents[0].shape
+    found = [
+        [_rows_of(runs, blocks, call, 0, axis, index, first) for index in range(sides[axis])]
+        for axis in range(2, len(sides))
+    ]
     streams = {stream for of_axis in found for stream, _ in of_axis}
     if len(streams) != 1:
         raise Unproven("a part of its latent is in several streams")
@@ -176,8 +185,33 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
     if patch[-1] != patch[-2]:
         raise Unproven(f"a token has {patch[-2]} rows and {patch[-1]} columns of its latent")
     frames = patch[0] if len(patch) == 3 else 1
-    words = len(first) > 1 or count < tokens
-    return OwnLatent(stream, start > 0, (frames, patch[-2], patch[-1]), words, pads=False)
+    others = sum(value.shape[1] for value in first.values()) - count
+    latent = OwnLatent(stream, start > 0, (frames, patch[-2], patch[-1]), others > 0, pads=False)
+    if len(call.latents) == 1:
+        return latent
+    pattern, companions = _companion(runs, blocks, call, first, {(stream, row) for row in range(start, start + count)})
+    return replace(latent, companion=pattern, words=others > companions)
+
+
+def _companion(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: dict[int, torch.Tensor], taken: set[tuple[int, int]]
+) -> tuple[str, int]:
+    """Pattern from the second latent to its tokens (Companion.pattern), and their number. `taken`: (stream, row) of the
+    first one's tokens. Unproven if the second has some of those, or tokens that are not made of whole axes.
+
+    The pattern says how many tokens there are. That they are the second latent's, the bands show."""
+    sizes = call.latents[1].shape
+    stream, rows = _rows_of(runs, blocks, call, 1, 0, 0, first)
+    if taken & {(stream, row) for row in rows}:
+        raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
+    of_channels = [axis for axis in range(1, len(sizes)) if _rows_of(runs, blocks, call, 1, axis, 0, first)[1] == rows]
+    of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
+    if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
+        raise Unproven("its second latent's tokens are mixed before its blocks")
+    names, tokens, channels = (
+        " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
+    )
+    return f"b {names} -> b ({tokens}) ({channels})", len(rows)
 
 
 def _entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:
@@ -193,23 +227,28 @@ def _entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, t
 
 
 def _rows_of(
-    runs: Runs, blocks: Sequence[OwnBlock], call: Call, axis: int, first: dict[int, torch.Tensor]
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """By index of this axis of the latent: the stream and its rows that it changes."""
-    for index in range(call.x.shape[axis]):
-        x = call.x.clone()
-        x.select(axis, index).add_(1)
-        now = _entering(runs, blocks, replace(call, x=x))
-        if any(value.shape != first[stream].shape for stream, value in now.items()):
-            raise Unproven("it has other tokens for another latent of the same size")
-        rows = {
-            stream: tuple((value - first[stream]).abs().amax(dim=(0, 2)).nonzero()[:, 0].tolist())
-            for stream, value in now.items()
-        }
-        changed = [stream for stream, of_stream in rows.items() if of_stream]
-        if len(changed) != 1:
-            raise Unproven("a part of its latent is in several streams" if changed else "a part of its latent is not used")
-        yield changed[0], rows[changed[0]]
+    runs: Runs,
+    blocks: Sequence[OwnBlock],
+    call: Call,
+    part: int,
+    axis: int,
+    index: int,
+    first: dict[int, torch.Tensor],
+) -> tuple[int, tuple[int, ...]]:
+    """The stream and its rows that the values at this index of an axis change, of latent number `part`."""
+    x = call.x.clone()
+    call.parts(x)[part].select(axis, index).add_(1)
+    now = _entering(runs, blocks, replace(call, x=x))
+    if any(value.shape != first[stream].shape for stream, value in now.items()):
+        raise Unproven("it has other tokens for another latent of the same size")
+    rows = {
+        stream: tuple((value - first[stream]).abs().amax(dim=(0, 2)).nonzero()[:, 0].tolist())
+        for stream, value in now.items()
+    }
+    changed = [stream for stream, of_stream in rows.items() if of_stream]
+    if len(changed) != 1:
+        raise Unproven("a part of its latent is in several streams" if changed else "a part of its latent is not used")
+    return changed[0], rows[changed[0]]
 
 
 def _checks(
@@ -232,8 +271,9 @@ def _checks(
 
 def _bands(latent: OwnLatent, call: Call) -> Iterator["_Band"]:
     """The call's first, middle and last band, by rows and by frames."""
+    shape = call.latents[0].shape
     for along, axis in AXES.items():
-        if -axis > call.x.ndim - 2 or (rows := call.x.shape[axis] // latent.patch[axis]) < 2:
+        if -axis > len(shape) - 2 or (rows := shape[axis] // latent.patch[axis]) < 2:
             continue
         first, last = max(1, rows // 3), rows - max(1, rows // 3)
         spans = Span(0, first), Span(first, last), Span(last, rows)
@@ -242,7 +282,7 @@ def _bands(latent: OwnLatent, call: Call) -> Iterator["_Band"]:
 
 @dataclass(frozen=True)
 class _Band:
-    """`rows` (or frames) of tokens of the call's latent, as a band of its own."""
+    """`rows` (or frames) of tokens of the call's latent, as a band of its own. The first one has a second latent, too."""
 
     latent: OwnLatent
     call: Call
@@ -252,7 +292,8 @@ class _Band:
     def why_not(self, runs: Runs, blocks: Sequence[OwnBlock], whole: WholeRun, outside: torch.Tensor) -> str:
         """What is wrong with it, with another latent outside of it. Empty: nothing."""
         try:
-            far = distance(self.output(runs, blocks, whole, outside), self._own(whole.result))
+            out = self._result(runs, blocks, whole, outside)
+            far = max(map(distance, self._own(out), self._own(whole.result)))
         except Unproven as unproven:
             return f"in a band {unproven}"
         except Exception as error:  # of any kind: its code is not known
@@ -267,14 +308,27 @@ class _Band:
         outside: torch.Tensor,
         tensor_rank: int | None = None,
     ) -> torch.Tensor:
-        """Its part of the output, with another latent outside of it."""
+        """[B, n]: its part of the output, with another latent outside of it."""
+        out = self._result(runs, blocks, whole, outside, tensor_rank)
+        return torch.cat([part.flatten(1) for part in self._own(out)], dim=1)
+
+    def _result(
+        self,
+        runs: Runs,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        outside: torch.Tensor,
+        tensor_rank: int | None = None,
+    ) -> torch.Tensor:
+        """The whole output of its run, of which its part alone is right."""
         x = outside.clone()
-        self._own(x).copy_(self._own(self.call.x))
+        for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
+            part.copy_(own)
         tokens = self._tokens()
         out = runs.run(replace(self.call, x=x, named=self._named(tokens)), _InBand(blocks, whole, tokens, tensor_rank))
         if out.shape != whole.result.shape:
             raise Unproven("it has an output of another size")
-        return self._own(out)
+        return out
 
     def _named(self, tokens: BandTokens) -> Mapping[str, Any]:
         """The call's arguments, with a control's residuals for the band alone, in the order of bands."""
@@ -284,14 +338,17 @@ class _Band:
         of_band = {kind: [residual[:, rows] for residual in residuals] for kind, residuals in control.items()}
         return {**self.call.named, CONTROL: of_band}
 
-    def _own(self, latent: torch.Tensor) -> torch.Tensor:
+    def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Its part of each latent in a tensor of the form of the call's `x`: views of it."""
+        latent, *companion = self.call.parts(x)
         axis = AXES[self.along]
         by = self.latent.patch[axis]
-        return latent.narrow(axis, by * self.rows.start, by * len(self.rows))
+        band = latent.narrow(axis, by * self.rows.start, by * len(self.rows))
+        return [band, *([] if self.rows.start else companion)]
 
     def _tokens(self) -> BandTokens:
-        axes = self.call.x.ndim - 2
-        sizes = zip(self.call.x.shape[2:], self.latent.patch[-axes:], strict=True)
+        sides = self.call.latents[0].shape[2:]
+        sizes = zip(sides, self.latent.patch[-len(sides) :], strict=True)
         grid = tuple(size // by for size, by in sizes)
         row = math.prod(grid) // grid[AXES[self.along]]
         band = Span(row * self.rows.start, row * self.rows.stop)
@@ -304,6 +361,20 @@ class _InBand(HeldAgainst):
     def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, band: BandTokens, tensor_rank: int | None):
         super().__init__(blocks, 0, whole, tensor_rank)
         self.ranks, self.band = ONE, band
+
+    def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
+        """A row that stands in for words, or for a second latent's tokens, may have any value: its keys are not kept."""
+        if not streams:
+            return super().is_held(own, of_whole, streams)
+        parts = [part for stream in streams for part in self.band_parts(stream)]
+        kept = torch.tensor([part.is_kept for part in parts for _ in range(len(part.place))])
+        rows = self.rows(streams, self.index)
+        return own.shape[1] == len(rows) and is_part(own[:, kept], of_whole, rows[kept])
+
+    def band_parts(self, stream: int) -> list[Part]:
+        """Its tokens of a stream."""
+        assert self.band is not None
+        return self.band.parts(stream, self.tokens[stream], ONE)[0]
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         return self.among_all(value, streams) if streams else of_whole

@@ -14,7 +14,8 @@ from .unproven import Unproven
 LATENTS = "parallel_dit_latents"
 """Argument of a call with nested latents: the shape of each, without the batch."""
 TIMES = "parallel_dit_times"
-"""Argument of a call with several timesteps, one for each latent. The call's own timestep then stands for them."""
+"""Argument of a call with several timesteps, one for each latent. The call's own timestep then stands for them. A number:
+all so many are the call's, which bands need: what differs from step to step would be another prompt to them."""
 
 
 def in_form(
@@ -26,8 +27,10 @@ def in_form(
         told[LATENTS] = [list(latent.shape[1:]) for latent in x]
         x = pack(x, axes)
     if not isinstance(timestep, torch.Tensor):
-        told[TIMES] = list(timestep)
-        timestep = timestep[0].flatten(1).amax(1) if timestep[0].ndim > 1 else timestep[0]
+        first = timestep[0]
+        alike = first.ndim == 1 and all(each is first or torch.equal(each, first) for each in timestep)
+        told[TIMES] = len(timestep) if alike else list(timestep)
+        timestep = first.flatten(1).amax(1) if first.ndim > 1 else first
     return x, timestep, told
 
 
@@ -35,7 +38,8 @@ def run(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor, name
     """The model's output for a call in this form, in it too. None: the model is a stage that is not the last one."""
     named = dict(named)
     shapes, times = named.pop(LATENTS, None), named.pop(TIMES, None)
-    out = model(x if shapes is None else unpack(x, shapes), timestep if times is None else tuple(times), **named)
+    of_latents = timestep if times is None else (timestep,) * times if isinstance(times, int) else tuple(times)
+    out = model(x if shapes is None else unpack(x, shapes), of_latents, **named)
     if shapes is None or out is None:
         return out
     latents = [out] if isinstance(out, torch.Tensor) else list(out)

@@ -15,12 +15,13 @@ from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import IMAGE, JOINT, TEXT, Blocks
 from parallel_backend.families.base.family import Family, Forward, Inputs, Sizes
 from parallel_backend.families.base.file_layout import FileLayout, Source
-from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.patching import Companion, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 
 from .band_tokens import BandTokens
 from .building import build
 from .call_arguments import OPTIONS, SIZES, STRUCTURE, from_tensors, structure_of, timestep_of
+from .call_form import LATENTS, pack, unpack
 from .call_form import run as run_in_form
 from .feature_cut import layer_cut
 from .residuals import CONTROL, by_kind
@@ -111,10 +112,14 @@ class OwnClassFamily(Family):
         assert step.x is not None, "every stage has the latent"
         patching, order = self.patching.cut(step.token_order.along), step.token_order
         stage: StageBlocks = vars(model)[STAGE]
-        band, x = order.images(step.image), step.x
-        if len(band) < order.image:  # the prologue runs whole, and what it makes of other bands' tokens is left out
-            x = x.new_full((len(x), order.image, x.shape[-1]), math.nan)
-            x[:, band.slice] = step.x
+        band = order.images(step.image)
+        # The prologue runs whole, and what it makes of other bands' tokens is left out.
+        x = step.x.new_full((len(step.x), order.image + step.companion_tokens, step.x.shape[-1]), math.nan)
+        x[:, band.slice] = step.x
+        has_companion = False
+        if step.x_companion is not None and step.x_companion.shape[1]:
+            has_companion = True
+            x[:, order.image :] = step.x_companion
         if stage.tokens is not None and self.own is not None and self.own.latent is not None:
             stage.tokens.band = BandTokens(self.own.latent, order.image, band, _class_order(step))
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
@@ -123,9 +128,17 @@ class OwnClassFamily(Family):
         named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
         if residuals := stage.residuals():
             named[CONTROL] = by_kind(residuals)
-        latent = patching.unpack(x, structure[SIZES] or patching.whole(step.grid))
-        out = run_in_form(stage.call, latent, timestep_of(step.timestep, structure), named)
-        return step.x[:, :0] if out is None else patching.pack(out)[:, band.slice]
+        timestep = timestep_of(step.timestep, structure)
+        if not step.companion_tokens:
+            latent = patching.unpack(x, structure[SIZES] or patching.whole(step.grid))
+            out = run_in_form(stage.call, latent, timestep, named)
+            return step.x[:, :0] if out is None else patching.pack(out)[:, band.slice]
+        shapes = [(len(x), *shape) for shape in structure[LATENTS]]
+        out = run_in_form(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
+        if out is None:
+            return step.x[:, :0]
+        tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
+        return torch.cat((tokens[:, band.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
 
 
 def _class_order(step: StepInputs) -> torch.Tensor | None:
@@ -134,6 +147,14 @@ def _class_order(step: StepInputs) -> torch.Tensor | None:
         order = class_order(step.grid, step.token_order.along)
         step.kept[CLASS_ORDER] = None if order is None else to_device(order, step.timestep.device)
     return step.kept[CLASS_ORDER]
+
+
+def _companion(own: OwnClass) -> Companion | None:
+    if own.latent is None or not own.latent.companion:
+        return None
+    pattern = own.latent.companion
+    axes = len(pattern.partition(" -> ")[0].split()) - 1
+    return Companion(pattern, lambda _frames: (1,) * axes)  # nobody knows its usual sizes
 
 
 @functools.lru_cache(maxsize=8)
@@ -176,7 +197,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
         ),
         forward=OwnForward(arguments=lambda _step, _config: {}, exact=exact),
         tensor_plan={f"{block.name}.{cut.layer}": {"": layer_cut(cut)} for block in own.blocks for cut in block.cuts},
-        patching=Patching(side=patch[1], frames=patch[0], video=own.video),
+        patching=Patching(side=patch[1], frames=patch[0], video=own.video, companion=_companion(own)),
         half_dtypes=lambda _config: own.halves,
         own=own,
         parameters=frozenset(parameters),

@@ -77,7 +77,7 @@ class HeldAgainst(TokenCut):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
-            if not is_part(own, of_whole, self.own_rows(streams)):
+            if not self.is_held(own, of_whole, streams):
                 raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
 
@@ -89,10 +89,14 @@ class HeldAgainst(TokenCut):
                 whole.append(None)
                 continue
             own, of_all = self.rows_of(value), self.rows_of(of_whole)
-            if not is_part(own, of_all, self.own_rows(streams)):
+            if not self.is_held(own, of_all, streams):
                 raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
             whole.append(self.of_rows(self._left(own, self.left_by_all(own, of_all, streams), streams), value))
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
+
+    def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
+        """Whether `own` has this rank's rows of the whole's tokens of these streams."""
+        return is_part(own, of_whole, self.own_rows(streams))
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """All tokens of a value that leaves the last block, as far as the ranks of this call have them."""

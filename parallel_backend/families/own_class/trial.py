@@ -15,7 +15,7 @@ from torch import nn
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
 
-from .band_trial import NESTED, latent_of, why_not_in_bands
+from .band_trial import latent_of, why_not_in_bands
 from .block_order import block_lists, choices, order_of, recorded_blocks, shortened, whole_list
 from .building import build
 from .call_form import LATENTS
@@ -199,7 +199,7 @@ def _found(
         proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
         proofs.append((proof, blocks, cut))
         is_enough = is_enough or (not stages and not (sequence and isinstance(cut, str)))
-        if is_enough and (latent is not None or not bands or why == NESTED):
+        if is_enough and (latent is not None or not bands):
             break
     none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
     best = max(proofs, key=lambda each: _worth(each[0], sequence), default=none)

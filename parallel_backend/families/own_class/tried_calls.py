@@ -43,8 +43,19 @@ class Call:
 
     @property
     def latents(self) -> list[torch.Tensor]:
-        """The one latent, or the nested ones."""
-        return unpack(self.x, self.named[LATENTS]) if LATENTS in self.named else [self.x]
+        """The one latent, or the nested ones: views of `x`."""
+        return self.parts(self.x)
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The one latent, or the nested ones, of a tensor of the form of `x`, such as an output: views of it."""
+        return unpack(x, self.named[LATENTS]) if LATENTS in self.named else [x]
+
+    def with_latents(self, latents: Sequence[torch.Tensor]) -> "Call":
+        """The call with other ones, of any sizes."""
+        if LATENTS not in self.named:
+            return dataclasses.replace(self, x=latents[0])
+        named = {**self.named, LATENTS: [list(latent.shape[1:]) for latent in latents]}
+        return dataclasses.replace(self, x=pack(latents, self.x.ndim), named=named)
 
     @property
     def longest(self) -> int:
@@ -64,7 +75,7 @@ def with_tensors_told(call: Call) -> Call:
     return dataclasses.replace(call, named={**call.named, OPTIONS: call.named.get(OPTIONS, {}) | told}, options=others)
 
 
-APART = OPTIONS, LATENTS
+APART = OPTIONS, LATENTS, TIMES
 """Arguments whose numbers are none of the call's."""
 
 
@@ -111,7 +122,7 @@ def copied(value: Any) -> Any:
 
 def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
     """The call with at most `side` latent rows, columns and frames and `words` tokens of text, in all tensors that have
-    them. A sequence: by axis of a latent that is the only one."""
+    them. A sequence: by axis of the first latent, and the most of them in others."""
     latents, text = call.latents, words_of(call)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +132,7 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
                 for axis in range(len(sizes)):
                     if (number, axis) not in call.whole_axes:
                         at = axis - len(sizes)
-                        most = side if isinstance(side, int) else side[axis]
+                        most = side if isinstance(side, int) else max(side) if number else side[axis]
                         tensor = tensor.narrow(at, 0, min(most, tensor.shape[at]))
                 return tensor
         return tensor[:, :words] if tensor.ndim > 1 and tensor.shape[1] == text else tensor
@@ -132,10 +143,7 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
     if CONTROL in call.named:
         sizes, smaller_sizes = latents[0].shape[2:], parts[0].shape[2:]
         named[CONTROL] = None if control is None else smaller_residuals(control, sizes, smaller_sizes)
-    if LATENTS not in call.named:
-        return dataclasses.replace(call, x=parts[0], named=named)
-    shapes = [list(part.shape[1:]) for part in parts]
-    return dataclasses.replace(call, x=pack(parts, call.x.ndim), named=named | {LATENTS: shapes})
+    return dataclasses.replace(call, named=named).with_latents(parts)
 
 
 def drawn(call: Call, seed: int, time: float | None = None) -> Call:
@@ -159,7 +167,7 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
 
     times = draw_times(call.timestep)
     named, options = (pytree.tree_map_only(torch.Tensor, draw, dict(each)) for each in (call.named, call.options))
-    if TIMES in named:
+    if isinstance(named.get(TIMES), list):
         named[TIMES] = [draw_times(each) for each in call.named[TIMES]]
     for drawn_options, of_call in ((options, call.options), (named.get(OPTIONS, {}), call.named.get(OPTIONS, {}))):
         if set(SIGMAS) <= set(of_call):
