@@ -260,8 +260,6 @@ class OwnClassModel(RemoteDiffusionModel):
             assert self.run.whole_calls is not None
             if proof.latent is None:
                 self.run.unproven_bands = proof.bands
-            elif self.setup.degrees.displaced and proof.latent.companion:
-                self.run.unproven_bands = "its latent has two parts"
             self.run.whole_calls.add(shapes(tensors))
             return returned(tuple(map(torch.zeros_like, latents)))
         if proof.options:

@@ -33,7 +33,9 @@ def pipefusion(file: str, warmup_steps: int):
 
 
 def displaced(file: str, warmup_steps: int):
-    return parallel(file, pipe=1, config=sequence(patch_mode="displaced", patch=2, patch_warmup_steps=warmup_steps))
+    """Even patches: on a busy machine a family would cut them by the ranks' speeds, which its trial runs measure."""
+    config = sequence(patch_mode="displaced", patch=2, patch_warmup_steps=warmup_steps)
+    return parallel(file, pipe=1, config=config, stage_split="even")
 
 
 def main(results: Results, names: list[str]) -> None:
