@@ -245,7 +245,11 @@ LAYOUTS = (
     # other kinds of files
     Layout("lora", "flux-dev", instead("a.lora_down.weight", "a.lora_up.weight"), refused="It is a LoRA", native=False),
     Layout(
-        "vae", "flux-dev", instead("decoder.conv_in.weight", "encoder.conv_in.weight"), refused="It is a VAE", native=False
+        "VAE alone",
+        "flux-dev",
+        instead("decoder.conv_in.weight", "encoder.conv_in.weight"),
+        refused="It is a VAE",
+        native=False,
     ),
     Layout(
         "text encoder",
