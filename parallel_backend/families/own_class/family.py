@@ -112,14 +112,14 @@ class OwnClassFamily(Family):
         assert step.x is not None, "every stage has the latent"
         patching, order = self.patching.cut(step.token_order.along), step.token_order
         stage: StageBlocks = vars(model)[STAGE]
-        band = order.images(step.image)
+        band, x, companion = order.images(step.image), step.x, step.x_companion
+        has_companion = companion is not None and companion.shape[1] > 0
         # The prologue runs whole, and what it makes of other bands' tokens is left out.
-        x = step.x.new_full((len(step.x), order.image + step.companion_tokens, step.x.shape[-1]), math.nan)
-        x[:, band.slice] = step.x
-        has_companion = False
-        if step.x_companion is not None and step.x_companion.shape[1]:
-            has_companion = True
-            x[:, order.image :] = step.x_companion
+        if len(band) < order.image or step.companion_tokens:
+            x = x.new_full((len(x), order.image + step.companion_tokens, x.shape[-1]), math.nan)
+            x[:, band.slice] = step.x
+        if companion is not None and has_companion:
+            x[:, order.image :] = companion
         if stage.tokens is not None and self.own is not None and self.own.latent is not None:
             stage.tokens.band = BandTokens(self.own.latent, order.image, band, _class_order(step))
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
