@@ -78,4 +78,5 @@ def structure(call: Call, sizes: tuple[int, ...]) -> str:
 def near(times: Sequence[float]) -> list[float]:
     """Times of a trial that are as good as these: the first of them, and of the others the nearest tenth of it. A shift of
     the sigmas, which depends on the picture's size, moves the last one a little."""
-    return [round(times[0], 3), *(round(time / times[0], 1) for time in times[1:])] if times else []
+    scale = (times[0] or 1.0) if times else 1.0  # a logarithm of a sigma of 1 is a time of 0
+    return [*(round(time, 3) for time in times[:1]), *(round(time / scale, 1) for time in times[1:])]
