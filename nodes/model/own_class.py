@@ -57,7 +57,8 @@ from .text_model import TEXT_METHOD, NativeText
 log = logging.getLogger(__name__)
 
 PROVE_KEY = "parallel_dit_prove"
-"""Key in transformer_options of a call that is tried, and not computed."""
+"""Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
+which ComfyUI may add others."""
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -261,7 +262,8 @@ class OwnClassModel(RemoteDiffusionModel):
             if proof.latent is None:
                 self.run.unproven_bands = proof.bands
             self.run.whole_calls.add(shapes(tensors))
-            return returned(tuple(map(torch.zeros_like, latents)))
+            channels = options[PROVE_KEY]
+            return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
         if proof.options:
             named[OPTIONS] = told | {name: options[name] for name in proof.options}
             tensors = to_tensors(named, timestep, told_sizes)
@@ -294,13 +296,14 @@ class OwnClassModel(RemoteDiffusionModel):
             cache.see(latents, options)
         return cache.may_forecast(options)
 
-    def prove_bands(self, run: Callable[[dict[str, Any]], Any]) -> str:
+    def prove_bands(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int]) -> str:
         """Have bands tried for a run before its model is loaded: why they are not proven. Empty: they are.
 
-        `run` makes the calls of a step with these entries of transformer_options, which get zeros.
+        `run` makes the calls of a step with these entries of transformer_options, which get zeros. `channels`: of each of
+        the sampler's latents.
         """
         self.run.whole_calls, self.run.unproven_bands = set(), ""
-        run({PROVE_KEY: True})
+        run({PROVE_KEY: channels})
         return self.run.unproven_bands
 
     def without_bands(self, reason: str) -> str:

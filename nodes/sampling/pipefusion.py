@@ -67,7 +67,7 @@ def prove(sampling: Sampling, stub: OwnClassModel) -> str:
         conds, x = list(sampling.guider.conds.values()), sampling.noise
         comfy.samplers.calc_cond_batch(sampling.guider.inner_model, conds, x, sampling.sigmas[:1].expand(len(x)), options)
 
-    return stub.prove_bands(run)
+    return stub.prove_bands(run, [shape[1] for shape in sampling.shapes])
 
 
 def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:

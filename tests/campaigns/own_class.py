@@ -20,7 +20,7 @@ from tests.comfyui.test_families import CASES, has_class, save_case
 from tests.comfyui.test_own_classes import CLASSES, UNETS
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
-Row = dict[str, str | float]
+Row = dict[str, Any]
 AT_ONCE = 4
 """Cases of one process: ranks and models of all of them stay until it ends."""
 
@@ -45,7 +45,7 @@ def main() -> None:
                 part = cases[start : start + AT_ONCE]
                 for case in part:
                     save_case(case, base)
-                found, _ = inside.run("own_class_families", names=[case.name for case in part])
+                found, _ = inside.run("own_class_families", names=[case.name for case in part], products=True)
                 rows += rows_of(found)
             for name in classes:
                 found, _ = inside.run("own_classes", names=[name])
@@ -61,8 +61,8 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
     rows: list[Row] = []
     for name, each in found.items():
         case, _, mode = name.rpartition(", ")
-        share = each.get("share") if isinstance(each, dict) else each
-        rows.append({"case": case, "mode": mode} | ({"refused": each["error"]} if share is None else {"share": share}))
+        told = {"share": each} if not isinstance(each, dict) else {"refused": each["error"]} if "error" in each else each
+        rows.append({"case": case, "mode": mode} | told)
         print(rows[-1], flush=True)
     return rows
 

@@ -28,8 +28,18 @@ def by_own_class(load, *arguments, **named):
         return load(*arguments, **named)
 
 
-def pipefusion(file: str, warmup_steps: int):
-    return node("ApplyPipeFusion", parallel(file), 2, warmup_steps, True)
+FOUR = "cpu,cpu,cpu,cpu"
+PRODUCTS = {
+    "four stages": {"pipe": 4, "devices": FOUR},
+    "tensor": {"tensor": 2, "devices": FOUR},
+    "ulysses": {"devices": FOUR, "config": sequence(ulysses=2)},
+    "ring": {"devices": FOUR, "config": sequence(ring=2)},
+}
+"""Of PipeFusion."""
+
+
+def pipefusion(file: str, warmup_steps: int, **degrees):
+    return node("ApplyPipeFusion", parallel(file, **degrees), 2, warmup_steps, True)
 
 
 def displaced(file: str, warmup_steps: int):
@@ -38,30 +48,38 @@ def displaced(file: str, warmup_steps: int):
     return parallel(file, pipe=1, config=config, stage_split="even")
 
 
-def main(results: Results, names: list[str]) -> None:
+def main(results: Results, names: list[str], products: bool = False) -> None:
+    """`products`: of PipeFusion, too."""
+    loads = {"PipeFusion": pipefusion, "displaced patches": displaced}
+    if products:
+        loads |= {f"PipeFusion by {product}": partial(pipefusion, **degrees) for product, degrees in PRODUCTS.items()}
     for name in names:
         with detecting(read(name)[-1]["detected"]):
             path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
             native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
             expected = sample(native, name)
 
-            def shares(model, expected, name=name) -> dict:
+            def share(expected, found) -> float:
                 """Of a nested latent the largest of the parts' shares."""
-                pairs = zip(parts_of(expected), parts_of(sample(model, name)), strict=True)
-                return {"share": max(difference(part, own) / float(part.abs().max()) for part, own in pairs)}
+                pairs = zip(parts_of(expected), parts_of(found), strict=True)
+                return max(difference(part, own) / float(part.abs().max()) for part, own in pairs)
 
-            def compare(mode: str, name=name, expected=expected, shares=shares) -> dict:
-                return shares(by_own_class(parallel, f"{name}.safetensors", **MODES[mode]), expected)
+            def compare(mode: str, name=name, expected=expected, share=share) -> dict:
+                own = by_own_class(parallel, f"{name}.safetensors", **MODES[mode])
+                return {"share": share(expected, sample(own, name))}
 
-            def in_patches(load, warmup_steps: int, name=name, expected=expected, shares=shares) -> dict:
+            def in_patches(load, warmup_steps: int, name=name, expected=expected, share=share) -> dict:
                 """Beside the native model if all steps are exact, and beside the family if one is."""
                 file = f"{name}.safetensors"
-                if warmup_steps == 1:
-                    expected = sample(load(file, warmup_steps), name)
-                return shares(by_own_class(load, file, warmup_steps), expected)
+                found = sample(by_own_class(load, file, warmup_steps), name)
+                if warmup_steps > 1:
+                    return {"share": share(expected, found)}
+                of_family = sample(load(file, warmup_steps), name)
+                beside_native = {"own class": share(expected, found), "family": share(expected, of_family)}
+                return {"share": share(of_family, found), "beside native": beside_native}
 
             for mode in MODES:
                 results.case(f"{name}, {mode}", partial(compare, mode))
-            for kind, load in {"PipeFusion": pipefusion, "displaced patches": displaced}.items():
-                results.case(f"{name}, {kind}, all steps exact", partial(in_patches, load, 1000))
+            for kind, load in loads.items():
+                results.case(f"{name}, {kind} with all steps exact", partial(in_patches, load, 1000))
                 results.case(f"{name}, {kind} beside the family", partial(in_patches, load, 1))

@@ -222,5 +222,5 @@ def sampled_in_every_mode(results: Results, name: str, shape: tuple[int, ...], m
 
     for mode, degrees in MODES.items():
         results.case(", ".join((name, *more, mode)), partial(compare, degrees))
-    for mode, warmup_steps in (("PipeFusion, all steps exact", 1000), ("PipeFusion", 1)):
+    for mode, warmup_steps in (("PipeFusion with all steps exact", 1000), ("PipeFusion with one exact step", 1)):
         results.case(", ".join((name, *more, mode)), partial(in_patches, warmup_steps))
