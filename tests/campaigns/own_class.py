@@ -21,6 +21,11 @@ from tests.comfyui.test_own_classes import CLASSES, UNETS
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
 Row = dict[str, Any]
+PRODUCTS = (
+    *("flux-dev", "flux-fill", "sd3.5-medium", "pixart-sigma", "qwen-image", "wan-2.1-t2v", "wan-2.1-i2v", "z-image"),
+    *("krea2", "minimax-h3", "ltx-2.3"),
+)
+"""Cases of which PipeFusion's products are tried, too."""
 AT_ONCE = 4
 """Cases of one process: ranks and models of all of them stay until it ends."""
 
@@ -45,7 +50,8 @@ def main() -> None:
                 part = cases[start : start + AT_ONCE]
                 for case in part:
                     save_case(case, base)
-                found, _ = inside.run("own_class_families", names=[case.name for case in part], products=True)
+                names = [case.name for case in part]
+                found, _ = inside.run("own_class_families", names=names, with_products=PRODUCTS)
                 rows += rows_of(found)
             for name in classes:
                 found, _ = inside.run("own_classes", names=[name])

@@ -141,6 +141,19 @@ class CountsWordsBetween(TwoStreams):
         return h[:, c.shape[1] :]
 
 
+class OneBlockFirst(CountsWordsBetween):
+    """As the bundled model: a list of one block, which does not run without words."""
+
+    class double(Double):
+        def forward(self, c, h, emb, table):
+            assert c.shape[1]
+            return super().forward(c, h, emb, table)
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        del self.streams[1:]
+
+
 class FillsUp(Tokens):
     """As Z-Image: tokens are filled up to a multiple, so that calls of several sizes have as many, here as many as another
     argument has columns."""

@@ -51,7 +51,7 @@ ALONE = OwnLatent(stream=0, before=False, patch=(1, 1, 1), words=False, pads=Tru
         ("WordsInFront", replace(ALONE, before=True, words=True)),
         ("TwoStreams", replace(ALONE, stream=1, words=True)),
         ("PictureFirst", replace(ALONE, stream=1, words=True)),
-        ("CountsWordsBetween", replace(ALONE, stream=1, words=True)),
+        ("OneBlockFirst", replace(ALONE, stream=1, words=True)),
     ],
 )
 def test_bands_that_are_right_are_proven(name, latent):

@@ -23,7 +23,7 @@ def block_lists(model: nn.Module) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         children = list(module.children())
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(children) < 2 or len(set(map(type, children))) > 1:
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(set(map(type, children))) != 1:
             continue
         if any(children[0].children()) and not any(name.startswith(f"{each}.") for each in found):
             found[name] = [f"{name}.{key}" for key, _ in module.named_children()]

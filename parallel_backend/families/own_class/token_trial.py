@@ -312,7 +312,8 @@ class Runs:
     def _another(self, call: Call, side: int, words: int) -> Size:
         """Other numbers of tokens than the call's, of text and picture if possible. The call's own if there are none."""
         words = min(words, WORDS)
-        fewer, less = max(1, words - 3), call.longest * 3 // 4
+        # At least a word for each rank: classes may not run without any.
+        fewer, less = max(min(words, RANKS), words - 3), call.longest * 3 // 4
         sizes = (less, fewer), (less, words), (side, fewer), (side // 2, words), (side // 2, fewer)
         counts, tokens = [self._most_tokens(smaller(call, *each)) for each in sizes], self._most_tokens(call)
         told_apart = [size for size, count in zip(sizes, counts, strict=True) if count not in (0, tokens)]

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 PACK = Path(__file__).resolve().parents[3]
@@ -78,6 +78,17 @@ def parallel(
 ) -> Any:
     """Parallel DiT Loader's MODEL in fp32."""
     return node("ParallelDiTLoader", name, "fp32", pipe, tensor, batch, devices, config, stage_split)
+
+
+def by_own_class(load: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What `load` gives for a file by ComfyUI's own class, as if no family took the file."""
+    loader = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
+
+    def no_family(path: Path, _conversion: Any) -> NoReturn:
+        raise loader.UnknownModel(f"model_name: {path.name} is taken by no family")
+
+    with patch.object(loader, "open_checkpoint", no_family):
+        return load(*arguments, **named)
 
 
 def sequence(ulysses: int = 1, ring: int = 1, patch_mode: str = "none", patch: int = 1, patch_warmup_steps: int = 1) -> Any:

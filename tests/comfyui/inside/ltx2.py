@@ -8,10 +8,9 @@ from typing import Any
 
 import comfy.nested_tensor
 import comfy.sample
-from boot import BASE, Results, comfy, difference, torch
+from boot import BASE, Results, by_own_class, comfy, difference, torch
 from comfy_extras import nodes_lt
 from families import MODES, read
-from own_class_families import by_own_class
 
 FRAMES, HEIGHT, WIDTH, SOUND = 6, 4, 4, 11
 

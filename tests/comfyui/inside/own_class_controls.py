@@ -8,10 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import BASE, Results, by_own_class, comfy, difference, ksampler, node, parallel, sequence, torch
 from comfy.controlnet import ControlBase
 from families import detecting, read
-from own_class_families import by_own_class
 
 MODES = {
     "stages": {"pipe": 2},

@@ -1,10 +1,9 @@
 """Files that families compute, by ComfyUI's own class on ranks in their place. Run by serve.py."""
 
-import sys
+from collections.abc import Sequence
 from functools import partial
-from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, node, nodes, parallel, parts_of, sequence, torch
+from boot import BASE, Results, by_own_class, comfy, difference, node, parallel, parts_of, sequence, torch
 from families import detecting, read, sample
 
 MODES = {
@@ -15,19 +14,6 @@ MODES = {
     "ring": {"pipe": 1, "config": sequence(ring=2)},
     "tensor and ring": {"pipe": 1, "tensor": 2, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ring=2)},
 }
-LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
-
-
-def no_family(path, _conversion):
-    raise LOADER.UnknownModel(f"model_name: {path.name} is taken by no family")
-
-
-def by_own_class(load, *arguments, **named):
-    """What `load` gives for a file by ComfyUI's own class, as if no family took the file."""
-    with patch.object(LOADER, "open_checkpoint", no_family):
-        return load(*arguments, **named)
-
-
 FOUR = "cpu,cpu,cpu,cpu"
 PRODUCTS = {
     "four stages": {"pipe": 4, "devices": FOUR},
@@ -48,12 +34,10 @@ def displaced(file: str, warmup_steps: int):
     return parallel(file, pipe=1, config=config, stage_split="even")
 
 
-def main(results: Results, names: list[str], products: bool = False) -> None:
-    """`products`: of PipeFusion, too."""
-    loads = {"PipeFusion": pipefusion, "displaced patches": displaced}
-    if products:
-        loads |= {f"PipeFusion by {product}": partial(pipefusion, **degrees) for product, degrees in PRODUCTS.items()}
+def main(results: Results, names: list[str], with_products: Sequence[str] = ()) -> None:
+    products = {f"PipeFusion by {product}": partial(pipefusion, **degrees) for product, degrees in PRODUCTS.items()}
     for name in names:
+        loads = {"PipeFusion": pipefusion, "displaced patches": displaced} | (products if name in with_products else {})
         with detecting(read(name)[-1]["detected"]):
             path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
             native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})

@@ -8,11 +8,10 @@ from typing import Any
 
 import comfy.controlnet
 from block_patches import extra, load_extras
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import BASE, Results, by_own_class, comfy, difference, ksampler, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
 from families import detecting, read
 from own_class import AURA, write
-from own_class_families import by_own_class
 from safetensors.torch import save_file
 
 MODES = {
