@@ -9,7 +9,7 @@ from pathlib import Path
 from parallel_backend.core.kept_file import UNREADABLE, digest, kept_path, read_kept, write_kept
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families import own_class as own_classes
-from parallel_backend.families.own_class.trial import NOT_TRIED, Proof
+from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
 from parallel_backend.wire.encoding import Encoding
 
 from .class_code import code_digest

@@ -35,8 +35,9 @@ from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import CONTROL, for_trial
-from parallel_backend.families.own_class.trial import Proof, trial
+from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of, words_of
 
 from ..ui.host import folder
@@ -180,17 +181,20 @@ class OwnClassModel(RemoteDiffusionModel):
         """As RemoteDiffusionModel's."""
         return self.native
 
+    @property
+    def _own(self) -> OwnClass:
+        """The class, with what is proven so far."""
+        assert self.setup.own_class is not None
+        return self.setup.own_class
+
     @functools.cached_property
     def native(self) -> NativeClass:
-        own = self.setup.own_class
-        assert own is not None
-        return class_of(own)
+        return class_of(self._own)
 
     @functools.cached_property
     def _meta(self) -> torch.nn.Module:
         """The model without values."""
-        assert self.setup.own_class is not None
-        return build(self.setup.own_class)
+        return build(self._own)
 
     @functools.cached_property
     def _text(self) -> NativeText:
@@ -239,11 +243,10 @@ class OwnClassModel(RemoteDiffusionModel):
         if band is None:
             check_for_own_class(latents, axes)
         packed, timestep, told_form = in_form(x, timestep, axes)
-        family, batch, own = self.checkpoint.family, len(packed), self.setup.own_class
-        assert own is not None
+        family, batch = self.checkpoint.family, len(packed)
         told = told_to_own_class(options, family)
         timestep = for_entries(timestep, {}, batch)
-        if control is not None and own.unet:
+        if control is not None and self._own.unet:
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
         residuals = own_residuals(control, latents[0], None if band is None else band.run.patching)
         named = {"context": context, CONTROL: None, OPTIONS: told, **sent(family.native_classes[0], extra), **told_form}
@@ -317,10 +320,8 @@ class OwnClassModel(RemoteDiffusionModel):
 
     def _of_band(self, call: Call, sizes: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Proof:
         """The proof for a band's call. NotLocal if it is not the one by which the model was loaded."""
-        own = self.setup.own_class
-        assert own is not None
         proof = self._kept_proof(self._key(call, sizes), numbers_of(call))
-        if proof is None or (proof.blocks, proof.latent) != (own.blocks, own.latent):
+        if proof is None or (proof.blocks, proof.latent) != (self._own.blocks, self._own.latent):
             raise NotLocal("a patch calls the model in another way than the whole latent, which was tried")
         if shapes(tensors) not in (self.run.whole_calls or ()):
             raise NotLocal("a patch has other conditioning than the whole latent")
@@ -341,8 +342,7 @@ class OwnClassModel(RemoteDiffusionModel):
 
     def _proven(self, call: Call, sizes: tuple[int, ...]) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
-        own = self.setup.own_class
-        assert own is not None
+        own = self._own
         name, degrees, numbers = self.checkpoint.path.name, self.setup.degrees, numbers_of(call)
         key = _, sequence, bands, tensor = self._key(call, sizes)
         tried_sizes = *call.x.shape, words_of(call)
@@ -379,8 +379,8 @@ class OwnClassModel(RemoteDiffusionModel):
         if is_new:
             say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified{self._shared_out(proof, degrees)}")
         self.setup = self.setup.with_blocks(proof.blocks, proof.latent)
-        if (found := self.setup.own_class) is not None and found != own:
-            self.checkpoint = dataclasses.replace(self.checkpoint, family=own_class_family(found))
+        if self._own != own:
+            self.checkpoint = dataclasses.replace(self.checkpoint, family=own_class_family(self._own))
         return proof
 
     def _shared_out(self, proof: Proof, degrees: Degrees) -> str:

@@ -31,16 +31,21 @@ class LoadingBar:
 
 
 class Elapsed:
-    """A poll for work whose end nobody knows: checks for Cancel, and says each second what goes on and for how long."""
+    """A poll for long work: checks for Cancel, and says each second what goes on, how far it is and for how long."""
 
     def __init__(self, doing: str) -> None:
         self._doing, self._began, self._said = doing, time.monotonic(), -1
         self()
 
-    def __call__(self) -> None:
-        """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
+    def __call__(self, done: float = 0) -> None:
+        """`done`: the share that is done, if it is known. Raises ComfyUI's InterruptProcessingException once the user has
+        pressed Cancel."""
         check_cancelled()
-        seconds = int(time.monotonic() - self._began)
+        seconds, percent = int(time.monotonic() - self._began), int(100 * done)
         if seconds > self._said:
             self._said = seconds
-            say(f"Parallel DiT: {self._doing}" + f", {seconds} s" * (seconds > 0))
+            say(
+                f"Parallel DiT: {self._doing}"
+                + f", {percent} %" * (done > 0 and seconds > 0)
+                + f", {seconds} s" * (seconds > 0)
+            )

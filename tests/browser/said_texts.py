@@ -48,7 +48,7 @@ LINES = (
     "ulysses_degree 2 would take about 8.1 s (see Parallel Doctor)",
     "one GPU would take about 8.1 s (see Parallel Doctor)",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded",
-    "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 12 s",
+    "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 45 %, 12 s",
     "AuraFlow, ComfyUI's own class, verified",
     "AuraFlow, ComfyUI's own class, verified: 36 of 36 blocks are shared out",
     "rank 1 compiles, 12 s",

@@ -194,6 +194,13 @@ class NumberMatters(ReadsNumber):
         return h
 
 
+class PairMatters(NumberMatters):
+    """As NumberMatters, if two numbers differ."""
+
+    def forward(self, x, timestep, context=None, num_tokens=0, longest=0, **extra):
+        return super().forward(x, timestep, context, 9 if num_tokens == longest else 3, **extra)
+
+
 class OwnBlocksFirst(Tokens):
     """Words, picture and a reference each pass blocks of their own, then joint ones: diffusers' Flux 3 has this form."""
 

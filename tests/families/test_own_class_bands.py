@@ -8,7 +8,8 @@ import torch
 from parallel_backend.core.own_class import OwnLatent
 from parallel_backend.families.own_class.band_trial import why_not_in_bands
 from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.trial import Proof, trial
+from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
 from tests.families.test_own_class import nested
 from tests.support.planted_comfyui import planted, planted_comfyui

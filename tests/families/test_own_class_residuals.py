@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import by_kind, by_name, for_trial, side_of
-from parallel_backend.families.own_class.trial import Proof, trial
+from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call
 from tests.families.planted_classes import WIDTH
 from tests.families.test_own_class_bands import call as call_of_bands

@@ -62,6 +62,23 @@ def test_what_is_wrong_at_its_own_width_alone_is_not_proven(name, way, why):
     assert own_width[-1]
 
 
+@pytest.mark.parametrize("share", [0.01, 0.6])
+def test_it_is_given_up_as_soon_as_the_poll_says_so(share):
+    """Narrower, where errors of the class are caught, and at its own width. What is done never goes back."""
+    shares, threads = [], torch.get_num_threads()
+
+    def poll(done: float) -> None:
+        shares.append(done)
+        if done > share:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        trial(own("Scaled"), call(), TIMES, poll, bands=True)
+    assert share < shares[-1] < share + 0.2
+    assert shares == sorted(shares)
+    assert torch.get_num_threads() == threads
+
+
 @pytest.mark.parametrize(("name", "heads"), [("OwnHeads", 16), ("OneWidth", 8), ("OneWidthMade", 8)])
 def test_a_class_that_cannot_be_narrower_is_tried_as_it_is(name, heads):
     proof, own_width = found(name)

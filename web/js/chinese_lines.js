@@ -177,7 +177,7 @@ const LINES = [
     [/^([\d.]+ [GM]B) of weights on (\d+) ranks$/, "$2 个进程上有 $1 权重"],
     [/^calibrating, about 10 s, once for this machine and kind of model, (\d+) s$/, "正在测量，约 10 秒，每种模型一次，已 $1 秒"],
     [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
-    [/^trying (.*), ComfyUI's own class, before its weights are loaded, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1，已 $2 秒"],
+    [/^trying (.*), ComfyUI's own class, before its weights are loaded, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1，$2 %，已 $3 秒"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded$/, "正在试算 ComfyUI 自己的类 $1"],
     [/^rank (\d+) compiles, (\d+) s$/, "进程 $1 正在编译，已 $2 秒"],
     [/^first step, (\d+) s$/, "第一步，已 $1 秒"],

@@ -32,6 +32,8 @@ from .whole_run import WholeRun
 
 ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
+FEW_ROWS = 3, 3, 3
+"""Of a call of which few bands are tried."""
 AXES = {"rows": -2, "frames": -3}
 """Axis of the latent that bands cut."""
 OUTSIDE = 99
@@ -62,12 +64,13 @@ def latent_of(
 def why_not_in_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, time: float | None = None
 ) -> str:
-    """Why bands are not right for calls like `actual`. Empty: they are. With a `time` the trial is shorter: no NaN."""
+    """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Two bands are tried,
+    which is less than `latent_of` does."""
     runs = Runs(model, _bare(blocks))
     try:
-        call = _odd(actual, latent)
+        call = _odd(actual, latent, FEW_ROWS)
         _of_both(latent, find_latent(runs, blocks, call))
-        return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1, time)], time is None)), "")
+        return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1, time)], few=True)), "")
     except Unproven as unproven:
         return str(unproven)
 
@@ -93,12 +96,12 @@ def _even(call: Call) -> Call:
     return smaller(call, sizes, WORDS)
 
 
-def _odd(actual: Call, latent: OwnLatent) -> Call:
-    """With an odd number of the latent's tokens, and other words."""
+def _odd(actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
+    """With an odd number of the latent's tokens, at most so many by axis, and other words."""
     sizes = []
     sides = actual.latents[0].shape[2:]
-    for size, by, most in zip(sides, latent.patch[-len(sides) :], ROWS[-len(sides) :], strict=True):
-        count = max(1, min(most, size // by))
+    for size, by, rows in zip(sides, latent.patch[-len(sides) :], most[-len(sides) :], strict=True):
+        count = max(1, min(rows, size // by))
         sizes.append(by * (count - 1 + count % 2))
     return smaller(actual, sizes, WORDS - 3)
 
@@ -252,17 +255,19 @@ def _rows_of(
 
 
 def _checks(
-    runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, calls: Sequence[Call], with_nan: bool = True
+    runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, calls: Sequence[Call], few: bool = False
 ) -> Iterator[str]:
-    """What is wrong with the bands of each call. Empty: nothing. `with_nan`: outside of the first call's, too."""
+    """What is wrong with the bands of each call, and with NaN outside of the first call's. Empty: nothing. `few`: of the
+    first by rows and the last by frames, without NaN."""
     tried = False
     for number, call in enumerate(calls):
         whole = runs.noted(call)
-        outside = [drawn(call, OUTSIDE).x, *([torch.full_like(call.x, math.nan)] if with_nan and not number else ())]
+        outside = [drawn(call, OUTSIDE).x, *(() if few or number else [torch.full_like(call.x, math.nan)])]
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
             yield "its output has another size than its latent"
             return
-        for band in _bands(latent, call):
+        bands = list(_bands(latent, call))
+        for band in bands[:: max(1, len(bands) - 1)] if few else bands:
             tried = True
             yield from (band.why_not(runs, blocks, whole, each) for each in outside)
     if not tried:

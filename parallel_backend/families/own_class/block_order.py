@@ -16,6 +16,8 @@ from .tried_calls import Call
 
 KEPT_BLOCKS = 3
 """Blocks in the tried model of its only list: the first two and the last."""
+FEWEST_BLOCKS = 2
+"""The first and the last."""
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:
@@ -47,13 +49,13 @@ def choices(
         yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
 
 
-def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Take blocks out of the model's lists. The names of those that it still has."""
+def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> dict[str, list[str]]:
+    """Take blocks out of the model's lists, which then have at most so many. The names of those that it still has."""
     kept = {}
     for name, blocks in lists.items():
         module = model.get_submodule(name)
         keys = [block.rpartition(".")[2] for block in blocks]
-        keep = KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1
+        keep = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1)
         stay = keys if len(keys) <= keep else [*keys[: keep - 1], keys[-1]]
         for key in keys:
             if key not in stay:

@@ -60,16 +60,19 @@ def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: Wholes)
     return ""
 
 
+def entry_of(call: Call, entry: int) -> Call:
+    """The call of one entry of the batch, as a rank gets it."""
+    rows, tensors = slice(entry, entry + 1), to_tensors(call.named, call.timestep)
+    named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
+    return dataclasses.replace(call, x=call.x[rows], timestep=call.timestep[rows], named=named)
+
+
 def why_not_by_entry(model: nn.Module, wholes: Wholes) -> str:
     """Why entries of the batch on their own are not proven. Empty: they are."""
     for call, whole in wholes:
-        tensors = to_tensors(call.named, call.timestep)
         for entry in range(len(call.x)):
-            rows = slice(entry, entry + 1)
-            named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
-            own = dataclasses.replace(call, x=call.x[rows], timestep=call.timestep[rows], named=named)
             try:
-                far = distance(own.run(model, options=False), whole[rows])
+                far = distance(entry_of(call, entry).run(model, options=False), whole[entry : entry + 1])
             except Exception as error:  # of any kind, since its code is not known
                 return f"an entry of a batch on its own does not run ({first_line(error)})"
             if not far <= TOLERANCE:

@@ -31,6 +31,7 @@ from .whole_run import WholeRun
 
 RANKS = 3
 """In the trial, so that they have different numbers of tokens."""
+ENDS = 0, RANKS - 1
 TOLERANCE = 1e-5
 """Largest difference of a rank's values and the whole's, as a share of the largest value."""
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
@@ -248,10 +249,16 @@ def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times
         return str(unproven)
 
 
-def why_not_cut(model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], calls: Sequence[Call]) -> str:
-    """Why `cut`, `blocks` with the cut of their tokens, is not right for these calls. Empty: it is."""
+def why_not_cut(
+    model: nn.Module,
+    blocks: Sequence[OwnBlock],
+    cut: Sequence[OwnBlock],
+    calls: Sequence[Call],
+    ranks: Sequence[int] = range(RANKS),
+) -> str:
+    """Why `cut`, `blocks` with the cut of their tokens, is not right for these calls on these ranks. Empty: it is."""
     try:
-        return next(filter(None, Runs(model, blocks).checks(cut, calls)), "")
+        return next(filter(None, Runs(model, blocks).checks(cut, calls, ranks)), "")
     except Unproven as unproven:
         return str(unproven)
 
@@ -360,9 +367,11 @@ class Runs:
             return f"it does not run where its tokens are cut ({first_line(error)})"
         return "" if far <= TOLERANCE else f"cut tokens give another result (by {far:.1e} of the largest value)"
 
-    def checks(self, blocks: Sequence[OwnBlock], calls: Sequence[Call]) -> Iterator[str]:
-        """`why_not` of every rank in every call."""
+    def checks(
+        self, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: Sequence[int] = range(RANKS)
+    ) -> Iterator[str]:
+        """`why_not` of these ranks in every call."""
         for call in calls:
             whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
-            for rank in range(RANKS):
+            for rank in ranks:
                 yield self.why_not(HeldAgainst(blocks, rank, whole), call, whole)

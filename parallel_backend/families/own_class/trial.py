@@ -4,35 +4,36 @@ The tried model has the class's own widths or narrower ones (narrow.py), random 
 list. Tensors are drawn with the shapes of the call; numbers, words and whole numbers are the call's.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallel_backend.core.host_memory import host_memory
-from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
+from parallel_backend.core.own_class import OwnBlock, OwnClass
 
-from .band_trial import latent_of, why_not_in_bands
-from .block_order import block_lists, choices, order_of, recorded_blocks, shortened, whole_list
+from .band_trial import latent_of
+from .block_order import FEWEST_BLOCKS, KEPT_BLOCKS, block_lists, choices, order_of, recorded_blocks, shortened, whole_list
 from .building import build
 from .call_form import LATENTS
 from .call_state import held, why_not_apart, why_not_without_options
 from .feature_trial import Sharing
 from .narrow import narrow_unet, narrowed, widened
+from .other_calls import error_of, free_numbers, is_proven, noted_run
 from .product_trial import why_no_products
+from .proof import NOT_TRIED, Proof, Tried
 from .residuals import CONTROL
 from .stage_trial import why_not_by_entry, why_not_staged
-from .token_trial import WORDS, Runs, Size, cut_tokens, why_not_cut
+from .token_trial import WORDS, Runs, Size, cut_tokens
 from .tried_calls import (
     SIZES,
     Call,
     draw_weights,
     drawn,
-    numbers_of,
-    replace_number,
     smaller,
     with_tensors_told,
     with_whole_axes,
@@ -42,44 +43,12 @@ from .tried_calls import (
 SEED = 0
 FEW = 4, WORDS
 """As SIZES, for the one call that is tried at the class's own width."""
-NOT_TRIED = "it was not tried"
+RUNS, AT_WIDTH = 600, 80
+"""Runs of models and blocks in a trial, and in that at the class's own width, which takes the other HALF of the time."""
+HALF = 0.5
 NO_LIST = "it has no list of blocks"
 LEAST_SHARE = 0.75
 """Of the blocks' parameters: fewer are not shared out for the sake of bands, since the others run whole on every stage."""
-ENOUGH = 3
-"""Other values of a number with which the class has to run, so that it can be said not to matter."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What a trial has shown. An empty text: proven."""
-
-    blocks: tuple[OwnBlock, ...]
-    """All blocks of the model. Empty: none could be found."""
-    stages: str
-    """Why stages are not proven."""
-    batch: str
-    """Why entries of the batch on their own are not proven."""
-    sequence: str
-    """Why tokens cut over sequence ranks are not proven, by Ulysses or ring."""
-    numbers: tuple[str, ...] = ()
-    """Names of the call's numbers of which other values change nothing in this proof, such as a length of text."""
-    options: tuple[str, ...] = ()
-    """Tensors in ComfyUI's transformer_options that ranks have to get, such as the run's sigmas: the class reads one."""
-    latent: OwnLatent | None = None
-    """Where the latent's tokens are. None: bands are not proven."""
-    bands: str = NOT_TRIED
-    """Why bands are not proven."""
-    tensor: str = NOT_TRIED
-    """Why layers shared by tensor ranks are not proven, for the degree that was asked for."""
-
-    def is_of_all(self, numbers: Collection[str]) -> bool:
-        """Whether it holds for calls with any values of these numbers."""
-        return set(numbers) <= set(self.numbers)
-
-
-Tried = tuple[Proof, Sequence[OwnBlock], Sequence[OwnBlock] | str]
-"""The proof, and the tried model's blocks: as they are, and with their tokens cut, or why they cannot be."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +62,8 @@ class Found:
     """Of calls with which tokens were cut. Empty: they cannot be."""
     whole_axes: frozenset[tuple[int, int]] = frozenset()
     """See Call."""
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the tried blocks, by list."""
     idle: tuple[str, ...] = ()
     """Lists of blocks that no call runs, such as layers that only text passes, before the model is called."""
 
@@ -101,7 +72,7 @@ def trial(
     own: OwnClass,
     call: Call,
     times: Sequence[float],
-    poll: Callable[[], None] = lambda: None,
+    poll: Callable[[float], None] = lambda _: None,
     sequence: bool = True,
     bands: bool = False,
     tensor: int = 1,
@@ -109,35 +80,63 @@ def trial(
     """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
 
     `sequence`: try tokens cut over sequence ranks; `bands`: and into bands, of the lists of blocks that stages share out.
-    `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model or a block.
-    It raises to give up. ValueError, too, where host memory has no room.
+    `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model or a block,
+    with the share that is done, about. It raises to give up. ValueError, too, where host memory has no room.
     """
-
-    def polled(*_: Any) -> None:
-        try:
-            poll()
-        except Exception as error:
-            raise _GivenUp from error
-
-    asked = sequence, bands, tensor
+    polled, asked = _Poll(poll), (sequence, bands, tensor)
     try:
         # A sampler calls in inference mode, whose tensors do not say when they are written to.
-        with torch.inference_mode(False), torch.no_grad():
+        with one_thread(), torch.inference_mode(False), torch.no_grad():
             for narrow, of_narrow, factor in () if own.unet else narrowed(own, call, tensor):
+                polled.begin(0, HALF)
                 try:
                     found = _found(narrow, of_narrow, times, polled, *asked)
                 except Exception:  # of any kind: its code is not known, and may count on its own widths
                     continue
+                polled.begin(HALF, 1, AT_WIDTH)
                 if (proof := _at_width(own, found, factor, call, times, polled, tensor)) is not None:
                     return proof
+            polled.begin(0, 1)
             return _found(own, call, times, polled, *asked).proof
     except _GivenUp as given_up:
         assert given_up.__cause__ is not None
         raise given_up.__cause__ from None
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Has torch compute with one thread. A trial's operations are so short that more threads wait for each other, two of
+    them on shared cores for 4 times the CPU seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class _GivenUp(BaseException):
     """Because of the error that caused it. No error of the class: those are caught, whatever they are."""
+
+
+class _Poll:
+    """Tells `poll` how far a trial is, by the runs so far and those that most models take."""
+
+    def __init__(self, poll: Callable[[float], None]):
+        self._poll = poll
+        self.begin(0, 1)
+
+    def begin(self, start: float, end: float, runs: int = RUNS) -> None:
+        """What runs from here on takes the trial from one share to the other."""
+        self._start, self._end, self._expected, self._runs = start, end, runs, 0
+
+    def __call__(self, *_: Any) -> None:
+        self._runs += 1
+        done = min(1, self._runs / self._expected)
+        try:
+            self._poll(self._start + (self._end - self._start) * done)
+        except Exception as error:
+            raise _GivenUp from error
 
 
 def _found(
@@ -150,7 +149,7 @@ def _found(
     kept = shortened(model, lists)
     _give_weights(own, model, poll)
     if LATENTS in call.named:
-        call = with_whole_axes(call, lambda each: _error(model, each) is None)
+        call = with_whole_axes(call, lambda each: error_of(model, each) is None)
     actual, tried = call, _tried_sizes(call)
     call, error = _first_that_runs(model, tried)
     if error is not None:
@@ -214,8 +213,8 @@ def _found(
     ran = {block.name for order in recorded[0] for block in order}
     idle = tuple(name for name, names in kept.items() if not ran.intersection(names) and name not in recorded[1])
     sizes = () if isinstance(best[2], str) else Runs(model, best[1]).sizes(actual)
-    numbers = tuple(_free_numbers(model, best, call, actual, sharing, sizes))
-    return Found(dataclasses.replace(proof, numbers=numbers, options=options), best, sizes, actual.whole_axes, idle)
+    numbers = tuple(free_numbers(model, best, call, actual, sharing, sizes))
+    return Found(dataclasses.replace(proof, numbers=numbers, options=options), best, sizes, actual.whole_axes, kept, idle)
 
 
 def _at_width(
@@ -233,20 +232,23 @@ def _at_width(
         return None
     model = build(own)
     lists = block_lists(model)
-    kept = shortened(model, lists)
-    proof, blocks, cut = found.best
-    if {block.name for block in blocks} - {name for names in kept.values() for name in names}:
+    kept = shortened(model, lists, FEWEST_BLOCKS)
+    proof, *of_both = found.best
+    if any(len(names) > KEPT_BLOCKS for names in found.kept.values()):
         return None  # the class counts on all of its blocks
+    places = {old: new for at, names in kept.items() for old, new in zip(_ends(found.kept[at]), names, strict=True)}
+    blocks, cut = (each if isinstance(each, str) else _at(places, each) for each in of_both)
     _give_weights(own, model, poll, found.idle)
     actual = dataclasses.replace(with_tensors_told(call) if found.proof.options else call, whole_axes=found.whole_axes)
-    sizes = (FEW, *found.sizes[:1])
-    one, error = _first_that_runs(model, [smaller(actual, *size) for size in (*sizes, *SIZES)])
-    if error is not None:
+    before, sizes = held(model), (FEW, *found.sizes[:1], *SIZES)
+    calls = (drawn(smaller(actual, *size), 1, *times[-1:]) for size in sizes)
+    noted = next(filter(None, (noted_run(model, each) for each in calls)), None)
+    if noted is None or held(model) != before:
         return None
-    one = drawn(one, 1, *times[-1:])
+    one = noted[0]
     best: Tried = proof, blocks, cut if isinstance(cut, str) else widened(cut, factor)
     sharing = Sharing(model, blocks, [one], tensor) if tensor > 1 and not found.proof.tensor else None
-    if (sharing is not None and sharing.why) or not _is_proven(model, best, one, actual, sharing, [one], times[-1:]):
+    if (sharing is not None and sharing.why) or not is_proven(model, best, noted, actual, sharing, [one], times[-1:]):
         return None
     proof = dataclasses.replace(found.proof, blocks=tuple(widened(found.proof.blocks, factor)))
     if sharing is not None:
@@ -254,48 +256,14 @@ def _at_width(
     return None if sharing is not None and sharing.why else proof
 
 
-def _free_numbers(
-    model: nn.Module, best: Tried, call: Call, actual: Call, sharing: Sharing | None, sizes: Sequence[Size]
-) -> Iterator[str]:
-    """Proof.numbers."""
-    for name, number in numbers_of(call).items():
-        half = max(1, words_of(call) // 2)  # a number may be one of words
-        tried = half, number // 2, number - 1, *(number + more for more in range(1, 4))
-        others = dict.fromkeys(each for each in tried if each > 0 and each != number)
-        changed = [[replace_number(each, name, other) for each in (call, actual)] for other in others]
-        ran = [pair for pair in changed if _error(model, pair[0]) is None][: ENOUGH + 1]
-
-        def is_proven(one: Call, like: Call) -> bool:
-            with_tokens = [drawn(smaller(like, *size), 1) for size in sizes]
-            return _is_proven(model, best, drawn(one, 1), like, sharing, with_tokens)
-
-        if len(ran) >= ENOUGH and all(is_proven(*pair) for pair in ran):
-            yield name
+def _ends(names: Sequence[str]) -> list[str]:
+    """Of a list's blocks those that are tried at the class's own width."""
+    return [*names[: FEWEST_BLOCKS - 1], names[-1]]
 
 
-def _is_proven(
-    model: nn.Module,
-    tried: Tried,
-    call: Call,
-    actual: Call,
-    sharing: Sharing | None,
-    with_tokens: Sequence[Call],
-    time: Sequence[float] = (),
-) -> bool:
-    """Whether what is proven for other calls holds for `call`, for `with_tokens` if tokens are cut, and for bands of those
-    like `actual`, at this time if one is given."""
-    proof, blocks, cut = tried
-    before, wholes = held(model), [(call, call.run(model))]
-    if held(model) != before or (not proof.stages and why_not_staged(model, blocks, wholes)):
-        return False
-    if not proof.batch and why_not_by_entry(model, wholes):
-        return False
-    if sharing is not None and not sharing.why and sharing.why_not(call):
-        return False
-    if isinstance(cut, str):
-        return True
-    in_bands = proof.latent is None or not why_not_in_bands(model, cut, proof.latent, actual, *time)
-    return in_bands and not why_not_cut(model, blocks, cut, with_tokens)
+def _at(places: Mapping[str, str], blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+    """Blocks with other names. Others are left out."""
+    return [dataclasses.replace(block, name=places[block.name]) for block in blocks if block.name in places]
 
 
 def _give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idle: Sequence[str] = ()) -> None:
@@ -323,15 +291,6 @@ def _worth(proof: Proof, sequence: bool) -> tuple[bool, ...]:
     return bool(proof.blocks), not proof.stages, not (sequence and proof.sequence), proof.latent is not None
 
 
-def _error(model: nn.Module, call: Call) -> Exception | None:
-    """What the class raises for the call: exceptions of any kind, since its code is not known."""
-    try:
-        drawn(call, 1).run(model)
-    except Exception as error:
-        return error
-    return None
-
-
 def _tried_sizes(call: Call) -> list[Call]:
     """The calls that are tried, the smallest first."""
     return [*(smaller(call, *size) for size in SIZES), call]
@@ -340,7 +299,7 @@ def _tried_sizes(call: Call) -> list[Call]:
 def _first_that_runs(model: nn.Module, calls: Sequence[Call]) -> tuple[Call, Exception | None]:
     """The first call with which the class runs; else the last one, and what it raises."""
     for call in calls:
-        if (error := _error(model, call)) is None:
+        if (error := error_of(model, call)) is None:
             break
     return call, error
 
@@ -350,4 +309,4 @@ def _of_another_size(model: nn.Module, call: Call) -> Call:
     words = words_of(call)
     side, fewer = call.longest, max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
-    return drawn(next((other for other in others if _error(model, other) is None), call), 1)
+    return drawn(next((other for other in others if error_of(model, other) is None), call), 1)

@@ -88,11 +88,13 @@ def numbers_of(call: Call) -> dict[str, int | float]:
     return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 
-def replace_number(call: Call, name: str, number: float) -> Call:
-    """The call with another number."""
-    name, _, key = name.partition("/")
-    value = {**call.named[name], key: number} if key else number
-    return dataclasses.replace(call, named={**call.named, name: value})
+def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
+    """The call with other numbers, by name."""
+    named = dict(call.named)
+    for path, number in numbers.items():
+        name, _, key = path.partition("/")
+        named[name] = {**named[name], key: number} if key else number
+    return dataclasses.replace(call, named=named)
 
 
 def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
