@@ -253,8 +253,8 @@ class OwnClassModel(RemoteDiffusionModel):
         sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
         if band is not None and LATENTS in named:
             named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
-        told_sizes = () if LATENTS in named else sizes
-        tensors = to_tensors(named, timestep, told_sizes)
+        told_latent = () if LATENTS in named else (latents[0].shape[1], *sizes)
+        tensors = to_tensors(named, timestep, told_latent)
         others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
         rest = {name: value for name, value in others.items() if is_held(value)}
         added = {CONTROL: for_trial(residuals)} if residuals else {}
@@ -269,7 +269,7 @@ class OwnClassModel(RemoteDiffusionModel):
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
         if proof.options:
             named[OPTIONS] = told | {name: options[name] for name in proof.options}
-            tensors = to_tensors(named, timestep, told_sizes)
+            tensors = to_tensors(named, timestep, told_latent)
         in_parts = LATENTS in named and self.checkpoint.family.patching.companion is not None
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(

@@ -285,19 +285,22 @@ def request_of(
 ) -> Request:
     """The memory model's record of calls with this conditioning. Other arguments: see memory_model.Request."""
     tensors, is_looked_at = conditioning.tensors.items(), family.inputs.is_looked_at
+    layout = conditioning.layout
+    counted = family.counted(layout.grid, conditioning.text_tokens, conditioning.tensors)
     return Request(
-        conditioning.layout.grid,
+        counted.grid,
         conditioning.token_order.references,
-        conditioning.text_tokens,
-        family.image_padding(conditioning.layout.grid),
+        counted.text,
+        family.image_padding(layout.grid),
         conditioning.batch,
         conditioning.first_replica,
         max((tensor.shape[1] for name, tensor in tensors if is_looked_at(name, tensor)), default=0),
         kept,
         bands,
-        family.patching.cut(conditioning.layout.along).band_dim,
+        family.patching.cut(layout.along).band_dim,
         timed,
         conditioning.changes.together,
         conditioning.changes.kept_text,
         added,
+        counted.streams,
     )

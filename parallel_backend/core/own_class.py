@@ -3,8 +3,9 @@
 The nodes fill it in. Nothing in this package names ComfyUI: a rank imports the module that it is told, below ROOT alone.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 ROOT = "comfy.ldm."
 """Beginning of the names of modules that a rank imports for the sake of a class."""
@@ -129,6 +130,14 @@ class OwnClass:
     """Empty: no trial has been made, or a UNet."""
     latent: OwnLatent | None = None
     """None: bands of the latent are not proven."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Worked out once: models on ranks are found by it at every call."""
+        return self._hash
 
     def __post_init__(self):
         assert self.module.startswith(ROOT), self.module

@@ -15,17 +15,20 @@ def expected_request(
     empty latents have it.
     """
     family, config = checkpoint.family, checkpoint.config
-    grid = family.patching.grid(shape)
+    image_grid = family.patching.grid(shape)
     example = family.example(config, prompt)
+    text = family.text_tokens(image_grid, family.patching.usual_companion_tokens(shape), example)
+    counted = family.counted(image_grid, text, example)
     looked_at = [tensor.shape[1] for name, tensor in example.items() if family.inputs.is_looked_at(name, tensor)]
     return Request(
-        grid=grid,
+        grid=counted.grid,
         references=0,
-        text=family.text_tokens(grid, family.patching.usual_companion_tokens(shape), example),
-        padding=family.image_padding(grid),
+        text=counted.text,
+        streams=counted.streams,
+        padding=family.image_padding(image_grid),
         entries=entries,
         looked_at=max(looked_at, default=0),
         kept=kept,
         bands=bands,
-        band_dim=family.patching.cut(family.patching.best_axis(grid)).band_dim,
+        band_dim=family.patching.cut(family.patching.best_axis(image_grid)).band_dim,
     )

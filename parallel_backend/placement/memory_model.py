@@ -12,7 +12,16 @@ from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, packed_value_bytes, packs
 from parallel_backend.core.spans import Span, split, split_carrying
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.blocks import (
+    CAUSAL_TEXT,
+    IMAGE,
+    IMAGE_TO_TEXT,
+    JOINT,
+    TEXT,
+    TEXT_TO_IMAGE,
+    Over,
+    StreamKeys,
+)
 
 from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
@@ -115,6 +124,8 @@ class Request:
     """How a text that runs once a run is stored, see BlockChanges."""
     added: int = 0
     """Tensors of hidden states that controls add behind blocks."""
+    streams: tuple[tuple[int, int], ...] = ()
+    """See families.base.family.Counted."""
 
     @property
     def image(self) -> int:
@@ -210,17 +221,33 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
         layers, image, copies = [over for over in layers if over == CAUSAL_TEXT], 0, 1
         if packs(request.kept_text, sizes.head_size):
             itemsize = packed_value_bytes(request.kept_text, sizes.head_size)
-    values = int(head_values(sizes, layers, image, request.text, request.padding))
+    values = int(head_values(sizes, layers, image, request.text, request.padding, request.streams))
     heads = request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at)
     return int(2 * copies * heads * values * itemsize)
 
 
-def head_values(sizes: ModelSizes, layers: Iterable[str], image: float, text: int, padding: int) -> float:
-    """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over."""
+def head_values(
+    sizes: ModelSizes,
+    layers: Iterable[Over],
+    image: float,
+    text: int,
+    padding: int,
+    streams: tuple[tuple[int, int], ...] = (),
+) -> float:
+    """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over. `streams`: see
+    Request."""
     tokens = {JOINT: image + text, CAUSAL_TEXT: image + text, IMAGE: image + padding}
     tokens |= {TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
     of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
-    return sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
+    others = dict(streams)
+
+    def values(over: Over) -> float:
+        if not isinstance(over, StreamKeys):
+            return tokens[over] * of_text.get(over, sizes.head_size)
+        of_streams = sum(others[stream] for stream in over.streams if text) if others else text
+        return over.head_size * (image * over.image + of_streams)
+
+    return sum(map(values, layers))
 
 
 def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:

@@ -13,6 +13,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
+from parallel_backend.families.base.blocks import Over
 from parallel_backend.families.base.tensor_plan import cut_of, cut_outside, gathered_plan
 
 from .traced_states import TRACED, TracedStates
@@ -26,7 +27,7 @@ class ModelSizes:
     """Bytes of each block's weights."""
     ends: tuple[int, int, int]
     """Bytes of the other weights: see ends_bytes."""
-    attention: tuple[tuple[str, ...], ...]
+    attention: tuple[tuple[Over, ...], ...]
     """For each block, the tokens that each of its attention layers is over (families.base.blocks)."""
     prologue: tuple[str, ...]
     """The same for the attention layers that the first stage runs before the blocks."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.blocks import Over
 from parallel_backend.placement.balance import Balance, stage_ranks
 from parallel_backend.placement.memory_model import buffer_bytes, head_values
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -195,7 +196,7 @@ class CalibratedCosts:
         heads = max(sizes.key_heads_on(degrees, degrees.coordinate(rank)) for rank in range(degrees.world))
         return 2 * entries * heads * values * sizes.itemsize
 
-    def _layers(self, block: str) -> tuple[str, ...]:
+    def _layers(self, block: str) -> tuple[Over, ...]:
         """The tokens that each attention layer of a block is over."""
         return self.workload.sizes.attention[self.workload.blocks.index(block)]
 

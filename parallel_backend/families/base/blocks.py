@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from parallel_backend.core.spans import Span
 
@@ -26,6 +26,18 @@ itself except its frame 0, which is empty. The first stream attends to itself an
 second. Heads of one stream's width attend as JOINT."""
 
 
+class StreamKeys(NamedTuple):
+    """In place of JOINT ... PAIRED: the keys of an attention layer of a class whose streams a trial has numbered."""
+
+    image: bool
+    """The image's tokens are among them."""
+    streams: tuple[int, ...]
+    """Streams whose other tokens are."""
+    head_size: int
+
+
+Over = str | StreamKeys
+"""The tokens that an attention layer is over."""
 Windows = tuple[tuple[Span, ...], ...]
 """A cut of a video into windows: for each axis the spans of its tokens. Every product of spans is a window."""
 
@@ -184,7 +196,7 @@ class Blocks:
         """Text tokens run through the blocks with the image's."""
         return any(spec.joined or "text" in spec.returns for spec in self.lists if not spec.prologue)
 
-    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[Over, ...], ...], tuple[str, ...]]:
         """For each block, the tokens that each of its attention layers is over; the same for all prologue lists together.
 
         `targets`: names of the model's parameters.

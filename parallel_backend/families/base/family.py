@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -52,6 +52,17 @@ class Sizes:
     def text_hidden(self, config: Config) -> int | None:
         """Channels of the text stream's tokens between blocks, at most those of the image's. None: the same number."""
         return None
+
+
+class Counted(NamedTuple):
+    """A call's tokens, as far as memory and time go."""
+
+    grid: tuple[int, ...]
+    """The image's, by axis."""
+    text: int
+    """Others."""
+    streams: tuple[tuple[int, int], ...] = ()
+    """(stream, its part of `text`), for layers over StreamKeys. Empty: unknown."""
 
 
 Finish = Callable[[Latents], Latents]
@@ -346,6 +357,10 @@ class Family:
     def text_tokens(self, grid: tuple[int, ...], companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of a call that are not the image's: its padding, `companion_tokens`, text. All run with the first band."""
         return self.image_padding(grid) + companion_tokens + self.inputs.text_tokens(tensors)
+
+    def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
+        """A call's tokens. `text`: see text_tokens."""
+        return Counted(grid, text)
 
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
         """Conditioning tensors whose text has `prompt` tokens, on the meta device: drawing values would advance the global

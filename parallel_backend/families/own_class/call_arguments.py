@@ -13,8 +13,9 @@ SIGMAS = "sigmas", "sample_sigmas"
 """Tensors in OPTIONS: the call's sigma, a row for each entry, and all sigmas of the run."""
 TIMES = "times"
 """Entry of STRUCTURE: name of the timestep's dtype. A class may compute in it, and the ranks get float32."""
-SIZES = "latent sizes"
-"""Entry of STRUCTURE: the whole latent's (frames,) rows and columns. Empty: those of its whole tokens, which ranks get."""
+LATENT = "latent"
+"""Entry of STRUCTURE: the whole latent's channels, (frames,) rows and columns. Empty: there are several latents, or a call
+tells only how many whole tokens there are."""
 STRUCTURE = "structure"
 """Conditioning tensor [B, n] int32, the same for all entries: JSON of everything that is no tensor, see `to_tensors`."""
 TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
@@ -22,10 +23,10 @@ TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
 dictionary."""
 
 
-def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, sizes: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     """Values are tensors, None, numbers, words, and lists and dictionaries of them. ValueError, with the name, for others.
 
-    `timestep`: [B], which is sent apart. `sizes`: see SIZES.
+    `timestep`: [B], which is sent apart. `latent`: see LATENT.
     """
     batch = len(timestep)
     tensors: dict[str, torch.Tensor] = {}
@@ -49,7 +50,7 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, sizes: Sequ
         raise ValueError(f"model: its call has {name}, a {type(value).__name__}, which cannot be sent to ranks.")
 
     told_all = {name: told(name, value) for name, value in arguments.items()}
-    head = {TIMES: str(timestep.dtype).removeprefix("torch."), SIZES: list(sizes)}
+    head = {TIMES: str(timestep.dtype).removeprefix("torch."), LATENT: list(latent)}
     structure = json.dumps(head | told_all).encode()
     tensors[STRUCTURE] = torch.tensor(list(structure), dtype=torch.int32).expand(batch, -1).clone()
     return tensors
@@ -72,7 +73,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
             return copy.deepcopy(stored.get(PLAIN, {})) | {key: value(each) for key, each in stored[DICT].items()}
         return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]
 
-    return {name: value(stored) for name, stored in structure.items() if name not in (TIMES, SIZES)}
+    return {name: value(stored) for name, stored in structure.items() if name not in (TIMES, LATENT)}
 
 
 def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tensor:

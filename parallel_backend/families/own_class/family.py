@@ -10,19 +10,20 @@ import torch
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.core.own_class import OwnAttention, OwnClass, OwnLatent
+from parallel_backend.core.own_class import OwnAttention, OwnClass
 from parallel_backend.core.token_order import class_order
-from parallel_backend.families.base.blocks import IMAGE, JOINT, TEXT, Blocks
-from parallel_backend.families.base.family import Family, Forward, Inputs, Sizes
+from parallel_backend.families.base.blocks import Blocks, Over, StreamKeys
+from parallel_backend.families.base.family import Counted, Family, Forward, Inputs, Sizes
 from parallel_backend.families.base.file_layout import FileLayout, Source
 from parallel_backend.families.base.patching import Companion, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 
 from .band_tokens import BandTokens
 from .building import build
-from .call_arguments import OPTIONS, SIZES, STRUCTURE, from_tensors, structure_of, timestep_of
+from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
 from .call_form import LATENTS, pack, unpack
 from .call_form import run as run_in_form
+from .counts import counts_of
 from .feature_cut import layer_cut
 from .residuals import CONTROL, by_kind
 from .stages import StageBlocks
@@ -50,20 +51,14 @@ class OwnBlocks(Blocks):
     def joint(self) -> bool:
         return self.own.joint
 
-    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-        """As Blocks.attention: of calls whose tokens are cut, since the others keep no keys. A stream beside the latent's is
-        counted with the length of the text."""
-        cuts = [cut for block in self.own.blocks for cut in block.slices if cut.enters]
-        alone = len({cut.streams for cut in cuts}) == 1
+    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[Over, ...], ...], tuple[str, ...]]:
+        """As Blocks.attention: of calls whose tokens are cut, since the others keep no keys."""
+        latent = None if self.own.latent is None else self.own.latent.stream
 
-        def over(call: OwnAttention, latent: OwnLatent) -> str:
-            if latent.stream not in call.keys:
-                return TEXT
-            return JOINT if len(call.keys) > 1 or (latent.words and alone) else IMAGE
+        def over(call: OwnAttention) -> StreamKeys:
+            return StreamKeys(latent is None or latent in call.keys, call.keys, call.head_size)
 
-        if (latent := self.own.latent) is None:  # no run keeps keys
-            return ((),) * len(self.own.blocks), ()
-        return tuple(tuple(over(call, latent) for call in block.attention if call.keys) for block in self.own.blocks), ()
+        return tuple(tuple(over(call) for call in block.attention if call.keys) for block in self.own.blocks), ()
 
     def place(self, target: str) -> tuple[str, int] | None:
         parts = target.split(".")
@@ -107,6 +102,21 @@ class OwnClassFamily(Family):
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all of the class's tensors."""
 
+    def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
+        """As Family.counted, with the tokens that the class itself makes. Without proven bands all tokens are along the
+        grid's first axis."""
+        counts = None if self.own is None else counts_of(self.own, tensors)
+        if counts is None or self.own is None:
+            return Counted(grid, text)
+        latent = self.own.latent
+        if latent is None:
+            tokens = math.ceil(counts.states / self.sizes.hidden({}))
+            return Counted((tokens, *(1,) * (len(grid) - 1)), 0)
+        streams = {
+            stream: tokens - (math.prod(grid) if stream == latent.stream else 0) for stream, tokens in counts.streams.items()
+        }
+        return Counted(grid, sum(streams.values()), tuple(streams.items()))
+
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """As Family.run. A stage that is not the last one returns no tokens."""
         assert step.x is not None, "every stage has the latent"
@@ -130,7 +140,7 @@ class OwnClassFamily(Family):
             named[CONTROL] = by_kind(residuals)
         timestep = timestep_of(step.timestep, structure)
         if not step.companion_tokens:
-            latent = patching.unpack(x, structure[SIZES] or patching.whole(step.grid))
+            latent = patching.unpack(x, structure[LATENT][1:] or patching.whole(step.grid))
             out = run_in_form(stage.call, latent, timestep, named)
             return step.x[:, :0] if out is None else patching.pack(out)[:, band.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]

@@ -1,0 +1,195 @@
+"""What a call of a class takes: its tokens, and its operations by block. Counted on the meta device, without any values."""
+
+import functools
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from parallel_backend.core.own_class import OwnBlock, OwnClass
+
+from .attention_calls import attention_by, attention_call
+from .building import build
+from .call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
+from .call_form import LATENTS
+from .stages import passing_through
+from .token_cut import tensor_places
+from .token_rows import token_count
+from .tried_calls import Call
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of a block: multiplications and additions count one each."""
+
+    layers: int = 0
+    """All that is no attention, and attention whose keys every rank has whole."""
+    attention: int = 0
+    """Attention of tokens to tokens: it grows with their square."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A call of one batch entry."""
+
+    states: int
+    """Values of the hidden states that leave the block with most of them."""
+    streams: Mapping[int, int]
+    """Stream -> its tokens. Empty if no trial has cut tokens."""
+    blocks: tuple[Work, ...]
+    """Of each block, in the order of a call."""
+    outside: int
+    """Operations outside of blocks, which every stage and every sequence rank does."""
+
+    @property
+    def shared(self) -> float:
+        """Share of all operations that are in blocks."""
+        inside = sum(work.layers + work.attention for work in self.blocks)
+        return inside / max(1, inside + self.outside)
+
+
+def counts_of(own: OwnClass, tensors: Mapping[str, torch.Tensor]) -> Counts | None:
+    """Counts of a call with these conditioning tensors (`to_tensors`). None: nothing is proven, or see `counted`."""
+    if not own.blocks or STRUCTURE not in tensors:
+        return None
+    shapes = ((name, tuple(each.shape[1:]), each.dtype) for name, each in tensors.items() if name != STRUCTURE)
+    return _counts_of(own, bytes(tensors[STRUCTURE][0].tolist()), tuple(shapes))
+
+
+@functools.lru_cache(maxsize=64)
+def _counts_of(own: OwnClass, text: bytes, shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) -> Counts | None:
+    structure = json.loads(text)
+    tensors = {name: torch.empty(1, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
+    named = from_tensors(tensors, structure)
+    if not (LATENTS in named or structure[LATENT]):
+        return None
+    values = sum(math.prod(shape) for shape in named.get(LATENTS, ()))
+    axes = 5 if own.video else 4
+    shape = (*(1,) * (axes - 1), values) if LATENTS in named else (1, *structure[LATENT])
+    times = timestep_of(torch.empty(1, device="meta"), structure)
+    return counted(own, Call(torch.empty(shape, device="meta"), times, named))
+
+
+def counted(own: OwnClass, call: Call) -> Counts | None:
+    """Counts of the first entry of `call`, whose values are not looked at. None: the class does not run without values."""
+    with _LOCK:
+        try:
+            return _Counting(own, call).counts
+        except Exception as error:  # of any kind: its code is not known, and may look at values
+            log.debug("Parallel DiT: %s does not run without values: %s", own.name, error)
+            return None
+
+
+_LOCK = threading.Lock()
+"""Bands call on several threads, and share the counted models."""
+
+
+class _AnyNumbers(TorchDispatchMode):
+    """A number that a class reads off a tensor of floats, such as a time, is 0.5. Others would be sizes: an error."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            return 0.5
+        return func(*args, **(kwargs or {}))
+
+
+class _Counting:
+    """One block of each kind runs. The others return what they get."""
+
+    def __init__(self, own: OwnClass, call: Call):
+        self._block: OwnBlock | None = None  # the one that runs
+        self._attended = 0  # its calls of attention
+        self._outside, self._inside, self._states = 0, 0, 0  # operations outside of blocks, the counter's inside
+        self._found: dict[str, Work] = {}
+        self._streams: dict[int, int] = {}
+        model, kinds = _on_meta(own)
+        entries = len(call.x)
+
+        def of_one(tensor: torch.Tensor) -> torch.Tensor:
+            one = tensor[:1] if tensor.ndim and len(tensor) == entries else tensor
+            return torch.empty_like(one, device="meta")
+
+        named = pytree.tree_map_only(torch.Tensor, of_one, dict(call.named))
+        one = replace(call, x=of_one(call.x), timestep=of_one(call.timestep), named=named, options={})
+        skipped = [block for block in own.blocks if kinds[block.name] != block.name]
+        hooks = [hook for block in own.blocks if kinds[block.name] == block.name for hook in self._watch(model, block)]
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                passing_through(model, skipped),
+                FlopCounterMode(display=False) as self._flops,
+                _AnyNumbers(),
+                attention_by(self._attend),
+            ):
+                one.run(model, options=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._outside += self._flops.get_total_flops() - self._inside
+        works = tuple(self._found[kinds[block.name]] for block in own.blocks)
+        self.counts = Counts(self._states, dict(self._streams), works, self._outside)
+
+    def _watch(self, model: nn.Module, block: OwnBlock) -> Sequence[Any]:
+        module = model.get_submodule(block.name)
+
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._block, self._attended, self._before = block, 0, self._flops.get_total_flops()
+            self._found[block.name] = Work()
+            leaves = pytree.tree_leaves((args, kwargs))
+            places = tensor_places(leaves)
+            for cut in block.slices:
+                if cut.enters and cut.streams[0] not in self._streams:
+                    self._streams[cut.streams[0]] = token_count(leaves[places[cut.tensor]].shape, cut)
+
+        def leave(_module: nn.Module, _args: Any, out: Any) -> None:
+            values = (out,) if isinstance(out, torch.Tensor) else out
+            self._states = max(self._states, sum(each.numel() for each in values if each is not None))
+            work, counted = self._found[block.name], self._flops.get_total_flops() - self._before
+            self._found[block.name] = replace(work, layers=work.layers + counted)
+            self._inside += counted
+            self._block = None
+
+        return module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)
+
+    def _attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = attention_call(function, *args, **kwargs)
+        queries, keys = call.q_BQHD, call.k_BKHD
+        operations = 4 * queries.numel() * keys.shape[1]
+        block = self._block
+        if block is None:
+            self._outside += operations
+        else:
+            specs, work = block.attention, self._found[block.name]
+            among = bool(specs[self._attended].keys) if specs else keys.shape[1] == queries.shape[1]
+            self._attended += 1
+            part = {"attention": work.attention + operations} if among else {"layers": work.layers + operations}
+            self._found[block.name] = replace(work, **part)
+        return call.result(queries.new_empty(*queries.shape[:3], call.v_BKHD.shape[3]))
+
+
+@functools.lru_cache(maxsize=4)
+def _on_meta(own: OwnClass) -> tuple[nn.Module, dict[str, str]]:
+    """The model with all of its tensors on the meta device, and by block the first one of its kind."""
+    model = build(own)
+    first: dict[tuple[Any, ...], str] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffer.to("meta")
+        vars(module).update({name: each.to("meta") for name, each in vars(module).items() if isinstance(each, torch.Tensor)})
+    kinds = {}
+    for block in own.blocks:
+        shapes = tuple((name, tuple(each.shape)) for name, each in model.get_submodule(block.name).named_parameters())
+        kinds[block.name] = first.setdefault((block.name.rpartition(".")[0], replace(block, name=""), shapes), block.name)
+    return model, kinds

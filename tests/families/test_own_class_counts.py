@@ -1,0 +1,81 @@
+"""Tokens and operations of a class's calls, counted without values."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.counts import Work, counted, counts_of
+from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.trial import trial
+from tests.families.planted_classes import WIDTH
+from tests.families.test_own_class import TIMES, call
+from tests.support.planted_comfyui import planted, planted_comfyui
+
+CELLS, WORDS = 2 * 4 * 6, 5
+"""Of `call`."""
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+def proven(name: str, bands: bool = True):
+    proof = trial(planted(name), call(), TIMES, sequence=bands, bands=bands)
+    return replace(planted(name), blocks=proof.blocks, latent=proof.latent)
+
+
+def tensors_of(given):
+    return to_tensors(given.named, given.timestep, given.x.shape[1:])
+
+
+def test_operations_are_those_of_its_layers_and_attention():
+    counts = counted(own := proven("Tokens"), call())
+    assert counts is not None
+    assert counts.streams == {0: CELLS}
+    assert counts.states == CELLS * WIDTH
+    layers = 2 * CELLS * (4 * WIDTH * WIDTH) + 2 * WIDTH * 2 * WIDTH  # q, k, v, out; modulation of one entry
+    assert counts.blocks == (Work(layers, 4 * CELLS * CELLS * WIDTH),) * len(own.blocks)
+    assert 0.5 < counts.shared < 1
+
+
+def test_attention_to_words_that_every_rank_has_grows_with_tokens_alone():
+    of_tokens, crossed = (counted(proven(name), call()) for name in ("Tokens", "Crossed"))
+    assert of_tokens is not None
+    assert crossed is not None
+    one, other = of_tokens.blocks[0], crossed.blocks[0]
+    assert one.attention == other.attention
+    assert other.layers - one.layers == 2 * CELLS * WIDTH**2 + 2 * WORDS * 2 * WIDTH**2 + 4 * CELLS * WORDS * WIDTH
+
+
+@pytest.mark.parametrize(("name", "others"), [("TwoStreams", WORDS), ("FillsUp", 16), ("ThisMonths", None)])
+def test_a_request_has_the_tokens_that_a_class_makes(name, others):
+    own, given = proven(name), call()
+    family = own_class_family(own)
+    grid = family.patching.grid(tuple(given.x.shape))
+    found = family.counted(grid, 1, tensors_of(given))
+    counts = counts_of(own, tensors_of(given))
+    assert found.grid == grid
+    assert found.text == sum(tokens for _, tokens in found.streams) == sum(counts.streams.values()) - math.prod(grid)
+    assert others is None or found.text == others
+
+
+def test_an_exact_call_counts_tokens_and_no_cells_of_the_latent():
+    """Nothing is known of how tokens are made of it."""
+    own, given = proven("TwoRows", bands=False), call()
+    family = own_class_family(own)
+    assert family.patching.grid(tuple(given.x.shape)) == given.x.shape[2:]
+    found = family.counted(tuple(given.x.shape[2:]), 1, tensors_of(given))
+    assert math.prod(found.grid) == CELLS // 4
+    assert found.text == 0
+
+
+def test_a_class_that_looks_at_values_is_not_counted():
+    own, given = proven("Tokens"), call()
+    looks = replace(given, named={**given.named, "context": given.named["context"][..., :1]})
+    assert counted(own, looks) is None
+    family = own_class_family(own)
+    assert family.counted((1, 2, 3), 5, tensors_of(looks)) == ((1, 2, 3), 5, ())
