@@ -42,8 +42,8 @@ def _activated(x: torch.Tensor, name: str | None, weight: torch.Tensor | None, e
 
 
 class FusedLinear(nn.Linear):
-    """The layer of a model before it is on a rank."""
+    """A layer that is called so. Its forward, and hooks such as those that add up over ranks, get the product alone."""
 
-    def forward(self, input: torch.Tensor, **more: Any) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor, **more: Any) -> torch.Tensor:
         """[..., in] -> [..., out]. `more`: see `fused`."""
-        return fused(super().forward, input, **more)
+        return fused(super().__call__, input, **more) if more else super().__call__(input)

@@ -78,6 +78,8 @@ class OwnBlock:
     """Layers that tensor ranks share. Empty: no trial has been made for them."""
     divided: tuple[tuple[str, str], ...] = ()
     """(module in the block, its attribute): whole numbers, such as heads, of which tensor ranks have their part."""
+    headed: tuple[tuple[int, int], ...] = ()
+    """(number of a tensor as in OwnSlice, its axis of heads): arguments of which tensor ranks have their heads' part."""
     local: tuple[int, ...] = ()
     """Streams of which a rank's own part leaves the last block: the class counts their tokens by what it got between its
     blocks."""

@@ -70,6 +70,7 @@ SEQUENCE = (
         ("PacksQueries", TENSOR + PRODUCTS),
         ("JoinsFeedForward", TENSOR[::2]),
         ("NormsAllHeads", TENSOR[1:3] + PRODUCTS[:1]),
+        ("TablesByHead", TENSOR[:1] + PRODUCTS[:1]),
         ("TwoStreams", PRODUCTS),
         ("ThisMonths", (STAGES[2], SEQUENCE[4], PRODUCTS[0])),
         pytest.param(

@@ -116,13 +116,55 @@ class ReadsWeight(PacksQueries):
             return super().forward(x, emb, table) * (1 + self.down.weight.mean())
 
 
-class NoSum(PacksQueries):
-    """Its layers add a residual themselves, which ranks would add up too."""
+class TablesByHead(PacksQueries):
+    """A table with rows for each head, as LTX-2 and Mochi have; and layers that add a residual and activate their input
+    themselves, as from ComfyUI 0.39 on."""
 
     class block(Packed):
         def forward(self, x, emb, table):
-            x = self.proj(self.attend(self.norm(x) + emb[:, None], table), residual=x)
-            return self.down(F.silu(self.up(x).chunk(2, dim=-1)[0]), residual=x)
+            x = self.proj(self.attend(self.norm(x) + self.mod(emb)[:, None, :WIDTH], table), residual=x)
+            return self.down(self.up(self.norm(x)), input_act="swiglu", residual=x)
+
+        def attend(self, x, table):
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).unbind(2)
+            q, k = (1 + self.by_head(table)) * q, (1 + table) * k
+            return optimized_attention(*(each.transpose(1, 2) for each in (q, k, v)), self.num_heads, skip_reshape=True)
+
+        def by_head(self, table):
+            return table
+
+    def mixed(self, h, words, emb, t):
+        table = rows(h.shape[1], h)[:, :, None] * torch.arange(1, HEADS + 1)[:, None].to(h) / HEADS
+        for block in self.blocks:
+            h = block(h, emb, table)
+        return h
+
+
+class OtherHeadsTable(TablesByHead):
+    """Each head has the table of another."""
+
+    class block(TablesByHead.block):
+        def by_head(self, table):
+            return table.flip(2)
+
+
+class ReadsTablesOfHeads(TablesByHead):
+    """A head has those of all heads too."""
+
+    class block(TablesByHead.block):
+        def by_head(self, table):
+            return table + table.mean(2, keepdim=True)
+
+
+class ReadsTablesLate(TablesByHead):
+    """The same, at late times alone."""
+
+    class block(TablesByHead.block):
+        def forward(self, x, emb, table):
+            return super().forward(x, emb, table) * (1 if float(emb[0, 0]) > 0 else 1 + table.mean())
+
+    def mixed(self, h, words, emb, t):
+        return super().mixed(h, words, torch.where(t[:, None] < LATE, -emb.abs() - 1, emb.abs() + 1), t)
 
 
 class NormsLate(PacksQueries):

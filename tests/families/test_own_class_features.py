@@ -32,6 +32,8 @@ FEED_FORWARD = {"up": ("column", (48, 48)), "down": ("row", (48,))}
 SHARED = {
     "PacksQueries": {"qkv": QKV, "proj": ("row", (WIDTH,)), "mod": MOD, **FEED_FORWARD},
     "JoinsFeedForward": {"first": ("column", (WIDTH, WIDTH, WIDTH, 48)), "last": ("row", (WIDTH, 48)), "mod": MOD},
+    "TablesByHead": {"qkv": QKV, "proj": ("row", (WIDTH,)), "mod": MOD, **FEED_FORWARD},
+    "OtherHeadsTable": {"qkv": ("gather", (3 * WIDTH,)), "proj": ("gather", (WIDTH,)), "mod": MOD, **FEED_FORWARD},
     "NormsAllHeads": {
         **{layer: ("column", (WIDTH,)) for layer in "qkv"},
         "of_all": ("norm", (WIDTH,)),
@@ -76,7 +78,8 @@ def test_as_many_ranks_as_heads(name):
         ("SharedKeys", 4, "neither its heads nor its features"),
         ("CentresAllHeads", 2, "neither its heads nor its features"),
         ("NormsByHand", 2, "neither its heads nor its features"),
-        ("NoSum", 2, "neither its heads nor its features"),
+        ("ReadsTablesOfHeads", 2, "it does not run where its layers are cut"),
+        ("ReadsTablesLate", 2, "ranks that share its layers give another result"),
         ("CountsHeadsItself", 2, "the ranks' values of proj do not add up to the whole's"),
         ("ReadsWeight", 2, "ranks that share its layers give another result"),
         ("NormsLate", 2, "the ranks' values of blocks.0.down do not add up to the whole's"),

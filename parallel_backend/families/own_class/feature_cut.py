@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,8 @@ from .attention_calls import attention_by, attention_call
 
 ARGUMENT = "argument "
 """Beginning of the names of a block's tensor arguments among the leaves."""
+NORMS = F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm
+"""That no module computes, or one that is no RMSNorm."""
 Needs = dict[str, torch.Tensor]
 """Leaf or norm -> bool: the features [width] of a layer, of attention or of a norm, or all values of an argument."""
 
@@ -60,7 +63,7 @@ class BlockRun:
     def note_layer(
         self, name: str, _layer: nn.Module, given: tuple, more: dict[str, Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """Forward hook of a linear layer. One that is called with more than its input is not cut."""
+        """Forward hook of a linear layer. One that gets its input by name is not cut."""
         if more or len(given) != 1:
             return out
         self.inputs.setdefault(name, []).append(given[0])
@@ -116,14 +119,16 @@ class Opaque(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.layer_norm, torch.rms_norm):
+        if func in NORMS:
             out = func(*args, **(kwargs or {}))
             return self._run.normed(f"norm {len(self._run.norms)}", args[0], out, False)
         if not isinstance(func, OpOverload | OpOverloadPacket) or str(func).startswith("aten"):
             return func(*args, **(kwargs or {}))
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+        # Some write into their inputs, which refuses a gradient, and which autograd may not see.
+        values = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.data, (args, kwargs or {}))
         with torch.no_grad():
-            out = func(*args, **(kwargs or {}))
+            out = func(*values[0], **values[1])
 
         def tied(value: torch.Tensor) -> torch.Tensor:
             like = [each for each in given if each.shape == value.shape and each.requires_grad]
@@ -156,7 +161,7 @@ def run_noted(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
                 if isinstance(each, torch.Tensor) and each.is_floating_point():
                     leaves[at] = run.leaf(f"{ARGUMENT}{at}", each)
             given, named = pytree.tree_unflatten(leaves, structure)
-            out = block(*given, **named)
+            out = nn.Module.__call__(block, *given, **named)  # the arguments are noted behind a record's `__call__`
     finally:
         for hook in hooks:
             hook.remove()
@@ -175,12 +180,19 @@ class Place:
 
     def cut(self) -> dict[str, torch.Tensor] | None:
         """Leaf or norm of which each rank needs its own features alone -> those, bool [ranks, width]. None: several ranks
-        need a leaf's features, and not all of them; or ranks need parts of an argument."""
+        need a leaf's features, and not all of them; or ranks need parts of an argument other than its heads."""
         found = {}
         for name in dict.fromkeys(name for needs in self.needs for name in needs):
             masks = [needs.get(name) for needs in self.needs]
             present = [mask for mask in masks if mask is not None]
             if len(present) == len(masks) and all(torch.equal(mask, present[0]) for mask in present):
+                continue
+            if (
+                name.startswith(ARGUMENT)
+                and not self.sizes
+                and len(present) == len(masks)
+                and has_heads(torch.stack(present))
+            ):
                 continue
             if len(present) < len(masks) or name.startswith(ARGUMENT) or bool(torch.any(torch.stack(present).sum(0) > 1)):
                 return None
@@ -199,6 +211,12 @@ def parts_of(features: torch.Tensor) -> tuple[int, ...] | None:
         return None
     shares = counts.view(-1, size)
     return tuple(shares.sum(1).tolist()) if bool((shares == shares[:, :1]).all()) else None
+
+
+def has_heads(needed: torch.Tensor) -> bool:
+    """Whether each rank needs its equal share along an axis of an argument. `needed`: bool [ranks, *shape]."""
+    by_axis = (needed.movedim(axis, 1).flatten(2).any(2) for axis in range(1, needed.ndim - 1))
+    return any(parts_of(features) == (features.shape[1],) for features in by_axis)
 
 
 @torch.enable_grad()

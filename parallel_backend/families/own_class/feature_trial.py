@@ -22,6 +22,7 @@ from parallel_backend.families.base.tensor_plan import CutKind, cut_side
 
 from .block_order import whole_list
 from .feature_cut import layer_cut, layers_to_cut, run_noted
+from .headed import axes_of_heads, give_heads
 from .tried_calls import Call, copied, distance
 from .unproven import Unproven, first_line
 
@@ -36,6 +37,8 @@ LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Con
 Made = dict[str, list[torch.Tensor]]
 """Layer -> its output at each call; norm -> its input."""
 Divided = tuple[tuple[str, str], ...]
+Headed = tuple[tuple[str, int, int], ...]
+"""(module, number of a tensor among its arguments, axis of heads)."""
 Run = Callable[[int | None], Any]
 """Runs what is tried, as the whole (None) or as this tensor rank, and gives its result."""
 
@@ -47,11 +50,18 @@ class Shares:
     cuts: tuple[OwnCut, ...]
     divided: Divided = ()
     """See OwnBlock.divided."""
+    headed: Headed = ()
+    """See OwnBlock.headed."""
 
     def below(self, name: str) -> "Shares":
         """With the names in a module that has this one by the name."""
         cuts = tuple(OwnCut(f"{name}.{cut.layer}", cut.kind, cut.sizes) for cut in self.cuts)
-        return Shares(cuts, tuple((f"{name}.{module}".rstrip("."), attribute) for module, attribute in self.divided))
+        divided = tuple((f"{name}.{module}".rstrip("."), attribute) for module, attribute in self.divided)
+        return Shares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
+
+    def of_block(self, block: OwnBlock) -> OwnBlock:
+        """The block, whose names these are, with what ranks share of it."""
+        return replace(block, cuts=self.cuts, divided=self.divided, headed=tuple(each[1:] for each in self.headed))
 
 
 @dataclass
@@ -88,6 +98,9 @@ class Ranks:
                 whole = getattr(holder, attribute)
                 setattr(holder, attribute, whole // self.count)
                 stack.callback(setattr, holder, attribute, whole)
+            for path, tensor, axis in self.shares.headed:
+                hook = give_heads(self.module.get_submodule(path), [(tensor, axis)], rank, self.count)
+                stack.callback(hook.remove)
             yield
 
     def check_sums(self) -> None:
@@ -219,7 +232,8 @@ class Sharing:
         named = [each.below(name) for name, each in self._shares.items()]
         cuts = tuple(cut for shares in named for cut in shares.cuts)
         divided = tuple(place for shares in named for place in shares.divided)
-        return why_not_shared(self._model, Shares(cuts, divided), run, self._ranks)
+        headed = tuple(place for shares in named for place in shares.headed)
+        return why_not_shared(self._model, Shares(cuts, divided, headed), run, self._ranks)
 
     def of_all(self, model: nn.Module, blocks: tuple[OwnBlock, ...]) -> tuple[OwnBlock, ...]:
         """All `blocks` of the class, of which `model` is one, with what ranks share of them. As they are, with a `why`, if
@@ -228,14 +242,17 @@ class Sharing:
         for name in () if self.why else dict.fromkeys(map(_list_of, self._tried)):
             of_list = [block for block in self._tried if _list_of(block) == name]
             shares = [self._shares[block.name] for block in of_list]
-            shared = [replace(a, cuts=b.cuts, divided=b.divided) for a, b in zip(of_list, shares, strict=True)]
+            shared = [b.of_block(a) for a, b in zip(of_list, shares, strict=True)]
             names = [block.name for block in blocks if _list_of(block) == name]
             likes |= {block.name: block for block in whole_list(shared, names)}
         if odd := next((each for each in likes.values() if not _fits(model.get_submodule(each.name), each.cuts)), None):
             self.why = f"{odd.name} has other layers than the blocks that were tried"
         if self.why:
             return blocks
-        return tuple(replace(each, cuts=likes[each.name].cuts, divided=likes[each.name].divided) for each in blocks)
+        return tuple(
+            replace(each, cuts=like.cuts, divided=like.divided, headed=like.headed)
+            for each, like in ((each, likes[each.name]) for each in blocks)
+        )
 
 
 def _list_of(block: OwnBlock) -> str:
@@ -282,28 +299,35 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
     amounts = {size for cut in cuts if cut.kind != CutKind.GATHER.value for size in (*cut.sizes, sum(cut.sizes))}
     head_sizes = {tensors[0].shape[3] for tensors in noted.heads.values()}
     amounts |= {amount // size for amount in amounts for size in head_sizes if amount % size == 0}
+    tables = axes_of_heads(*given, {tensors[0].shape[2] for tensors in noted.heads.values()})
     failures = []
 
     def run(_rank: int | None) -> Any:
         args, kwargs = copied(given)
-        return block(*args, **kwargs)
+        return nn.Module.__call__(block, *args, **kwargs)
 
-    for divided in itertools.islice(_settings(block, amounts, ranks), MOST_SETTINGS):
-        shares = Shares(tuple(cuts), divided)
+    for divided, headed in itertools.islice(_settings(block, amounts, ranks, tables), MOST_SETTINGS):
+        shares = Shares(tuple(cuts), divided, headed)
         if not (why := why_not_shared(block, shares, run, ranks)):
             return shares
         failures.append(why)
     return failures[0]
 
 
-def _settings(block: nn.Module, amounts: set[int], ranks: int) -> Iterator[Divided]:
-    """The attributes of which ranks may have their part, as they are tried: all that are of these amounts, then fewer."""
+def _settings(
+    block: nn.Module, amounts: set[int], ranks: int, tables: Mapping[int, Sequence[tuple[int, int]]]
+) -> Iterator[tuple[Divided, Headed]]:
+    """The attributes and the arguments of which ranks may have their part, as they are tried: all attributes that are of
+    these amounts and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
     by_name: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for path, module in block.named_modules():
         if not isinstance(module, LAYERS):
             for attribute, value in vars(module).items():
                 if type(value) is int and value in amounts and value % ranks == 0:
                     by_name.setdefault((attribute, value), []).append((path, attribute))
-    for left_out in range(len(by_name) + 1):
-        for names in itertools.combinations(by_name, len(by_name) - left_out):
-            yield tuple(place for name in names for place in by_name[name])
+    for changes in range(len(by_name) + len(tables) + 1):
+        for taken in range(max(0, changes - len(by_name)), min(changes, len(tables)) + 1):
+            attributes = itertools.combinations(by_name, len(by_name) - changes + taken)
+            for names, axes in itertools.product(attributes, itertools.combinations(tables, taken)):
+                headed = tuple(("", *place) for axis in axes for place in tables[axis])
+                yield tuple(place for name in names for place in by_name[name]), headed

@@ -5,14 +5,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.checkpoints.packed_formats import Fp8, Packing
-from parallel_backend.core.fused_linear import FusedLinear, fused
+from parallel_backend.core.fused_linear import FusedLinear
 
 from .joint_products import JointProduct
 from .quantised_products import Arithmetic, arithmetic
@@ -24,7 +23,7 @@ Without `down`, `up` is [out, in].
 """
 
 
-class RankLinear(nn.Linear):
+class RankLinear(FusedLinear):
     """A rank's linear layer. `weight` [out, in] and `bias` [out] (or None) are in the compute dtype.
 
     Under tensor parallelism both are the rank's shard, and `adapters` must be cut alike. Forward hooks add or gather over
@@ -60,10 +59,8 @@ class RankLinear(nn.Linear):
         """[..., in] -> [..., out]: without the adapters."""
         return F.linear(x, self.weight, self.bias)
 
-    def forward(self, input: torch.Tensor, **more: Any) -> torch.Tensor:
-        """[..., in] -> [..., out]. `more`: see core/fused_linear.py; layers of ComfyUI's own classes are called with it."""
-        if more:
-            return fused(self.forward, input, **more)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
         out = self.multiply(input)
         for up, down in self.adapters:
             out += F.linear(input if down is None else F.linear(input, down), up)

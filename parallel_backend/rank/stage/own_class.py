@@ -14,9 +14,11 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
+from parallel_backend.families.own_class.headed import give_heads
 from parallel_backend.families.own_class.stages import StageBlocks
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.own_class import RankTokens
+from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.stage_link import StageLink
 
 from .block_slots import StageIO
@@ -84,13 +86,14 @@ def build_own_stage(
     vars(model)[STAGE] = stage_blocks
     if plan.axis.size > 1:
         for block in order[span.slice]:
-            _divide(model.get_submodule(block.name), block, plan.axis.size)
+            _divide(model.get_submodule(block.name), block, plan.axis)
     blocks = {block.name: model.get_submodule(block.name) for block in order[span.slice]}
     return Stage(model, [], stage_io, plan, blocks)
 
 
-def _divide(module: nn.Module, block: OwnBlock, ranks: int) -> None:
-    """Give a block of which this rank has its part the rank's part of its whole numbers, such as heads."""
+def _divide(module: nn.Module, block: OwnBlock, axis: Axis) -> None:
+    """Give a block of which this rank has its part the rank's part of its whole numbers, such as heads, and of arguments."""
     for path, attribute in block.divided:
         holder = module.get_submodule(path)
-        setattr(holder, attribute, getattr(holder, attribute) // ranks)
+        setattr(holder, attribute, getattr(holder, attribute) // axis.size)
+    give_heads(module, block.headed, axis.index, axis.size)
