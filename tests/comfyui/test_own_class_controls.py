@@ -7,7 +7,7 @@ from tests.comfyui.test_families import CASES, save_case
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 LIMIT, IN_PATCHES = 2e-5, 5e-6
 """Of a difference, as a share of the latents' largest value: to the native model, and to the family."""
-MODES = ["stages", "ulysses", "tensor"]
+MODES = ["stages", "split batch", "ulysses", "ring", "tensor"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from testing.quantised import quantise_blocks
+from tests.checkpoints.test_formats import make_gguf
 from tests.comfyui.test_families import CASES, save_case
 
 pytestmark = pytest.mark.comfyui
@@ -13,13 +14,18 @@ LIMIT = 5e-6
 ROUNDED = 0.02
 """The same where inputs are rounded, and a difference of rounding becomes one of whole steps."""
 MODELS = "flux-dev", "wan-2.1-t2v", "qwen-image", "aura"
-FORMATS = {"scaled fp8": "fp8", "int8": "int8, rotated"}
+FORMATS = {"scaled fp8": "fp8", "int8": "int8, rotated", "nvfp4": "nvfp4"}
+GGUF = "GGUF Q8_0"
+FILES = *FORMATS, GGUF
+FORMATS_OF = {"aura": ("scaled fp8",), "wan-2.1-t2v": tuple(FORMATS)}
+"""Those in which a model has a file, if not in all: a tensor of five axes would need another entry in a GGUF header."""
 EQUAL = (
     *("LoRA", "LoRA in bypass mode", "LoRA hooks", "LoRA hooks with keyframes", "mask of a prompt", "area of a prompt"),
-    *("rotary options", "EasyCache", "step cache, threshold 0"),
+    *("rotary options", "EasyCache", "step cache, threshold 0", "step cache, threshold 0.3"),
 )
 REFUSED = {
     "attention override": "model: an attention kernel set on the MODEL",
+    "sparse attention": "model: an attention kernel set on the MODEL",
     "ControlNet": "control_net: ",
     "Skip Layer Guidance": "model: SkipLayerGuidanceDiT (attention replacement 'dit')",
     "NAG": "model: Normalized Attention Guidance (model patch 'attn1_output_patch')",
@@ -43,7 +49,8 @@ QUICK = {
 
 def cases(features, modes=("stages", "ulysses")):
     for model in MODELS:
-        for case in (f"{feature}, {mode}" for feature in features for mode in modes):
+        has = [feature for feature in features if feature not in FILES or feature in FORMATS_OF.get(model, FILES)]
+        for case in (f"{feature}, {mode}" for feature in has for mode in modes):
             if f"{model}, {case}" not in (TOO_SMALL, *READ_NO_CONTROL):
                 marks = () if case in QUICK.get(model, ()) else pytest.mark.full
                 yield pytest.param(model, case, marks=marks, id=f"{model}, {case}")
@@ -60,10 +67,14 @@ def found(request, inside, base):
         save_case(case, base)
         plain = load_file(folder / f"{case.name}.safetensors")
         for kind, form in FORMATS.items():
-            files[case.name][kind] = f"{case.name}-{form[:4]}.safetensors"
-            save_file(quantise_blocks(plain, form)[0], folder / files[case.name][kind])
+            file = f"{case.name}-{form[:4]}.safetensors"
+            files[case.name][kind] = [file, file]
+            save_file(quantise_blocks(plain, form)[0], folder / file)
+        if GGUF in FORMATS_OF.get(case.name, FILES):
+            files[case.name][GGUF] = [f"{case.name}.gguf", f"{case.name}-gguf.safetensors"]
+            save_file(make_gguf(folder / f"{case.name}.gguf", "Q8_0", plain), folder / f"{case.name}-gguf.safetensors")
     if "aura" in wanted:
-        files["aura"] = {"scaled fp8": "fp8-aura.safetensors"}
+        files["aura"] = {"scaled fp8": ["fp8-aura.safetensors"] * 2}
     return inside.run("own_class_graphs", wanted=wanted, quantised=files)[0]
 
 
@@ -72,7 +83,7 @@ def test_a_graph_does_what_it_does_natively(found, model, case):
     assert found[f"{model}, {case}"].get("share", 1.0) <= LIMIT, found[f"{model}, {case}"]
 
 
-@pytest.mark.parametrize(("model", "case"), cases(FORMATS, ("stages", "ulysses", "tensor")))
+@pytest.mark.parametrize(("model", "case"), cases(FILES, ("stages", "ulysses", "tensor")))
 def test_a_quantised_file_gives_what_it_gives_natively(found, model, case):
     limit = ROUNDED if case.startswith("int8") else LIMIT
     assert found[f"{model}, {case}"].get("share", 1.0) <= limit, found[f"{model}, {case}"]

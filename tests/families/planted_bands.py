@@ -66,6 +66,14 @@ class FillsUpInACircle(TwoRows):
     fill = "circular"
 
 
+class NeedsColumns(Banded):
+    """As PixArt, which divides by a size that is 0 for a small latent."""
+
+    def entering(self, x):
+        assert x.shape[-1] >= 13
+        return super().entering(x)
+
+
 class WordsInFront(Banded):
     """One stream: fill-up and words, then the latent."""
 

@@ -159,6 +159,16 @@ def test_a_nested_latents_axis_of_the_class_stays_whole():
     assert smaller(given, 3, 2).named[LATENTS] == [[4, 2, 3, 3], [3, 2, 3]]
 
 
+def test_what_goes_with_a_latent_is_made_smaller_with_it():
+    """Another latent of one frame, and a camera's rays for each pixel; text as wide as a picture stays."""
+    given, plain = call(), torch.zeros(2, 4, 2, 4, 6)
+    others = {"frame": plain[:, :, :1], "rays": torch.zeros(2, 6, 2, 32, 48), "text": torch.zeros(2, 32, 48)}
+    small = smaller(Call(plain, given.timestep, {**given.named, **others}), 2, 3)
+    assert small.x.shape[2:] == (2, 2, 2)
+    shapes = {name: tuple(small.named[name].shape) for name in others}
+    assert shapes == {"frame": (2, 4, 1, 2, 2), "rays": (2, 6, 2, 16, 16), "text": (2, 32, 48)}
+
+
 def test_a_mask_of_all_channels_is_drawn_as_one():
     """A class asks whether any channel of a place is masked: of drawn ones each place would have one that is."""
     given = call()
@@ -182,7 +192,9 @@ NUMBERS = [("ReadsNumber", BOTH), ("NumberMatters", ("longest",)), ("PairMatters
 def test_a_number_of_which_other_values_are_proven_too_is_told(name, free):
     """A new prompt has another length: it is no new trial."""
     given = call()
-    counted = Call(given.x, given.timestep, {**given.named, "num_tokens": 6, "longest": 6, "is_long": True, "scale": torch.ones(2)})
+    counted = Call(
+        given.x, given.timestep, {**given.named, "num_tokens": 6, "longest": 6, "is_long": True, "scale": torch.ones(2)}
+    )
     proof = trial(own(name), counted, TIMES)
     assert (proof.stages, proof.sequence, proof.numbers) == ("", "", free)
     assert proof.is_of_all(["num_tokens"]) == ("num_tokens" in free)

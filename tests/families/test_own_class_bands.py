@@ -61,6 +61,13 @@ def test_bands_that_are_right_are_proven(name, latent):
     assert found.latent == latent
 
 
+def test_bands_of_a_class_that_needs_a_large_latent_are_proven():
+    given = call()
+    wide = Call(torch.randn(1, 4, 1, 2, 14), given.timestep, given.named)
+    found = trial(planted("NeedsColumns"), wide, (1.0,), sequence=False, bands=True)
+    assert (found.bands, found.latent) == ("", ALONE)
+
+
 MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
 UNEQUAL = "its tokens have unequal parts of the latent, or are mixed before its blocks"
 ATTENDS = "in a band blocks.0 attends to other values where its tokens are cut"

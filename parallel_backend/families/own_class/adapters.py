@@ -66,10 +66,13 @@ def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class Indexed(NamedTuple):
-    """LTX-2's CompressedTimestep, whose frames' values each token finds by an index, which ranks cut."""
+    """Frames' values [B, F, ...], such as those of LTX-2's CompressedTimestep, which each token finds by an index. Ranks cut
+    the index."""
 
     data_BFD: torch.Tensor
     index_S: torch.Tensor
+    tokens: int
+    """Of the whole."""
 
 
 @functools.cache
@@ -96,11 +99,31 @@ def indexed(value: Any) -> Any:
     if value.patches_per_frame == 1 or value.num_frames == 1:
         return value.data
     tokens = torch.arange(value.num_frames, device=value.data.device).repeat_interleave(value.patches_per_frame)
-    return Indexed(value.data, tokens)
+    return Indexed(value.data, tokens, len(tokens))
+
+
+@functools.cache
+def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Times of frames [B, F, 6, D] become Indexed. The rotary table has a row for each token of the whole in all blocks."""
+
+    class ByIndex(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, e, freqs, **named):
+            if (frames := e.shape[1]) > 1:
+                tokens = freqs.shape[1]
+                e = Indexed(e, torch.arange(tokens, device=e.device) // -(-tokens // frames), tokens)
+            return super().__call__(x, e=e, freqs=freqs, **named)
+
+        def forward(self, x, e, **named):
+            if isinstance(e, Indexed):
+                e = e.data_BFD if x.shape[1] == e.tokens else e.data_BFD[:, e.index_S]
+            return super().forward(x, e=e, **named)
+
+    return ByIndex
 
 
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter("blocks", minimax_h3_block, {"minimax_payload": frozenset({"layout"})}),
     "LTXAV": Adapter("transformer_blocks", ltx_block),
+    "WAN22_T2V": Adapter("blocks", wan_block),
 }
 """Class of ComfyUI's supported_models -> its adapter."""

@@ -49,9 +49,9 @@ def latent_of(
         return None, "its latent has more than two parts"
     runs = Runs(model, _bare(blocks))
     try:
-        call = _even(smaller(actual, *runs.sizes(actual)[0]))
+        call = _even(runs, blocks, smaller(actual, *runs.sizes(actual)[0]))
         latent = find_latent(runs, blocks, call)
-        another = _odd(actual, latent)
+        another = _odd(runs, blocks, actual, latent)
         latent = _of_both(latent, find_latent(runs, blocks, another))
         calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
         why = next(filter(None, _checks(runs, blocks, latent, calls)), "")
@@ -68,7 +68,7 @@ def why_not_in_bands(
     which is less than `latent_of` does."""
     runs = Runs(model, _bare(blocks))
     try:
-        call = _odd(actual, latent, FEW_ROWS)
+        call = _odd(runs, blocks, actual, latent, FEW_ROWS)
         _of_both(latent, find_latent(runs, blocks, call))
         return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1, time)], few=True)), "")
     except Unproven as unproven:
@@ -80,7 +80,7 @@ def runs_of_bands(
 ) -> Iterator[Callable[[int | None], torch.Tensor]]:
     """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
     runs = Runs(model, _bare(blocks))
-    call = drawn(_odd(actual, latent), 1)
+    call = drawn(_odd(runs, blocks, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
     yield from (functools.partial(each.output, runs, blocks, whole, outside) for each in _bands(latent, call))
 
@@ -89,21 +89,36 @@ def _bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
     return [replace(block, slices=(), attention=(), leaving=()) for block in blocks]
 
 
-def _even(call: Call) -> Call:
-    """With sizes that are multiples of whatever a token has of them: a class may fill up others."""
-    shape = call.latents[0].shape
-    sizes = [size - size % max(1, 1 << (size.bit_length() - 2)) if size > 1 else 1 for size in shape[2:]]
-    return smaller(call, sizes, WORDS)
+def _even(runs: Runs, blocks: Sequence[OwnBlock], call: Call, less: int = 2) -> Call:
+    """With sizes that are multiples of whatever a token has of them: a class may fill up others. Of smaller powers of two if
+    the class does not run otherwise."""
+    powers = [max(1, 1 << max(0, size.bit_length() - less)) if size > 1 else size for size in call.latents[0].shape[2:]]
+    sizes = [size - size % power for size, power in zip(call.latents[0].shape[2:], powers, strict=True)]
+    even = smaller(call, sizes, WORDS)
+    try:
+        _entering(runs, blocks, drawn(even, 1))
+    except Unproven:
+        if max(powers) == 1:
+            raise
+        return _even(runs, blocks, call, less + 1)
+    return even
 
 
-def _odd(actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
-    """With an odd number of the latent's tokens, at most so many by axis, and other words."""
+def _odd(runs: Runs, blocks: Sequence[OwnBlock], actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
+    """With an odd number of the latent's tokens and other words. `most` by axis, or as many as the class needs to run."""
     sizes = []
     sides = actual.latents[0].shape[2:]
     for size, by, rows in zip(sides, latent.patch[-len(sides) :], most[-len(sides) :], strict=True):
         count = max(1, min(rows, size // by))
         sizes.append(by * (count - 1 + count % 2))
-    return smaller(actual, sizes, WORDS - 3)
+    call = smaller(actual, sizes, WORDS - 3)
+    try:
+        _entering(runs, blocks, drawn(call, 1))
+    except Unproven:
+        if max(most) > max(sides):
+            raise
+        return _odd(runs, blocks, actual, latent, [2 * rows - 1 for rows in most])
+    return call
 
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:

@@ -327,7 +327,7 @@ class Runs:
         return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
 
     def _most_tokens(self, call: Call) -> int:
-        """Of a tensor that the first block gets. 0 where the class does not run with the call."""
+        """Of a tensor that the first block gets. 0 if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
             try:

@@ -17,6 +17,8 @@ from .residuals import CONTROL, smaller_residuals
 SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
 else those of the call."""
+PIXELS = 1, 8, 16
+"""Rows of what goes with a latent, such as a camera's rays for each pixel, for each of the latent's."""
 NOISE = 1_000_003
 """Random values of which weights are made: a prime number of them, so that no two rows of a layer are equal."""
 
@@ -130,13 +132,14 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         for number, latent in enumerate(latents):
             sizes = tuple(latent.shape[2:])
-            if tensor.ndim >= len(sizes) and tuple(tensor.shape[-len(sizes) :]) == sizes:
-                for axis in range(len(sizes)):
-                    if (number, axis) not in call.whole_axes:
-                        at = axis - len(sizes)
-                        most = side if isinstance(side, int) else max(side) if number else side[axis]
-                        tensor = tensor.narrow(at, 0, min(most, tensor.shape[at]))
-                return tensor
+            if (scale := _scale(tensor, sizes)) is None:
+                continue
+            for axis, size in enumerate(sizes):
+                at, by = axis - len(sizes), scale if axis >= len(sizes) - 2 else 1
+                if (number, axis) not in call.whole_axes and tensor.shape[at] == by * size:
+                    most = side if isinstance(side, int) else max(side) if number else side[axis]
+                    tensor = tensor.narrow(at, 0, by * min(most, size))
+            return tensor
         return tensor[:, :words] if tensor.ndim > 1 and tensor.shape[1] == text else tensor
 
     control = call.named.get(CONTROL)
@@ -146,6 +149,16 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
         sizes, smaller_sizes = latents[0].shape[2:], parts[0].shape[2:]
         named[CONTROL] = None if control is None else smaller_residuals(control, sizes, smaller_sizes)
     return dataclasses.replace(call, named=named).with_latents(parts)
+
+
+def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> int | None:
+    """Its rows and columns for each of a latent's. None: it does not go with the latent. It may have one frame."""
+    own = tuple(tensor.shape[-len(sizes) :])
+    if own == sizes:
+        return 1
+    if tensor.ndim < len(sizes) + 2 or any(mine not in (1, frames) for mine, frames in zip(own, sizes[:-2], strict=False)):
+        return None
+    return next((by for by in PIXELS if own[-2:] == tuple(by * size for size in sizes[-2:])), None)
 
 
 def drawn(call: Call, seed: int, time: float | None = None) -> Call:

@@ -80,6 +80,12 @@ def parallel(
     return node("ParallelDiTLoader", name, "fp32", pipe, tensor, batch, devices, config, stage_split)
 
 
+def sharing_small_lists() -> AbstractContextManager:
+    """Context in which a trial takes bands of lists with any share of the blocks: small files have few blocks beside their
+    refiners."""
+    return patch("parallel_backend.families.own_class.trial.LEAST_SHARE", 0.0)
+
+
 def by_own_class(load: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What `load` gives for a file by ComfyUI's own class, as if no family took the file."""
     loader = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]

@@ -14,7 +14,9 @@ from families import detecting, read
 
 MODES = {
     "stages": {"pipe": 2},
+    "split batch": {"pipe": 1, "batch": 2},
     "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
+    "ring": {"pipe": 1, "config": sequence(ring=2)},
     "tensor": {"pipe": 1, "tensor": 2},
 }
 MODELS = BASE / "models" / "diffusion_models"

@@ -3,7 +3,19 @@
 from collections.abc import Sequence
 from functools import partial
 
-from boot import BASE, Results, by_own_class, comfy, difference, node, parallel, parts_of, sequence, torch
+from boot import (
+    BASE,
+    Results,
+    by_own_class,
+    comfy,
+    difference,
+    node,
+    parallel,
+    parts_of,
+    sequence,
+    sharing_small_lists,
+    torch,
+)
 from families import detecting, read, sample
 
 MODES = {
@@ -38,7 +50,7 @@ def main(results: Results, names: list[str], with_products: Sequence[str] = ()) 
     products = {f"PipeFusion by {product}": partial(pipefusion, **degrees) for product, degrees in PRODUCTS.items()}
     for name in names:
         loads = {"PipeFusion": pipefusion, "displaced patches": displaced} | (products if name in with_products else {})
-        with detecting(read(name)[-1]["detected"]):
+        with detecting(read(name)[-1]["detected"]), sharing_small_lists():
             path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
             native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
             expected = sample(native, name)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import comfy.controlnet
+import nodes_sparse_attention
 from block_patches import extra, load_extras
 from boot import BASE, Results, by_own_class, comfy, difference, ksampler, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
@@ -37,16 +38,18 @@ class Control(comfy.controlnet.ControlBase):
 
 @dataclass
 class Feature:
-    """What a graph does: to the MODEL, to the prompts, to ours alone, and to the sampler."""
+    """What a graph does: to the MODEL, to the prompts, to ours alone, and to the sampler. `beside_family`: it is held
+    against the family."""
 
     change: Callable[[Any], Any] = lambda model: model
     prompts: Callable[[], list] | None = None
     ours: Callable[[Any], Any] = lambda model: model
     sampling: dict[str, Any] = field(default_factory=dict)
+    beside_family: bool = False
 
 
-def main(results: Results, wanted: dict[str, list[str]], quantised: dict[str, dict[str, str]]) -> None:
-    """`wanted`: model -> cases "feature, mode". `quantised`: model -> format -> its file."""
+def main(results: Results, wanted: dict[str, list[str]], quantised: dict[str, dict[str, list[str]]]) -> None:
+    """`wanted`: model -> cases "feature, mode". `quantised`: model -> format -> its file, and ComfyUI's for the same."""
     from comfy.ldm.aura.mmdit import MMDiT
 
     load_extras("nodes_hooks", "nodes_lora_debug", "nodes_slg", "nodes_nag", "nodes_rope", "nodes_easycache")
@@ -63,7 +66,13 @@ def main(results: Results, wanted: dict[str, list[str]], quantised: dict[str, di
 
 
 def of_model(
-    results: Results, name: str, texts: list, latent: torch.Tensor, settings: dict, cases: list[str], files: dict[str, str]
+    results: Results,
+    name: str,
+    texts: list,
+    latent: torch.Tensor,
+    settings: dict,
+    cases: list[str],
+    files: dict[str, list[str]],
 ) -> None:
     def native_of(file: str):
         path = BASE / "models" / "diffusion_models" / file
@@ -80,10 +89,13 @@ def of_model(
         """The largest difference, and what the feature does, as shares of the latents' largest value."""
         does = features.get(feature, Feature())
         prompts = does.prompts or (lambda: texts)
-        ours = by_own_class(parallel, files.get(feature, f"{name}.safetensors"), **MODES[mode])
+        file, native_file = files.get(feature, [f"{name}.safetensors"] * 2)
+        ours = by_own_class(parallel, file, **MODES[mode])
         found = sample(does.change(does.ours(ours)), prompts(), **does.sampling)
         if feature not in expected:
-            model = native_of(files[feature]) if feature in files else native
+            model = native_of(native_file) if feature in files else native
+            if does.beside_family:
+                model = does.ours(parallel(file, **MODES[mode]))
             expected[feature] = sample(does.change(model), prompts(), **does.sampling)
         plain = sample(native, **does.sampling)
         largest = float(plain.abs().max())
@@ -135,7 +147,11 @@ def features_of(texts: list, latent: torch.Tensor, loras: list[str]) -> dict[str
         "rotary options": Feature(partial(extra, "ScaleROPE", **ROPE)),
         "EasyCache": Feature(partial(extra, "EasyCache", **EASY_CACHE), sampling={"steps": 6}),
         "step cache, threshold 0": Feature(ours=lambda model: node("ParallelStepCache", model, 0.0, 0.0, 1.0)),
+        "step cache, threshold 0.3": Feature(
+            ours=lambda model: node("ParallelStepCache", model, 0.3, 0.0, 1.0), sampling={"steps": 8}, beside_family=True
+        ),
         "attention override": Feature(attending),
+        "sparse attention": Feature(lambda model: nodes_sparse_attention.apply(model, nodes_sparse_attention.settings())),
         "ControlNet": Feature(
             prompts=lambda: [[[text, {**more, "control": Control()}] for text, more in each] for each in texts]
         ),

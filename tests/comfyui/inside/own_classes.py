@@ -4,7 +4,7 @@ import math
 import pkgutil
 from functools import partial
 
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, sharing_small_lists, torch
 from families import detecting
 from safetensors.torch import load_file, save_file
 
@@ -143,7 +143,7 @@ def main(results: Results, names: list[str]) -> None:
             continue
         place, arguments, shape = CLASSES[name]
         write(pkgutil.resolve_name(f"comfy.ldm.{place}"), arguments, f"{name}.safetensors")
-        with detecting({"image_model": name} | arguments):
+        with detecting({"image_model": name} | arguments), sharing_small_lists():
             sampled_in_every_mode(results, name, shape, {})
             if name in MORE:
                 sampled_in_every_mode(results, name, shape, MORE[name])
