@@ -1,35 +1,64 @@
-"""Digest of the code that a trial of one of ComfyUI's classes holds for: its module, and what that imports."""
+"""The code of ComfyUI's classes that a trial holds for: modules, what they import, and which arguments they read."""
 
 import ast
 import hashlib
+import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from parallel_backend.core.own_class import ROOT
+from parallel_backend.core.own_class import ROOT, OwnClass
+from parallel_backend.families.own_class.building import class_of
 
 PACKAGE = "comfy"
 UNREAD = frozenset({"comfy.cli_args", "comfy.model_management"})
 """Say on which device and in which memory values are, and not what they are. Almost every release changes them."""
 
 
-def code_digest(folder: Path, module: str) -> str:
-    """Digest of the module's code and of all that it imports below ROOT, and of what those import of the rest of PACKAGE
-    (in `folder`), but for UNREAD: helpers whose own imports are left aside. Nothing is imported."""
+def code_digest(folder: Path, module: str, helpers: bool = True) -> str:
+    """Digest of `class_files`."""
+    code = hashlib.sha256()
+    for name, path in class_files(folder, module, helpers):
+        code.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return code.hexdigest()
+
+
+def class_files(folder: Path, module: str, helpers: bool) -> list[tuple[str, Path]]:
+    """The module and all that it imports below ROOT (in `folder`), by name. Nothing is imported.
+
+    `helpers`: and what those import of the rest of PACKAGE, but for UNREAD. Their own imports are left aside.
+    """
     found: dict[str, Path] = {}
     coming = [module]
     while coming:
         name = coming.pop()
         path = _file(folder, name)
-        if name in found or name in UNREAD or path is None:
+        if name in found or name in UNREAD or path is None or not (helpers or name.startswith(ROOT)):
             continue
         found[name] = path
         if name.startswith(ROOT):
             coming += [name.rpartition(".")[0], *_named(name, path)]
-    code = hashlib.sha256()
-    for name in sorted(found):
-        code.update(name.encode() + b"\0" + found[name].read_bytes() + b"\0")
-    return code.hexdigest()
+    return sorted(found.items())
+
+
+def deciding_arguments(own: OwnClass) -> dict[str, Any]:
+    """The constructor's arguments that can matter: that the class's code names, and that are not what it has by default."""
+    words = set()
+    for _, path in class_files(Path(own.folder), own.module, helpers=False):
+        words |= set(re.findall(r"\w+", path.read_text()))
+    given = json.loads(own.arguments)
+    parameters = inspect.signature(class_of(own)).parameters
+    named = {name: value for name, value in given.items() if name in words}
+    return {
+        name: value for name, value in named.items() if name not in parameters or _listed(parameters[name].default) != value
+    }
+
+
+def _listed(value: Any) -> Any:
+    """As JSON has it."""
+    return [_listed(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _file(folder: Path, module: str) -> Path | None:

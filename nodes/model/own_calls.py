@@ -9,6 +9,7 @@ from parallel_backend.client.call import Residuals
 from parallel_backend.families.base.patching import Latents, Patching
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
+from parallel_backend.families.own_class.plan import Asked
 from parallel_backend.families.own_class.residuals import by_name, side_of
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
@@ -51,8 +52,13 @@ def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | No
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:
-    """What a trial is for: names and axes of the tensors, the batch, and what is no tensor and no number. `sizes`: of the
-    whole latent, of which a single frame is another thing than several.
+    """What a trial is for: the form of the call, the batch, and what ranks do not get. `sizes`: see form."""
+    return repr((len(call.x), form(call, sizes), sorted(map(str, call.options))))
+
+
+def form(call: Call, sizes: tuple[int, ...]) -> str:
+    """Names and axes of the call's tensors, and what is no tensor and no number. `sizes`: of the whole latent, of which a
+    single frame is another thing than several.
 
     Of dtypes those of times and whole numbers: other values are drawn in float32, whatever theirs is.
     """
@@ -72,7 +78,20 @@ def structure(call: Call, sizes: tuple[int, ...]) -> str:
 
     named = {name: shown(name, value) for name, value in call.named.items()}
     single = [size == 1 for size in sizes]
-    return repr((len(call.x), single, call.timestep.dtype, named, sorted(map(str, call.options))))
+    return repr((single, call.timestep.dtype, named))
+
+
+def asked(call: Call, sizes: tuple[int, ...], times: Sequence[float], sequence: bool, bands: bool, tensor: int) -> Asked:
+    """What a shipped plan has to prove for this call. `times`: the model's. `sizes`: see form."""
+    names = frozenset(map(str, call.options))
+    return Asked(form(call, sizes), names, tuple(near(times)), len(call.x), numbers_of(call), sequence, bands, tensor)
+
+
+def times_of(sampling: Any) -> tuple[float, ...]:
+    """The first and last time of ComfyUI's model sampling, and one between them, as the class gets them."""
+    first, last = float(sampling.sigma_max), float(sampling.sigma_min)
+    sigmas = torch.tensor([first, (first + last) / 2, last])
+    return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))
 
 
 def near(times: Sequence[float]) -> list[float]:

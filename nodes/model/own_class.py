@@ -49,10 +49,11 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
-from .own_calls import is_held, near, on_host, own_residuals, returned, shapes, structure
+from .own_calls import asked, is_held, near, on_host, own_residuals, returned, shapes, structure, times_of
 from .own_text import OwnText
 from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks, told_to_own_class
 from .sampling_run import CallShape, steps_of
+from .shipped_plans import shipped_proof
 from .text_model import TEXT_METHOD, NativeText
 
 log = logging.getLogger(__name__)
@@ -355,13 +356,17 @@ class OwnClassModel(RemoteDiffusionModel):
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
                 return trial(own, call, times, poll, sequence, bands, tensor)
 
-            proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers, tried_sizes)
+            proof, how = shipped_proof(own, asked(call, sizes, times, sequence, bands, tensor), block_lists(self._meta))
+            of_these = False
+            if proof is None:
+                proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers, tried_sizes)
+                of_these = is_of_sizes(proof)
             of_numbers = key, tuple(numbers.items())
-            place = (*of_numbers, tried_sizes) if is_of_sizes(proof) else key if proof.is_of_all(numbers) else of_numbers
+            place = (*of_numbers, tried_sizes) if of_these else key if proof.is_of_all(numbers) else of_numbers
             self._proofs[place] = proof
             ways = "stages", "batch", "sequence", "bands", "tensor"
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)
-            log.info("Parallel DiT: trial of %s: %s", own.name, shown)
+            log.info("Parallel DiT: proof of %s: %s", own.name, shown)
         if degrees.pipe > 1 and proof.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
@@ -377,7 +382,7 @@ class OwnClassModel(RemoteDiffusionModel):
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         if is_new:
-            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified{self._shared_out(proof, degrees)}")
+            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified{how}{self._shared_out(proof, degrees)}")
         self.setup = self.setup.with_blocks(proof.blocks, proof.latent)
         if self._own != own:
             self.checkpoint = dataclasses.replace(self.checkpoint, family=own_class_family(self._own))
@@ -390,11 +395,5 @@ class OwnClassModel(RemoteDiffusionModel):
         return f": {len(proof.blocks)} of {sum(map(len, block_lists(self._meta).values()))} blocks are shared out"
 
     def _times(self) -> tuple[float, ...]:
-        """The model's first and last time, and one between them, as its class gets them."""
         patcher = self.run.patcher()
-        if patcher is None:
-            return ()
-        sampling = patcher.model.model_sampling
-        first, last = float(sampling.sigma_max), float(sampling.sigma_min)
-        sigmas = torch.tensor([first, (first + last) / 2, last])
-        return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))
+        return () if patcher is None else times_of(patcher.model.model_sampling)

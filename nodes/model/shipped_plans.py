@@ -1,0 +1,34 @@
+"""Proofs of published models that ship with the pack. They come before those that are kept, and before a trial."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from parallel_backend.core.kept_file import UNREADABLE
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.plan import Asked, path_of, read_plans
+from parallel_backend.families.own_class.proof import Proof
+
+from .class_code import code_digest, deciding_arguments
+
+log = logging.getLogger(__name__)
+
+SHIPPED = " by its shipped plan"
+CHANGED = " without its shipped plan, which is for other code"
+
+
+def shipped_proof(own: OwnClass, asked: Asked, lists: Mapping[str, Sequence[str]]) -> tuple[Proof | None, str]:
+    """The proof by a shipped plan, and words for the report. None: no plan proves all that is asked.
+
+    `lists`: the model's lists of blocks. Plans hold for the class's modules below ROOT as they were when they were made.
+    """
+    try:
+        plans = read_plans(own, code_digest(Path(own.folder), own.module, helpers=False))
+        if plans is None:
+            return None, CHANGED
+        arguments = deciding_arguments(own) if plans else {}
+        plan = next((each for each in plans if each.serves(own.kind, arguments, asked)), None)
+        return (None, "") if plan is None else (plan.whole(lists), SHIPPED)
+    except UNREADABLE as error:
+        log.warning("Parallel DiT: %s has no plans that can be used (%s); trying the class", path_of(own), error)
+        return None, ""
