@@ -26,7 +26,7 @@ PRODUCTS = (
     *("krea2", "minimax-h3", "ltx-2.3"),
 )
 """Cases of which PipeFusion's products are tried, too."""
-AT_ONCE = 4
+AT_ONCE = 2
 """Cases of one process: ranks and models of all of them stay until it ends."""
 
 
@@ -40,7 +40,16 @@ def main() -> None:
     comfyui = ComfyUI(checkout, find_python(checkout))
     cases = [case for case in CASES if has_class(comfyui, case) and (not options.only or case.name in options.only)]
     classes = [name for name in (*UNETS, *CLASSES) if not options.only or name in options.only]
+    if options.only:
+        cases.sort(key=lambda case: options.only.index(case.name))
+    head = {"what": "own_class", "date": date.today().isoformat(), "hardware": measuring.hardware()}
     rows: list[Row] = []
+
+    def add(found: dict[str, Any]) -> None:
+        """Rows are kept at once: a run of all cases takes more than an hour."""
+        rows.extend(rows_of(found))
+        measuring.report(head | {"rows": rows}, options.out)
+
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
         (base / "models" / "diffusion_models").mkdir(parents=True)
@@ -51,15 +60,11 @@ def main() -> None:
                 for case in part:
                     save_case(case, base)
                 names = [case.name for case in part]
-                found, _ = inside.run("own_class_families", names=names, with_products=PRODUCTS)
-                rows += rows_of(found)
+                add(inside.run("own_class_families", names=names, with_products=PRODUCTS)[0])
             for name in classes:
-                found, _ = inside.run("own_classes", names=[name])
-                rows += rows_of(found)
+                add(inside.run("own_classes", names=[name])[0])
         finally:
             inside.close()
-    head = {"what": "own_class", "date": date.today().isoformat(), "hardware": measuring.hardware()}
-    measuring.report(head | {"rows": rows}, options.out)
 
 
 def rows_of(found: dict[str, Any]) -> list[Row]:
@@ -69,7 +74,6 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
         case, _, mode = name.rpartition(", ")
         told = {"share": each} if not isinstance(each, dict) else {"refused": each["error"]} if "error" in each else each
         rows.append({"case": case, "mode": mode} | told)
-        print(rows[-1], flush=True)
     return rows
 
 
