@@ -33,14 +33,14 @@ def test_the_adapter_is_no_weight_of_the_ranks(file):
 @pytest.mark.parametrize("tokens", [3, LEAST_TOKENS + 8])
 def test_text_is_padded_with_zeros_to_the_least_length(weights, tokens):
     ids, factors = torch.arange(tokens)[None], torch.full((1, tokens, 1), 0.5)
-    text = torch.randn(1, 5, anima.SOURCE)
+    text = torch.randn(1, 5, anima.SMALL["source_dim"])
     plain = through_adapter({}, weights, text, ids)
-    assert plain.shape == (1, max(tokens, LEAST_TOKENS), anima.WIDTH)
+    assert plain.shape == (1, max(tokens, LEAST_TOKENS), anima.SMALL["target_dim"])
     assert plain[:, :tokens].abs().sum(-1).min() > 0
     assert not plain[:, tokens:].any()
     assert torch.equal(through_adapter({}, weights, text, ids, t5xxl_weights=factors), plain / 2)
 
 
 def test_text_without_t5s_tokens_is_for_the_blocks_already(weights):
-    text = torch.randn(1, 5, anima.WIDTH)
+    text = torch.randn(1, 5, anima.SMALL["target_dim"])
     assert through_adapter({}, weights, text) is text

@@ -14,7 +14,7 @@ from testing.cases import anima
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 (CASE,) = anima.CASES
-TEXT, IDS, FACTORS = torch.randn(1, 5, anima.SOURCE), torch.arange(4)[None], torch.ones(1, 4, 1)
+TEXT, IDS, FACTORS = torch.randn(1, 5, anima.SMALL["source_dim"]), torch.arange(4)[None], torch.ones(1, 4, 1)
 
 
 @pytest.fixture
