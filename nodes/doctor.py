@@ -13,10 +13,10 @@ from parallel_backend.planning.planner import Plan, plan
 from parallel_backend.planning.report import compare, describe_rehearsed, verdict
 from parallel_backend.planning.workload import workload_of
 
-from .model.call_checks import check_has_family
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig, config_of
 from .sampling.auto_degrees import calibrated, free_on_host
+from .sampling.own_plan import check_can_be_planned, trials_of
 from .ui.devices import check_one_kind_of_devices, gpus, is_auto, named_devices, why_hidden
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
@@ -90,11 +90,11 @@ class ParallelDoctor:
 
     def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
         stub = remote_stub(model)
-        checkpoint, setup = stub.checkpoint, stub.setup
-        check_has_family(
-            setup, "Parallel Doctor times", "Set the degrees by hand: split_batch_degree first where cfg is not 1."
-        )
-        chosen = doctor_devices(devices, stub)
+        setup, chosen, trials = stub.setup, doctor_devices(devices, stub), None
+        if setup.own_class is not None:
+            trials = trials_of(model, latent_image, steps, cfg, positive, chosen)
+            check_can_be_planned(stub, trials)
+        checkpoint = stub.checkpoint
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)
         shape = tuple(latent_image["samples"].shape)
@@ -102,7 +102,7 @@ class ParallelDoctor:
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         run = (shape, entries, steps, text_tokens, setup.transfer_dtype, setup.compile)
-        workload = workload_of(checkpoint, setup.dtype, chosen[0], *run)
+        workload = replace(workload_of(checkpoint, setup.dtype, chosen[0], *run), trials=trials)
         progress = comfy.utils.ProgressBar(1)
         with registry().borrow(chosen, check_cancelled) as pool:
             calibration = calibrated(chosen, checkpoint, setup.dtype, setup.attention, pool)

@@ -21,9 +21,9 @@ from .model.native_weights import check_not_rewritten, give_back_memory, unload
 from .model.patcher import RemoteModelPatcher
 from .parallel_config import ParallelConfig, config_of
 from .run_on_several_gpus import model_file
-from .sampling.auto_degrees import AS_SET, AUTO_KEY
+from .sampling.auto_degrees import AS_SET
+from .sampling.pipefusion import AUTO_KEY, apply_pipefusion, has_pipefusion
 from .sampling.pipefusion import WRAPPER_KEY as PIPEFUSION_KEY
-from .sampling.pipefusion import apply_pipefusion, has_pipefusion
 from .ui.devices import possible_devices, why_hidden
 from .ui.input_checks import renamed_input, validate
 from .ui.node_text import say
@@ -109,7 +109,6 @@ class ParallelizeModel:
         if ours is None:
             give_back_memory(model, source.path)
         if degrees is not None:
-            # auto is exact, and takes stages for ComfyUI's own class alone.
             if degrees.pipe > 1 and mode != AUTO and not has_pipefusion(parallel):
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True, is_asked=False)
             devices = ", ".join(parallel.model.diffusion_model.setup.devices)
@@ -159,13 +158,13 @@ def _parallel(
     degrees = None
     checkpoint, own = opened(source.path, devices)
     heads = checkpoint.family.sizes.heads(checkpoint.config)
-    if own is not None:
-        auto = "split batch" if own.unet else "pipefusion"
-        degrees = degrees_of(auto if mode == AUTO else mode, ranks, config_degrees, heads)
-    elif mode != AUTO:
+    if own is not None and own.unet and mode == AUTO:
+        mode = "split batch"  # which alone a UNet has
+    if mode != AUTO:
         degrees = degrees_of(mode, ranks, config_degrees, heads)
         try:
-            checkpoint.check_degrees(degrees)
+            if own is None:  # blocks of an own class are known once it is tried
+                checkpoint.check_degrees(degrees)
         except ValueError as error:
             raise ValueError(f"mode: {mode} on {ranks} GPUs: {error}") from error
     elif config_degrees.world > 1:

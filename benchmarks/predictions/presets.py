@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 
 from benchmarks.predictions.bridge import BridgedLinks
 from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.families.base.family import pairs_of
 from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.placement.traced_states import TRACED
-from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost, pairs_of
+from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.workload import Workload
 

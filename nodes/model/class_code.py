@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ def code_digest(folder: Path, module: str, helpers: bool = True) -> str:
     for name, path in class_files(folder, module, helpers):
         code.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return code.hexdigest()
+
+
+def modules_named_by(kind: type) -> tuple[str, ...]:
+    """ComfyUI's modules that the code of a class's module names by their full names. They are imported in this process."""
+    code = inspect.getsource(sys.modules[kind.__module__])
+    named = {f"{PACKAGE}.{name}" for name in re.findall(rf"\b{PACKAGE}\.(\w+)", code)}
+    return tuple(sorted(name for name in named if name in sys.modules and name != ROOT.rstrip(".")))
 
 
 def class_files(folder: Path, module: str, helpers: bool) -> list[tuple[str, Path]]:

@@ -22,7 +22,8 @@ def gain_and_advice(
     A run with a step cache gets neither, since one GPU may have the cache too. The links of a calibration that is kept
     become the pool's, for who shows them.
     """
-    run, model = MeasuredRun(stub.setup, stub.checkpoint, calls, exact_calls, seconds), stub.run.loaded()
+    run = MeasuredRun(stub.setup, stub.checkpoint, calls, exact_calls, seconds, stub.run.proof)
+    model = stub.run.loaded()
     calibration = run.calibration
     if calibration is None:
         return "", ()

@@ -9,12 +9,14 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.kept_file import kept_path
 from parallel_backend.core.setup import Setup
+from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibration_key
 from parallel_backend.planning.calibration_file import NAME, load
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.planner import choose, credible, plan
 from parallel_backend.planning.prediction import predict
+from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
 
 from ..ui.host import folder
@@ -37,13 +39,15 @@ class MeasuredRun:
     calls: Mapping[CallShape, int]
     exact_calls: int
     seconds: float
+    proof: Proof | None = None
+    """Of ComfyUI's own class: modes that it does not prove are not advised."""
 
     @cached_property
     def calibration(self) -> Calibration | None:
         """That of the run's devices, or of those that `auto` chose them from."""
         setup = self.setup
         compiled = setup.compile  # a calibration knows nothing of compiled blocks
-        if setup.degrees.world == 1 or setup.own_class is not None or compiled or any(map(on_ray, setup.devices)):
+        if setup.degrees.world == 1 or compiled or any(map(on_ray, setup.devices)):
             return None
         for devices in self._calibrated():
             key = calibration_key(devices, self.checkpoint, setup.dtype, setup.attention)
@@ -96,4 +100,6 @@ class MeasuredRun:
         setup, entries = self.setup, shape.latent[0]
         run = (shape.latent, entries, count, shape.text_tokens, setup.transfer_dtype, setup.compile)
         workload = workload_of(self.checkpoint, setup.dtype, calibration.machine.names[0], *run)
-        return CalibratedCosts(calibration, replace(workload, warm_up=exact))
+        own, proof = setup.own_class, self.proof
+        trials = None if own is None or proof is None else Trials(own, {setup.degrees.tensor: proof})
+        return CalibratedCosts(calibration, replace(workload, warm_up=exact, trials=trials))

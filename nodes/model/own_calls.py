@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from parallel_backend.client.call import Residuals
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.base.patching import Latents, Patching
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
+from parallel_backend.families.own_class.counts import counted
 from parallel_backend.families.own_class.plan import Asked
 from parallel_backend.families.own_class.residuals import by_name, side_of
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
@@ -92,6 +94,12 @@ def times_of(sampling: Any) -> tuple[float, ...]:
     first, last = float(sampling.sigma_max), float(sampling.sigma_min)
     sigmas = torch.tensor([first, (first + last) / 2, last])
     return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))
+
+
+def share_of_work(own: OwnClass, call: Call) -> str:
+    """The line that says how much of a step's operations the ranks share out. Every rank does the rest. Empty: unknown."""
+    counts = counted(own, call)
+    return "" if counts is None else f"{100 * counts.shared:.1f} % of a step's operations are shared out"
 
 
 def near(times: Sequence[float]) -> list[float]:

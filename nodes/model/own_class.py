@@ -5,8 +5,6 @@ import functools
 import inspect
 import json
 import logging
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,22 +32,24 @@ from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
+from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import CONTROL, for_trial
 from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, numbers_of, words_of
+from parallel_backend.families.own_class.tried_calls import Call, numbers_of, with_tensors_told, words_of
 
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
 from .band import BAND_KEY, Band
 from .call_checks import check_for_own_class, for_entries
+from .class_code import modules_named_by
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
-from .own_calls import asked, is_held, near, on_host, own_residuals, returned, shapes, structure, times_of
+from .own_calls import asked, is_held, near, on_host, own_residuals, returned, shapes, share_of_work, structure, times_of
 from .own_text import OwnText
 from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks, told_to_own_class
 from .sampling_run import CallShape, steps_of
@@ -119,7 +119,7 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError, convers
             ("comfy.cli_args", "args.cpu", device_kind(devices[0]) == "cpu"),
             ("comfy.cli_args", "args.use_pytorch_cross_attention", True),
         ),
-        imports=named_modules(kind),
+        imports=modules_named_by(kind),
         keys=tuple((name, key) for name, key in keys.items() if name != key),
         halves=tuple(HALVES[dtype] for dtype in config.supported_inference_dtypes if dtype in HALVES),
         video=config.latent_format.latent_dimensions == 3,
@@ -135,20 +135,13 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError, convers
     return own
 
 
-def named_modules(kind: type) -> tuple[str, ...]:
-    """ComfyUI's modules that the code of a class's module names by their full names. They are imported in this process."""
-    code = inspect.getsource(sys.modules[kind.__module__])
-    named = {f"comfy.{name}" for name in re.findall(r"\bcomfy\.(\w+)", code)}
-    return tuple(sorted(name for name in named if name in sys.modules and name != ROOT.rstrip(".")))
-
-
 def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
     """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
     ways = "split_batch_degree alone"
     if not own.unet:
         ways = f"pipefusion_degree, tensor_parallel_degree, patch_degree, ulysses_degree, ring_degree and {ways}"
     runs = f"{name} runs as ComfyUI's own class, by {ways}"
-    if planned:
+    if planned and own.unet:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
     for widget, value in {
         "tensor_parallel_degree": degrees.tensor if own.unet else 1,
@@ -262,10 +255,9 @@ class OwnClassModel(RemoteDiffusionModel):
         tried = Call(packed, timestep, named | added, rest)
         proof = self._proven(tried, sizes) if band is None else self._of_band(tried, sizes, tensors)
         if PROVE_KEY in options:
-            assert self.run.whole_calls is not None
-            if proof.latent is None:
-                self.run.unproven_bands = proof.bands
-            self.run.whole_calls.add(shapes(tensors))
+            if self.run.whole_calls is not None:
+                self.run.unproven_bands = proof.bands if proof.latent is None else self.run.unproven_bands
+                self.run.whole_calls.add(shapes(tensors))
             channels = options[PROVE_KEY]
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
         if proof.options:
@@ -300,13 +292,13 @@ class OwnClassModel(RemoteDiffusionModel):
             cache.see(latents, options)
         return cache.may_forecast(options)
 
-    def prove_bands(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int]) -> str:
-        """Have bands tried for a run before its model is loaded: why they are not proven. Empty: they are.
+    def prove(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int], bands: bool = True) -> str:
+        """Have the class tried for a run before its model is loaded: why `bands` are not proven. Empty: they are.
 
         `run` makes the calls of a step with these entries of transformer_options, which get zeros. `channels`: of each of
         the sampler's latents.
         """
-        self.run.whole_calls, self.run.unproven_bands = set(), ""
+        self.run.whole_calls, self.run.unproven_bands = set() if bands else None, ""
         run({PROVE_KEY: channels})
         return self.run.unproven_bands
 
@@ -329,17 +321,19 @@ class OwnClassModel(RemoteDiffusionModel):
         return proof
 
     def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool, int]:
-        """What a trial is for. Only a run in bands has bands tried, since that takes many calls of the model."""
-        degrees = self.setup.degrees
-        bands = self.run.whole_calls is not None
-        return structure(call, sizes), degrees.sequence > 1, bands, degrees.tensor
+        """What a trial is for. Only a run in bands has bands tried, since that takes many calls of the model, and a plan is
+        made of all modes."""
+        degrees, bands = self.setup.degrees, self.run.whole_calls is not None
+        return structure(call, sizes), degrees.sequence > 1 or bool(self.setup.planned), bands, degrees.tensor
 
     def _kept_proof(
         self, key: tuple[str, bool, bool, int], numbers: Mapping[str, Any], sizes: tuple[int, ...] | None = None
     ) -> Proof | None:
         """`sizes`: see kept_proof. None: of a call whose refusal would be no help."""
         of_numbers = key, tuple(numbers.items())
-        return self._proofs.get(key) or self._proofs.get(of_numbers) or self._proofs.get((*of_numbers, sizes))
+        found = self._proofs.get(key) or self._proofs.get(of_numbers) or self._proofs.get((*of_numbers, sizes))
+        with_bands = key[0], key[1], True, key[3]
+        return self._kept_proof(with_bands, numbers, sizes) if found is None and key != with_bands else found
 
     def _proven(self, call: Call, sizes: tuple[int, ...]) -> Proof:
         """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
@@ -350,7 +344,8 @@ class OwnClassModel(RemoteDiffusionModel):
         proof = self._kept_proof(key, numbers, tried_sizes)
         if is_new := proof is None:
             call = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
-            times = self._times()
+            patcher = self.run.patcher()
+            times = () if patcher is None else times_of(patcher.model.model_sampling)
 
             def prove() -> Proof:
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
@@ -367,12 +362,13 @@ class OwnClassModel(RemoteDiffusionModel):
             ways = "stages", "batch", "sequence", "bands", "tensor"
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)
             log.info("Parallel DiT: proof of %s: %s", own.name, shown)
+        self.run.proof = proof
         if degrees.pipe > 1 and proof.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
                 + ("Set it to 1." if proof.blocks else "Load it with ComfyUI's own loader, on one card.")
             )
-        if sequence and proof.sequence:
+        if degrees.sequence > 1 and proof.sequence:
             widget = next(f"{axis}_degree" for axis in ("patch", "ulysses", "ring") if getattr(degrees, axis) > 1)
             raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {proof.sequence}. Set it to 1.")
         if degrees.tensor > 1 and proof.blocks and proof.tensor:
@@ -381,11 +377,17 @@ class OwnClassModel(RemoteDiffusionModel):
             )
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
+        known = self.checkpoint.family.call
+        is_known = known is not None and (*known.x.shape, words_of(known)) == tried_sizes
+        if own.blocks is not proof.blocks or own.latent != proof.latent or not is_known:
+            self.setup = self.setup.with_blocks(proof.blocks, proof.latent)
+            example = with_tensors_told(call) if proof.options else call
+            family = with_example(own_class_family(self._own), example)
+            self.checkpoint = dataclasses.replace(self.checkpoint, family=family)
         if is_new:
-            say(f"Parallel DiT: {own.name}, ComfyUI's own class, verified{how}{self._shared_out(proof, degrees)}")
-        self.setup = self.setup.with_blocks(proof.blocks, proof.latent)
-        if self._own != own:
-            self.checkpoint = dataclasses.replace(self.checkpoint, family=own_class_family(self._own))
+            lines = [f"{own.name}, ComfyUI's own class, verified{how}{self._shared_out(proof, degrees)}"]
+            lines += [] if degrees.pipe == degrees.sequence == degrees.tensor == 1 else [share_of_work(self._own, call)]
+            say("\n".join(f"Parallel DiT: {line}" for line in lines if line))
         return proof
 
     def _shared_out(self, proof: Proof, degrees: Degrees) -> str:
@@ -393,7 +395,3 @@ class OwnClassModel(RemoteDiffusionModel):
         if degrees.pipe == degrees.sequence == degrees.tensor == 1:
             return ""
         return f": {len(proof.blocks)} of {sum(map(len, block_lists(self._meta).values()))} blocks are shared out"
-
-    def _times(self) -> tuple[float, ...]:
-        patcher = self.run.patcher()
-        return () if patcher is None else times_of(patcher.model.model_sampling)

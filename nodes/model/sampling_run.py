@@ -14,6 +14,7 @@ import comfy.model_patcher
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shortfalls import SecondTry
+from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.processes.pool import DeviceFull
 
 from ..ui.node_text import say
@@ -78,6 +79,8 @@ class SamplingRun:
     """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes). None: no bands."""
     unproven_bands: str = ""
     """Why bands of those calls are not proven. Empty: they are."""
+    proof: Proof | None = None
+    """Of an own class's last whole call."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
     second_try: SecondTry = field(init=False)

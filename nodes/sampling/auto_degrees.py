@@ -19,19 +19,21 @@ from parallel_backend.planning.calibration import calibrate, calibration_key
 from parallel_backend.planning.calibration_file import cached
 from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.report import choice
+from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 
+from ..model.own_class import OwnClassModel
 from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
 from .eligibility import Sampling
-from .pipefusion import WRAPPER_KEY
+from .own_plan import can_be_planned, chosen, first_trial, unplanned
+from .pipefusion import AUTO_KEY, WRAPPER_KEY
 
 log = logging.getLogger(__name__)
 
-AUTO_KEY = "parallel_dit_auto_degrees"
 AS_SET, AUTO = "as set", "auto"
 DEGREES = (AS_SET, AUTO)
 KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
@@ -96,22 +98,42 @@ class AutoDegrees:
         return self._planned(setup, sampling, warm_up)
 
     def _planned(self, setup: Setup, sampling: Sampling, warm_up: int) -> Setup:
-        shape, devices, steps = sampling.shapes[0], setup.devices, max(1, sampling.steps)
-        run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype, setup.compile)
-        workload = workload_of(self.checkpoint, setup.dtype, devices[0], *run)
+        shape, devices, steps, stub = sampling.shapes[0], setup.devices, max(1, sampling.steps), sampling.stub
+        checkpoint, bands, trials = self.checkpoint, warm_up < steps, None
         if len(devices) == 1:
             return replace(setup, degrees=Degrees())
-        calibration = calibrated(devices, self.checkpoint, setup.dtype, setup.attention)
-        costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up))
-        prediction = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
+        if type(stub) is OwnClassModel:
+            trials = first_trial(sampling, stub, setup, bands)
+            checkpoint = stub.checkpoint  # with the call that was tried
+            if not can_be_planned(stub):
+                return self._unplanned(setup, sampling, trials)
+        run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype, setup.compile)
+        workload = workload_of(checkpoint, setup.dtype, devices[0], *run)
+        calibration = calibrated(devices, checkpoint, setup.dtype, setup.attention)
+        costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up, trials=trials))
+        if trials is None:
+            prediction = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
+        else:
+            prediction, trials = chosen(sampling, stub, setup, bands, costs)
+            setup = replace(setup, own_class=trials.class_for(prediction.mode.degrees))
         if prediction.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
-        text = f"degrees auto: {choice(prediction, costs.machine)}"
+        self._tell(sampling, choice(prediction, costs.machine))
+        mode = prediction.mode
+        return replace(setup, devices=tuple(devices[device] for device in mode.devices), degrees=mode.degrees)
+
+    def _unplanned(self, setup: Setup, sampling: Sampling, trials: Trials) -> Setup:
+        """The setup of a class whose blocks cannot be timed."""
+        degrees = unplanned(trials, len(setup.devices), sampling.entries)
+        devices = setup.devices[: degrees.world]
+        self._tell(sampling, f"{degrees} on {', '.join(devices)}, since {trials.own.name} cannot be timed by its calls")
+        return replace(setup, devices=devices, degrees=degrees, own_class=trials.class_for(degrees))
+
+    def _tell(self, sampling: Sampling, chosen: str) -> None:
+        text = f"degrees auto: {chosen}"
         say(f"Parallel DiT: {text}")
         log.info("Parallel DiT: %s", text)
         sampling.stub.run.lines.append(text)
-        mode = prediction.mode
-        return replace(setup, devices=tuple(devices[device] for device in mode.devices), degrees=mode.degrees)
 
 
 def check_no_stages(stage_split: str) -> None:

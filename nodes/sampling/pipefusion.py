@@ -41,25 +41,26 @@ from .host_sampling import on_host
 from .known_samplers import takes_noise_sampler
 from .noise import whole_noise
 
-WRAPPER_KEY = "parallel_dit_pipefusion"
+WRAPPER_KEY, AUTO_KEY = "parallel_dit_pipefusion", "parallel_dit_auto_degrees"
+"""Of this wrapper, and of the one that plans degrees at the first run (auto_degrees.py)."""
 
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked=True):
     """A clone of the MODEL with PipeFusion, and the wrapper that runs it. `is_asked`: see PipeFusion."""
-    setup = remote_stub(model).setup
-    if setup.degrees.pipe == 1 and not setup.degrees.displaced:
+    setup, kind = remote_stub(model).setup, comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+    is_planned = bool(model.get_wrappers(kind, AUTO_KEY))
+    if setup.degrees.pipe == 1 and not setup.degrees.displaced and not is_planned:
         check_has_family(setup, "with a pipefusion_degree of 1 PipeFusion works for", "Leave this node out.")
     patched = model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked)
-    kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
     patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
     patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     return patched, wrapper
 
 
-def prove(sampling: Sampling, stub: OwnClassModel) -> str:
-    """Have bands of ComfyUI's own class tried for the calls of this run, before its ranks load it: why they are not proven.
-    Empty: they are."""
+def prove(sampling: Sampling, stub: OwnClassModel, bands: bool = True) -> str:
+    """Have ComfyUI's own class tried for the calls of this run, before its ranks load it: why bands are not proven, if they
+    are asked for. Empty: they are."""
 
     def run(entries: dict[str, Any]) -> None:
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
@@ -67,7 +68,7 @@ def prove(sampling: Sampling, stub: OwnClassModel) -> str:
         conds, x = list(sampling.guider.conds.values()), sampling.noise
         comfy.samplers.calc_cond_batch(sampling.guider.inner_model, conds, x, sampling.sigmas[:1].expand(len(x)), options)
 
-    return stub.prove_bands(run, [shape[1] for shape in sampling.shapes])
+    return stub.prove(run, [shape[1] for shape in sampling.shapes], bands)
 
 
 def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
@@ -139,7 +140,7 @@ class PipeFusion:
         stub, reason = sampling.stub, None
         if type(stub) is OwnClassModel and (stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced):
             reason = prove(sampling, stub) or None
-            if reason is not None and self.is_asked:
+            if reason is not None and self.is_asked and not stub.setup.planned:
                 raise ValueError(stub.without_bands(reason))
         load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
         return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor, reason))

@@ -7,7 +7,8 @@ from typing import Any
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion, Setup
 from parallel_backend.core.short_text import short
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.example import with_example
+from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
 
 from .checkpoint import Checkpoint, checked, open_checked, refusals
 from .class_check import fits
@@ -28,6 +29,14 @@ def file_shapes(path: Path, conversion: Conversion = ()) -> tuple[dict[str, tupl
     with refusals(path):
         entries, stated, _ = entries_of(path, conversion)
         return {key: entry.shape for key, entry in entries.items()}, stated
+
+
+def with_class(checkpoint: Checkpoint, own: OwnClass) -> Checkpoint:
+    """The checkpoint of an own class of which something else is proven, such as layers that tensor ranks share."""
+    family = checkpoint.family
+    assert isinstance(family, OwnClassFamily)
+    assert family.call is not None
+    return replace(checkpoint, family=replace(with_example(own_class_family(own), family.call), file=family.file))
 
 
 def open_own_class(path: Path, own: OwnClass, conversion: Conversion = ()) -> Checkpoint:

@@ -4,13 +4,37 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.families.own_class.example import conditioning, timed_calls
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
-from parallel_backend.wire.diagnosis import Probe, Probed
+from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, OwnCall, Probe, Probed
 from parallel_backend.wire.messages import LinksProbed, ProbeLinks
 
 Reply = TypeVar("Reply", Probed, LinksProbed)
+
+
+def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
+    """What has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: see Probe; of an own class with
+    fewer tokens so many as it has. None: there is no call of an own class to time it with."""
+    family = checkpoint.family
+    if not isinstance(family, OwnClassFamily):
+        text = PROBE_TEXT if family.blocks.joint else 0
+        tokens = rows[0] * PROBE_COLUMNS + text, rows[1] * PROBE_COLUMNS + text
+        return Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion), tokens
+    calls = timed_calls(family, rows, PROBE_COLUMNS, PROBE_TEXT)
+    hidden = family.sizes.hidden(checkpoint.config)
+    tokens_of = [math.ceil(counts.states / hidden) for _, counts in calls]
+    if len(set(tokens_of)) < len(rows):
+        return None
+    own_calls = tuple(OwnCall(call.x, call.timestep, conditioning(call)) for call, _ in calls)
+    longer, shorter = tokens_of
+    return Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion, own_class=family.own, calls=own_calls), (
+        longer,
+        shorter,
+    )
 
 
 def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:

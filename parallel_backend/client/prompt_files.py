@@ -39,9 +39,13 @@ class PromptFiles:
             present = next((each for each in known if each is not None and not each.has_changed), None)
             self._seen[key] = present or _opened(setup)
         seen = self._seen[key]
-        if isinstance(seen.family, OwnClassFamily) and seen.family.own != own:  # its blocks have been proven since
-            seen.check_unchanged()
-            self._seen[key] = seen = open_setup(setup)
+        if isinstance(seen.family, OwnClassFamily):
+            if seen.family.own != own:  # its blocks have been proven since
+                seen.check_unchanged()
+                self._seen[key] = seen = open_setup(setup)
+            family = None if opened is None else opened.family
+            if isinstance(family, OwnClassFamily) and family.own == own:  # it has the call that is about to be made
+                self._seen[key] = seen = replace(seen, family=replace(family, file=seen.family.file))
         if opened is not None and (opened.family.name, opened.config) != (seen.family.name, seen.config):
             raise ValueError(
                 f"model_name: {seen.path.name} has been replaced on disk by a model of another kind. Have its loader read "

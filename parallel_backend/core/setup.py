@@ -72,4 +72,5 @@ class Setup:
 
     def differs_by_plan_alone(self, other: "Setup") -> bool:
         """Whether the two are equal in all settings but those that the planner chooses."""
-        return replace(other, devices=self.devices, degrees=self.degrees) == self
+        own = other.own_class and replace(other.own_class, blocks=(), latent=None)  # a trial for the plan finds them
+        return replace(other, devices=self.devices, degrees=self.degrees, own_class=own) == self

@@ -17,7 +17,7 @@ from parallel_backend.placement.model_sizes import ModelSizes
 from .machine import Machine
 from .modes import Mode
 from .prediction import Sent, StepCost, StepKind
-from .workload import SUMS, Workload
+from .workload import SUMS, Workload, list_of
 
 LEAST_GROWTH = 0.05
 """The least part of the longer timed sequence's seconds that counts as growing with the tokens."""
@@ -30,7 +30,7 @@ class BlockCost:
     fixed: float
     token: float
     pairs: float
-    """Operations of attention for a query and a key, divided by those of a token's linear layers: see pairs_of."""
+    """Operations of attention for a query and a key, divided by those of a token's linear layers."""
 
     def work(self, queries: float, keys: float) -> float:
         """Seconds without the fixed ones."""
@@ -43,12 +43,6 @@ class BlockCost:
     def whole(self, tokens: float) -> float:
         """Seconds for a sequence of `tokens` tokens."""
         return self.fixed + self.work(tokens, tokens)
-
-
-def pairs_of(hidden: int) -> float:
-    """BlockCost.pairs of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for a token. Its
-    attention takes 4 h operations for a query and a key."""
-    return 1 / (6 * hidden)
 
 
 def through(times: Sequence[tuple[int, float]], pairs: float) -> BlockCost:
@@ -192,7 +186,9 @@ class CalibratedCosts:
     def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
         """Bytes of the keys and values of all tokens that a micro-step computes for a block, on the rank with most heads."""
         image, text = self._tokens(mode, kind)
-        values = head_values(sizes, self._layers(block), image, text, self.workload.padding if text else 0)
+        values = head_values(
+            sizes, self._layers(block), image, text, self.workload.padding if text else 0, self.workload.streams
+        )
         heads = max(sizes.key_heads_on(degrees, degrees.coordinate(rank)) for rank in range(degrees.world))
         return 2 * entries * heads * values * sizes.itemsize
 
@@ -228,7 +224,7 @@ class CalibratedCosts:
 
 
 def _of(cost: DeviceCost, block: str) -> BlockCost:
-    return cost.blocks[block.partition(".")[0]]
+    return cost.blocks[list_of(block)]
 
 
 def _groups(mode: Mode, axis: str, members: list[int]) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The calibration of this machine: its ranks time a block and their links, which takes about ten seconds."""
 
+import functools
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.measurements import measured_blocks, measured_links
+from parallel_backend.client.measurements import measured_blocks, measured_links, probe_of
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind
 from parallel_backend.placement.balance import without_noise
@@ -16,10 +17,10 @@ from parallel_backend.placement.links import SIZES
 from parallel_backend.placement.model_sizes import block_lists
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.processes.pool import Poll, Pool, wait_for
-from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, DeviceMemoryReport, Probe, Probed, ReadMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport, Probed, ReadMemory
 from parallel_backend.wire.messages import LinksProbed
 
-from .calibrated_costs import Calibration, DeviceCost, pairs_of, through
+from .calibrated_costs import Calibration, DeviceCost, through
 from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
@@ -40,7 +41,7 @@ def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, 
         "version": VERSION,
         "devices": [_device(name) for name in devices],
         "torch": torch.__version__,
-        "family": family.name,
+        "family": family.kind,
         "blocks": [family.sizes.hidden(config), family.sizes.heads(config), *sorted(family.blocks.counts(config))],
         "dtype": dtype,
         "packed": sorted({kind for name in checkpoint.key_map if (kind := checkpoint.storage(name, dtype))}),
@@ -62,10 +63,10 @@ def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Cal
     links = measured_links(pool, SIZES, poll)
     memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)
     rows = ROWS["cuda" if all(device_kind(device) == "cuda" for device in pool.devices) else "cpu"]
-    probes = measured_blocks(
-        pool, Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion), block_lists(checkpoint), poll
-    )
-    return calibration_of(pool.devices, checkpoint, links, memories, probes, rows)
+    probe = probe_of(checkpoint, dtype, rows)
+    assert probe is not None, "asked for without a call of the class"
+    probes = measured_blocks(pool, probe[0], block_lists(checkpoint), poll)
+    return calibration_of(pool.devices, checkpoint, links, memories, probes, probe[1])
 
 
 def calibration_of(
@@ -74,15 +75,15 @@ def calibration_of(
     links: Sequence[LinksProbed],
     memories: Sequence[DeviceMemoryReport],
     probes: Sequence[Probed],
-    rows: tuple[int, int],
+    tokens: tuple[int, int],
 ) -> Calibration:
-    """The ranks' measurements as a calibration. A GPU counts with all of its memory, as its free memory may change."""
-    pairs = pairs_of(checkpoint.family.sizes.hidden(checkpoint.config))
-    text = PROBE_TEXT if checkpoint.family.blocks.joint else 0
-    tokens = [count * PROBE_COLUMNS + text for count in rows]
+    """The ranks' measurements as a calibration. A GPU counts with all of its memory, as its free memory may change.
+
+    `tokens`: of the longer and the shorter timed sequence."""
+    share = functools.partial(checkpoint.family.attention_share, checkpoint.config)
     costs = tuple(
         DeviceCost(
-            {name: through(list(zip(tokens, times, strict=True)), pairs) for name, times in probed.blocks.items()},
+            {name: through(list(zip(tokens, times, strict=True)), share(name)) for name, times in probed.blocks.items()},
             through(list(zip(tokens, probed.ends, strict=True)), 0.0),
             probed.keeping,
         )

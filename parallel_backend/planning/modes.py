@@ -52,6 +52,9 @@ def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, 
         except ValueError as reason:
             refused[degrees] = str(reason)
             continue
+        if workload.trials is not None and (lacking := workload.trials.lacks(degrees)):
+            refused[degrees] = lacking
+            continue
         if degrees.batch > workload.entries:
             refused[degrees] = (
                 f"{WIDGETS['batch']} is {degrees.batch}, and a model call has {workload.entries} in its batch: the others "

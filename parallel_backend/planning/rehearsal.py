@@ -11,6 +11,7 @@ from statistics import fmean, median
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.own_class import with_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.loading import load_model
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
@@ -18,7 +19,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.families.base.patching import Latents
 from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire.sampling import RunStats
 
@@ -98,7 +99,10 @@ def rehearse(
 
     `measured_shares`: displaced patches get shares of the picture by their speed. `on_kind` is called after each kind.
     """
-    degrees = kinds[0].degrees
+    degrees, own = kinds[0].degrees, None
+    if workload.trials is not None:
+        own = workload.trials.class_for(degrees)
+        checkpoint = with_class(checkpoint, own)
     replicas = len(pool.devices) // degrees.world
     setup = Setup(
         path=checkpoint.path,
@@ -108,6 +112,8 @@ def rehearse(
         attention=attention,
         stage_split="auto" if measured_shares and degrees.patch > 1 else "even",
         transfer_dtype=workload.sizes.transfer_dtype,
+        own_class=own,
+        conversion=checkpoint.conversion,
     )
     model = load_model(pool, checkpoint, setup, poll, only=workload.kept)
     rehearsed = {}
@@ -116,24 +122,24 @@ def rehearse(
         batch = 1 if kind.alone else replicas * kind.entries
         example = checkpoint.family.inputs.example(checkpoint.config, workload.prompt)
         tensors = {name: tensor.repeat(batch, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}
-        x = model.family.patching.alongside(torch.randn(batch, *workload.shape[1:]))
+        x = checkpoint.family.noise((batch, *workload.shape[1:]))
         rehearsed[kind] = (_in_a_run if kind.buffered else _whole)(model, kind, x, tensors, poll)
         on_kind()
     return rehearsed
 
 
-def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, tensors, poll: Poll) -> Rehearsed:
-    timestep = torch.full((len(latents_of(x)[0]),), 0.5)
+def _whole(model: RemoteTransformer, kind: CallKind, x: Latents, tensors, poll: Poll) -> Rehearsed:
+    timestep, given = torch.full((len(x[0]),), 0.5), x if len(x) > 1 else x[0]
 
     def call(_number: int) -> list[_MicroStep]:
-        return [_timed(model, lambda: model.predict(ModelCall(x, timestep, tensors), poll), poll)]
+        return [_timed(model, lambda: model.predict(ModelCall(given, timestep, tensors), poll), poll)]
 
     return _sum_up(model, _calls(call))
 
 
-def _in_a_run(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, tensors, poll: Poll) -> Rehearsed:
+def _in_a_run(model: RemoteTransformer, kind: CallKind, latents: Latents, tensors, poll: Poll) -> Rehearsed:
     """Bands run one after the other here: the prediction's simulation overlaps them."""
-    patching, latents = model.family.patching, latents_of(x)
+    patching = model.family.patching
     shapes = [tuple(latent.shape) for latent in latents]
     patching = patching.cut(patching.best_axis(patching.grid(shapes[0])))
     companion_tokens = patching.companion_tokens(shapes)

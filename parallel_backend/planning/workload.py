@@ -15,6 +15,8 @@ from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
 
+from .trials import Trials
+
 SUMS = 2
 """All-reduces of a block under tensor parallelism: of attention's result and of the feed-forward's."""
 
@@ -56,6 +58,11 @@ class Workload:
     sums: Mapping[str, float] = field(default_factory=dict)
     """Kind of block -> number of all-reduces under tensor parallelism, each of all tokens. SUMS for a missing kind."""
 
+    streams: tuple[tuple[int, int], ...] = ()
+    """See families.base.family.Counted."""
+    trials: Trials | None = None
+    """Of ComfyUI's own class. None: a family, whose modes are all known."""
+
     @property
     def kept(self) -> tuple[str, ...]:
         """One block of each kind."""
@@ -93,7 +100,8 @@ class Workload:
     def request(self, exact: bool, bands: int) -> Request:
         """The memory request of the run. `exact`: no keys and values are kept from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
-        return Request(self.grid, 0, self.text, self.padding, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
+        request = Request(self.grid, 0, self.text, self.padding, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
+        return replace(request, streams=self.streams)
 
 
 def workload_of(
@@ -118,7 +126,7 @@ def workload_of(
             f"latent_image: the latent has {len(shape)} axes, this model needs {2 + len(grid)}. Use the Empty Latent node "
             "made for this model."
         )
-    names = [f"{name}.{index}" for name, count in family.blocks.counts(config).items() for index in range(count)]
+    names = family.blocks.names(config)
     shapes = {target: checkpoint.shape(target) for target in checkpoint.key_map}
     kinds, hidden = _kinds(names, shapes), family.sizes.hidden(config)
     lists = {spec.name: spec for spec in family.blocks.lists}
@@ -128,7 +136,7 @@ def workload_of(
         sizes = replace(sizes, gathered=())
     return Workload(
         name=checkpoint.path.name,
-        kind=family.name,
+        kind=family.title,
         dtype=dtype,
         shape=(shape[0], family.sizes.latent_channels(config), *shape[2:]),
         entries=entries,
@@ -136,16 +144,18 @@ def workload_of(
         prompt=prompt,
         blocks=tuple(kinds[name] for name in names),
         sizes=sizes,
-        grid=grid,
+        grid=request.grid,
         text=request.text,
         carried=tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(names) + 1)),
         band_dim=request.band_dim,
         padding=request.padding,
         looked_at=request.looked_at,
         sums={
-            block: _sums(block, lists[block.partition(".")[0]], family.tensor_plan, shapes, hidden)
+            block: _sums(block, lists[name], family.tensor_plan, shapes, hidden)
             for block in set(kinds.values())
+            if (name := list_of(block)) in lists
         },
+        streams=request.streams,
     )
 
 
@@ -153,12 +163,17 @@ def _kinds(names: list[str], shapes: Shapes) -> dict[str, str]:
     """Block -> the first block of the same list whose parameters have the same names and shapes."""
     parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in names}
     for target, shape in shapes.items():
-        top, _, rest = target.partition(".")
-        index, _, parameter = rest.partition(".")
-        if (block := f"{top}.{index}") in parameters:
-            parameters[block].append((parameter, shape))
+        parts = target.split(".")
+        for count in range(2, len(parts)):
+            if (block := ".".join(parts[:count])) in parameters:
+                parameters[block].append((".".join(parts[count:]), shape))
     first: dict[tuple, str] = {}
-    return {name: first.setdefault((name.partition(".")[0], *sorted(shaped)), name) for name, shaped in parameters.items()}
+    return {name: first.setdefault((list_of(name), *sorted(shaped)), name) for name, shaped in parameters.items()}
+
+
+def list_of(block: str) -> str:
+    """Name of the list that a block is in."""
+    return block.rpartition(".")[0]
 
 
 def _sums(block: str, spec: BlockList, plan: LayerCuts, shapes: Shapes, hidden: int) -> float:

@@ -5,7 +5,7 @@ Weights are random, and packed like the file's.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -16,12 +16,15 @@ from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, 
 from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
+from parallel_backend.families import Family
 from parallel_backend.families.base.patching import latents_of
-from parallel_backend.families.base.step_inputs import StepInputs
+from parallel_backend.families.base.step_inputs import Config, StepInputs
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.meta_model import meta_model
-from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probed
+from parallel_backend.rank.stage.own_class import own_class_to_time, own_forward
+from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, OwnCall, Probed
 
 REPEATS = 5
 AROUND = "around the blocks"
@@ -63,12 +66,19 @@ class _Stopwatch:
 
 
 @torch.inference_mode()
-def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int]) -> Probed:
+def probe(
+    rank: int,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype_name: str,
+    rows: tuple[int, int],
+    calls: Sequence[OwnCall] = (),
+) -> Probed:
     """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter grid. Also seconds for
-    each byte of keys and values that a call keeps. No collective.
+    each byte of keys and values that a call keeps. No collective. `calls`: of ComfyUI's own class, in place of `rows`.
     """
     # Two grids, since a block's time has a constant part: packed weights are expanded at each use, for any sequence.
-    long, short = _measure(checkpoint, device, dtype_name, rows)
+    long, short = _measure(checkpoint, device, dtype_name, rows, calls)
     times: dict[str, tuple[float, ...]] = {name: (long[name], short[name]) for name in long}
     keeping = _keeping(checkpoint, device, compute_dtype(dtype_name, device), rows[0] * PROBE_COLUMNS)
     free = None
@@ -79,44 +89,57 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
     return Probed(rank, times, around, free, keeping)
 
 
-def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int]) -> list[dict[str, float]]:
+def _measure(
+    checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int], calls: Sequence[OwnCall]
+) -> list[dict[str, float]]:
     """For each grid: seconds by block list, and under AROUND those of the forward without the blocks."""
     family, config, dtype = checkpoint.family, checkpoint.config, compute_dtype(dtype_name, device)
-    model = meta_model(family, config)
-    lists = [spec.name for spec in family.blocks.lists if not spec.prologue]
-    for name in lists:
-        setattr(model, name, nn.ModuleList(list(getattr(model, name))[:1]))
+    if isinstance(family, OwnClassFamily):
+        model, blocks = own_class_to_time(family, dtype)
+        runs = [own_forward(model, call, device, dtype) for call in calls]
+    else:
+        model, blocks = _to_time(family, config)
+        runs = [_forward(family, config, model, count, device, dtype) for count in rows]
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
+            kept = parameter.dtype if family.inputs.keeps_dtypes else dtype
+            values = torch.empty(parameter.shape, dtype=kept, device=device).normal_(std=0.02)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     _pack(model, checkpoint, dtype_name, device)
 
     watch, results = _Stopwatch(device), []
-    for name in lists:
-        for block in getattr(model, name):
-            watch.watch(name, block)
-    for count in rows:
-        run = _forward(family, config, model, count, device, dtype)
+    for name, block in blocks.items():
+        watch.watch(name, block)
+    for run in runs:
         run()  # the first run also allocates and picks kernels
         watch.restart()
         for _ in range(REPEATS):
             started = watch.now()
             run()
             watch.note(AROUND, watch.now() - started)
-        blocks = watch.read()
-        whole = blocks.pop(AROUND)
-        results.append(blocks | {AROUND: max(0.0, whole - sum(blocks.values()))})
+        inside = watch.read()
+        whole = inside.pop(AROUND)
+        results.append(inside | {AROUND: max(0.0, whole - sum(inside.values()))})
     return results
+
+
+def _to_time(family: Family, config: Config) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """The model with the first block of each list alone, and those blocks by list."""
+    model, blocks = meta_model(family, config), {}
+    for spec in family.blocks.lists:
+        if not spec.prologue:
+            blocks[spec.name] = getattr(model, spec.name)[0]
+            setattr(model, spec.name, nn.ModuleList([blocks[spec.name]]))
+    return model, blocks
 
 
 def _keeping(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
     """Seconds for a byte of keys and values, in calls of two bands. The first two calls do not count."""
     sizes, config = checkpoint.family.sizes, checkpoint.config
     heads = sizes.heads(config)
-    fresh = torch.randn(1, tokens, heads, sizes.hidden(config) // heads, device=device, dtype=dtype)
+    fresh = torch.randn(1, tokens, heads, max(1, sizes.hidden(config) // heads), device=device, dtype=dtype)
     buffer, watch, bands = KVBuffer(tokens, 1, extrapolate=True), _Stopwatch(device), split(Span(0, tokens), 2)
     for call in range(2 + REPEATS):
         if call == 2:  # the first to extrapolate
@@ -138,7 +161,8 @@ def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: tor
     dtype = compute_dtype(dtype_name, device)
     for name, module in model.named_modules():
         target = f"{name}.weight"
-        if not isinstance(module, RankLinear) or target not in checkpoint.key_map:
+        left_out = not module._parameters  # of a block of an own class that is not timed
+        if not isinstance(module, RankLinear) or left_out or target not in checkpoint.key_map:
             continue
         storage = checkpoint.storage(target, dtype_name)
         if storage is None:

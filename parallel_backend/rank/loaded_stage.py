@@ -95,7 +95,7 @@ class LoadedStage:
         read = functools.partial(self._read, store, progress, setup.fp8_products)
         self.own_class = setup.own_class is not None
         if self.own_class:
-            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.link)
+            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.link, load.only)
         else:
             stage = build_stage(checkpoint, span, device, setup.dtype, plan, read, load.only)
         self.model, self.stage_io = stage.model, stage.stage_io

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checked
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pinned import pinning
 from parallel_backend.core.torch_settings import write_settings
@@ -226,9 +227,12 @@ class Worker:
             torch.set_num_threads(threads)
 
     def _probe(self, message: m.Probe) -> m.Probed:
-        return probe(
-            self.settings.rank, open_checked(message.path, message.conversion), self.device, message.dtype, message.rows
-        )
+        own = message.own_class
+        if own is None:
+            checkpoint = open_checked(message.path, message.conversion)
+        else:
+            checkpoint = open_own_class(Path(message.path), own, message.conversion)
+        return probe(self.settings.rank, checkpoint, self.device, message.dtype, message.rows, message.calls)
 
     def _reply(self, message: Any) -> None:
         """Answer the request that is being handled."""

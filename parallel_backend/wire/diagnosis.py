@@ -4,10 +4,21 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion
 
 PROBE_COLUMNS, PROBE_TEXT = 32, 64
 """Image tokens in a row, and text tokens, of the timed sequences."""
+
+
+@dataclass(frozen=True)
+class OwnCall:
+    """A call of ComfyUI's own class: latent [1, C, (T,) H, W] or nested ones in their packed form, timestep [1] and
+    conditioning."""
+
+    x: torch.Tensor
+    timestep: torch.Tensor
+    tensors: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,10 @@ class Probe:
     """Numbers of token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
     conversion: Conversion = ()
     """See Setup."""
+    own_class: OwnClass | None = None
+    """See Setup."""
+    calls: tuple[OwnCall, ...] = ()
+    """For `own_class`: the longer and the shorter sequence, in place of `rows`."""
 
 
 @dataclass(frozen=True)

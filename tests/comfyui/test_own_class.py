@@ -91,10 +91,27 @@ def test_a_lora_does_what_it_does_natively(found, model, mode):
             "PipeFusion",
             "ValueError: model: with a pipefusion_degree of 1 PipeFusion works for models that Parallel DiT computes itself",
         ),
-        ("Parallel Doctor", "ValueError: model: Parallel Doctor times models that Parallel DiT computes itself"),
+        ("Parallel Doctor without a prompt", "ValueError: positive: aura.safetensors runs as ComfyUI's own class"),
         ("Parallel Self-Test", "ValueError: model: Parallel Self-Test tries the files of models that"),
-        ("auto", "ValueError: degrees: aura.safetensors runs as ComfyUI's own class"),
     ],
 )
 def test_what_it_does_not_do_is_refused_by_name(found, case, begins):
     assert found[case]["error"].startswith(begins)
+
+
+def test_parallel_doctor_times_the_modes_that_a_trial_has_proven(found):
+    report = found["Parallel Doctor"]
+    assert "aura.safetensors: ComfyUI's own class MMDiT, fp32, 6 blocks" in report
+    assert all(f"{mode}_degree 2" in report for mode in ("pipefusion", "split_batch", "tensor_parallel", "ulysses", "ring"))
+    assert "advice: " in report
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_auto_takes_a_mode_that_a_trial_has_proven(found, model):
+    """Cosmos 1 has no cut of tokens, so that stages are all that two ranks can have of one prompt, but for tensor ranks."""
+    plain, pipelined = found[f"{model}, auto"], found[f"{model}, auto with PipeFusion"]
+    assert plain["share"] <= LIMIT, plain
+    of_tokens = ("ulysses_degree 2", "ring_degree 2", "tensor_parallel_degree 2")
+    assert plain["chosen"] in (of_tokens if model == "aura" else ("one rank", "tensor_parallel_degree 2")), plain
+    assert pipelined["share"] <= 0.1, pipelined
+    assert model == "aura" or pipelined["share"] <= LIMIT, pipelined

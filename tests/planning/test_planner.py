@@ -20,6 +20,7 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload, Setup
 from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.families.base.family import pairs_of
 from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
@@ -30,7 +31,6 @@ from parallel_backend.planning.calibrated_costs import (
     CalibratedCosts,
     Calibration,
     DeviceCost,
-    pairs_of,
     through,
 )
 from parallel_backend.planning.calibration import calibrate, calibration_key, calibration_of, contexts
@@ -627,7 +627,9 @@ def test_a_gpu_keeps_some_memory_for_its_processes(flux_file):
     times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
     memories = [DeviceMemoryReport(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
-    made = calibration_of(("cuda:0",), file, found, memories, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
+    made = calibration_of(
+        ("cuda:0",), file, found, memories, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64 * 32 + 64, 16 * 32 + 64)
+    )
     assert made.machine.devices == (Device("cuda:0", "a GPU", 24 * GB - contexts("cuda:0"), None, 25e9),)
     assert set(made.costs[0].blocks) == set(times)
 

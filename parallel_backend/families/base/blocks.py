@@ -230,6 +230,10 @@ class Blocks:
         """Number of the model's blocks."""
         return sum(self.counts(config).values())
 
+    def names(self, config: Config) -> list[str]:
+        """The blocks' names in the model, "<list>.<index>", in their order."""
+        return [f"{name}.{index}" for name, count in self.counts(config).items() for index in range(count)]
+
     def place(self, target: str) -> tuple[str, int] | None:
         """(list, index) of the numbered block that a parameter is in. None: it is in none."""
         name, _, rest = target.partition(".")

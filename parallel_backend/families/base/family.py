@@ -15,7 +15,7 @@ from parallel_backend.core.token_order import TokenOrder
 
 from .blocks import Blocks
 from .file_layout import FileLayout
-from .patching import Latents, Patching, side_by_side
+from .patching import Latents, Patching, latents_of, side_by_side
 from .step_inputs import EVERYWHERE, Config, StepInputs
 from .tensor_plan import LayerCuts
 
@@ -52,6 +52,12 @@ class Sizes:
     def text_hidden(self, config: Config) -> int | None:
         """Channels of the text stream's tokens between blocks, at most those of the image's. None: the same number."""
         return None
+
+
+def pairs_of(hidden: int) -> float:
+    """Family.attention_share of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for a token.
+    Its attention takes 4 h operations for a query and a key."""
+    return 1 / (6 * hidden)
 
 
 class Counted(NamedTuple):
@@ -349,6 +355,24 @@ class Family:
             packed = step.x.new_zeros(batch, step.token_order.image, step.x.shape[-1])
             packed[:, shard.slice] = step.x
         return self.patching.cut(step.token_order.along).unpack(packed, sizes)
+
+    @property
+    def title(self) -> str:
+        """Name for the user."""
+        return self.name
+
+    @property
+    def kind(self) -> str:
+        """Name of the family, or of ComfyUI's own class with its arguments. Models of one kind take alike long."""
+        return self.name
+
+    def attention_share(self, config: Config, block_list: str) -> float:
+        """In a block of the list: operations of attention for a query and a key, divided by those of a token's layers."""
+        return pairs_of(self.sizes.hidden(config))
+
+    def noise(self, shape: tuple[int, ...]) -> Latents:
+        """Random latents of a model call, of which the first has this shape."""
+        return latents_of(self.patching.alongside(torch.randn(shape)))
 
     def image_padding(self, grid: tuple[int, ...]) -> int:
         """Padding tokens that the class adds to the image."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class _Replaced:
         self._lock, self._asking = threading.Lock(), 0
         self._thread = threading.local()
         self._originals: list[tuple[dict[str, Any], str, Any]] = []
+        self._found: list[tuple[dict[str, Any], str]] = []
+        self._modules: list[ModuleType] = []  # that they were found in
 
     @contextmanager
     def by(self, attend: Attend) -> Iterator[None]:
@@ -59,13 +62,18 @@ class _Replaced:
                     self._originals.clear()
 
     def _replace(self) -> None:
-        """Modules that were imported since the last time, too."""
-        for place in [place for place in sys.modules if place.startswith(ROOT)]:
-            names = vars(sys.modules[place])
-            for name, value in list(names.items()):
-                if is_attention(value) and not hasattr(value, REPLACES):
-                    self._originals.append((names, name, value))
-                    names[name] = self._replacement(value)
+        """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
+        modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOT)]
+        if modules != self._modules:
+            self._modules = modules
+            self._found = [
+                (vars(module), name) for module in modules for name, value in vars(module).items() if is_attention(value)
+            ]
+        for names, name in self._found:
+            value = names[name]
+            if not hasattr(value, REPLACES):
+                self._originals.append((names, name, value))
+                names[name] = self._replacement(value)
 
     def _replacement(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)

@@ -15,7 +15,7 @@ from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import Blocks, Over, StreamKeys
 from parallel_backend.families.base.family import Counted, Family, Forward, Inputs, Sizes
 from parallel_backend.families.base.file_layout import FileLayout, Source
-from parallel_backend.families.base.patching import Companion, Patching
+from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 
 from .band_tokens import BandTokens
@@ -23,10 +23,11 @@ from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
 from .call_form import LATENTS, pack, unpack
 from .call_form import run as run_in_form
-from .counts import counts_of
+from .counts import counted, counts_of
 from .feature_cut import layer_cut
 from .residuals import CONTROL, by_kind
 from .stages import StageBlocks
+from .tried_calls import Call
 
 NAME = "ComfyUI's own class"
 CLASS_ORDER = "class order"
@@ -59,6 +60,9 @@ class OwnBlocks(Blocks):
             return StreamKeys(latent is None or latent in call.keys, call.keys, call.head_size)
 
         return tuple(tuple(over(call) for call in block.attention if call.keys) for block in self.own.blocks), ()
+
+    def names(self, config: Config) -> list[str]:
+        return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
         parts = target.split(".")
@@ -101,6 +105,42 @@ class OwnClassFamily(Family):
     """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all of the class's tensors."""
+    call: Call | None = None
+    """The call that a trial was made for, see example.py. None: there was none in this process."""
+
+    @property
+    def title(self) -> str:
+        """As Family.title."""
+        return f"{self.name} {self.model_class}"
+
+    @property
+    def kind(self) -> str:
+        """As Family.kind."""
+        assert self.own is not None
+        return f"{self.own.name} {self.own.arguments}"
+
+    def attention_share(self, config: Config, block_list: str) -> float:
+        """As Family.attention_share, of the call that a trial was made for."""
+        assert self.own is not None
+        counts = None if self.call is None else counted(self.own, self.call)
+        if counts is None:
+            return super().attention_share(config, block_list)
+        tokens = counts.states / self.sizes.hidden(config)
+        of_list = (
+            each for block, each in zip(self.own.blocks, counts.blocks, strict=True) if block.name.startswith(block_list)
+        )
+        work = next(of_list)
+        return work.attention / max(1, work.layers) / tokens
+
+    def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
+        """As Family.example. The conditioning of a call that was tried has values, and draws none."""
+        return super().example(config, prompt) if self.call is None else self.inputs.example(config, prompt)
+
+    def noise(self, shape: tuple[int, ...]) -> Latents:
+        """As Family.noise. Nested latents without proven bands are packed."""
+        if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
+            return (torch.randn(shape[0], *self.call.x.shape[1:]),)
+        return super().noise(shape)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
         """As Family.counted, with the tokens that the class itself makes. Without proven bands all tokens are along the

@@ -39,12 +39,17 @@ class Link(Protocol):
 def passing_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[None]:
     """Context in which these blocks of the model return what they get, and compute nothing."""
     for block in blocks:
-        model.get_submodule(block.name).forward = functools.partial(_pass, block)
+        pass_through(model, block)
     try:
         yield
     finally:
         for block in blocks:
             del model.get_submodule(block.name).forward
+
+
+def pass_through(model: nn.Module, block: OwnBlock) -> None:
+    """As passing_through, for good."""
+    model.get_submodule(block.name).forward = functools.partial(_pass, block)
 
 
 def _pass(block: OwnBlock, *args: Any, **kwargs: Any) -> Any:

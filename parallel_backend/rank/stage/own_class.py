@@ -13,13 +13,16 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of, timestep_of
+from parallel_backend.families.own_class.call_form import run
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
 from parallel_backend.families.own_class.headed import give_heads
-from parallel_backend.families.own_class.stages import StageBlocks
+from parallel_backend.families.own_class.stages import StageBlocks, pass_through
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.own_class import RankTokens
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.stage_link import StageLink
+from parallel_backend.wire.diagnosis import OwnCall
 
 from .block_slots import StageIO
 from .build import Stage
@@ -56,8 +59,9 @@ def build_own_stage(
     plan: TensorPlan,
     load: Callable[[StageWeights, Sequence[str]], None],
     link: StageLink,
+    only: Sequence[str] = (),
 ) -> Stage:
-    """The class's model with weights of the blocks `span`, and of everything outside of blocks. `load`: see build_stage.
+    """The class's model with weights of the blocks `span`, and of all outside of blocks. `load`, `only`: see build_stage.
 
     Blocks of other stages keep their attributes, which the class may read, and lose their parameters.
     """
@@ -67,16 +71,17 @@ def build_own_stage(
     kitchen.try_kernels(dtype, device)
     model = build(family.own, dtype)
     order = family.own.blocks
-    own = {block.name for block in order[span.slice]}
+    kept = [block.name for block in order[span.slice] if not only or block.name in only]
+    own = set(kept)
     elsewhere = tuple(f"{block.name}." for block in order if block.name not in own)
     for block in order:
         if block.name not in own:
-            for module in model.get_submodule(block.name).modules():
-                module._parameters.clear()
-                module._buffers.clear()
+            leave_out(model, block) if only else without_values(model.get_submodule(block.name))
+    if only:  # those left out attend to nothing
+        order = tuple(block if block.name in own else replace(block, attention=()) for block in order)
     plan = replace(plan, plan={name: cuts for name, cuts in plan.plan.items() if not name.startswith(elsewhere)})
     targets = [name for name in checkpoint.key_map if not name.startswith(elsewhere)]
-    load(StageWeights(model, checkpoint, targets, plan, device, dtype_name), [block.name for block in order[span.slice]])
+    load(StageWeights(model, checkpoint, targets, plan, device, dtype_name), kept)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -85,10 +90,42 @@ def build_own_stage(
     stage_blocks.residuals = lambda: {name: each.image for name, each in stage_io.residuals.items()}
     vars(model)[STAGE] = stage_blocks
     if plan.axis.size > 1:
-        for block in order[span.slice]:
-            _divide(model.get_submodule(block.name), block, plan.axis)
-    blocks = {block.name: model.get_submodule(block.name) for block in order[span.slice]}
+        for block in order:
+            if block.name in own:
+                _divide(model.get_submodule(block.name), block, plan.axis)
+    blocks = {name: model.get_submodule(name) for name in kept}
     return Stage(model, [], stage_io, plan, blocks)
+
+
+def own_class_to_time(family: OwnClassFamily, dtype: torch.dtype) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """The class's model on the meta device, and by list its first block. All others return what they get."""
+    assert family.own is not None
+    model, first = build(family.own, dtype), {}
+    for block in family.own.blocks:
+        name, module = block.name.rpartition(".")[0], model.get_submodule(block.name)
+        if first.setdefault(name, module) is not module:
+            leave_out(model, block)
+    return model, first
+
+
+def own_forward(model: nn.Module, call: OwnCall, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """The class's forward of this call."""
+    tensors, structure = {name: each.to(device) for name, each in call.tensors.items()}, structure_of(call.tensors)
+    x, timestep = call.x.to(device, dtype), timestep_of(call.timestep.to(device), structure)
+    return lambda: run(model, x, timestep, {OPTIONS: {}} | from_tensors(tensors, structure))
+
+
+def leave_out(model: nn.Module, block: OwnBlock) -> None:
+    """Have a block return what it gets, and take its values away."""
+    pass_through(model, block)
+    without_values(model.get_submodule(block.name))
+
+
+def without_values(block: nn.Module) -> None:
+    """Take the block's parameters and tables away. Attributes stay, which the class may read."""
+    for module in block.modules():
+        module._parameters.clear()
+        module._buffers.clear()
 
 
 def _divide(module: nn.Module, block: OwnBlock, axis: Axis) -> None:

@@ -2,10 +2,14 @@
 serve.py."""
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import comfy.lora
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, outputs_of, parallel, sequence, torch
 from families import detecting
 from safetensors.torch import save_file
 
@@ -87,6 +91,34 @@ def main(results: Results) -> None:
         refusals(results)
 
 
+@contextmanager
+def fast_ranks() -> Iterator[None]:
+    """Context in which blocks take no time but for their tokens, and transfers none."""
+    auto = sys.modules[
+        nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0] + ".sampling.auto_degrees"
+    ]
+
+    from parallel_backend.placement.links import Link, Links, alike
+    from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
+    from parallel_backend.planning.machine import Device, Machine
+
+    def calibrate(pool, checkpoint, *_arguments) -> Calibration:
+        lists = checkpoint.family.blocks.counts(checkpoint.config)
+        cost = DeviceCost(dict.fromkeys(lists, BlockCost(0.0, 1e-3, 0.0)), BlockCost(0.0, 0.0, 0.0))
+        links = Links(alike(2, Link(1e-9, 1e12)))
+        return Calibration(Machine((Device("cpu", "made up"),) * 2, links), (cost,) * 2, hop=1e-6)
+
+    def forget() -> None:
+        node("UnloadParallelDiT")
+        for file in auto.folder().glob("calibration*"):
+            file.unlink()
+
+    forget()
+    with patch.object(auto, "calibrate", calibrate):
+        yield
+    forget()
+
+
 def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -> None:
     file = f"{name}.safetensors"
 
@@ -144,6 +176,17 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
         return {"share": share, "exact since": wrapper.last.reason}
 
     results.case(f"{name}, Parallelize Model, pipefusion", pipelined)
+
+    def auto(wrap=lambda model: model) -> dict:
+        """One prompt, on made-up ranks with fast links, on which any shared mode pays."""
+        model = wrap(node("ParallelDiTLoader", file, "fp32", 2, 1, 1, "cpu,cpu", None, "even", degrees="auto"))
+        with fast_ranks():
+            found = sampled(model, cfg=1.0, steps=8)
+        degrees, expected = model.model.diffusion_model.setup.degrees, sampled(native(file), cfg=1.0, steps=8)
+        return {"chosen": str(degrees), "share": difference(expected, found) / float(expected.abs().max())}
+
+    results.case(f"{name}, auto", auto)
+    results.case(f"{name}, auto with PipeFusion", partial(auto, lambda model: node("ApplyPipeFusion", model, 2, 1, True)))
     ours = parallel(file)
 
     def twice() -> float:
@@ -187,7 +230,11 @@ def refusals(results: Results) -> None:
     all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
     results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
     results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file, pipe=1, batch=2), 2, 1, True))
-    doctor = partial(node, "ParallelDoctor", parallel(file), {"samples": torch.zeros(1, 4, 16, 24)}, 4, 3.0, 9, "auto")
-    results.case("Parallel Doctor", doctor)
+
+    def doctor(**prompt) -> str:
+        latent = {"samples": torch.zeros(1, 4, 16, 24)}
+        return outputs_of("ParallelDoctor", parallel(file), latent, 4, 3.0, 9, "cpu,cpu", **prompt)["result"][0]
+
+    results.case("Parallel Doctor without a prompt", doctor)
+    results.case("Parallel Doctor", partial(doctor, positive=prompts[0]))
     results.case("Parallel Self-Test", lambda: node("ParallelSelfTest", "auto", parallel(file)))
-    results.case("auto", partial(node, "ParallelDiTLoader", file, "fp32", 2, 1, 1, "cpu,cpu", None, "auto", False, "auto"))

@@ -1,0 +1,118 @@
+"""Which modes ComfyUI's own class has: its calls are tried before a plan is made, and tensor degrees when one is chosen."""
+
+from dataclasses import replace
+from typing import Any
+
+import comfy.patcher_extension
+import comfy.sample
+import comfy.samplers
+import torch
+
+from parallel_backend.client.measurements import probe_of
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
+from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.planning.calibrated_costs import CalibratedCosts
+from parallel_backend.planning.planner import choose, plan
+from parallel_backend.planning.prediction import Prediction
+from parallel_backend.planning.trials import Trials
+
+from ..model.diffusion_model import RemoteDiffusionModel, remote_stub
+from ..model.own_class import OwnClassModel
+from .eligibility import Sampling
+from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
+
+
+def first_trial(sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool) -> Trials:
+    """What a trial of the run's calls shows of all modes but tensor parallelism. ValueError if the class does not run."""
+    assert setup.own_class is not None
+    return Trials(setup.own_class, {1: _tried(sampling, stub, setup, bands, 1)})
+
+
+def with_tensor(sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool, trials: Trials, degree: int) -> Trials:
+    """With what a trial for this tensor degree shows."""
+    try:
+        found: Proof | str = _tried(sampling, stub, setup, bands, degree)
+    except ValueError as refused:  # such as host memory without room for it
+        found = str(refused)
+    return trials.with_tensor(degree, found)
+
+
+def _tried(sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool, tensor: int) -> Proof:
+    """Of the run's first step. The setup that `stub` has then is that of one rank, or of this tensor degree."""
+    stub.setup = replace(setup, devices=setup.devices[:1], degrees=Degrees(tensor=tensor))
+    prove(sampling, stub, bands)
+    assert stub.run.proof is not None
+    return stub.run.proof
+
+
+def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...]) -> Trials:
+    """What trials of a sampler's first step on so many devices show of all modes. The MODEL's class keeps its setup.
+
+    ValueError if there is no prompt, or if the class does not run.
+    """
+    stub = remote_stub(model)
+    if positive is None:
+        raise ValueError(
+            f"positive: {stub.checkpoint.path.name} runs as ComfyUI's own class, which is tried with a prompt. Connect one."
+        )
+    before, found, patched = stub.setup, [], model.clone()
+    setup = replace(before, planned=",".join(devices), devices=devices)
+
+    def examine(executor: Any, *arguments: Any) -> torch.Tensor:
+        sampling = Sampling(executor.class_obj, *arguments)
+        trials = first_trial(sampling, stub, setup, bands=True)
+        for degree in range(2, len(devices) + 1):
+            if len(devices) % degree == 0:
+                trials = with_tensor(sampling, stub, setup, True, trials, degree)
+        found.append(trials)
+        return sampling.noise
+
+    kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+    for key in (AUTO_KEY, WRAPPER_KEY):
+        patched.remove_wrappers_with_key(kind, key)
+    patched.add_wrapper_with_key(kind, "parallel_dit_doctor", examine)
+    sampler = comfy.samplers.sampler_object("euler")
+    sigmas = comfy.samplers.calculate_sigmas(patched.get_model_object("model_sampling"), "simple", steps)
+    samples = comfy.sample.fix_empty_latent_channels(patched, latent["samples"])
+    try:
+        comfy.sample.sample_custom(patched, samples, cfg, sampler, sigmas, positive, positive, samples)
+    finally:
+        stub.setup = before
+    return found[0]
+
+
+def can_be_planned(stub: RemoteDiffusionModel) -> bool:
+    """Whether the class's blocks can be timed by its last call."""
+    return probe_of(stub.checkpoint, stub.setup.dtype, (2, 1)) is not None
+
+
+def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
+    """ValueError for a UNet, and for a class whose blocks cannot be timed."""
+    if trials.own.unet or not can_be_planned(stub):
+        raise ValueError(
+            f"model: the blocks of {stub.checkpoint.path.name}, which runs as ComfyUI's own class, cannot be timed. Set the "
+            "degrees by hand: split_batch_degree first if cfg is not 1."
+        )
+
+
+def chosen(
+    sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool, costs: CalibratedCosts
+) -> tuple[Prediction, Trials]:
+    """The best mode that is proven, by the costs of a workload with `trials`."""
+    trials = costs.workload.trials
+    assert trials is not None
+    trials = replace(trials, guesses=True)
+    while True:
+        costs = replace(costs, workload=replace(costs.workload, trials=trials))
+        prediction = choose(plan(costs, range(1, len(setup.devices) + 1), setup.offload))
+        tensor = prediction.mode.degrees.tensor
+        if tensor in trials.proofs:
+            return prediction, trials
+        trials = with_tensor(sampling, stub, setup, bands, trials, tensor)
+
+
+def unplanned(trials: Trials, ranks: int, entries: int) -> Degrees:
+    """The degrees of a class whose blocks cannot be timed: stages, so that it fits, or else entries side by side."""
+    ways = Degrees(pipe=ranks), Degrees(batch=min(ranks, entries))
+    return next((degrees for degrees in ways if not trials.lacks(degrees)), Degrees())

@@ -1,0 +1,49 @@
+"""What trials of ComfyUI's own class have shown, as reasons against modes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from parallel_backend.core.degrees import WIDGETS, Degrees
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
+
+
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """Of one call of the class `own`."""
+
+    own: OwnClass
+    proofs: Mapping[int, Proof | str]
+    """By tensor degree. A text: why there is no proof."""
+    guesses: bool = False
+    """Tensor degrees that were not tried count as proven: they are tried before they run."""
+
+    def lacks(self, degrees: Degrees) -> str:
+        """Why the class cannot run with these degrees, naming the widget. Empty: it can."""
+        found = self.proofs.get(degrees.tensor, self.proofs.get(1, NOT_TRIED) if self.guesses else NOT_TRIED)
+        if isinstance(found, str):
+            return _refused("tensor", degrees, found)
+        reasons = {
+            "pipe": found.stages,
+            "batch": found.batch,
+            "patch": found.bands if found.latent is None else "patches that see each other are not" if degrees.naive else "",
+            "ulysses": found.sequence,
+            "ring": found.sequence,
+            "tensor": found.tensor if degrees.tensor in self.proofs else "",
+        }
+        lacking = (_refused(axis, degrees, why) for axis, why in reasons.items() if why and getattr(degrees, axis) > 1)
+        return next(lacking, "")
+
+    def with_tensor(self, degree: int, found: Proof | str) -> "Trials":
+        """With what a trial for this tensor degree has found."""
+        return replace(self, proofs={**self.proofs, degree: found})
+
+    def class_for(self, degrees: Degrees) -> OwnClass:
+        """The class with what is proven for these degrees, which `lacks` has nothing against."""
+        proof = self.proofs[degrees.tensor]
+        assert isinstance(proof, Proof)
+        return replace(self.own, blocks=proof.blocks, latent=proof.latent)
+
+
+def _refused(axis: str, degrees: Degrees, why: str) -> str:
+    return f"{WIDGETS[axis]} is {getattr(degrees, axis)}, which a trial of the class did not prove: {why}."
