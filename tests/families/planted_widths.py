@@ -55,6 +55,11 @@ class Scaled(nn.Module):
         return h
 
 
+class OneBlock(Scaled):
+    def __init__(self, operations, dtype, device, num_heads=8, hidden_size=WIDE, text_dim=16):
+        super().__init__(operations, dtype, device, num_heads, hidden_size, text_dim, blocks=1)
+
+
 class SkipsIfWide(Scaled):
     def through(self, h, emb, t):
         outputs = [h]

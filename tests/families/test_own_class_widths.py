@@ -45,6 +45,13 @@ def test_what_is_found_narrower_holds_for_the_class(tensor):
         assert trial(own("Scaled"), call(), TIMES, bands=True, tensor=tensor) == proof
 
 
+def test_a_list_of_one_block_is_tried_at_both_widths():
+    proof, own_width = found("OneBlock")
+    assert (proof.stages, proof.sequence, proof.bands) == ("", "", "")
+    assert [block.name for block in proof.blocks] == ["blocks.0"]
+    assert own_width == [False]
+
+
 @pytest.mark.parametrize(
     ("name", "way", "why"),
     [

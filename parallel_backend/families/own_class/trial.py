@@ -258,7 +258,7 @@ def _at_width(
 
 def _ends(names: Sequence[str]) -> list[str]:
     """Of a list's blocks those that are tried at the class's own width."""
-    return [*names[: FEWEST_BLOCKS - 1], names[-1]]
+    return [*names[: FEWEST_BLOCKS - 1], *names[FEWEST_BLOCKS - 1 :][-1:]]
 
 
 def _at(places: Mapping[str, str], blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
