@@ -52,7 +52,7 @@ from .native_call import NativeClass, class_arguments, native_config, on_meta
 from .own_calls import asked, is_held, near, on_host, own_residuals, returned, shapes, share_of_work, structure, times_of
 from .own_text import OwnText
 from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks, told_to_own_class
-from .sampling_run import CallShape, steps_of
+from .sampling_run import CallShape, other_tokens, steps_of
 from .shipped_plans import shipped_proof
 from .text_model import TEXT_METHOD, NativeText
 
@@ -257,7 +257,7 @@ class OwnClassModel(RemoteDiffusionModel):
         if PROVE_KEY in options:
             if self.run.whole_calls is not None:
                 self.run.unproven_bands = proof.bands if proof.latent is None else self.run.unproven_bands
-                self.run.whole_calls.add(shapes(tensors))
+                self.run.whole_calls[shapes(tensors)] = other_tokens(self.checkpoint.family, latents[0], tensors)
             channels = options[PROVE_KEY]
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
         if proof.options:
@@ -298,7 +298,7 @@ class OwnClassModel(RemoteDiffusionModel):
         `run` makes the calls of a step with these entries of transformer_options, which get zeros. `channels`: of each of
         the sampler's latents.
         """
-        self.run.whole_calls, self.run.unproven_bands = set() if bands else None, ""
+        self.run.whole_calls, self.run.unproven_bands = {} if bands else None, ""
         run({PROVE_KEY: channels})
         return self.run.unproven_bands
 

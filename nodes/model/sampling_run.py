@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 import comfy.model_patcher
+import torch
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shortfalls import SecondTry
+from parallel_backend.families.base.family import Family
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.processes.pool import DeviceFull
 
@@ -37,6 +39,11 @@ class CallShape:
     latent: tuple[int, ...]
     """Shape of the (first) latent, [B, C, (T,) H, W], with the call's batch entries."""
     text_tokens: int
+
+
+def other_tokens(family: Family, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> int:
+    """Tokens beside those of the latent, with those that the class makes itself."""
+    return family.counted(family.patching.grid(latent.shape), family.inputs.text_tokens(tensors), tensors).text
 
 
 def steps_of(options: Mapping[str, Any]) -> int:
@@ -75,8 +82,9 @@ class SamplingRun:
     """When the last of them ended."""
     steps: int = 0
     """Of the sampler, as the last of them told. 0: it did not."""
-    whole_calls: set[Any] | None = None
-    """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes). None: no bands."""
+    whole_calls: dict[Any, int] | None = None
+    """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes) -> their tokens beside
+    the latent's. None: no bands."""
     unproven_bands: str = ""
     """Why bands of those calls are not proven. Empty: they are."""
     proof: Proof | None = None

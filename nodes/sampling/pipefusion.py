@@ -224,6 +224,7 @@ class PipeFusion:
         )
         family, companion_tokens = model.family, patching.companion_tokens(sampling.shapes)
         text = family.text_tokens(grid, companion_tokens, family.example(model.checkpoint.config, sampling.text_tokens))
+        text = max((sampling.stub.run.whole_calls or {}).values(), default=text)
         rows = cut_rows(shape, bands, patching, text, sampling.references(family))
         return BandCut(patching, rows, sampling.shapes)
 

@@ -73,7 +73,8 @@ class OwnBlock:
     attention: tuple[OwnAttention, ...] = ()
     """The block's calls of attention, in order, where tokens are cut."""
     leaving: tuple[tuple[int, ...], ...] = ()
-    """For each returned value, the streams whose tokens it has, where tokens are cut."""
+    """For each returned value, the streams whose tokens it has, where cut tokens leave the blocks: behind the last one, and
+    behind lists such as refiners, after which all tokens enter again as other streams."""
     cuts: tuple[OwnCut, ...] = ()
     """Layers that tensor ranks share. Empty: no trial has been made for them."""
     divided: tuple[tuple[str, str], ...] = ()
@@ -99,9 +100,27 @@ class OwnLatent:
     """Blocks have other tokens than the latents'. They run with the first band."""
     pads: bool
     """The class fills up a latent of other sizes than whole tokens in a circle, as the client does for bands."""
+    again: tuple["OwnEntry", ...] = ()
+    """Where they enter again, each time that they have left a list of blocks."""
     companion: str = ""
     """einops pattern from a second latent to its tokens (Companion.pattern), which run with the first band. Empty: there is
     one latent."""
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """All streams that they enter in."""
+        return self.stream, *(entry.stream for entry in self.again)
+
+
+@dataclass(frozen=True)
+class OwnEntry:
+    """Where the latent's tokens enter again."""
+
+    stream: int
+    before: bool
+    """Other tokens come before them. False: all others come behind them."""
+    behind: bool
+    """Beside those before, as many come behind them as in the first stream."""
 
 
 @dataclass(frozen=True)

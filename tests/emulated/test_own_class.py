@@ -67,6 +67,7 @@ SEQUENCE = (
         ("CountsWordsBetween", SEQUENCE[1:6:2]),
         ("OwnBlocksFirst", (Degrees(pipe=2), Degrees(ulysses=3))),
         ("MasksKeys", SEQUENCE[1:4]),
+        ("Refines", SEQUENCE[4:6]),
         ("PacksQueries", TENSOR + PRODUCTS),
         ("JoinsFeedForward", TENSOR[::2]),
         ("NormsAllHeads", TENSOR[1:3] + PRODUCTS[:1]),
@@ -142,6 +143,7 @@ DISPLACED = tuple(
         ("SharedKeys", "rows", BANDS[2:3]),
         ("TwoRows", "rows", BANDS[:1]),
         ("FillsUp", "rows", BANDS[:1]),
+        ("Refines", "rows", (Degrees(pipe=4), BANDS[2], DISPLACED[0])),  # a stage ends with the refiner
         ("MasksAll", "rows", BANDS[:3:2]),
         ("MasksKeys", "rows", (*BANDS[:1], *BANDS[2:])),
         ("WordsInFront", "rows", BANDS[2:]),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_backend.core.own_class import OwnLatent
+from parallel_backend.core.own_class import OwnEntry, OwnLatent
 from parallel_backend.families.own_class.band_trial import why_not_in_bands
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.proof import Proof
@@ -32,6 +32,7 @@ def proof(name: str) -> Proof:
 
 
 ALONE = OwnLatent(stream=0, before=False, patch=(1, 1, 1), words=False, pads=True)
+REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behind=True),))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ ALONE = OwnLatent(stream=0, before=False, patch=(1, 1, 1), words=False, pads=Tru
         ("TwoStreams", replace(ALONE, stream=1, words=True)),
         ("PictureFirst", replace(ALONE, stream=1, words=True)),
         ("OneBlockFirst", replace(ALONE, stream=1, words=True)),
+        ("Refines", REFINED),
     ],
 )
 def test_bands_that_are_right_are_proven(name, latent):
@@ -104,6 +106,14 @@ OTHER = "a band gives another result"
         ("TwoLatentStreams", "a part of its latent is in several streams"),
         ("PooledTokenBehind", MIXED),
         ("OwnBlocksFirst", MIXED),
+        ("PoolsRefined", MIXED),
+        ("PoolsRefinedLate", ATTENDS),
+        ("ScalesRefined", UNEQUAL),
+        ("MovesRefined", MIXED),
+        ("MixesRefined", MIXED),
+        ("PoolsRefinedBehind", MIXED),
+        ("CountsRefined", ATTENDS),
+        ("ScalesLatentFirst", UNEQUAL),
         # Not of bands alone: a cut of tokens, or stages, are wrong too.
         ("KeepsLatent", "it was not tried"),
         ("NumbersTokens", "blocks.0 attends to other values where its tokens are cut"),

@@ -44,22 +44,37 @@ class BandTokens:
 
     def others(self, stream: int, tokens: int) -> int:
         """How many of a stream's tokens are not the latent's."""
-        return tokens - (self.count if stream == self.latent.stream else 0)
+        return tokens - (self.count if stream in self.latent.streams else 0)
 
-    def parts(self, stream: int, tokens: int, ranks: SequenceCut) -> list[list[Part]]:
-        """By sequence rank: its parts of a stream of so many tokens, in the class's order."""
-        others, is_latent = self.others(stream, tokens), stream == self.latent.stream
-        behind = is_latent and not self.latent.before
+    def parts(self, stream: int, tokens: Mapping[int, int], ranks: SequenceCut) -> list[list[Part]]:
+        """By sequence rank: its parts of a stream, in the class's order. `tokens`: of each stream."""
+        others, is_latent = self.others(stream, tokens[stream]), stream in self.latent.streams
+        before = others - (self._behind(stream, tokens) if is_latent else 0)
         found: list[list[Part]] = []
         with_words = self.band.start == 0
         for rank, own in enumerate(ranks.parts(self.band)):
-            share = ranks.parts(Span(0, others))[rank] if with_words else _stand_in(others, rank)
-            parts = [Part(share.shift(self.count if behind else 0), False, share, with_words)]
+            if with_words:
+                shares = [ranks.parts(each)[rank] for each in (Span(0, before), Span(before, others))]
+            else:
+                stand_in = _stand_in(others, rank)
+                shares = [Span(0, 0), stand_in] if stand_in.start >= before else [stand_in, Span(before, before)]
+            parts = [Part(share, False, share, with_words) for share in shares]
             if is_latent:
                 rows: Pick = own if self.order is None else self.order[own.slice]
-                parts.insert(0 if behind else 1, Part(rows if behind else shift(rows, others), True, own, True))
-            found.append(parts)
+                behind = parts[1]._replace(rows=shares[1].shift(self.count))
+                parts[1:] = [Part(shift(rows, before), True, own, True), behind]
+            found.append([part for part in parts if len(part.place)] or parts[:1])
         return found
+
+    def _behind(self, stream: int, tokens: Mapping[int, int]) -> int:
+        """Other tokens of one of the latent's streams that come behind the latent's."""
+        others = self.others(stream, tokens[stream])
+        if stream == self.latent.stream:
+            return 0 if self.latent.before else others
+        entry = next(entry for entry in self.latent.again if entry.stream == stream)
+        if entry.behind:
+            return self.others(self.latent.stream, tokens[self.latent.stream])
+        return 0 if entry.before else others
 
     def pieces(
         self, streams: Sequence[int], tokens: Mapping[int, int], ranks: SequenceCut, some: range
@@ -70,7 +85,7 @@ class BandTokens:
         for rank in some:
             offset = 0
             for stream in streams:
-                for part in self.parts(stream, tokens[stream], ranks)[rank]:
+                for part in self.parts(stream, tokens, ranks)[rank]:
                     count = len(part.place)
                     if count and part.is_kept:
                         found.append((Span(row, row + count), part.place.shift(words if part.of_latent else offset)))
@@ -89,7 +104,7 @@ class BandTokens:
         start = 0
         whole = replace(self, band=Span(0, self.count))
         for stream in streams:
-            for part in whole.parts(stream, tokens[stream], ONE)[0]:
+            for part in whole.parts(stream, tokens, ONE)[0]:
                 (latents if part.of_latent else words).append(numbers(part.rows, device) + start)
             start += tokens[stream]
         return torch.cat([*words, *latents])

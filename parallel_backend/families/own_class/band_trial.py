@@ -1,12 +1,11 @@
-"""Finds out which tokens are the latent's, and whether a band of them gives what the whole model gives for it.
+"""Finds out whether a band of the latent's tokens gives what the whole model gives for it.
 
-Where the tokens are is learnt by runs of the prologue with another latent row, column or frame each. A band is then held
-against a run of the whole, as a rank is (token_trial.py): what lies outside of the band is drawn anew in the latent, and is
-NaN behind the blocks. A second latent, such as a video's sound, goes with the first band: to others it is outside.
+Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
+(token_trial.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
+such as a video's sound, goes with the first band: to others it is outside.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, OwnLatent
 from parallel_backend.core.spans import Span
@@ -22,9 +20,8 @@ from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.patching import Patching
 
 from .band_tokens import ONE, BandTokens, Part
+from .latent_tokens import entering, find_latent
 from .residuals import CONTROL
-from .token_cut import Arguments, tensor_places
-from .token_rows import in_rows
 from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, is_part
 from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven, first_line
@@ -96,7 +93,7 @@ def _even(runs: Runs, blocks: Sequence[OwnBlock], call: Call, less: int = 2) -> 
     sizes = [size - size % power for size, power in zip(call.latents[0].shape[2:], powers, strict=True)]
     even = smaller(call, sizes, WORDS)
     try:
-        _entering(runs, blocks, drawn(even, 1))
+        entering(runs, blocks, drawn(even, 1))
     except Unproven:
         if max(powers) == 1:
             raise
@@ -113,7 +110,7 @@ def _odd(runs: Runs, blocks: Sequence[OwnBlock], actual: Call, latent: OwnLatent
         sizes.append(by * (count - 1 + count % 2))
     call = smaller(actual, sizes, WORDS - 3)
     try:
-        _entering(runs, blocks, drawn(call, 1))
+        entering(runs, blocks, drawn(call, 1))
     except Unproven:
         if max(most) > max(sides):
             raise
@@ -147,126 +144,6 @@ def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
     return all(
         part.shape == whole.shape and distance(part, whole) <= TOLERANCE for part, whole in zip(parts, wholes, strict=True)
     )
-
-
-class _HasEntered(Exception):
-    """Not an error: ends a run once all streams are known."""
-
-
-class _Prologue(WholeRun):
-    """Notes the streams where they enter, and then ends the run."""
-
-    def __init__(self, blocks: Sequence[OwnBlock]):
-        super().__init__([replace(block, attention=()) for block in blocks])
-        self.streams: dict[int, torch.Tensor] = {}
-        self._coming_streams = {cut.streams[0] for block in blocks for cut in block.slices if cut.enters}
-
-    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        leaves = pytree.tree_leaves((args, kwargs))
-        places = tensor_places(leaves)
-        for cut in self.blocks[number].slices:
-            if cut.enters:
-                self.streams.setdefault(cut.streams[0], in_rows(leaves[places[cut.tensor]], cut).clone())
-        if self._coming_streams <= set(self.streams):
-            raise _HasEntered
-        return super().enter(number, args, kwargs)
-
-
-def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent:
-    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams."""
-    call = drawn(call, 1)
-    first = _entering(runs, blocks, call)
-    sides = call.latents[0].shape
-    found = [
-        [_rows_of(runs, blocks, call, 0, axis, index, first) for index in range(sides[axis])]
-        for axis in range(2, len(sides))
-    ]
-    streams = {stream for of_axis in found for stream, _ in of_axis}
-    if len(streams) != 1:
-        raise Unproven("a part of its latent is in several streams")
-    stream, patch, rows_by_axis = streams.pop(), [], []
-    for of_axis in found:
-        groups = [(rows, len(list(same))) for rows, same in itertools.groupby(rows for _, rows in of_axis)]
-        if len({count for _, count in groups}) != 1:
-            raise Unproven("its tokens have unequal parts of the latent, or are mixed before its blocks")
-        patch.append(groups[0][1])
-        rows_by_axis.append([rows for rows, _ in groups])
-    grid, tokens = [len(rows) for rows in rows_by_axis], first[stream].shape[1]
-    count, start = math.prod(grid), min(rows_by_axis[0][0])
-    raster = torch.arange(count).view(grid) + start
-    for axis, of_rows in enumerate(rows_by_axis):
-        for index, rows in enumerate(of_rows):
-            if sorted(raster.select(axis, index).flatten().tolist()) != list(rows):
-                raise Unproven("its latent's tokens are not in raster order, or are mixed before its blocks")
-    if start and start + count != tokens:
-        raise Unproven("other tokens come before and behind its latent's")
-    if patch[-1] != patch[-2]:
-        raise Unproven(f"a token has {patch[-2]} rows and {patch[-1]} columns of its latent")
-    frames = patch[0] if len(patch) == 3 else 1
-    others = sum(value.shape[1] for value in first.values()) - count
-    latent = OwnLatent(stream, start > 0, (frames, patch[-2], patch[-1]), others > 0, pads=False)
-    if len(call.latents) == 1:
-        return latent
-    pattern, companions = _companion(runs, blocks, call, first, {(stream, row) for row in range(start, start + count)})
-    return replace(latent, companion=pattern, words=others > companions)
-
-
-def _companion(
-    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: dict[int, torch.Tensor], taken: set[tuple[int, int]]
-) -> tuple[str, int]:
-    """Pattern from the second latent to its tokens (Companion.pattern), and their number. `taken`: (stream, row) of the
-    first one's tokens. Unproven if the second has some of those, or tokens that are not made of whole axes.
-
-    The pattern says how many tokens there are. That they are the second latent's, the bands show."""
-    sizes = call.latents[1].shape
-    stream, rows = _rows_of(runs, blocks, call, 1, 0, 0, first)
-    if taken & {(stream, row) for row in rows}:
-        raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
-    of_channels = [axis for axis in range(1, len(sizes)) if _rows_of(runs, blocks, call, 1, axis, 0, first)[1] == rows]
-    of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
-    if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
-        raise Unproven("its second latent's tokens are mixed before its blocks")
-    names, tokens, channels = (
-        " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
-    )
-    return f"b {names} -> b ({tokens}) ({channels})", len(rows)
-
-
-def _entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:
-    """The streams where they enter the blocks."""
-    prologue = _Prologue(blocks)
-    try:
-        runs.run(call, prologue)
-    except _HasEntered:
-        return prologue.streams
-    except Exception as error:  # of any kind: its code is not known
-        raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
-    raise Unproven("not all of its streams enter its blocks")
-
-
-def _rows_of(
-    runs: Runs,
-    blocks: Sequence[OwnBlock],
-    call: Call,
-    part: int,
-    axis: int,
-    index: int,
-    first: dict[int, torch.Tensor],
-) -> tuple[int, tuple[int, ...]]:
-    """The stream and its rows that the values at this index of an axis change, of latent number `part`."""
-    x = call.x.clone()
-    call.parts(x)[part].select(axis, index).add_(1)
-    now = _entering(runs, blocks, replace(call, x=x))
-    if any(value.shape != first[stream].shape for stream, value in now.items()):
-        raise Unproven("it has other tokens for another latent of the same size")
-    rows = {
-        stream: tuple((value - first[stream]).abs().amax(dim=(0, 2)).nonzero()[:, 0].tolist())
-        for stream, value in now.items()
-    }
-    changed = [stream for stream, of_stream in rows.items() if of_stream]
-    if len(changed) != 1:
-        raise Unproven("a part of its latent is in several streams" if changed else "a part of its latent is not used")
-    return changed[0], rows[changed[0]]
 
 
 def _checks(
@@ -394,7 +271,7 @@ class _InBand(HeldAgainst):
     def band_parts(self, stream: int) -> list[Part]:
         """Its tokens of a stream."""
         assert self.band is not None
-        return self.band.parts(stream, self.tokens[stream], ONE)[0]
+        return self.band.parts(stream, self.tokens, ONE)[0]
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         return self.among_all(value, streams) if streams else of_whole

@@ -27,6 +27,7 @@ from .counts import counted, counts_of
 from .feature_cut import layer_cut
 from .residuals import CONTROL, by_kind
 from .stages import StageBlocks
+from .token_cut import entries_of
 from .tried_calls import Call
 
 NAME = "ComfyUI's own class"
@@ -54,10 +55,10 @@ class OwnBlocks(Blocks):
 
     def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[Over, ...], ...], tuple[str, ...]]:
         """As Blocks.attention: of calls whose tokens are cut, since the others keep no keys."""
-        latent = None if self.own.latent is None else self.own.latent.stream
+        latent = None if self.own.latent is None else set(self.own.latent.streams)
 
         def over(call: OwnAttention) -> StreamKeys:
-            return StreamKeys(latent is None or latent in call.keys, call.keys, call.head_size)
+            return StreamKeys(latent is None or bool(latent & set(call.keys)), call.keys, call.head_size)
 
         return tuple(tuple(over(call) for call in block.attention if call.keys) for block in self.own.blocks), ()
 
@@ -153,9 +154,13 @@ class OwnClassFamily(Family):
             tokens = math.ceil(counts.states / self.sizes.hidden({}))
             return Counted((tokens, *(1,) * (len(grid) - 1)), 0)
         streams = {
-            stream: tokens - (math.prod(grid) if stream == latent.stream else 0) for stream, tokens in counts.streams.items()
+            stream: tokens - (math.prod(grid) if stream in latent.streams else 0)
+            for stream, tokens in counts.streams.items()
         }
-        return Counted(grid, sum(streams.values()), tuple(streams.items()))
+        at_once = (
+            sum(streams[stream] for stream in entered if stream in streams) for entered in entries_of(self.own.blocks)
+        )
+        return Counted(grid, max(at_once, default=0), tuple(streams.items()))
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """As Family.run. A stage that is not the last one returns no tokens."""

@@ -70,6 +70,7 @@ class StageBlocks:
         self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Of the present call, by name."""
         self._next = 0  # number of the block that runs next
+        self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
         for number, block in enumerate(blocks):
             module = model.get_submodule(block.name)
@@ -97,7 +98,7 @@ class StageBlocks:
         """Of a residual that the class is about to add: the rows of the tokens that it then has."""
         if self._cut is None:
             return residual_BND
-        return self._cut.residual(residual_BND, is_cut=0 < self._next < len(self.blocks))
+        return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
 
     def remove(self) -> None:
         """Make the model its class's again."""
@@ -110,8 +111,10 @@ class StageBlocks:
         self._next += 1
         if self._cut is not None:
             args, kwargs = self._cut.enter(number, args, kwargs)
+        self._leaves = self._cut is not None and self._cut.leaves(number)
         if number not in range(self._span.start, self._span.stop):
-            return self._stand_in(number, args, kwargs)
+            out = self._stand_in(number, args, kwargs)
+            return self._cut.leave(out, number == self._span.start - 1) if self._cut is not None and self._leaves else out
         with nullcontext() if self._cut is None else self._cut.inside():
             out = forward(*args, **kwargs)
         values = (out,) if isinstance(out, torch.Tensor) else out
@@ -125,7 +128,7 @@ class StageBlocks:
                 if tensor is not None:
                     self._link.send(tensor)
             raise LaterStages
-        return out if self._cut is None or number < len(self.blocks) - 1 else self._cut.leave(out)
+        return self._cut.leave(out) if self._cut is not None and self._leaves else out
 
     def _stand_in(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         block = self.blocks[number]

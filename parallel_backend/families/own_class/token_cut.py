@@ -33,6 +33,22 @@ def tensor_places(leaves: Sequence[Any]) -> list[int]:
     return [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
+def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
+    """Numbers of the blocks that are the last of their lists."""
+    lists = [block.name.rpartition(".")[0] for block in blocks]
+    return [number for number, name in enumerate(lists) if lists[number + 1 : number + 2] != [name]]
+
+
+def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
+    """The streams that enter, for each time that tokens do."""
+    found: list[set[int]] = [set()]
+    for block in blocks:
+        found[-1] |= {cut.streams[0] for cut in block.slices if cut.enters}
+        if block.leaving:
+            found.append(set())
+    return [streams for streams in found if streams]
+
+
 def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A block's arguments by their places: OwnBlock.returns has them."""
     found: dict[str, Any] = {}
@@ -198,24 +214,33 @@ class TokenCut(ABC):
         """By rank: its rows of a stream that has entered."""
         if self.band is None:
             return [[span] for span in self.ranks.parts(Span(0, self.tokens[stream]))]
-        return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens[stream], self.ranks)]
+        return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens, self.ranks)]
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
         """By rank: its tokens of these streams."""
         return [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
 
-    def leave(self, out: Any) -> Any:
-        """What the last block returns, with all ranks' tokens."""
+    def leaves(self, number: int) -> bool:
+        """Whether tokens leave behind block `number`."""
+        return bool(self.blocks[number].leaving)
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
+        """What a block returns behind which tokens leave, with all ranks' tokens. Not `is_known`: all NaN."""
         values = (out,) if isinstance(out, torch.Tensor) else out
+        make = self.whole if is_known else self._unknown
         whole = [
-            None if value is None else self.of_rows(self.whole(self.rows_of(value), streams), value)
-            for value, streams in zip(values, self.blocks[-1].leaving, strict=True)
+            None if value is None else self.of_rows(make(self.rows_of(value), streams), value)
+            for value, streams in zip(values, self.block.leaving, strict=True)
         ]
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
+    def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        tokens = sum(self.tokens[stream] for stream in streams)
+        return value.new_full((len(value), tokens, *value.shape[2:]), math.nan)
+
     def whole(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """A value with all ranks' tokens of these streams, stream by stream; of local ones with this rank's."""
-        shared = [stream for stream in streams if stream not in self.blocks[-1].local]
+        shared = [stream for stream in streams if stream not in self.block.local]
         if not shared:
             return value
         if len(shared) == len(streams):

@@ -23,7 +23,7 @@ from parallel_backend.core.spans import Span
 from .attention_calls import AttentionCall, attention_call
 from .noted_attention import Noted
 from .stages import StageBlocks
-from .token_cut import Arguments, TokenCut, by_place, tensor_places
+from .token_cut import Arguments, TokenCut, by_place, list_ends, tensor_places
 from .token_rows import token_axes, token_count
 from .tried_calls import Call, distance, drawn, smaller, words_of
 from .unproven import Unproven, first_line
@@ -82,10 +82,10 @@ class HeldAgainst(TokenCut):
                 raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
 
-    def leave(self, out: Any) -> Any:
+    def leave(self, out: Any, is_known: bool = True) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
         whole: list[torch.Tensor | None] = []
-        for value, of_whole, streams in zip(values, self._noted.outputs, self.block.leaving, strict=True):
+        for value, of_whole, streams in zip(values, self._noted.outputs[self.number], self.block.leaving, strict=True):
             if of_whole is None:
                 whole.append(None)
                 continue
@@ -129,22 +129,29 @@ class Learning(HeldAgainst):
     """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
 
     `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
-    `local`: see OwnBlock.
+    `local`: see OwnBlock. `ends`: numbers of blocks behind which tokens leave.
     """
 
     def __init__(
-        self, blocks: Sequence[OwnBlock], whole: WholeRun, another: WholeRun, order: Sequence[int], local: tuple[int, ...]
+        self,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        another: WholeRun,
+        order: Sequence[int],
+        local: tuple[int, ...],
+        ends: Sequence[int],
     ):
         bare = [replace(block, slices=(), attention=(), leaving=()) for block in blocks]
         bare[-1] = replace(bare[-1], local=local)
         super().__init__(bare, RANKS - 1, whole)
-        self._another, self._order = another, order
+        self._another, self._order, self._ends = another, order, ends
         self._of_another: dict[int, int] = {}  # tokens of each stream there
+        self._gone = 0  # streams that have left
         self._entered: dict[tuple[Any, Any], OwnSlice] = {}  # by its shapes in both: the last stream of them
 
     def begin(self) -> None:
         super().begin()
-        self._of_another, self._entered = {}, {}
+        self._of_another, self._entered, self._gone = {}, {}, 0
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.number = number
@@ -169,7 +176,7 @@ class Learning(HeldAgainst):
                 self._of_another[stream] = token_count(other, entering[-1])
             else:
                 tables.append(at)
-        known = self.tokens | {cut.streams[0]: token_count(shapes[cut.tensor], cut) for cut in entering}
+        known = self._present | {cut.streams[0]: token_count(shapes[cut.tensor], cut) for cut in entering}
         cuts = entering + [cut for at in tables if (cut := self._table(at, shapes[at], others[at], known))]
         self.blocks[number] = replace(block, slices=tuple(cuts))
         return super().enter(number, args, kwargs)
@@ -178,7 +185,7 @@ class Learning(HeldAgainst):
         """The cut of a tensor that has a row for each token of a stream, or of all in order. None: it has not."""
         if (like := self._entered.get((shape, other))) is not None:
             return replace(like, tensor=at, enters=False)
-        whole = tuple(stream for stream in self._order if stream in known)
+        whole = tuple(stream for order in self._order if (stream := self._gone + order) in known)
         for streams in dict.fromkeys([*((stream,) for stream in known), whole]):
             sizes = sum(known[stream] for stream in streams), sum(self._of_another[stream] for stream in streams)
             for axes in dict.fromkeys((1, len(shape) - 2)):
@@ -216,23 +223,35 @@ class Learning(HeldAgainst):
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
         """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are no part of it."""
-        counts = range(len(self.tokens) + 1)
-        for streams in itertools.chain.from_iterable(itertools.permutations(self.tokens, count) for count in counts):
+        present = self._present
+        counts = range(len(present) + 1)
+        for streams in itertools.chain.from_iterable(itertools.permutations(present, count) for count in counts):
             total = sum(self.tokens[stream] for stream in streams)
             if (not streams or total == whole.shape[1]) and is_part(own, whole, self.own_rows(streams)):
                 return streams
         return None
 
-    def leave(self, out: Any) -> Any:
+    @property
+    def _present(self) -> dict[int, int]:
+        """Tokens of each stream that has entered and not left."""
+        return {stream: tokens for stream, tokens in self.tokens.items() if stream >= self._gone}
+
+    def leaves(self, number: int) -> bool:
+        return number in self._ends
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
         leaving = [
             () if of_whole is None else self._streams(self.rows_of(value), self.rows_of(of_whole))
-            for value, of_whole in zip(values, self._noted.outputs, strict=True)
+            for value, of_whole in zip(values, self._noted.outputs[self.number], strict=True)
         ]
         if any(streams is None for streams in leaving):
             raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
         self.blocks[self.number] = replace(self.block, leaving=tuple(streams for streams in leaving if streams is not None))
-        return super().leave(out)
+        whole = super().leave(out)
+        self._gone = len(self.tokens)
+        self._entered.clear()
+        return whole
 
 
 def is_part(own: torch.Tensor, whole: torch.Tensor, rows: slice | torch.Tensor) -> bool:
@@ -281,15 +300,18 @@ def _of_rank(runs: "Runs", call: Call, cut: Sequence[OwnBlock], rank: int, whole
 def _cut_tokens(runs: "Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
     """As cut_tokens. Unproven if the whole model does not run with calls of other sizes."""
     call, another = (smaller(actual, *size) for size in runs.sizes(actual))
-    first, last = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
+    first, second = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
     if not any(first.calls):
         return "its attention cannot be reached"
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times), drawn(another, 1)]
     streams, failures = sum(map(bool, blocks[0].returns)), []
     # Behind its blocks a class counts the tokens that it drops by what it gave to them, or by what it got between them.
     all_but = (tuple(other for other in range(streams) if other != kept) for kept in range(streams))
-    for of_rank, order in itertools.product(dict.fromkeys([(), *all_but]), itertools.permutations(range(max(streams, 2)))):
-        learning = Learning(blocks, first, last, order, of_rank)
+    orders, last = list(itertools.permutations(range(max(streams, 2)))), len(blocks) - 1
+    # Between lists, such as refiners and layers, it may count on all tokens: then they leave each, and enter again.
+    tried = dict.fromkeys([(last,), tuple(list_ends(blocks))])
+    for ends, of_rank, order in itertools.product(tried, dict.fromkeys([(), *all_but]), orders):
+        learning = Learning(blocks, first, second, order, of_rank, ends)
         why = runs.why_not(learning, calls[0], first) or next(filter(None, runs.checks(learning.blocks, calls)), "")
         if not why:
             return learning.blocks

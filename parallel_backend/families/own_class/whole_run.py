@@ -11,7 +11,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from .attention_calls import AttentionCall, attention_call
 from .band_tokens import ONE
 from .noted_attention import Noted
-from .token_cut import Arguments, TokenCut, tensor_places
+from .token_cut import Arguments, TokenCut, list_ends, tensor_places
 from .unproven import Unproven
 
 
@@ -24,8 +24,9 @@ class WholeRun(TokenCut):
         """Of each block's tensors."""
         self.calls: list[list[Noted]] = []
         """Each block's attention."""
-        self.outputs: tuple[torch.Tensor | None, ...] = ()
-        """Of the last block."""
+        self.outputs: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        """Of the last block of each list, by number."""
+        self._ends = list_ends(blocks)
         self.result: Any = None
         """Of the model."""
 
@@ -50,9 +51,12 @@ class WholeRun(TokenCut):
         self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone(), masked, key_mask))
         return out
 
-    def leave(self, out: Any) -> Any:
+    def leaves(self, number: int) -> bool:
+        return number in self._ends
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
-        self.outputs = tuple(None if value is None else value.clone() for value in values)
+        self.outputs[self.number] = tuple(None if value is None else value.clone() for value in values)
         return out
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:

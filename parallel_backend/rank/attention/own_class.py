@@ -136,7 +136,7 @@ class RankTokens(TokenCut):
         """All keys and values that are known, once those of all ranks are written to the buffer."""
         assert self.band is not None
         layer = self._layers[self.number] + self._attended
-        words, has_latent = self.band.words(spec.keys, self.tokens), self.band.latent.stream in spec.keys
+        words, has_latent = self.band.words(spec.keys, self.tokens), bool(set(self.band.latent.streams) & set(spec.keys))
         pieces_of = functools.partial(self._pieces_of, spec.keys)
         of_patches = exchange_patches(self._context, step, layer, k_BKhD, v_BKhD, tokens, pieces_of)
         k_BKhD, v_BKhD, pieces, arriving = of_patches

@@ -1,0 +1,193 @@
+"""Finds out where a latent's tokens are: in which stream that enters a class's blocks, in which rows of it.
+
+It is learnt by runs of the prologue with another latent row, column or frame each. Lists of blocks that tokens leave, such
+as refiners, pass them on as they are meanwhile.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnBlock, OwnEntry, OwnLatent
+
+from .token_cut import Arguments, entries_of, tensor_places
+from .token_rows import in_rows
+from .token_trial import Runs
+from .tried_calls import Call, drawn
+from .unproven import Unproven, first_line
+from .whole_run import WholeRun
+
+
+class _HasEntered(Exception):
+    """Not an error: ends a run once all streams are known."""
+
+
+class _Prologue(WholeRun):
+    """Notes the streams where they enter, and then ends the run. Tokens leave lists of blocks as they have entered them."""
+
+    def __init__(self, blocks: Sequence[OwnBlock]):
+        super().__init__([replace(block, attention=()) for block in blocks])
+        self.streams: dict[int, torch.Tensor] = {}
+        self._coming_streams = {cut.streams[0] for block in blocks for cut in block.slices if cut.enters}
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        leaves = pytree.tree_leaves((args, kwargs))
+        places = tensor_places(leaves)
+        for cut in self.blocks[number].slices:
+            if cut.enters:
+                self.streams.setdefault(cut.streams[0], in_rows(leaves[places[cut.tensor]], cut).clone())
+        if self._coming_streams <= set(self.streams):
+            raise _HasEntered
+        return super().enter(number, args, kwargs)
+
+    def leaves(self, number: int) -> bool:
+        return bool(self.blocks[number].leaving)
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        entered = [
+            torch.cat([self.streams[stream] for stream in streams], dim=1) if streams else value
+            for value, streams in zip(values, self.block.leaving, strict=True)
+        ]
+        if any(value is not None and value.shape != each.shape for value, each in zip(values, entered, strict=True)):
+            raise Unproven("its tokens leave a list of blocks in another form than they enter it in")
+        return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
+
+
+def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent:
+    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams, or in one each time
+    that tokens enter."""
+    call = drawn(call, 1)
+    first = entering(runs, blocks, call)
+    sides = call.latents[0].shape
+    changed = [
+        [_rows_of(runs, blocks, call, 0, axis, index, first) for index in range(sides[axis])]
+        for axis in range(2, len(sides))
+    ]
+    (found, *more) = (_Raster.of(changed, first, streams) for streams in entries_of(blocks))
+    if found.start and found.behind:
+        raise Unproven("other tokens come before and behind its latent's")
+    if found.patch[-1] != found.patch[-2]:
+        raise Unproven(f"a token has {found.patch[-2]} rows and {found.patch[-1]} columns of its latent")
+    again = []
+    for each in more:
+        behind = found.start == 0 and each.behind == found.behind and each.start > 0
+        if each.patch != found.patch or (each.start and each.behind and not behind):
+            raise Unproven("its latent's tokens are in other places after they have left a list of blocks")
+        again.append(OwnEntry(each.stream, each.start > 0, behind))
+    frames = found.patch[0] if len(found.patch) == 3 else 1
+    others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(more))
+    patch = frames, found.patch[-2], found.patch[-1]
+    latent = OwnLatent(found.stream, found.start > 0, patch, others > 0, pads=False, again=tuple(again))
+    if len(call.latents) == 1:
+        return latent
+    if more:
+        raise Unproven("its latent has two parts, and leaves a list of blocks")
+    rows = range(found.start, found.start + found.count)
+    pattern, companions = _companion(runs, blocks, call, first, {(found.stream, row) for row in rows})
+    return replace(latent, companion=pattern, words=others > companions)
+
+
+Changed = Mapping[int, tuple[int, ...]]
+"""Stream -> its rows that a change of the latent changes, if there are any."""
+
+
+@dataclass(frozen=True)
+class _Raster:
+    """The latent's `count` tokens in a stream, with as many others before and `behind`. `patch`: what a token has of it."""
+
+    stream: int
+    start: int
+    count: int
+    behind: int
+    patch: tuple[int, ...]
+
+    @staticmethod
+    def of(changed: Sequence[Sequence[Changed]], first: Mapping[int, torch.Tensor], streams: set[int]) -> "_Raster":
+        """By what the values at each index of each axis of the latent change in these streams. Unproven: no raster."""
+        found = [[_only(rows, streams) for rows in of_axis] for of_axis in changed]
+        if len(among := {stream for of_axis in found for stream, _ in of_axis}) != 1:
+            raise Unproven("a part of its latent is in several streams")
+        (stream,), patch, rows_by_axis = among, [], []
+        for of_axis in found:
+            groups = [(rows, len(list(same))) for rows, same in itertools.groupby(rows for _, rows in of_axis)]
+            if len({count for _, count in groups}) != 1:
+                raise Unproven("its tokens have unequal parts of the latent, or are mixed before its blocks")
+            patch.append(groups[0][1])
+            rows_by_axis.append([rows for rows, _ in groups])
+        grid = [len(rows) for rows in rows_by_axis]
+        count, start = math.prod(grid), min(rows_by_axis[0][0])
+        raster = torch.arange(count).view(grid) + start
+        for axis, of_rows in enumerate(rows_by_axis):
+            for index, rows in enumerate(of_rows):
+                if sorted(raster.select(axis, index).flatten().tolist()) != list(rows):
+                    raise Unproven("its latent's tokens are not in raster order, or are mixed before its blocks")
+        return _Raster(stream, start, count, first[stream].shape[1] - start - count, tuple(patch))
+
+
+def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
+    """The one of these streams that changes, and its rows."""
+    among = [stream for stream in changed if stream in streams]
+    if len(among) != 1:
+        raise Unproven("a part of its latent is in several streams" if among else "a part of its latent is not used")
+    return among[0], changed[among[0]]
+
+
+def _companion(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: dict[int, torch.Tensor], taken: set[tuple[int, int]]
+) -> tuple[str, int]:
+    """Pattern from the second latent to its tokens (Companion.pattern), and their number. `taken`: (stream, row) of the
+    first one's tokens. Unproven if the second has some of those, or tokens that are not made of whole axes.
+
+    The pattern says how many tokens there are. That they are the second latent's, the bands show."""
+    sizes = call.latents[1].shape
+    stream, rows = _only(_rows_of(runs, blocks, call, 1, 0, 0, first), set(first))
+    if taken & {(stream, row) for row in rows}:
+        raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
+    of_channels = [axis for axis in range(1, len(sizes)) if rows in _rows_of(runs, blocks, call, 1, axis, 0, first).values()]
+    of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
+    if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
+        raise Unproven("its second latent's tokens are mixed before its blocks")
+    names, tokens, channels = (
+        " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
+    )
+    return f"b {names} -> b ({tokens}) ({channels})", len(rows)
+
+
+def entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:
+    """The streams where they enter the blocks."""
+    prologue = _Prologue(blocks)
+    try:
+        runs.run(call, prologue)
+    except _HasEntered:
+        return prologue.streams
+    except Exception as error:  # of any kind: its code is not known
+        raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
+    raise Unproven("not all of its streams enter its blocks")
+
+
+def _rows_of(
+    runs: Runs,
+    blocks: Sequence[OwnBlock],
+    call: Call,
+    part: int,
+    axis: int,
+    index: int,
+    first: dict[int, torch.Tensor],
+) -> Changed:
+    """What the values at this index of an axis change, of latent number `part`."""
+    x = call.x.clone()
+    call.parts(x)[part].select(axis, index).add_(1)
+    now = entering(runs, blocks, replace(call, x=x))
+    if any(value.shape != first[stream].shape for stream, value in now.items()):
+        raise Unproven("it has other tokens for another latent of the same size")
+    rows = {
+        stream: tuple((value - first[stream]).abs().amax(dim=(0, 2)).nonzero()[:, 0].tolist())
+        for stream, value in now.items()
+    }
+    return {stream: of_stream for stream, of_stream in rows.items() if of_stream}
