@@ -78,11 +78,21 @@ class Sampling:
     @property
     def entries(self) -> int:
         """Batch entries of a model call: pictures times prompts."""
-        prompts = sum(bool(conds) for conds in self.guider.conds.values())
-        both = self.guider.model_options.get("disable_cfg1_optimization", False)  # set by NAG, which needs both prompts
-        if math.isclose(getattr(self.guider, "cfg", 1.0), 1.0) and not both:
-            prompts = 1
+        prompts = 1 if self._has_one_prompt else sum(bool(conds) for conds in self.guider.conds.values())
         return len(self.noise) * max(1, prompts)
+
+    @property
+    def evaluated(self) -> list[Any]:
+        """The conditionings that ComfyUI evaluates in a step."""
+        conds = self.guider.conds
+        return (
+            [conds["positive"]] if self._has_one_prompt and set(conds) == {"positive", "negative"} else list(conds.values())
+        )
+
+    @property
+    def _has_one_prompt(self) -> bool:
+        both = self.guider.model_options.get("disable_cfg1_optimization", False)  # set by NAG, which needs both prompts
+        return math.isclose(getattr(self.guider, "cfg", 1.0), 1.0) and not both
 
     @property
     def text_tokens(self) -> int:

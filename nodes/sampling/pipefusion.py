@@ -65,7 +65,7 @@ def prove(sampling: Sampling, stub: OwnClassModel, bands: bool = True) -> str:
     def run(entries: dict[str, Any]) -> None:
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         options["transformer_options"].update(entries, sample_sigmas=sampling.sigmas)
-        conds, x = list(sampling.guider.conds.values()), sampling.noise
+        conds, x = sampling.evaluated, sampling.noise
         comfy.samplers.calc_cond_batch(sampling.guider.inner_model, conds, x, sampling.sigmas[:1].expand(len(x)), options)
 
     return stub.prove(run, [shape[1] for shape in sampling.shapes], bands)

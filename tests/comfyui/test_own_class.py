@@ -63,6 +63,10 @@ def test_parallelize_model_adds_pipefusion_where_it_is_proven(found):
     assert cosmos["share"] <= LIMIT and cosmos["exact since"].startswith("it does not run where its tokens are cut"), cosmos
 
 
+def test_pipefusion_of_one_prompt_is_tried_with_one_prompt(found):
+    assert found["aura, PipeFusion of one prompt"] is None
+
+
 def test_displaced_patches_where_a_trial_has_proven_it(found):
     assert found["aura, displaced patches, all warm-up"] <= LIMIT, found["aura, displaced patches, all warm-up"]
     one = found["aura, displaced patches, one warm-up step"]

@@ -177,6 +177,16 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
 
     results.case(f"{name}, Parallelize Model, pipefusion", pipelined)
 
+    def one_prompt() -> str | None:
+        """Why it is exact, at a cfg of 1, at which ComfyUI evaluates the positive prompt alone."""
+        model = node("ApplyPipeFusion", parallel(file), 2, 1, True)
+        sampled(model, cfg=1.0)
+        (wrapper,) = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
+        return wrapper.last.reason
+
+    if name == "aura":
+        results.case(f"{name}, PipeFusion of one prompt", one_prompt)
+
     def auto(wrap=lambda model: model) -> dict:
         """One prompt, on made-up ranks with fast links, on which any shared mode pays."""
         model = wrap(node("ParallelDiTLoader", file, "fp32", 2, 1, 1, "cpu,cpu", None, "even", degrees="auto"))
