@@ -10,7 +10,7 @@ from testing.comfyui.scripted import Inside
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.comfyui
-DEFAULT = "wan-2.2-t2v-14b", "flux-dev", "z-image"
+DEFAULT = "wan-2.2-t2v-14b", "flux-dev", "qwen-image"
 FILES = [json.loads(path.read_text()) for path in PLANS.glob("*.json")]
 NAMES = sorted({plan["name"] for file in FILES for plan in file[NAME]})
 SHIPPED = " by its shipped plan"
@@ -33,8 +33,8 @@ def published(comfyui, tmp_path_factory):
 )
 def test_the_call_of_a_published_model_needs_no_trial(published, name):
     found = published.run("served", names=[name])[0][name]
-    assert found["tensor 1"]["how"] == SHIPPED
-    assert found["tensor 1"]["shared"] >= 0.75 * found["blocks"]
+    assert found["tensor 1"] == {"how": SHIPPED, "shared": found["run"]}
+    assert found["run"] >= 0.75 * found["blocks"]
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.narrow import narrowed
 from parallel_backend.families.own_class.plan import Plan, key_of, lists_of, path_of, to_json, without
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call
 
@@ -54,19 +54,20 @@ def main(results: Results, name: str) -> None:
 
 def plans_of(name: str, published: Published) -> dict[str, Any]:
     """The file's name and key, and the plans as JSON."""
-    own, call, sizes, times = captured(name, published)
+    model, call, sizes = captured(name, published)
+    own, times = model.model.diffusion_model.setup.own_class, own_calls.times_of(model.model.model_sampling)
     code = class_code.code_digest(Path(own.folder), own.module, helpers=False)
     plans = [to_json(plan) for plan in Making(name, own, call, sizes, times).plans()]
     return {"file": path_of(own).name, "key": key_of(own, code), "plans": plans}
 
 
-def captured(name: str, published: Published) -> tuple[OwnClass, Call, Sizes, tuple[float, ...]]:
-    """The class, the call that a sampler makes of it, the latent's sizes, and the model's times."""
+def captured(name: str, published: Published) -> tuple[Any, Call, Sizes]:
+    """A MODEL by the class, the call that a sampler makes of it, and the latent's sizes."""
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     kind = getattr(comfy.supported_models, published.kind)
     write_hole(path, native_shapes(kind, published.arguments), dict(published.header))
     model = by_own_class(parallel, path.name)
-    stub, calls = model.model.diffusion_model, []
+    calls: list[tuple[Call, Sizes]] = []
     assert type(model.model.model_config) is kind, f"{name} is taken for {type(model.model.model_config).__name__}"
 
     def note(_stub: Any, call: Call, sizes: Sizes) -> None:
@@ -83,7 +84,7 @@ def captured(name: str, published: Published) -> tuple[OwnClass, Call, Sizes, tu
         pass
     finally:
         path.unlink()
-    return stub.setup.own_class, *calls[0], stub._times()
+    return model, *calls[0]
 
 
 def entries(more: Any) -> Iterator[tuple[str, Any]]:
@@ -112,10 +113,8 @@ class Making:
             lone = self.tried(False, False, 2)
             if len(lone.blocks) > len(proof.blocks):
                 yield self.plan(lone, False)
-        if not proof.tensor and (proof.sequence or proof.latent is None):
-            alone = self.tried(True, True, 1)  # more may be proven without tensor parallelism
-            if (alone.sequence, alone.latent) != (proof.sequence, proof.latent):
-                yield self.plan(alone, True)
+        if not proof.tensor and (proof.sequence or proof.latent is None) and not Like(self, uncut(proof), True, 1).holds():
+            yield self.plan(self.tried(True, True, 1), True)  # more is proven without tensor parallelism
         yield self.plan(proof, True)
 
     def tried(self, sequence: bool, bands: bool, tensor: int) -> Proof:
@@ -125,7 +124,7 @@ class Making:
         by_tensor = not proof.tensor
         depths = depths_of(self.own)
         like = Like(self, proof, cut, 2 if by_tensor else 1)
-        found = like.allowed({"entries": 3, "more": depths, "tensor": 4}) | like.allowed({"entries": 1})
+        found = like.allowed(entries=3, more=depths, tensor=4) | like.allowed(entries=1)
         batches = {self.entries, *(value for name, value in found if name == "entries")}
         degrees = {1, 2, *(value for name, value in found if name == "tensor")} if by_tensor else {1}
         depths = depths if ("more", depths) in found else ()
@@ -153,13 +152,13 @@ class Like:
     def __init__(self, making: Making, proof: Proof, cut: bool, tensor: int):
         self.making, self.proof, self.cut, self.tensor = making, proof, cut, tensor
 
-    def allowed(self, changes: dict[str, Any]) -> set[tuple[str, Any]]:
-        """Those of the changes, arguments of `holds`, that change nothing: all at once, or else each by itself."""
+    def allowed(self, **changes: Any) -> set[tuple[str, Any]]:
+        """Those of the changes, arguments of `holds`, that change nothing: all at once, or the first of them."""
         if self.tensor == 1:
-            changes = {name: value for name, value in changes.items() if name != "tensor"}
-        if self.holds(**changes):
-            return set(changes.items())
-        return {each for each in changes.items() if len(changes) > 1 and self.holds(**dict([each]))}
+            changes.pop("tensor", None)
+        while changes and not self.holds(**changes):
+            changes.popitem()
+        return set(changes.items())
 
     def holds(self, entries: int = 0, more: tuple[str, ...] = (), tensor: int = 0) -> bool:
         """For a batch of so many entries, more blocks by these arguments, and this degree."""
@@ -176,6 +175,12 @@ class Like:
                 continue
             return form_of(found, entries) == form_of(self.proof, entries)
         return False
+
+
+def uncut(proof: Proof) -> Proof:
+    """The proof without tensor parallelism."""
+    blocks = tuple(dataclasses.replace(block, cuts=(), divided=()) for block in proof.blocks)
+    return dataclasses.replace(proof, blocks=blocks, tensor=NOT_TRIED)
 
 
 def form_of(proof: Proof, entries: int) -> Any:

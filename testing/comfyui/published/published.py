@@ -56,29 +56,14 @@ CHANNELS = {"concat_latent_image": (16, *VIDEO), "concat_mask": (1, *VIDEO)}
 CLIP = {"clip_vision_output.penultimate_hidden_states": (257, 1280)}
 SOUND = {"audio_embed": (25, 1024, 12)}
 LTX_2 = {"rope_type": "split", "causal_temporal_positioning": True, "use_middle_indices_grid": True}
-LTX_23 = LTX_2 | {
-    "frequencies_precision": "float64",
-    "av_ca_timestep_scale_multiplier": 1000.0,
-    "connector_num_attention_heads": 32,
-    "audio_connector_attention_head_dim": 64,
-    **dict.fromkeys(("apply_gated_attention", "cross_attention_adaln", "caption_proj_before_connector"), True),
-}
 WITH_SOUND = ((128, 5, 16, 16), (8, 33, 16))
 UNPROCESSED = {"unprocessed_ltxav_embeds": {"is": True}, "frame_rate": {"is": 24.0}}
 
 PUBLISHED = {
     "minimax-h3": Published("MiniMaxH3", (32, 5120), ((24, 5, 30, 54), (32, 2, 21)), {"num_layers": 50}),
-    "ltx-2.3": Published(
-        "LTXAV",
-        (128, 4096 + 2048),
-        WITH_SOUND,
-        {"num_layers": 48} | LTX_23,
-        UNPROCESSED,
-        {"caption_channels": 3840} | LTX_23,
-    ),
     "ltx-2": Published("LTXAV", (128, 3840), WITH_SOUND, {"num_layers": 48} | LTX_2, UNPROCESSED, LTX_2),
     "wan-2.2-t2v-14b": video("WAN21_T2V", WORDS, 16, WAN_14B),
-    "wan-2.2-i2v-14b": video("WAN21_I2V", WORDS, 16, WAN_14B | {"in_dim": 36}, **CHANNELS),
+    "wan-2.2-i2v-14b": video("WAN21_T2V", WORDS, 16, WAN_14B | {"in_dim": 36}, **CHANNELS),
     "flux-dev": image("Flux", T5, 16, FLUX, **POOLED),
     "z-image": image("ZImage", (64, 2560), 16),
     "qwen-image": one_frame("QwenImage", (64, 3584), 16, {"num_layers": 60}),
@@ -91,6 +76,7 @@ PUBLISHED = {
     "wan-2.1-t2v-1.3b": video("WAN21_T2V", WORDS, 16, WAN_1B),
     "wan-2.2-5b": video("WAN22_T2V", WORDS, 48, WAN_5B),
     "wan-2.1-i2v-14b": video("WAN21_I2V", WORDS, 16, WAN_14B | {"in_dim": 36, "model_type": "i2v"}, **CHANNELS, **CLIP),
+    "wan-2.1-i2v-14b-without-clip": video("WAN21_I2V", WORDS, 16, WAN_14B | {"in_dim": 36}, **CHANNELS),
     "sd3.5-large": image("SD3", (154, 4096), 16, LARGE, pooled_output=(2048,)),
     "sd3.5-medium": image("SD3", (154, 4096), 16, SD35 | X_BLOCKS, pooled_output=(2048,)),
     "flux-schnell": image("FluxSchnell", T5, 16, FLUX, **POOLED),

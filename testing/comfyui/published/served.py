@@ -2,9 +2,10 @@
 
 import importlib
 from itertools import product
+from unittest.mock import patch
 
 from boot import Results
-from make_plans import PACK, captured, own_calls
+from make_plans import PACK, captured, own_calls, own_class
 from published import PUBLISHED
 
 from parallel_backend.families.own_class.block_order import block_lists
@@ -19,10 +20,14 @@ def main(results: Results, names: list[str]) -> None:
 
 
 def served(name: str) -> dict[str, object]:
-    """How the plan was found for the call, by what is asked, and how many of the class's blocks it shares out."""
-    own, call, sizes, times = captured(name, PUBLISHED[name])
+    """How many blocks a run by stages shares out without a trial, and of how many; and by what is asked of the call: how a
+    plan is found, and how many blocks it shares out."""
+    model, call, sizes = captured(name, PUBLISHED[name])
+    stub = model.model.diffusion_model
+    own, times = stub.setup.own_class, own_calls.times_of(model.model.model_sampling)
     lists = block_lists(build(own))
-    found: dict[str, object] = {"blocks": sum(map(len, lists.values()))}
+    with patch.object(own_class, "kept_proof", side_effect=AssertionError("it is tried")):
+        found: dict[str, object] = {"blocks": sum(map(len, lists.values())), "run": len(stub._proven(call, sizes).blocks)}
     for sequence, bands, tensor in product((False, True), (False, True), (1, 2, 4)):
         asked = own_calls.asked(call, sizes, times, sequence, bands, tensor)
         proof, how = shipped_plans.shipped_proof(own, asked, lists)
