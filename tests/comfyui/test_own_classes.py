@@ -36,7 +36,9 @@ def test_a_file_of_a_family_by_its_own_class(inside, base, name):
         assert beside.get("share", 1) <= limit, beside
 
 
-@pytest.mark.parametrize("name", ["flux-fill", *(pytest.param(name, marks=pytest.mark.full) for name in ("z-image", "lumina2"))])
+@pytest.mark.parametrize(
+    "name", ["flux-fill", *(pytest.param(name, marks=pytest.mark.full) for name in ("z-image", "lumina2"))]
+)
 def test_a_file_in_patches_equals_its_family(inside, base, name):
     """Both with the same old keys of other patches, extrapolated and corrected in the same way; ComfyUI adds channels, or
     refiners of the latent come first."""

@@ -55,7 +55,7 @@ TWO_EVENTS = (
     Mutant(
         "requests count bands along rows for videos cut along time",
         CLIENT + "memory_guard.py",
-        "family.patching.cut(conditioning.layout.along).band_dim",
+        "family.patching.cut(layout.along).band_dim",
         'family.patching.cut("rows").band_dim',
         ("tests/client/test_memory_guard.py", "tests/client/test_requests.py"),
     ),
