@@ -73,7 +73,8 @@ def test_equals_the_native_model(inside, name):
         assert "cannot run in PipeFusion's patches" in in_patches["error"]
     else:
         assert in_patches <= LIMIT, in_patches
-        assert LIMIT < (one := found[f"{name}, PipeFusion with one exact step"]) <= 0.2, one
+        far = 2 if name == "zimage_pixel" else 0.2  # its decoder of pixels makes ten times as much of a difference
+        assert LIMIT < (one := found[f"{name}, PipeFusion with one exact step"]) <= far, one
     if name in SOUND:
         for mode in MODES:
             share = found[f"{name}, audio_embed, {mode}"]
