@@ -19,7 +19,7 @@ from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.base.patching import latents_of
+from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_model import KV_COPIES, MemoryNeed, Request, memory_by_rank
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
@@ -70,7 +70,8 @@ def trace(real: RealModel, degrees: Degrees) -> Trace:
         pool, accounts = stack.enter_context(hollow_pool(degrees.world))
         model = on_ranks(pool, checkpoint, degrees, "bf16", "sdpa", lambda: None, stage_split="even")
         weights = [account.allocated for account in accounts]
-        found = _in_bands(model, real, accounts) if keeps(degrees) else _whole(pool, model, real, accounts)
+        inputs = Inputs(real.noise(), real.tensors(), real.timestep)
+        found = traced(pool, model, inputs, accounts)
         for figures, nbytes in zip(found, weights, strict=True):
             figures["peak"] -= nbytes
             figures["weights"] = nbytes
@@ -81,6 +82,27 @@ def trace(real: RealModel, degrees: Degrees) -> Trace:
         )
         kept = KV_COPIES if keeps(degrees) else 0
         return Trace(found, request_of(conditioning, model.family, kept, bands_of(degrees)))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of a call: latents of all entries, conditioning tensors, and the time of the first step."""
+
+    noise: torch.Tensor | Latents
+    tensors: dict[str, torch.Tensor]
+    timestep: float
+
+    @property
+    def entries(self) -> int:
+        """Of the batch."""
+        return len(latents_of(self.noise)[0])
+
+
+def traced(pool: Pool, model: RemoteTransformer, inputs: Inputs, accounts: Sequence[Account]) -> list[Figures]:
+    """By rank, of a run of the model, whose weights are in the peak."""
+    if keeps(model.setup.degrees):
+        return _in_bands(model, inputs, accounts)
+    return _whole(pool, model, inputs, accounts)
 
 
 def figures(real: RealModel, degrees: Degrees) -> Trace:
@@ -136,28 +158,28 @@ def _sizes(real: RealModel) -> ModelSizes:
         return model_sizes(checkpoint, "bf16", "cuda")
 
 
-def _whole(pool: Pool, model: RemoteTransformer, real: RealModel, accounts: Sequence[Account]) -> list[Figures]:
+def _whole(pool: Pool, model: RemoteTransformer, inputs: Inputs, accounts: Sequence[Account]) -> list[Figures]:
     """Two exact calls: what is made once comes with the first."""
-    tensors, peaks = real.tensors(), [0] * len(accounts)
+    peaks = [0] * len(accounts)
     for number in range(2):
         for account in accounts:
             account.begin()
-        timestep = torch.full((real.entries,), real.timestep * (1 - number / 10))
-        model.predict(ModelCall(real.noise(), timestep, tensors), lambda: None)
+        timestep = torch.full((inputs.entries,), inputs.timestep * (1 - number / 10))
+        model.predict(ModelCall(inputs.noise, timestep, inputs.tensors), lambda: None)
         # Ranks without an output may still be at work when it comes; they answer behind their work.
         wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), lambda: None)
         peaks = [max(peak, account.peak) for peak, account in zip(peaks, accounts, strict=True)]
     return [_read(account) | {"peak": peak} for account, peak in zip(accounts, peaks, strict=True)]
 
 
-def _in_bands(model: RemoteTransformer, real: RealModel, accounts: Sequence[Account]) -> list[Figures]:
+def _in_bands(model: RemoteTransformer, inputs: Inputs, accounts: Sequence[Account]) -> list[Figures]:
     """Runs of STEPS steps and of one less: what they differ by is a step with old keys."""
-    prompt = Prompt(real.tensors(), {}, 1.0, real.timestep)
+    prompt = Prompt(inputs.tensors, {}, 1.0, inputs.timestep)
     runs: list[list[Figures]] = []
     for steps in (STEPS - 1, STEPS - 1, STEPS):  # what is made once comes with the first
         for account in accounts:
             account.begin()
-        sample_in_bands(model, real.noise(), linear_sigmas(steps), prompt, bands_of(model.setup.degrees), WARM_UP)
+        sample_in_bands(model, inputs.noise, linear_sigmas(steps), prompt, bands_of(model.setup.degrees), WARM_UP)
         runs.append([_read(account) for account in accounts])
     first, fewer, more = runs
     return [

@@ -1,0 +1,86 @@
+"""Run by ComfyUI's Python, in its folder: ranks run ComfyUI's own class of models of real size on hollow devices (own.py).
+
+Arguments: cases like "flux-dev:ulysses:2". A line of JSON for each, its figures by rank, goes to standard output.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+PACK = "parallel_dit_pack"
+cases = [case.split(":") for case in sys.argv[1:]]
+said, sys.stdout = sys.stdout, sys.stderr  # whatever ComfyUI prints
+sys.argv = [sys.argv[0], "--cpu", "--use-pytorch-cross-attention"]
+sys.path.insert(0, str(Path.cwd()))
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import torch  # noqa: E402
+
+import nodes  # noqa: E402, F401 - ComfyUI's, before a folder of the same name is in the path
+
+sys.path.append(str(ROOT))
+
+from benchmarks.sizes.trace import Figures, Inputs, traced  # noqa: E402
+from parallel_backend.checkpoints.own_class import open_own_class  # noqa: E402
+from parallel_backend.core.degrees import Degrees  # noqa: E402
+from parallel_backend.families.base.patching import latents_of  # noqa: E402
+from parallel_backend.families.own_class import family  # noqa: E402
+from parallel_backend.families.own_class.adapters import sent  # noqa: E402
+from parallel_backend.families.own_class.call_arguments import OPTIONS, structure_of, to_tensors  # noqa: E402
+from parallel_backend.families.own_class.call_form import in_form  # noqa: E402
+from parallel_backend.families.own_class.trial import trial  # noqa: E402
+from parallel_backend.families.own_class.tried_calls import Call  # noqa: E402
+from testing.hollow.ranks import hollow_pool  # noqa: E402
+from testing.models import on_ranks  # noqa: E402
+from testing.real_sizes import REAL_MODELS, RealModel  # noqa: E402
+
+DEVICES = ("cuda:0",)
+
+
+def load_pack() -> None:
+    """The pack under a name of its own: its `nodes` are then no module of ComfyUI's."""
+    spec = importlib.util.spec_from_file_location(PACK, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    assert spec is not None and spec.loader is not None
+    sys.modules[PACK] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[PACK])
+
+
+def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
+    """By rank, as trace.py has them, of all blocks. What the degrees need is tried first."""
+    nodes_of_pack = importlib.import_module(f"{PACK}.nodes.model.own_class")
+    with tempfile.TemporaryDirectory() as folder:
+        path = real.save(Path(folder) / "model.safetensors")
+        own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{real.family_name} has no class"))
+        latents = latents_of(real.noise())
+        given = latents if len(latents) > 1 else latents[0]
+        x, timestep, form = in_form(given, torch.full((real.entries,), real.timestep), 5 if own.video else 4)
+        arguments = real.call_tensors() | real.call
+        context = arguments.pop("context")
+        named = {"context": context, "control": None, OPTIONS: {}, **sent(own.kind, arguments), **form}
+        if degrees.world > 1:
+            times = real.timestep, real.timestep / 2
+            kept = degrees.pipe > 1 or degrees.displaced
+            call = Call(x, timestep, named)
+            proof = trial(own, call, times, lambda _: None, degrees.sequence > 1, kept, degrees.tensor)
+            own = dataclasses.replace(own, blocks=proof.blocks, latent=proof.latent)
+        halves = {name: each.bfloat16() if isinstance(each, torch.Tensor) else each for name, each in named.items()}
+        tensors = to_tensors(halves, timestep, () if form else tuple(latents[0].shape[1:]))
+        told = structure_of(tensors)  # no value can be read from a hollow device
+        with hollow_pool(degrees.world) as (pool, accounts), mock.patch.object(family, "structure_of", lambda _: told):
+            opened = open_own_class(path, own)
+            model = on_ranks(pool, opened, degrees, "bf16", "sdpa", lambda: None, stage_split="even", own_class=own)
+            return traced(pool, model, Inputs(x, tensors, real.timestep), accounts)
+
+
+load_pack()
+for name, axis, ranks in cases:
+    print(json.dumps(figures(REAL_MODELS[name], Degrees(**{axis: int(ranks)}))), file=said, flush=True)

@@ -1,0 +1,65 @@
+"""ComfyUI's own class on ranks beside families and ComfyUI itself: kernels and bytes of a step at real sizes, by tracing.
+
+python -m benchmarks.sizes.own --comfyui ~/ComfyUI --beside benchmarks/results/real_sizes_DATE.json --out FILE
+"""
+
+import argparse
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import measuring
+from parallel_backend.core.degrees import Degrees
+from scripts.comfyui_server import find_python
+
+from .trace import Figures, mode_name
+
+SCRIPT = Path(__file__).with_name("inside_own.py")
+MODELS = "flux-dev", "wan-2.2-14b", "qwen-image", "z-image", "krea-2", "flux2-dev"
+MODES = ("ulysses", 1), ("ulysses", 2), ("tensor", 2), ("pipe", 2)
+KEPT = "kernels", "products", "moved", "stops", "peak"
+
+
+def own_figures(checkout: Path, cases: Sequence[tuple[str, str, int]]) -> Iterator[list[Figures]]:
+    """By rank, of each case. RuntimeError if ComfyUI ends before the last one: its log is in this process's."""
+    command = [find_python(checkout), str(SCRIPT), *(":".join(map(str, case)) for case in cases)]
+    with subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, text=True) as comfyui:
+        assert comfyui.stdout is not None
+        for _ in cases:
+            if not (line := comfyui.stdout.readline()):
+                raise RuntimeError("ComfyUI ended")
+            yield json.loads(line)
+
+
+def shown(figures: dict[str, Any] | None) -> str:
+    return "none" if figures is None else f"{figures['kernels']} kernels, {figures['moved'] / 1e9:.1f} GB"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--comfyui", type=Path, required=True)
+    options.add_argument("--beside", type=Path, required=True, help="a result of benchmarks.sizes.table")
+    options.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    options.add_argument("--out", type=Path, required=True)
+    given = options.parse_args()
+    say, beside = measuring.TimedLog(), json.loads(given.beside.read_text())
+    result: dict[str, Any] = {"what": "own_class_real_sizes", "date": date.today().isoformat(), "cases": {}}
+    cases = [(name, *mode) for name in given.models for mode in MODES]
+    for (name, axis, ranks), found in zip(cases, own_figures(given.comfyui.resolve(), cases), strict=True):
+        key = f"{name}, {mode_name(Degrees(**{axis: ranks}))}"
+        family = beside["cases"][key]["ranks"]
+        native = beside["native"][name] if ranks == 1 else None
+        result["cases"][key] = {
+            "own class": [{text: each[text] for text in KEPT} for each in found],
+            "family": [{text: each[text] for text in KEPT} for each in family],
+            "native": native and {text: native[text] for text in KEPT if text in native},
+        }
+        say(f"{key}: own class {shown(found[0])}; family {shown(family[0])}; native {shown(native)}")
+        given.out.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
