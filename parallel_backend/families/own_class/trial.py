@@ -233,11 +233,11 @@ def _at_width(
     model = build(own)
     lists = block_lists(model)
     kept = shortened(model, lists, FEWEST_BLOCKS)
-    proof, *of_both = found.best
+    proof, tried, tried_cut = found.best
     if any(len(names) > KEPT_BLOCKS for names in found.kept.values()):
         return None  # the class counts on all of its blocks
     places = {old: new for at, names in kept.items() for old, new in zip(_ends(found.kept[at]), names, strict=True)}
-    blocks, cut = (each if isinstance(each, str) else _at(places, each) for each in of_both)
+    blocks, cut = _at(places, tried), tried_cut if isinstance(tried_cut, str) else _at(places, tried_cut)
     _give_weights(own, model, poll, found.idle)
     actual = dataclasses.replace(with_tensors_told(call) if found.proof.options else call, whole_axes=found.whole_axes)
     before, sizes = held(model), (FEW, *found.sizes[:1], *SIZES)
