@@ -33,7 +33,7 @@ from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.example import with_example
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import CONTROL, for_trial
 from parallel_backend.families.own_class.trial import trial
@@ -377,6 +377,7 @@ class OwnClassModel(RemoteDiffusionModel):
             )
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
+        assert isinstance(self.checkpoint.family, OwnClassFamily)
         known = self.checkpoint.family.call
         is_known = known is not None and (*known.x.shape, words_of(known)) == tried_sizes
         if own.blocks is not proof.blocks or own.latent != proof.latent or not is_known:

@@ -98,23 +98,24 @@ class AutoDegrees:
         return self._planned(setup, sampling, warm_up)
 
     def _planned(self, setup: Setup, sampling: Sampling, warm_up: int) -> Setup:
-        shape, devices, steps, stub = sampling.shapes[0], setup.devices, max(1, sampling.steps), sampling.stub
+        shape, devices, steps = sampling.shapes[0], setup.devices, max(1, sampling.steps)
         checkpoint, bands, trials = self.checkpoint, warm_up < steps, None
+        own = sampling.stub if type(sampling.stub) is OwnClassModel else None
         if len(devices) == 1:
             return replace(setup, degrees=Degrees())
-        if type(stub) is OwnClassModel:
-            trials = first_trial(sampling, stub, setup, bands)
-            checkpoint = stub.checkpoint  # with the call that was tried
-            if not can_be_planned(stub):
+        if own is not None:
+            trials = first_trial(sampling, own, setup, bands)
+            checkpoint = own.checkpoint  # with the call that was tried
+            if not can_be_planned(own):
                 return self._unplanned(setup, sampling, trials)
         run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype, setup.compile)
         workload = workload_of(checkpoint, setup.dtype, devices[0], *run)
         calibration = calibrated(devices, checkpoint, setup.dtype, setup.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up, trials=trials))
-        if trials is None:
+        if own is None:
             prediction = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
         else:
-            prediction, trials = chosen(sampling, stub, setup, bands, costs)
+            prediction, trials = chosen(sampling, own, setup, bands, costs)
             setup = replace(setup, own_class=trials.class_for(prediction.mode.degrees))
         if prediction.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")

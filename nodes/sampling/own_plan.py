@@ -52,6 +52,7 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
     ValueError if there is no prompt, or if the class does not run.
     """
     stub = remote_stub(model)
+    assert type(stub) is OwnClassModel
     if positive is None:
         raise ValueError(
             f"positive: {stub.checkpoint.path.name} runs as ComfyUI's own class, which is tried with a prompt. Connect one."

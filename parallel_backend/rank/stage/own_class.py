@@ -100,7 +100,8 @@ def build_own_stage(
 def own_class_to_time(family: OwnClassFamily, dtype: torch.dtype) -> tuple[nn.Module, dict[str, nn.Module]]:
     """The class's model on the meta device, and by list its first block. All others return what they get."""
     assert family.own is not None
-    model, first = build(family.own, dtype), {}
+    model = build(family.own, dtype)
+    first: dict[str, nn.Module] = {}
     for block in family.own.blocks:
         name, module = block.name.rpartition(".")[0], model.get_submodule(block.name)
         if first.setdefault(name, module) is not module:
