@@ -1,4 +1,5 @@
 """ComfyUI's own class on ranks beside families and ComfyUI itself: kernels and bytes of a step at real sizes, by tracing.
+"peak": bytes of a run with its weights.
 
 python -m benchmarks.sizes.own --comfyui ~/ComfyUI --beside benchmarks/results/real_sizes_DATE.json --out FILE
 """
@@ -20,7 +21,7 @@ from .trace import Figures, mode_name
 SCRIPT = Path(__file__).with_name("inside_own.py")
 MODELS = "flux-dev", "wan-2.2-14b", "qwen-image", "z-image", "krea-2", "flux2-dev"
 MODES = ("ulysses", 1), ("ulysses", 2), ("tensor", 2), ("pipe", 2)
-KEPT = "kernels", "products", "moved", "stops", "peak"
+STEP = "kernels", "products", "moved", "stops"
 
 
 def own_figures(checkout: Path, cases: Sequence[tuple[str, str, int]]) -> Iterator[list[Figures]]:
@@ -32,6 +33,10 @@ def own_figures(checkout: Path, cases: Sequence[tuple[str, str, int]]) -> Iterat
             if not (line := comfyui.stdout.readline()):
                 raise RuntimeError("ComfyUI ended")
             yield json.loads(line)
+
+
+def of_step(figures: dict[str, Any]) -> dict[str, int]:
+    return {text: figures[text] for text in STEP}
 
 
 def shown(figures: dict[str, Any] | None) -> str:
@@ -53,9 +58,9 @@ def main() -> None:
         family = beside["cases"][key]["ranks"]
         native = beside["native"][name] if ranks == 1 else None
         result["cases"][key] = {
-            "own class": [{text: each[text] for text in KEPT} for each in found],
-            "family": [{text: each[text] for text in KEPT} for each in family],
-            "native": native and {text: native[text] for text in KEPT if text in native},
+            "own class": [of_step(each) | {"peak": each["peak"]} for each in found],
+            "family": [of_step(each) | {"peak": each["peak"] + each["weights"]} for each in family],
+            "native": native and of_step(native),
         }
         say(f"{key}: own class {shown(found[0])}; family {shown(family[0])}; native {shown(native)}")
         given.out.write_text(json.dumps(result) + "\n")
