@@ -22,11 +22,13 @@ def shipped_proof(own: OwnClass, asked: Asked, lists: Mapping[str, Sequence[str]
 
     `lists`: the model's lists of blocks. Plans hold for the class's modules below ROOT as they were when they were made.
     """
+    if not path_of(own).is_file():  # the digest reads the class's modules
+        return None, ""
     try:
         plans = read_plans(own, code_digest(Path(own.folder), own.module, helpers=False))
         if plans is None:
             return None, CHANGED
-        arguments = deciding_arguments(own) if plans else {}
+        arguments = deciding_arguments(own)
         plan = next((each for each in plans if each.serves(own.kind, arguments, asked)), None)
         return (None, "") if plan is None else (plan.whole(lists), SHIPPED)
     except UNREADABLE as error:

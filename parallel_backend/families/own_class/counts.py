@@ -24,7 +24,7 @@ from .call_form import LATENTS
 from .stages import passing_through
 from .token_cut import tensor_places
 from .token_rows import token_count
-from .tried_calls import Call
+from .tried_calls import Call, entry_of
 
 log = logging.getLogger(__name__)
 
@@ -114,14 +114,9 @@ class _Counting:
         self._found: dict[str, Work] = {}
         self._streams: dict[int, int] = {}
         model, kinds = _on_meta(own)
-        entries = len(call.x)
-
-        def of_one(tensor: torch.Tensor) -> torch.Tensor:
-            one = tensor[:1] if tensor.ndim and len(tensor) == entries else tensor
-            return torch.empty_like(one, device="meta")
-
-        named = pytree.tree_map_only(torch.Tensor, of_one, dict(call.named))
-        one = replace(call, x=of_one(call.x), timestep=of_one(call.timestep), named=named, options={})
+        one = entry_of(call, 0)
+        named = pytree.tree_map_only(torch.Tensor, _without_values, dict(one.named))
+        one = replace(one, x=_without_values(one.x), timestep=_without_values(one.timestep), named=named, options={})
         skipped = [block for block in own.blocks if kinds[block.name] != block.name]
         hooks = [hook for block in own.blocks if kinds[block.name] == block.name for hook in self._watch(model, block)]
         try:
@@ -177,6 +172,10 @@ class _Counting:
             part = {"attention": work.attention + operations} if among else {"layers": work.layers + operations}
             self._found[block.name] = replace(work, **part)
         return call.result(queries.new_empty(*queries.shape[:3], call.v_BKHD.shape[3]))
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 @functools.lru_cache(maxsize=4)

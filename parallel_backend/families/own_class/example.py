@@ -14,7 +14,7 @@ from .call_form import LATENTS
 from .counts import Counts, counted
 from .family import OwnClassFamily
 from .residuals import CONTROL
-from .tried_calls import Call, smaller, with_whole_axes
+from .tried_calls import Call, entry_of, smaller, with_whole_axes
 
 
 def with_example(family: OwnClassFamily, call: Call) -> OwnClassFamily:
@@ -38,13 +38,9 @@ def with_example(family: OwnClassFamily, call: Call) -> OwnClassFamily:
 
 def one_entry(call: Call) -> Call:
     """The call's first entry, in host memory, without what ranks do not get and without a ControlNet."""
-    entries = len(call.x)
-
-    def first(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor[:1] if tensor.ndim and len(tensor) == entries else tensor).cpu()
-
-    named = pytree.tree_map_only(torch.Tensor, first, {**call.named, CONTROL: None})
-    return replace(call, x=first(call.x), timestep=first(call.timestep), named=named, options={})
+    one = entry_of(replace(call, named={**call.named, CONTROL: None}), 0)
+    named = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(one.named))
+    return replace(one, x=one.x.cpu(), timestep=one.timestep.cpu(), named=named, options={})
 
 
 def conditioning(call: Call) -> dict[str, torch.Tensor]:

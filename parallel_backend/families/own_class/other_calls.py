@@ -9,9 +9,9 @@ from .band_trial import why_not_in_bands
 from .call_state import held
 from .feature_trial import Sharing
 from .proof import Tried
-from .stage_trial import entry_of, why_not_by_entry, why_not_staged
+from .stage_trial import why_not_by_entry, why_not_staged
 from .token_trial import ENDS, RANKS, Size, why_not_cut
-from .tried_calls import Call, drawn, numbers_of, smaller, with_numbers, words_of
+from .tried_calls import Call, drawn, entry_of, numbers_of, smaller, with_numbers, words_of
 
 ENOUGH = 3
 """Other values of a number with which the class has to run, so that it can be said not to matter."""

@@ -137,12 +137,11 @@ def path_of(own: OwnClass) -> Path:
 
 
 def read_plans(own: OwnClass, code: str) -> list[Plan] | None:
-    """The class's plans. Empty: there are none. None: they are another code's.
+    """The class's plans, of which there is a file. None: they are another code's.
 
     One of kept_file.UNREADABLE for a damaged file.
     """
-    path = path_of(own)
-    content = read_kept(path, key_of(own, code), NAME) if path.is_file() else []
+    content = read_kept(path_of(own), key_of(own, code), NAME)
     return None if content is None else [of_json(Plan, each) for each in content]
 
 

@@ -1,6 +1,5 @@
 """Tries whether stages of one block each, and entries of the batch on their own, give what the whole model gives."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,8 @@ from torch import nn
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
-from .call_arguments import from_tensors, structure_of, to_tensors
 from .stages import StageBlocks
-from .tried_calls import Call, distance
+from .tried_calls import Call, distance, entry_of
 from .unproven import Unproven, first_line
 
 TOLERANCE = 1e-5
@@ -58,13 +56,6 @@ def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: Wholes)
         if not (far := distance(out, whole)) <= TOLERANCE:
             return f"stages give another result (by {far:.1e} of the largest value)"
     return ""
-
-
-def entry_of(call: Call, entry: int) -> Call:
-    """The call of one entry of the batch, as a rank gets it."""
-    rows, tensors = slice(entry, entry + 1), to_tensors(call.named, call.timestep)
-    named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
-    return dataclasses.replace(call, x=call.x[rows], timestep=call.timestep[rows], named=named)
 
 
 def why_not_by_entry(model: nn.Module, wholes: Wholes) -> str:

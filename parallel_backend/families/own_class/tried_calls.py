@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .call_arguments import OPTIONS, SIGMAS
+from .call_arguments import OPTIONS, SIGMAS, from_tensors, structure_of, to_tensors
 from .call_form import LATENTS, TIMES, pack, run, unpack
 from .residuals import CONTROL, smaller_residuals
 
@@ -111,6 +111,13 @@ def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
         if each[0] and not (size > 1 and runs(shorter)):
             stay.add(each)
     return dataclasses.replace(call, whole_axes=frozenset(stay))
+
+
+def entry_of(call: Call, entry: int) -> Call:
+    """The call of one entry of the batch, as a rank gets it."""
+    rows, tensors = slice(entry, entry + 1), to_tensors(call.named, call.timestep)
+    named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
+    return dataclasses.replace(call, x=call.x[rows], timestep=call.timestep[rows], named=named)
 
 
 def words_of(call: Call) -> int:
