@@ -29,10 +29,10 @@ class Engine:
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs, self._texts = RunBuffers(), KeptTexts(stage.family)
         self._traffic, self._link = stage.traffic, stage.link
-        self._ops = (Op.COMPUTE,) if stage.own_class else stage_ops(stage.pipe.index, stage.pipe.size)
+        self._ops = (Op.COMPUTE,) if stage.own_link is not None else stage_ops(stage.pipe.index, stage.pipe.size)
         self._block_watch = BlockWatch(stage.model, load.only, stage.traffic)
         self._graphs = None
-        alone = stage.computes_alone and not stage.own_class
+        alone = stage.computes_alone and stage.own_link is None
         if load.setup.cuda_graphs and not load.only and alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
         self._forward = StageForward(stage, self._graphs)
@@ -88,15 +88,20 @@ class Engine:
 
     def put_conditioning(self, message: PutConditioning) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == message.id)
-        self._texts.drop_conditioning(message.id)
+        self._forget_calls(message.id)
         self.conditionings.put(message)
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == conditioning)
         self.conditionings.drop(conditioning)
-        self._texts.drop_conditioning(conditioning)
+        self._forget_calls(conditioning)
         self.stage.module_cache.drop(conditioning)
         self.runs.drop_conditioning(conditioning)
+
+    def _forget_calls(self, conditioning: int) -> None:
+        self._texts.drop_conditioning(conditioning)
+        if self.stage.own_link is not None:
+            self.stage.own_link.drop_conditioning(conditioning)
 
     def open_run(self, run: OpenRun) -> None:
         self.runs.open_run(run)
@@ -148,6 +153,8 @@ class Engine:
         self._traffic.mark(began)
         received: torch.Tensor | None = None
         output: torch.Tensor | None = None
+        if self.stage.own_link is not None:
+            self.stage.own_link.begin_step(step, upcoming)
         for op in self._ops:
             if op is Op.RECEIVE:
                 if not self._link.posted:

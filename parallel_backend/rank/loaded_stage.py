@@ -28,7 +28,7 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.own_class import build_own_stage, cut_over_sequence
+from parallel_backend.rank.stage.own_class import OwnLink, build_own_stage, cut_over_sequence
 from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
 from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
@@ -83,6 +83,8 @@ class LoadedStage:
         self.heartbeat, self.traffic = heartbeat, Traffic(device, heartbeat)
         self.link = StageLink(self.mesh.link(sends=False), self.mesh.link(sends=True), device, self.traffic)
         self.receives_early = receives_early(degrees)
+        self.own_link = None if setup.own_class is None else OwnLink(self.link, self.receives_early)
+        """Of a class that no family knows."""
         heads, key_heads = family.sizes.heads(config), family.sizes.key_heads(config) or family.sizes.heads(config)
         cuts, axis = family.tensor_plan, self.tensor
         if degrees.gathers:
@@ -93,9 +95,8 @@ class LoadedStage:
         resident = load.resident[rank] if load.resident else None
         self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
         read = functools.partial(self._read, store, progress, setup.fp8_products)
-        self.own_class = setup.own_class is not None
-        if self.own_class:
-            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.link, load.only)
+        if self.own_link is not None:
+            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link, load.only)
         else:
             stage = build_stage(checkpoint, span, device, setup.dtype, plan, read, load.only)
         self.model, self.stage_io = stage.model, stage.stage_io

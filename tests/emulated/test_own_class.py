@@ -1,5 +1,7 @@
 """A class that no family computes on emulated devices gives what it gives on CPU ranks, and that is what the class gives."""
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,9 @@ from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import to_tensors
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from parallel_backend.rank.attention.own_class import RankTokens
+from parallel_backend.rank.stage.own_class import OwnLink
+from parallel_backend.rank.worker import Worker
 from tests.campaigns.transport.cases import nothing
 from tests.support.cpu_and_gpu import Both
 from tests.support.planted_comfyui import planted, planted_comfyui
@@ -174,16 +179,7 @@ def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[D
     def on(degrees: Degrees):
         def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
             model = loaded(own, path, degrees, pools(degrees.world))
-            patching = model.family.patching.cut(along)
-            count = 1 if degrees.displaced else 3
-            bands = BandedRun(model, cut_rows(shape, count, patching), shape, warm_up=True, along=along)
-
-            def sample(band: int) -> torch.Tensor:
-                own_call = replace(call, x=patching.rows(call.x, bands.rows[band]))
-                outputs = [bands.predict(band, own_call, exact=False) for _ in range(3)]
-                return torch.stack(outputs)
-
-            found = torch.cat(run_bands(bands, sample, nothing, nothing), dim=patching.band_dim)
+            bands, found = three_calls(model, call, shape, along)
             assert (bands.exact_calls, bands.banded_calls) == (1, 2)
             # At one time nothing is extrapolated, and one set of keys is kept.
             requests = tuple(replace(each, kept=1) for each in model._memory._runs[bands.run].requests.values())
@@ -199,3 +195,58 @@ def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[D
     for degrees in modes:
         for found in both.check(on(degrees)):
             assert (found - whole).abs().max() <= 1e-5 * whole.abs().max(), degrees
+
+
+def three_calls(
+    model: RemoteTransformer, call: ModelCall, shape: tuple[int, ...], along: str
+) -> tuple[BandedRun, torch.Tensor]:
+    """A run of three calls in three bands, or in displaced patches, and what each of its calls gives."""
+    patching = model.family.patching.cut(along)
+    count = 1 if model.degrees.displaced else 3
+    bands = BandedRun(model, cut_rows(shape, count, patching), shape, warm_up=True, along=along)
+
+    def sample(band: int) -> torch.Tensor:
+        own_call = replace(call, x=patching.rows(call.x, bands.rows[band]))
+        return torch.stack([bands.predict(band, own_call, exact=False) for _ in range(3)])
+
+    return bands, torch.cat(run_bands(bands, sample, nothing, nothing), dim=patching.band_dim)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "early"),
+    [
+        ("Tokens", Degrees(pipe=2), 1),
+        ("TwoStreams", Degrees(pipe=2), 2),
+        ("Tokens", Degrees(pipe=2, ulysses=2), 0),  # see communicators.receives_early
+    ],
+    ids=str,
+)
+def test_a_stage_receives_for_the_next_band_while_it_attends(
+    both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, degrees: Degrees, early: int
+):
+    """`early`: tensors that are then posted, all that the stage before sends."""
+    links: dict[int, Any] = {}
+    posted = [0]
+
+    def receive(link, wanted, of_product=OwnLink.receive):
+        links[threading.get_ident()] = link._link
+        return of_product(link, wanted)
+
+    def attend(tokens, *arguments, of_product=RankTokens.attend, **named):
+        if (link := links.get(threading.get_ident())) is not None:
+            posted.append(link.posted)
+        return of_product(tokens, *arguments, **named)
+
+    def upcoming(worker, of_product=Worker._upcoming):
+        time.sleep(0.02)  # the next micro-step is there, if it is going to come at all
+        return of_product(worker)
+
+    monkeypatch.setattr(OwnLink, "receive", receive)
+    monkeypatch.setattr(RankTokens, "attend", attend)
+    monkeypatch.setattr(Worker, "_upcoming", upcoming)
+    own, given, path, _ = saved(name, tmp_path, times=(700.0, 700.0))
+    proof = trial(own, given, (1.0,), bands=True)
+    proven = replace(own, blocks=proof.blocks, latent=proof.latent)
+    model = loaded(proven, path, degrees, both.cpu(degrees.world))
+    three_calls(model, call_of(given, bool(proof.batch)), tuple(given.x.shape), "rows")
+    assert max(posted) == early

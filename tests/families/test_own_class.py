@@ -257,8 +257,9 @@ class Planted:
     def send(self, tensor):
         self.sent.append(tensor if self.fault == "no copy" else tensor.clone())
 
-    def receive(self, shape, dtype):
-        return torch.full(shape, torch.nan, dtype=dtype) if self.fault == "left out" else self.sent.pop(0)
+    def receive(self, wanted):
+        left_out = self.fault == "left out"
+        return [torch.full(shape, torch.nan, dtype=dtype) if left_out else self.sent.pop(0) for shape, dtype in wanted]
 
 
 def two_stages(name: str, fault: str, given: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from torch import nn
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
-from .stages import StageBlocks
+from .stages import StageBlocks, Wanted
 from .tried_calls import Call, distance, entry_of
 from .unproven import Unproven, first_line
 
@@ -28,11 +28,14 @@ class Mailbox:
     def send(self, tensor: torch.Tensor) -> None:
         self._sent.append((tensor, tensor._version))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        return [self._next(*each) for each in wanted]
+
+    def _next(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         if not self._sent:
             raise Unproven("a stage waits for a value that is not sent")
         tensor, version = self._sent.pop(0)
-        if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise Unproven(f"a stage sends {list(tensor.shape)} where {list(shape)} is expected")
         if tensor._version != version:
             raise Unproven("a value is written to after it was sent")

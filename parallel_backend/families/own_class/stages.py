@@ -26,10 +26,15 @@ class LaterStages(Exception):
     """Not an error: ends the forward of a stage that is not the last one, once its blocks have run."""
 
 
+Wanted = tuple[torch.Size, torch.dtype]
+"""Shape and dtype of a tensor that a stage receives."""
+
+
 class Link(Protocol):
     """To the neighbouring stages."""
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        """The tensors that the stage before sends for the present call, in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """The tensor stays as it is until it has been sent."""
@@ -132,17 +137,13 @@ class StageBlocks:
 
     def _stand_in(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         block = self.blocks[number]
-        found: list[torch.Tensor | None] = []
-        for place in block.returns:
-            if not place:
-                found.append(None)
-                continue
-            like = _argument(place, args, kwargs)
-            if number == self._span.start - 1:
-                assert self._link is not None
-                found.append(self._link.receive(like.shape, like.dtype))
-            else:
-                found.append(torch.full_like(like, math.nan))
+        likes = [_argument(place, args, kwargs) for place in block.returns if place]
+        if number == self._span.start - 1:
+            assert self._link is not None
+            values = iter(self._link.receive([(like.shape, like.dtype) for like in likes]))
+        else:
+            values = (torch.full_like(like, math.nan) for like in likes)
+        found = [next(values) if place else None for place in block.returns]
         return found[0] if block.alone else tuple(found)
 
 

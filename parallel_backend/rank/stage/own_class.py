@@ -17,12 +17,14 @@ from parallel_backend.families.own_class.call_arguments import OPTIONS, from_ten
 from parallel_backend.families.own_class.call_form import run
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
 from parallel_backend.families.own_class.headed import give_heads
-from parallel_backend.families.own_class.stages import StageBlocks, pass_through
+from parallel_backend.families.own_class.stages import StageBlocks, Wanted, pass_through
+from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.own_class import RankTokens
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.wire.diagnosis import OwnCall
+from parallel_backend.wire.sampling import Step
 
 from .block_slots import StageIO
 from .build import Stage
@@ -31,17 +33,52 @@ from .weights import StageWeights
 
 
 class OwnLink:
-    """families.own_class.stages.Link over the pipe axis. Transfers begin where the class's forward needs them."""
+    """families.own_class.stages.Link over the pipe axis.
 
-    def __init__(self, link: StageLink):
-        self._link = link
+    Only the class's forward can tell what a micro-step receives, so that early receives are posted for a micro-step of which
+    there was one like it before.
+    """
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        self._link.post_receive(shape, dtype)
-        return self._link.receive()
+    def __init__(self, link: StageLink, receives_early: bool):
+        self._link, self._receives_early = link, receives_early
+        self._step: Step | None = None
+        self._upcoming: Step | None = None
+        self._known: dict[tuple[int, Span, Span, bool], list[Wanted]] = {}  # see _like
+        self._posted: list[Wanted] = []  # for the next micro-step
+
+    def begin_step(self, step: Step, upcoming: Step | None) -> None:
+        """A micro-step begins. `upcoming`: the next one, if known."""
+        self._step, self._upcoming = step, upcoming
+
+    def drop_conditioning(self, conditioning: int) -> None:
+        """Its calls get other arguments from now on."""
+        self._known = {like: wanted for like, wanted in self._known.items() if like[0] != conditioning}
+
+    def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        assert self._step is not None
+        posted, self._posted = self._posted or self._post(wanted), []
+        if posted != wanted:
+            raise Unproven("a stage receives other shapes than in a call like it")
+        received = [self._link.receive() for _ in wanted]
+        self._known[_like(self._step)] = posted
+        # Behind the receives of this micro-step: both ends pair transfers by their order.
+        if self._receives_early and self._step.overlap and self._upcoming is not None:
+            self._posted = self._post(self._known.get(_like(self._upcoming), ()))
+        return received
+
+    def _post(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        for shape, dtype in wanted:
+            self._link.post_receive(shape, dtype)
+        return list(wanted)
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._link.send(tensor, overlap=True)
+        assert self._step is not None
+        self._link.send(tensor, self._step.overlap)
+
+
+def _like(step: Step) -> tuple[int, Span, Span, bool]:
+    """Alike for micro-steps whose tensors have the same shapes."""
+    return step.conditioning, step.entries, step.tokens, step.with_text
 
 
 def cut_over_sequence(model: nn.Module, context: AttentionContext, ranks: SequenceCut) -> None:
@@ -58,7 +95,7 @@ def build_own_stage(
     dtype_name: str,
     plan: TensorPlan,
     load: Callable[[StageWeights, Sequence[str]], None],
-    link: StageLink,
+    link: OwnLink,
     only: Sequence[str] = (),
 ) -> Stage:
     """The class's model with weights of the blocks `span`, and of all outside of blocks. `load`, `only`: see build_stage.
@@ -86,7 +123,7 @@ def build_own_stage(
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     stage_io = StageIO(text_first=True)
-    stage_blocks = StageBlocks(model, order, span, OwnLink(link))
+    stage_blocks = StageBlocks(model, order, span, link)
     stage_blocks.residuals = lambda: {name: each.image for name, each in stage_io.residuals.items()}
     vars(model)[STAGE] = stage_blocks
     if plan.axis.size > 1:
