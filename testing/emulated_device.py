@@ -40,7 +40,7 @@ class EmulatedOutOfMemoryError(MemoryError):
 class EmulatedCopies:
     """See DeviceCopies. Weights and additions to them count, not what the rank computes with them."""
 
-    unified = False
+    unified, working_bytes = False, 0
 
     def __init__(self, rank: int, settings: EmulatedDevice):
         self.device, self.rank, self.settings = torch.device("cpu"), rank, settings
@@ -69,6 +69,12 @@ class EmulatedCopies:
         self.used += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used)
         return torch.full((nbytes,), STALE, dtype=torch.uint8)
+
+    def restart_peak(self) -> None:
+        self.peak_bytes = self.used
+
+    def begin_measuring(self) -> None:
+        pass
 
     def release(self, memory: torch.Tensor) -> None:
         self.used -= memory.nbytes

@@ -73,6 +73,7 @@ class MemoryGuard:
         self._admitted: set[Request] = set()
         self._of_last_run: set[tuple[Request, ...]] = set()
         self._of_this_run: set[tuple[Request, ...]] = set()
+        self._since: set[Request] = set()  # whose calls may have run since ranks were last asked for their memory
 
     def make_room_for(self, requests: tuple[Request, ...], poll: Poll) -> None:
         """Ask for memory for the model and these requests, before blocks are timed and cut by the free memory."""
@@ -212,6 +213,7 @@ class MemoryGuard:
         Weights come back to a device with free memory, but not into memory that the last run's requests needed: the next
         conditioning would make the weights leave again. Ranks move weights before they handle later calls.
         """
+        self._since.update(requests)
         free.move_to(self.resident.expected())
         free.memories = self._with_room(requests, free.memories, self.resident.expected())
         present = self.resident.expected()
@@ -242,7 +244,12 @@ class MemoryGuard:
         )
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
-        memories = device_memories(self.ranks.devices, wait_for(self.ranks.ask(ReadMemory(), DeviceMemoryReport), poll))
+        reports = wait_for(self.ranks.ask(ReadMemory(), DeviceMemoryReport), poll)
+        taken = [report.working_bytes for report in reports]
+        if self._since and any(taken):
+            self.memory_check.learn(tuple(self._since), taken)
+        self._since = {request for run in list(self._runs.values()) for request in run.requests.values()}
+        memories = device_memories(self.ranks.devices, reports)
         for memory in memories:
             for rank in memory.ranks:
                 self.has_host[rank] = memory.streams

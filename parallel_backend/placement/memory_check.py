@@ -49,6 +49,12 @@ class MemoryCheck:
         """By rank, with these requests."""
         return memory_by_rank(self.sizes, self.degrees, self.spans, requests)
 
+    def learn(self, requests: tuple[Request, ...], taken: Sequence[int]) -> None:
+        """Micro-steps of these requests took so many bytes beside what stays, by rank: so do estimates from now on."""
+        needs = memory_by_rank(replace(self.sizes, measured=1.0), self.degrees, self.spans, requests)
+        shares = [nbytes / need.activations for nbytes, need in zip(taken, needs, strict=True) if need.activations]
+        self.sizes = replace(self.sizes, measured=max(shares, default=1.0))
+
     def weights(self) -> list[RankWeights]:
         """By rank."""
         return weights_by_rank(self.sizes, self.degrees, self.spans)

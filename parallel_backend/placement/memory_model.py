@@ -298,4 +298,4 @@ def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, 
         estimate += sizes.whole_states * tokens * token_bytes
     if request.kept and request.bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
         estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)
-    return math.floor(least), estimate
+    return math.floor(least), max(math.floor(least), round(estimate * sizes.measured))

@@ -61,6 +61,8 @@ class ModelSizes:
     """Of `block_bytes`, the layers that Ulysses ranks share where they gather hidden states. Empty: they cannot."""
     whole_states: int = 0
     """See families.base.blocks.Blocks."""
+    measured: float = 1.0
+    """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
 
     @property
     def weight_bytes(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from parallel_backend.core.spans import Span
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
 from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
@@ -38,6 +39,8 @@ class Engine:
         self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()
         self._micro_steps = 0  # since the last report
+        self._working_bytes = 0  # of micro-steps of these forms, since it was last asked for
+        self._measured: set[tuple[int, Span, Span, bool]] = set()
 
     @property
     def residency(self) -> Residency:
@@ -48,6 +51,12 @@ class Engine:
     def run_bytes(self) -> int:
         """Bytes on the device beside weights and adapters, as long as no micro-step is computed: prompts and K/V buffers."""
         return self.conditionings.nbytes + self.runs.nbytes
+
+    def take_working_bytes(self) -> int:
+        """See DeviceMemoryReport. It begins anew."""
+        taken, self._working_bytes = self._working_bytes, 0
+        self._measured.clear()
+        return taken
 
     def set_resident(self, resident: int, working: bool = True) -> Residency:
         """Move weights between device and host (loading.SetResident). Returns where they are then."""
@@ -202,9 +211,15 @@ class Engine:
     def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
         self.stage.store.begin_step()
         conditioning = self.conditionings[step.conditioning]
+        is_new = step.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
+        if is_new:
+            self.stage.copies.begin_measuring()
         buffer = self.runs.begin_step(step, conditioning)
         output = self._forward.compute(self._texts.of(step), conditioning, buffer, received)
         self.runs.end_step(step)
+        if is_new:
+            self._measured.add(step.form)
+            self._working_bytes = max(self._working_bytes, self.stage.copies.working_bytes)
         return output
 
     def _label(self, step: Step) -> StepLabel:

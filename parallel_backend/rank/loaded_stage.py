@@ -62,8 +62,8 @@ class LoadedStage:
         shared by all its models; None: this model's alone.
         """
         self.rank, self.device, self._peers = rank, device, peers
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        self.copies = copies or copies_of(device)
+        self.copies.restart_peak()
         setup = load.setup
         checkpoint = open_setup(setup)
         if load.fingerprint:
@@ -93,7 +93,7 @@ class LoadedStage:
         span = load.stage_blocks[self.pipe.index]
         host = HostStore(rank, device, degrees, checkpoint, peers)
         resident = load.resident[rank] if load.resident else None
-        self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
+        self.store = store = WeightStore(self.copies, host, self.traffic, resident)
         read = functools.partial(self._read, store, progress, setup.fp8_products)
         if self.own_link is not None:
             stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link, load.only)

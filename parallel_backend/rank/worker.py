@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,9 @@ class Worker:
         # A run of another model that is open keeps its K/V buffers, which this model cannot have.
         others = sum(sizes.values()) + sum(self.engines[number].run_bytes for number in sizes)
         vae = sum(part.nbytes for part in self.vae.values())
-        return self.copies.memory(self.settings.rank, of_model, others, vae)
+        engine = self.engines.get(self._model)
+        taken = 0 if engine is None else engine.take_working_bytes()
+        return replace(self.copies.memory(self.settings.rank, of_model, others, vae), working_bytes=taken)
 
     def _set_resident(self, message: m.SetResident) -> m.Residency:
         engine = self.engines.get(self._model)

@@ -103,6 +103,9 @@ class DeviceMemoryReport:
     """Bytes a second from host memory to the device. 0: unknown, or without `host`."""
     vae_bytes: int = 0
     """Bytes of VAE weights on a GPU, which make way for a model (DropVAE)."""
+    working_bytes: int = 0
+    """The most that a micro-step of the rank's model took beside what stays, since the last report. 0: none was computed, or
+    the device does not tell."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,11 @@ class Step:
     controlled: bool = False
     """A control adds to the text too, here or on another stage: keys and values of the text hold for this call alone."""
 
+    @property
+    def form(self) -> tuple[int, Span, Span, bool]:
+        """Alike for micro-steps whose tensors have the same shapes, as long as the rank has the conditioning."""
+        return self.conditioning, self.entries, self.tokens, self.with_text
+
 
 @dataclass(frozen=True)
 class Output:

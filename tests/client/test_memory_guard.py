@@ -33,10 +33,11 @@ def nobody() -> None:
 class Guarded:
     """A guard over a rank that has as much memory as `room`, and what it had checked. `asked`: how often the rank was
     asked for its memory. `told`: limits of weights that it was given. `host`: of its memory, see DeviceMemoryReport.
-    `vae`: what parts of VAEs have of `room`."""
+    `vae`: what parts of VAEs have of `room`. `working`: what the device says of a micro-step."""
 
     def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
         self.checked, self.asked, self.told, self.room, self.host, self.vae = [], 0, [], room, host, 0
+        self.working = 0
         setup = Setup(path, "fp32", ("cpu",), Degrees(), "auto", offload=offload)
         self.check = MemoryCheck(open_checkpoint(path), setup, even_stages(8, 1), 1)
         check, self.check.check = self.check.check, self._checked
@@ -75,7 +76,8 @@ class Guarded:
             self.asked += 1
             held = self.guard.resident.device_bytes[0]
             free = self.room - held - self.vae
-            future.set_result([m.DeviceMemoryReport(0, "here", free, held, 0, None, self.host, 10 * GB, 25e9, self.vae)])
+            report = (0, "here", free, held, 0, None, self.host, 10 * GB, 25e9, self.vae, self.working)
+            future.set_result([m.DeviceMemoryReport(*report)])
         return future
 
     def _tell(self, message) -> None:
@@ -115,6 +117,28 @@ def test_a_run_that_is_over_is_not_looked_at(flux_file):
     guarded.guard.forget(3)
     guarded.guard.check(3, conditioning(1))
     assert not guarded.checked
+
+
+def test_what_a_step_took_is_what_the_next_run_is_expected_to_take(flux_file):
+    guarded = Guarded(flux_file)
+    few, many = (other.check.memory(other.checked[-1])[0] for other in map(run_of, (flux_file,) * 2, (4, 40)))
+    guarded.run(4)
+    guarded.guard.forget(1)
+    guarded.working = 3 * few.activations
+    guarded.run(4)
+    expected = guarded.check.memory(guarded.checked[-1])[0]
+    assert (expected.activations, expected.least) == (guarded.working, few.least)
+    guarded.run(40)
+    assert guarded.check.memory(guarded.checked[-1])[0].activations == pytest.approx(3 * many.activations)
+    guarded.working = 0  # no step has been computed since
+    guarded.run(4)
+    assert guarded.check.memory(guarded.checked[-1])[0] == expected
+
+
+def run_of(path, rows: int) -> Guarded:
+    other = Guarded(path)
+    other.run(rows)
+    return other
 
 
 # Weights that are streamed.

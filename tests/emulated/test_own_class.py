@@ -30,7 +30,7 @@ from parallel_backend.rank.attention.own_class import RankTokens
 from parallel_backend.rank.stage.own_class import OwnLink
 from parallel_backend.rank.worker import Worker
 from tests.campaigns.transport.cases import nothing
-from tests.support.cpu_and_gpu import Both
+from tests.support.cpu_and_gpu import Both, devices_of
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
@@ -250,3 +250,30 @@ def test_a_stage_receives_for_the_next_band_while_it_attends(
     model = loaded(proven, path, degrees, both.cpu(degrees.world))
     three_calls(model, call_of(given, bool(proof.batch)), tuple(given.x.shape), "rows")
     assert max(posted) == early
+
+
+def test_the_memory_check_goes_by_what_a_step_took(both: Both, tmp_path: Path):
+    own, given, path, _ = saved("TwoStreams", tmp_path)
+    proof = trial(own, given, (1.0,))
+    cards = [both.machine.gpus[torch.device(device).index] for device in devices_of(2)]
+    taken: list[int] = []
+
+    def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
+        model = loaded(replace(own, blocks=proof.blocks), path, Degrees(pipe=2), pools(2))
+        guard = model._memory
+        call = call_of(given, bool(proof.batch))
+        model.predict(call, nothing)
+        (request,) = guard._admitted
+        typical = max(need.activations for need in guard.memory_check.memory((request,)))
+        for _ in range(2):
+            model.begin_timeline()
+            before = [card.allocated for card in cards]
+            for card in cards:
+                card.peak = card.allocated
+            out = model.predict(call, nothing)
+            taken[:] = [card.peak - stays for card, stays in zip(cards, before, strict=True)]
+        expected = max(need.activations for need in guard.memory_check.memory((request,)))
+        assert expected == pytest.approx(max(taken), rel=0.1) != pytest.approx(typical, rel=0.1)
+        return [out]
+
+    both.on_gpu(run)

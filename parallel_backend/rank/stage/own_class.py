@@ -43,7 +43,7 @@ class OwnLink:
         self._link, self._receives_early = link, receives_early
         self._step: Step | None = None
         self._upcoming: Step | None = None
-        self._known: dict[tuple[int, Span, Span, bool], list[Wanted]] = {}  # see _like
+        self._known: dict[tuple[int, Span, Span, bool], list[Wanted]] = {}  # by Step.form
         self._posted: list[Wanted] = []  # for the next micro-step
 
     def begin_step(self, step: Step, upcoming: Step | None) -> None:
@@ -52,7 +52,7 @@ class OwnLink:
 
     def drop_conditioning(self, conditioning: int) -> None:
         """Its calls get other arguments from now on."""
-        self._known = {like: wanted for like, wanted in self._known.items() if like[0] != conditioning}
+        self._known = {form: wanted for form, wanted in self._known.items() if form[0] != conditioning}
 
     def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         assert self._step is not None
@@ -60,10 +60,10 @@ class OwnLink:
         if posted != wanted:
             raise Unproven("a stage receives other shapes than in a call like it")
         received = [self._link.receive() for _ in wanted]
-        self._known[_like(self._step)] = posted
+        self._known[self._step.form] = posted
         # Behind the receives of this micro-step: both ends pair transfers by their order.
         if self._receives_early and self._step.overlap and self._upcoming is not None:
-            self._posted = self._post(self._known.get(_like(self._upcoming), ()))
+            self._posted = self._post(self._known.get(self._upcoming.form, ()))
         return received
 
     def _post(self, wanted: Sequence[Wanted]) -> list[Wanted]:
@@ -74,11 +74,6 @@ class OwnLink:
     def send(self, tensor: torch.Tensor) -> None:
         assert self._step is not None
         self._link.send(tensor, self._step.overlap)
-
-
-def _like(step: Step) -> tuple[int, Span, Span, bool]:
-    """Alike for micro-steps whose tensors have the same shapes."""
-    return step.conditioning, step.entries, step.tokens, step.with_text
 
 
 def cut_over_sequence(model: nn.Module, context: AttentionContext, ranks: SequenceCut) -> None:

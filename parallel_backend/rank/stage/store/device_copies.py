@@ -40,6 +40,17 @@ class DeviceCopies:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
+    def restart_peak(self) -> None:
+        """`peak_bytes` of CUDA is that from now on."""
+
+    def begin_measuring(self) -> None:
+        """`working_bytes` is that from now on."""
+
+    @property
+    def working_bytes(self) -> int:
+        """The most bytes beside what was there before and is there now. 0: not known."""
+        return 0
+
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
         """The device's memory. `held`, `others`, `vae`: bytes on it of the model that asks, other models, VAEs' parts."""
         return read_memory(rank, self.device, held)
@@ -63,9 +74,27 @@ class DeviceCopies:
 class CudaCopies(DeviceCopies):
     """A CUDA device: copies run on a second stream, while the first computes."""
 
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._peak = self._before = 0  # largest peak before torch's was set back; bytes when measuring began
+
     @property
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        return max(self._peak, torch.cuda.max_memory_allocated(self.device))
+
+    def restart_peak(self) -> None:
+        self._peak = 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def begin_measuring(self) -> None:
+        self._peak = self.peak_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._before = torch.cuda.memory_allocated(self.device)
+
+    @property
+    def working_bytes(self) -> int:
+        stays = max(self._before, torch.cuda.memory_allocated(self.device))
+        return torch.cuda.max_memory_allocated(self.device) - stays
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
         return read_memory(rank, self.device, held, others, self._copy_rate, vae)
