@@ -52,7 +52,7 @@ from .native_call import NativeClass, class_arguments, native_config, on_meta
 from .own_calls import asked, is_held, near, on_host, own_residuals, returned, shapes, share_of_work, structure, times_of
 from .own_text import OwnText
 from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks, told_to_own_class
-from .sampling_run import CallShape, other_tokens, steps_of
+from .sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
 from .shipped_plans import shipped_proof
 from .text_model import TEXT_METHOD, NativeText
 
@@ -256,8 +256,8 @@ class OwnClassModel(RemoteDiffusionModel):
         proof = self._proven(tried, sizes) if band is None else self._of_band(tried, sizes, tensors)
         if PROVE_KEY in options:
             if self.run.whole_calls is not None:
-                self.run.unproven_bands = proof.bands if proof.latent is None else self.run.unproven_bands
-                self.run.whole_calls[shapes(tensors)] = other_tokens(self.checkpoint.family, latents[0], tensors)
+                tokens = self.run.whole_calls[shapes(tensors)] = tokens_of(self.checkpoint.family, latents[0], tensors)
+                self.run.unproven_bands = why_not_in_bands(proof, tokens) or self.run.unproven_bands
             channels = options[PROVE_KEY]
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
         if proof.options:

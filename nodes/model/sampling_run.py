@@ -15,7 +15,7 @@ import torch
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shortfalls import SecondTry
-from parallel_backend.families.base.family import Family
+from parallel_backend.families.base.family import Counted, Family
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.processes.pool import DeviceFull
 
@@ -41,9 +41,17 @@ class CallShape:
     text_tokens: int
 
 
-def other_tokens(family: Family, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> int:
-    """Tokens beside those of the latent, with those that the class makes itself."""
-    return family.counted(family.patching.grid(latent.shape), family.inputs.text_tokens(tensors), tensors).text
+def tokens_of(family: Family, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
+    """A call's tokens, with those that the class makes itself."""
+    return family.counted(family.patching.grid(latent.shape), family.inputs.text_tokens(tensors), tensors)
+
+
+def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
+    """Why calls with these tokens cannot run in bands. Empty: they can."""
+    if proof.latent is None:
+        return proof.bands
+    uncounted = proof.latent.layout and tokens.references < 1
+    return "tokens of its references cannot be counted" if uncounted else ""
 
 
 def steps_of(options: Mapping[str, Any]) -> int:
@@ -82,7 +90,7 @@ class SamplingRun:
     """When the last of them ended."""
     steps: int = 0
     """Of the sampler, as the last of them told. 0: it did not."""
-    whole_calls: dict[Any, int] | None = None
+    whole_calls: dict[Any, Counted] | None = None
     """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes) -> their tokens beside
     the latent's. None: no bands."""
     unproven_bands: str = ""

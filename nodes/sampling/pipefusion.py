@@ -224,8 +224,10 @@ class PipeFusion:
         )
         family, companion_tokens = model.family, patching.companion_tokens(sampling.shapes)
         text = family.text_tokens(grid, companion_tokens, family.example(model.checkpoint.config, sampling.text_tokens))
-        text = max((sampling.stub.run.whole_calls or {}).values(), default=text)
-        rows = cut_rows(shape, bands, patching, text, sampling.references(family))
+        whole_calls = (sampling.stub.run.whole_calls or {}).values()
+        text = max((each.text for each in whole_calls), default=text)
+        references = max((each.references for each in whole_calls), default=sampling.references(family))
+        rows = cut_rows(shape, bands, patching, text, references)
         return BandCut(patching, rows, sampling.shapes)
 
     def _displaced(

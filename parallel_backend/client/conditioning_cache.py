@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire.sampling import DropConditioning
 
@@ -97,12 +96,13 @@ class ConditioningCache:
 
     def _make(self, call: ModelCall, layout: TokenLayout, first_replica: int) -> Conditioning:
         family, tensors = self._family, call.tensors
-        references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
+        text_tokens = family.text_tokens(layout.grid, layout.companion_tokens, tensors)
+        references = family.counted(layout.grid, text_tokens, tensors).references
         return Conditioning(
             id=next(self._ids),
             layout=layout,
             token_order=family.token_order(layout.grid, references, layout.along),
-            text_tokens=family.text_tokens(layout.grid, layout.companion_tokens, tensors),
+            text_tokens=text_tokens,
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may overwrite its tensors
             first_replica=first_replica,

@@ -13,6 +13,8 @@ MANY = 1 << 6
 """As many heads as a degree may be."""
 HEAD_SIZE = 64
 """For which every attention kernel is tried if no trial has shown any head."""
+WORDS, REFERENCES, COMPANION, LATENT = "words", "references", "companion", "latent"
+"""Kinds of tokens in OwnLatent.layout."""
 DTYPE = "torch dtype "
 """Beginning of an argument that is a dtype of torch, before its name."""
 
@@ -93,11 +95,11 @@ class OwnLatent:
     stream: int
     """The stream that they enter in, in raster order."""
     before: bool
-    """Other tokens of that stream come before them. False: behind them, or there are none."""
+    """Other tokens of that stream than references come before them. False: behind them, or there are none."""
     patch: tuple[int, int, int]
     """Latent frames, rows and columns of a token."""
     words: bool
-    """Blocks have other tokens than the latents'. They run with the first band."""
+    """Blocks have other tokens than the latents' and references. They run with the first band."""
     pads: bool
     """The class fills up a latent of other sizes than whole tokens in a circle, as the client does for bands."""
     again: tuple["OwnEntry", ...] = ()
@@ -105,6 +107,9 @@ class OwnLatent:
     companion: str = ""
     """einops pattern from a second latent to its tokens (Companion.pattern), which run with the first band. Empty: there is
     one latent."""
+    layout: tuple[str, ...] = ()
+    """The kinds of tokens in `stream`, each once and in order, if there are tokens of references, which bands share out.
+    Empty: there are none, or they run with the first band."""
 
     @property
     def streams(self) -> tuple[int, ...]:

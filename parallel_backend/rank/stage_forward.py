@@ -152,7 +152,7 @@ class StageForward:
         order = conditioning.token_order
         picture_tokens = len(order.images(image))
         x, companion = x[:, :picture_tokens], x[:, picture_tokens:]
-        if self._family.forward.whole_latent or not order.references:
+        if self._family.forward.whole_latent or REFERENCES not in tensors:
             return x, companion
         dtype = torch.promote_types(x.dtype, tensors[REFERENCES].dtype)  # some families keep references exact
         out = x.new_empty(len(x), len(image), x.shape[-1], dtype=dtype)
@@ -169,7 +169,9 @@ class StageForward:
         return kept_on(self._stage.device, conditioning.kept[image], name, lambda: make(image))
 
     def _residuals(self, step: Step, conditioning: RankConditioning, image: Span, text_tokens: int) -> dict[str, Residual]:
-        """By block, what is added to its output for the rank's tokens. Zero for references, unless it is controlled."""
+        """By block, what is added to its output for the rank's tokens. Zero for references, unless it is controlled.
+
+        A class that adds them itself has no rows for references."""
         if not step.residuals:
             return {}
         order = conditioning.token_order
@@ -182,7 +184,7 @@ class StageForward:
             if step.controlled:
                 picture = tensor.shape[1] - text_tokens - order.references
                 of_image, text, references = tensor.split((picture, text_tokens, order.references), dim=1)
-            if order.references:
+            if order.references and not self._family.blocks.adds_residuals:
                 of_picture = of_image
                 of_image = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
                 of_image[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = of_picture

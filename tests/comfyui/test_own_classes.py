@@ -18,6 +18,7 @@ SOUND = "wan_s2v", "wan_humo", "wan_dancer"
 """Sound is added frame by frame, which no rank has whole."""
 
 
+FULL_IN_PATCHES = "z-image", "lumina2", "qwen-image-edit"
 SOUND_TOO = "minimax-h3", "ltx-2.3"
 MEAN_FLOW = "hunyuan-video-1.5-sr"
 
@@ -29,8 +30,8 @@ def test_a_file_of_a_family_by_its_own_class(inside, base, name):
     found, _ = inside.run("own_class_families", names=[name])
     for mode in ("stages", "split batch", "ulysses", "ring", *(("tensor", "tensor and ring") if name in SOUND_TOO else ())):
         assert found[f"{name}, {mode}"].get("share", 1) <= LIMIT, (mode, found[f"{name}, {mode}"])
-    # H3's file has references, which the family spreads over all bands: then both are approximations.
-    limit = 0.05 if name == "minimax-h3" else IN_PATCHES
+    # H3's file has references and keyframes, which its family has in another order: bands have other ones of them.
+    limit = 5e-3 if name == "minimax-h3" else IN_PATCHES
     for kind in ("PipeFusion", "displaced patches") if name in SOUND_TOO else ():
         exact, beside = (found[f"{name}, {kind}{case}"] for case in (" with all steps exact", " beside the family"))
         assert exact.get("share", 1) <= LIMIT, exact
@@ -38,11 +39,12 @@ def test_a_file_of_a_family_by_its_own_class(inside, base, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["flux-fill", *(pytest.param(name, marks=pytest.mark.full) for name in ("z-image", "lumina2"))]
+    "name",
+    ["flux-fill", *(pytest.param(name, marks=pytest.mark.full) for name in ("z-image", "lumina2", "qwen-image-edit"))],
 )
 def test_a_file_in_patches_equals_its_family(inside, base, name):
-    """Both with the same old keys of other patches, extrapolated and corrected in the same way; ComfyUI adds channels, or
-    refiners of the latent come first."""
+    """Both with the same old keys of other patches, extrapolated and corrected in the same way; ComfyUI adds channels,
+    refiners of the latent come first, or bands share out the tokens of references."""
     save_case(next(case for case in CASES if case.name == name), base)
     found, _ = inside.run("own_class_families", names=[name])
     for kind in ("PipeFusion", "displaced patches"):

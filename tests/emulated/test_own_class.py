@@ -115,6 +115,8 @@ def saved(name: str, folder: Path, times: Sequence[float] = (700.0, 300.0)) -> t
     draw_weights(model, 7)
     save_file(dict(model.state_dict()), path := folder / "own.safetensors")
     named = {"context": torch.randn(2, 5, 16, generator=g), "scale": 3}
+    if name == "LatentBetween":
+        named["ref_latents"] = [torch.randn(2, 4, 1, *sides, generator=g) for sides in ((3, 4), (2, 2))]
     given = Call(torch.randn(2, 4, 2, 4, 6, generator=g), torch.tensor(times), named)
     with torch.no_grad():
         return own, given, path, given.run(model)
@@ -166,6 +168,7 @@ DISPLACED = tuple(
         ("TwoStreams", "rows", DISPLACED[1:4]),
         ("CountsWordsBetween", "rows", DISPLACED[:2]),
         ("TwoStreams", "rows", TENSOR_BANDS),
+        ("LatentBetween", "rows", (BANDS[2], DISPLACED[1])),
     ],
 )
 def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[Degrees, ...]):

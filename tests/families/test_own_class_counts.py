@@ -78,4 +78,4 @@ def test_a_class_that_looks_at_values_is_not_counted():
     looks = replace(given, named={**given.named, "context": given.named["context"][..., :1]})
     assert counted(own, looks) is None
     family = own_class_family(own)
-    assert family.counted((1, 2, 3), 5, tensors_of(looks)) == ((1, 2, 3), 5, ())
+    assert family.counted((1, 2, 3), 5, tensors_of(looks)) == ((1, 2, 3), 5, (), 0)

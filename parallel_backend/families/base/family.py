@@ -16,7 +16,7 @@ from parallel_backend.core.token_order import TokenOrder
 from .blocks import Blocks
 from .file_layout import FileLayout
 from .patching import Latents, Patching, latents_of, side_by_side
-from .step_inputs import EVERYWHERE, Config, StepInputs
+from .step_inputs import EVERYWHERE, REFERENCES, Config, StepInputs
 from .tensor_plan import LayerCuts
 
 
@@ -69,6 +69,8 @@ class Counted(NamedTuple):
     """Others."""
     streams: tuple[tuple[int, int], ...] = ()
     """(stream, its part of `text`), for layers over StreamKeys. Empty: unknown."""
+    references: int = 0
+    """Tokens of reference pictures, which are not among the others."""
 
 
 Finish = Callable[[Latents], Latents]
@@ -384,7 +386,8 @@ class Family:
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
         """A call's tokens. `text`: see text_tokens."""
-        return Counted(grid, text)
+        references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
+        return Counted(grid, text, references=references)
 
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
         """Conditioning tensors whose text has `prompt` tokens, on the meta device: drawing values would advance the global

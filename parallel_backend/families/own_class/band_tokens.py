@@ -1,6 +1,7 @@
 """The tokens of a band in a class's streams, and where their keys are in the K/V buffer.
 
-A band has the latent's tokens of its rows or frames. Other tokens, such as words, run with the first band.
+A band has the latent's tokens of its rows or frames, and a share of the tokens of references, which TokenOrder gives it.
+Other tokens, such as words, run with the first band.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,62 +10,137 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_backend.core.own_class import OwnLatent
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnLatent
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder, class_order
+
+from .unproven import Unproven
 
 ONE = SequenceCut((1.0,), 1, repeat_text=False)
 """A sequence rank alone."""
 Pick = Span | torch.Tensor
 """Rows of a stream: those that follow each other, or their numbers [n] int64."""
+NONE = Span(0, 0)
+
+
+class Run(NamedTuple):
+    """Tokens of a stream that follow each other and are of one kind."""
+
+    kind: str
+    """One of OwnLatent.layout."""
+    rows: Span
+    """Of the stream."""
+    numbers: Span
+    """Among the stream's other tokens. Empty: they are the latent's, or references."""
+    shared: Span
+    """Numbers of the tokens that sequence ranks share out together."""
 
 
 class Part(NamedTuple):
-    """A rank's tokens that are the latent's, or that are not."""
+    """A rank's tokens that are the latent's and its references', or that are not."""
 
     rows: Pick
     """Of the stream."""
     of_latent: bool
     place: Span
-    """Among the latent's tokens, in the order of bands, or among the stream's other ones."""
+    """In the order of bands, or among the stream's other tokens."""
     is_kept: bool
     """Its keys are. False: a row that runs in place of words, since classes cannot tell the sizes of a tensor of no rows."""
 
 
 @dataclass(frozen=True)
 class BandTokens:
-    """A band, or the whole latent if `band` has all of its `count` tokens."""
+    """A band, or the whole latent if `band` has all of `order`."""
 
     latent: OwnLatent
-    count: int
+    order: TokenOrder
+    """Of bands. Without references if they run with the first band."""
     band: Span
-    """In the order of bands."""
-    order: torch.Tensor | None
-    """Place of a token of the latent in the order of bands -> its number in the class's. None: they are the same."""
+    """Places in it."""
+    numbers: torch.Tensor | None
+    """Place -> number of a token in the class's order, in which references have the next numbers. None: they are the same,
+    and there are no references."""
+    companion: int = 0
+    """Tokens of the second latent."""
+
+    @property
+    def pictures(self) -> Span:
+        """The band's tokens of the latent, numbered without references."""
+        return self.order.images(self.band)
+
+    @property
+    def picture_numbers(self) -> slice | torch.Tensor:
+        """Numbers of the band's tokens of the latent, in the class's order."""
+        if self.numbers is None:
+            return self.pictures.slice
+        numbers = self.numbers[self.band.slice]
+        return numbers[to_device(self.order.picture_rows(self.band), numbers.device)]
 
     def others(self, stream: int, tokens: int) -> int:
-        """How many of a stream's tokens are not the latent's."""
-        return tokens - (self.count if stream in self.latent.streams else 0)
+        """How many of a stream's tokens are neither the latent's nor references."""
+        return tokens - (self.order.tokens if stream in self.latent.streams else 0)
 
     def parts(self, stream: int, tokens: Mapping[int, int], ranks: SequenceCut) -> list[list[Part]]:
-        """By sequence rank: its parts of a stream, in the class's order. `tokens`: of each stream."""
-        others, is_latent = self.others(stream, tokens[stream]), stream in self.latent.streams
-        before = others - (self._behind(stream, tokens) if is_latent else 0)
+        """By sequence rank: its parts of a stream. `tokens`: of each stream."""
+        others, is_first = self.others(stream, tokens[stream]), self.band.start == 0
+        runs = self._runs(stream, tokens)
+        starts = {run.kind: run.rows.start for run in runs}
         found: list[list[Part]] = []
-        with_words = self.band.start == 0
         for rank, own in enumerate(ranks.parts(self.band)):
-            if with_words:
-                shares = [ranks.parts(each)[rank] for each in (Span(0, before), Span(before, others))]
-            else:
-                stand_in = _stand_in(others, rank)
-                shares = [Span(0, 0), stand_in] if stand_in.start >= before else [stand_in, Span(before, before)]
-            parts = [Part(share, False, share, with_words) for share in shares]
-            if is_latent:
-                rows: Pick = own if self.order is None else self.order[own.slice]
-                behind = parts[1]._replace(rows=shares[1].shift(self.count))
-                parts[1:] = [Part(shift(rows, before), True, own, True), behind]
+            parts = []
+            for run in runs:
+                if run.kind == LATENT:
+                    parts.append(Part(self._rows(own, starts), True, own, True))
+                elif run.kind != REFERENCES:
+                    share = ranks.parts(run.shared)[rank] if is_first else _stand_in(others, rank)
+                    share = share.common(run.numbers)
+                    rows = share.shift(run.rows.start - run.numbers.start)
+                    parts.append(Part(rows, False, share, is_first))
             found.append([part for part in parts if len(part.place)] or parts[:1])
         return found
+
+    def _rows(self, own: Span, starts: Mapping[str, int]) -> Pick:
+        """Rows of a stream at these places. `starts`: by kind of tokens, their first row."""
+        if self.numbers is None:
+            return own.shift(starts[LATENT])
+        numbers, image = self.numbers[own.slice], self.order.image
+        rows = numbers + starts[LATENT]
+        if REFERENCES not in starts:
+            return rows
+        return torch.where(numbers < image, rows, numbers + (starts[REFERENCES] - image))
+
+    def _runs(self, stream: int, tokens: Mapping[int, int]) -> list[Run]:
+        """The stream's tokens in the class's order."""
+        others = self.others(stream, tokens[stream])
+        if stream not in self.latent.streams:
+            return [_words(Span(0, others))]
+        if not self.latent.layout:
+            behind = self._behind(stream, tokens)
+            image = Span(0, self.order.image).shift(others - behind)
+            last = Span(others - behind, others)
+            return [
+                _words(Span(0, others - behind)),
+                Run(LATENT, image, NONE, NONE),
+                Run(WORDS, last.shift(self.order.image), last, last),
+            ]
+        # As in the families the second latent's tokens come before the words in what ranks share out.
+        numbers = {COMPANION: Span(0, self.companion), WORDS: Span(self.companion, others)}
+        lengths = {REFERENCES: self.order.references, LATENT: self.order.image}
+        lengths |= {kind: len(each) for kind, each in numbers.items()}
+        if (
+            others < self.companion
+            or not self.order.references
+            or sum(lengths[kind] for kind in self.latent.layout) != tokens[stream]
+        ):
+            raise Unproven("it has other tokens than in the trial")
+        runs, row = [], 0
+        for kind in self.latent.layout:
+            rows = Span(row, row + lengths[kind])
+            runs.append(Run(kind, rows, numbers.get(kind, NONE), Span(0, others)))
+            row = rows.stop
+        return runs
 
     def _behind(self, stream: int, tokens: Mapping[int, int]) -> int:
         """Other tokens of one of the latent's streams that come behind the latent's."""
@@ -102,12 +178,19 @@ class BandTokens:
         words: list[torch.Tensor] = []
         latents: list[torch.Tensor] = []
         start = 0
-        whole = replace(self, band=Span(0, self.count))
+        whole = replace(self, band=self.order.span)
         for stream in streams:
-            for part in whole.parts(stream, tokens, ONE)[0]:
+            for part in sorted(whole.parts(stream, tokens, ONE)[0], key=lambda part: part.place.start):
                 (latents if part.of_latent else words).append(numbers(part.rows, device) + start)
             start += tokens[stream]
         return torch.cat([*words, *latents])
+
+
+def class_numbers(order: TokenOrder, grid: tuple[int, ...]) -> torch.Tensor | None:
+    """BandTokens.numbers of a latent with these tokens, in host memory."""
+    if order.references:
+        return order.places_in_class(grid, order.span)
+    return class_order(grid, order.along)
 
 
 def shift(pick: Pick, by: int) -> Pick:
@@ -120,6 +203,10 @@ def numbers(pick: Pick, device: torch.device) -> torch.Tensor:
     return torch.arange(pick.start, pick.stop, device=device) if isinstance(pick, Span) else pick.to(device)
 
 
+def _words(rows: Span) -> Run:
+    return Run(WORDS, rows, rows, rows)
+
+
 def _stand_in(others: int, rank: int) -> Span:
     row = min(rank, others - 1)
-    return Span(row, row + 1) if others else Span(0, 0)
+    return Span(row, row + 1) if others else NONE

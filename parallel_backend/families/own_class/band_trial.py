@@ -16,11 +16,11 @@ from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock, OwnLatent
 from parallel_backend.core.spans import Span
-from parallel_backend.core.token_order import class_order
+from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families.base.patching import Patching
 
-from .band_tokens import ONE, BandTokens, Part
-from .latent_tokens import entering, find_latent
+from .band_tokens import ONE, BandTokens, Part, class_numbers
+from .latent_tokens import companion_tokens, entering, find_latent, grid_of, reference_tokens
 from .residuals import CONTROL
 from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, is_part
 from .tried_calls import Call, distance, drawn, smaller
@@ -79,7 +79,7 @@ def runs_of_bands(
     runs = Runs(model, _bare(blocks))
     call = drawn(_odd(runs, blocks, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
-    yield from (functools.partial(each.output, runs, blocks, whole, outside) for each in _bands(latent, call))
+    yield from (functools.partial(each.output, runs, blocks, whole, outside) for each in _bands(runs, blocks, latent, call))
 
 
 def _bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
@@ -158,7 +158,7 @@ def _checks(
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
             yield "its output has another size than its latent"
             return
-        bands = list(_bands(latent, call))
+        bands = list(_bands(runs, blocks, latent, call))
         for band in bands[:: max(1, len(bands) - 1)] if few else bands:
             tried = True
             yield from (band.why_not(runs, blocks, whole, each) for each in outside)
@@ -166,15 +166,16 @@ def _checks(
         yield "its latent has a single row of tokens"
 
 
-def _bands(latent: OwnLatent, call: Call) -> Iterator["_Band"]:
+def _bands(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> Iterator["_Band"]:
     """The call's first, middle and last band, by rows and by frames."""
     shape = call.latents[0].shape
+    references = reference_tokens(runs, blocks, latent, call)
     for along, axis in AXES.items():
         if -axis > len(shape) - 2 or (rows := shape[axis] // latent.patch[axis]) < 2:
             continue
         first, last = max(1, rows // 3), rows - max(1, rows // 3)
         spans = Span(0, first), Span(first, last), Span(last, rows)
-        yield from (_Band(latent, call, along, span) for span in spans if len(span))
+        yield from (_Band(latent, call, along, span, references) for span in spans if len(span))
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ class _Band:
     call: Call
     along: str
     rows: Span
+    references: int
+    """Tokens of the whole call's."""
 
     def why_not(self, runs: Runs, blocks: Sequence[OwnBlock], whole: WholeRun, outside: torch.Tensor) -> str:
         """What is wrong with it, with another latent outside of it. Empty: nothing."""
@@ -231,7 +234,7 @@ class _Band:
         """The call's arguments, with a control's residuals for the band alone, in the order of bands."""
         if (control := self.call.named.get(CONTROL)) is None:
             return self.call.named
-        rows = tokens.band.slice if tokens.order is None else tokens.order[tokens.band.slice]
+        rows = tokens.picture_numbers
         of_band = {kind: [residual[:, rows] for residual in residuals] for kind, residuals in control.items()}
         return {**self.call.named, CONTROL: of_band}
 
@@ -244,12 +247,11 @@ class _Band:
         return [band, *([] if self.rows.start else companion)]
 
     def _tokens(self) -> BandTokens:
-        sides = self.call.latents[0].shape[2:]
-        sizes = zip(sides, self.latent.patch[-len(sides) :], strict=True)
-        grid = tuple(size // by for size, by in sizes)
+        grid = grid_of(self.latent, self.call)
         row = math.prod(grid) // grid[AXES[self.along]]
-        band = Span(row * self.rows.start, row * self.rows.stop)
-        return BandTokens(self.latent, math.prod(grid), band, class_order(grid, self.along))
+        order = TokenOrder(math.prod(grid), row, self.references, self.along)
+        second = companion_tokens(self.latent, self.call)
+        return BandTokens(self.latent, order, order.of_rows(self.rows), class_numbers(order, grid), second)
 
 
 class _InBand(HeldAgainst):

@@ -64,13 +64,27 @@ def counts_of(own: OwnClass, tensors: Mapping[str, torch.Tensor]) -> Counts | No
     if not own.blocks or STRUCTURE not in tensors:
         return None
     shapes = ((name, tuple(each.shape[1:]), each.dtype) for name, each in tensors.items() if name != STRUCTURE)
-    return _counts_of(own, bytes(tensors[STRUCTURE][0].tolist()), tuple(shapes))
+    asked = own, bytes(tensors[STRUCTURE][0].tolist()), tuple(shapes)
+    if (counts := _counts_of(*asked)) is not None:
+        return counts
+    whole = ((name, each) for name, each in tensors.items() if name != STRUCTURE and _is_whole(each))
+    numbers = tuple((name, each[0].cpu().contiguous().numpy().tobytes()) for name, each in whole)
+    return _counts_of(*asked, numbers) if numbers else None
 
 
 @functools.lru_cache(maxsize=64)
-def _counts_of(own: OwnClass, text: bytes, shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) -> Counts | None:
+def _counts_of(
+    own: OwnClass,
+    text: bytes,
+    shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
+    numbers: tuple[tuple[str, bytes], ...] = (),
+) -> Counts | None:
+    """`numbers`: values of the first entry of tensors of whole numbers."""
     structure = json.loads(text)
     tensors = {name: torch.empty(1, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
+    for name, values in numbers:
+        like = tensors[name]
+        tensors[name] = torch.frombuffer(bytearray(values), dtype=like.dtype).view(like.shape)
     named = from_tensors(tensors, structure)
     if not (LATENTS in named or structure[LATENT]):
         return None
@@ -82,13 +96,17 @@ def _counts_of(own: OwnClass, text: bytes, shapes: tuple[tuple[str, tuple[int, .
 
 
 def counted(own: OwnClass, call: Call) -> Counts | None:
-    """Counts of the first entry of `call`, whose values are not looked at. None: the class does not run without values."""
+    """Counts of the first entry of `call`, without values; if the class needs them, with those of whole numbers that are in
+    host memory, such as kinds of words. None: the class does not run so."""
+    tensors = pytree.tree_leaves(dict(call.named))
+    has_numbers = any(isinstance(each, torch.Tensor) and _is_whole(each) and not each.is_meta for each in tensors)
     with _LOCK:
-        try:
-            return _Counting(own, call).counts
-        except Exception as error:  # of any kind: its code is not known, and may look at values
-            log.debug("Parallel DiT: %s does not run without values: %s", own.name, error)
-            return None
+        for with_numbers in (False, True)[: 1 + has_numbers]:
+            try:
+                return _Counting(own, call, with_numbers).counts
+            except Exception as error:  # of any kind: its code is not known, and may look at values
+                log.debug("Parallel DiT: %s does not run without values: %s", own.name, error)
+    return None
 
 
 _LOCK = threading.Lock()
@@ -96,18 +114,22 @@ _LOCK = threading.Lock()
 
 
 class _AnyNumbers(TorchDispatchMode):
-    """A number that a class reads off a tensor of floats, such as a time, is 0.5. Others would be sizes: an error."""
+    """A number that a class reads off a tensor of floats, such as a time, is 0.5, and what it compares is true. Others would
+    be sizes: an error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            return 0.5
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            if args[0].dtype == torch.bool:
+                return True
+            if args[0].is_floating_point():
+                return 0.5
         return func(*args, **(kwargs or {}))
 
 
 class _Counting:
     """One block of each kind runs. The others return what they get."""
 
-    def __init__(self, own: OwnClass, call: Call):
+    def __init__(self, own: OwnClass, call: Call, with_numbers: bool):
         self._block: OwnBlock | None = None  # the one that runs
         self._attended = 0  # its calls of attention
         self._outside, self._inside, self._states = 0, 0, 0  # operations outside of blocks, the counter's inside
@@ -115,7 +137,9 @@ class _Counting:
         self._streams: dict[int, int] = {}
         model, kinds = _on_meta(own)
         one = entry_of(call, 0)
-        named = pytree.tree_map_only(torch.Tensor, _without_values, dict(one.named))
+        named = pytree.tree_map_only(
+            torch.Tensor, lambda each: each if with_numbers and _is_whole(each) else _without_values(each), dict(one.named)
+        )
         one = replace(one, x=_without_values(one.x), timestep=_without_values(one.timestep), named=named, options={})
         skipped = [block for block in own.blocks if kinds[block.name] != block.name]
         hooks = [hook for block in own.blocks if kinds[block.name] == block.name for hook in self._watch(model, block)]
@@ -172,6 +196,11 @@ class _Counting:
             part = {"attention": work.attention + operations} if among else {"layers": work.layers + operations}
             self._found[block.name] = replace(work, **part)
         return call.result(queries.new_empty(*queries.shape[:3], call.v_BKHD.shape[3]))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it has whole numbers."""
+    return tensor.dtype in (torch.int32, torch.int64) and tensor.numel() > 0
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

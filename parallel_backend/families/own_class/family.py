@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.core.own_class import OwnAttention, OwnClass
-from parallel_backend.core.token_order import class_order
+from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnLatent
 from parallel_backend.families.base.blocks import Blocks, Over, StreamKeys
 from parallel_backend.families.base.family import Counted, Family, Forward, Inputs, Sizes
 from parallel_backend.families.base.file_layout import FileLayout, Source
 from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 
-from .band_tokens import BandTokens
+from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
 from .call_form import LATENTS, pack, unpack
@@ -31,7 +30,7 @@ from .token_cut import entries_of
 from .tried_calls import Call
 
 NAME = "ComfyUI's own class"
-CLASS_ORDER = "class order"
+NUMBERS = "numbers"
 """Key of StepInputs.kept."""
 WHOLE_STATES = 3
 """Blocks.whole_states: what enters the blocks, or what leaves them while the class norms and modulates it."""
@@ -157,26 +156,37 @@ class OwnClassFamily(Family):
             stream: tokens - (math.prod(grid) if stream in latent.streams else 0)
             for stream, tokens in counts.streams.items()
         }
+        references = streams.get(latent.stream, 0) - self._beside_references(latent, tensors) if latent.layout else 0
+        if latent.layout:
+            streams[latent.stream] = streams.get(latent.stream, 0) - references
         at_once = (
             sum(streams[stream] for stream in entered if stream in streams) for entered in entries_of(self.own.blocks)
         )
-        return Counted(grid, max(at_once, default=0), tuple(streams.items()))
+        return Counted(grid, max(at_once, default=0), tuple(streams.items()), references)
+
+    def _beside_references(self, latent: OwnLatent, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Words, and tokens of a second latent, in the latent's stream."""
+        words = self.inputs.text_tokens(tensors) if WORDS in latent.layout else 0
+        if COMPANION not in latent.layout:
+            return words
+        shapes = [(1, *shape) for shape in structure_of(tensors)[LATENTS]]
+        return words + self.patching.companion_tokens(shapes)
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """As Family.run. A stage that is not the last one returns no tokens."""
         assert step.x is not None, "every stage has the latent"
         patching, order = self.patching.cut(step.token_order.along), step.token_order
         stage: StageBlocks = vars(model)[STAGE]
-        band, x, companion = order.images(step.image), step.x, step.x_companion
+        pictures, x, companion = order.images(step.image), step.x, step.x_companion
         has_companion = companion is not None and companion.shape[1] > 0
         # The prologue runs whole, and what it makes of other bands' tokens is left out.
-        if len(band) < order.image or step.companion_tokens:
+        if len(pictures) < order.image or step.companion_tokens:
             x = x.new_full((len(x), order.image + step.companion_tokens, x.shape[-1]), math.nan)
-            x[:, band.slice] = step.x
+            x[:, pictures.slice] = step.x
         if companion is not None and has_companion:
             x[:, order.image :] = companion
         if stage.tokens is not None and self.own is not None and self.own.latent is not None:
-            stage.tokens.band = BandTokens(self.own.latent, order.image, band, _class_order(step))
+            stage.tokens.band = BandTokens(self.own.latent, order, step.image, _numbers(step), step.companion_tokens)
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
@@ -187,21 +197,21 @@ class OwnClassFamily(Family):
         if not step.companion_tokens:
             latent = patching.unpack(x, structure[LATENT][1:] or patching.whole(step.grid))
             out = run_in_form(stage.call, latent, timestep, named)
-            return step.x[:, :0] if out is None else patching.pack(out)[:, band.slice]
+            return step.x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]
         out = run_in_form(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
         if out is None:
             return step.x[:, :0]
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
-        return torch.cat((tokens[:, band.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
+        return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
 
 
-def _class_order(step: StepInputs) -> torch.Tensor | None:
-    """See BandTokens.order."""
-    if CLASS_ORDER not in step.kept:
-        order = class_order(step.grid, step.token_order.along)
-        step.kept[CLASS_ORDER] = None if order is None else to_device(order, step.timestep.device)
-    return step.kept[CLASS_ORDER]
+def _numbers(step: StepInputs) -> torch.Tensor | None:
+    """See BandTokens.numbers."""
+    if NUMBERS not in step.kept:
+        numbers = class_numbers(step.token_order, step.grid)
+        step.kept[NUMBERS] = None if numbers is None else to_device(numbers, step.timestep.device)
+    return step.kept[NUMBERS]
 
 
 def _companion(own: OwnClass) -> Companion | None:

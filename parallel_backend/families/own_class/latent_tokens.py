@@ -8,19 +8,23 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from parallel_backend.core.own_class import OwnBlock, OwnEntry, OwnLatent
+from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnBlock, OwnEntry, OwnLatent
+from parallel_backend.families.base.patching import Companion
 
 from .token_cut import Arguments, entries_of, tensor_places
 from .token_rows import in_rows
 from .token_trial import Runs
-from .tried_calls import Call, drawn
+from .tried_calls import Call, drawn, words_of
 from .unproven import Unproven, first_line
 from .whole_run import WholeRun
+
+OTHER_PICTURES = 2
+"""Seed of their values."""
 
 
 class _HasEntered(Exception):
@@ -70,8 +74,6 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
         for axis in range(2, len(sides))
     ]
     (found, *more) = (_Raster.of(changed, first, streams) for streams in entries_of(blocks))
-    if found.start and found.behind:
-        raise Unproven("other tokens come before and behind its latent's")
     if found.patch[-1] != found.patch[-2]:
         raise Unproven(f"a token has {found.patch[-2]} rows and {found.patch[-1]} columns of its latent")
     again = []
@@ -80,19 +82,25 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
         if each.patch != found.patch or (each.start and each.behind and not behind):
             raise Unproven("its latent's tokens are in other places after they have left a list of blocks")
         again.append(OwnEntry(each.stream, each.start > 0, behind))
+    pattern, companions = "", _Companions(found.stream, ())
+    if len(call.latents) > 1:
+        if more:
+            raise Unproven("its latent has two parts, and leaves a list of blocks")
+        pattern, companions = _companion(runs, blocks, call, first, found)
+    kinds = [] if more else _kinds(runs, blocks, call, first, found, companions)
+    layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
     frames = found.patch[0] if len(found.patch) == 3 else 1
-    others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(more))
+    others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(more)) - references
+    before = bool(set(layout[: layout.index(LATENT)]) - {REFERENCES}) if layout else found.start > 0
+    if not layout and found.start and found.behind:
+        raise Unproven("other tokens come before and behind its latent's")
     patch = frames, found.patch[-2], found.patch[-1]
-    latent = OwnLatent(found.stream, found.start > 0, patch, others > 0, pads=False, again=tuple(again))
-    if len(call.latents) == 1:
-        return latent
-    if more:
-        raise Unproven("its latent has two parts, and leaves a list of blocks")
-    rows = range(found.start, found.start + found.count)
-    pattern, companions = _companion(runs, blocks, call, first, {(found.stream, row) for row in rows})
-    return replace(latent, companion=pattern, words=others > companions)
+    words = others > len(companions.rows)
+    return OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
 
 
+Streams = Mapping[int, torch.Tensor]
+"""Where they enter the blocks, by number."""
 Changed = Mapping[int, tuple[int, ...]]
 """Stream -> its rows that a change of the latent changes, if there are any."""
 
@@ -106,6 +114,10 @@ class _Raster:
     count: int
     behind: int
     patch: tuple[int, ...]
+
+    @property
+    def rows(self) -> range:
+        return range(self.start, self.start + self.count)
 
     @staticmethod
     def of(changed: Sequence[Sequence[Changed]], first: Mapping[int, torch.Tensor], streams: set[int]) -> "_Raster":
@@ -138,16 +150,44 @@ def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
     return among[0], changed[among[0]]
 
 
+def grid_of(latent: OwnLatent, call: Call) -> tuple[int, ...]:
+    """Tokens of the call's first latent along its axes."""
+    sides = call.latents[0].shape[2:]
+    return tuple(size // by for size, by in zip(sides, latent.patch[-len(sides) :], strict=True))
+
+
+def companion_tokens(latent: OwnLatent, call: Call) -> int:
+    """Tokens of the call's second latent. 0: there is none."""
+    shapes = [tuple(each.shape) for each in call.latents]
+    return Companion(latent.companion, lambda _frames: ()).tokens(shapes[1]) if len(shapes) > 1 else 0
+
+
+def reference_tokens(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> int:
+    """Tokens of the call's references, if bands share them out."""
+    if not latent.layout:
+        return 0
+    others = {WORDS: words_of(call), COMPANION: companion_tokens(latent, call), LATENT: math.prod(grid_of(latent, call))}
+    tokens = entering(runs, blocks, call)[latent.stream].shape[1]
+    return tokens - sum(count for kind, count in others.items() if kind in latent.layout)
+
+
+class _Companions(NamedTuple):
+    """The second latent's tokens."""
+
+    stream: int
+    rows: tuple[int, ...]
+
+
 def _companion(
-    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: dict[int, torch.Tensor], taken: set[tuple[int, int]]
-) -> tuple[str, int]:
-    """Pattern from the second latent to its tokens (Companion.pattern), and their number. `taken`: (stream, row) of the
-    first one's tokens. Unproven if the second has some of those, or tokens that are not made of whole axes.
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster
+) -> tuple[str, _Companions]:
+    """Pattern from the second latent to its tokens (Companion.pattern), and those. `found`: the first one's tokens. Unproven
+    if the second has some of those, or tokens that are not made of whole axes.
 
     The pattern says how many tokens there are. That they are the second latent's, the bands show."""
     sizes = call.latents[1].shape
     stream, rows = _only(_rows_of(runs, blocks, call, 1, 0, 0, first), set(first))
-    if taken & {(stream, row) for row in rows}:
+    if stream == found.stream and set(found.rows) & set(rows):
         raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
     of_channels = [axis for axis in range(1, len(sizes)) if rows in _rows_of(runs, blocks, call, 1, axis, 0, first).values()]
     of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
@@ -156,7 +196,31 @@ def _companion(
     names, tokens, channels = (
         " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
     )
-    return f"b {names} -> b ({tokens}) ({channels})", len(rows)
+    return f"b {names} -> b ({tokens}) ({channels})", _Companions(stream, rows)
+
+
+def _kinds(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster, companions: _Companions
+) -> list[str]:
+    """The kind of each token of the latent's stream (OwnLatent.layout), if references are among them: tokens that pictures
+    in the call's arguments change. Empty: there are none, or they do not follow each other, or others are not the text's."""
+    kinds = [WORDS] * first[found.stream].shape[1]
+    pictures = _changed(entering(runs, blocks, _with_other_pictures(call)), first).get(found.stream, ())
+    of_companion = companions.rows if companions.stream == found.stream else ()
+    for kind, rows in ((REFERENCES, pictures), (COMPANION, of_companion), (LATENT, found.rows)):
+        for row in rows:
+            kinds[row] = kind
+    is_known = kinds.count(WORDS) in (0, words_of(call)) and REFERENCES in kinds
+    return kinds if is_known and len(list(itertools.groupby(kinds))) == len(set(kinds)) else []
+
+
+def _with_other_pictures(call: Call) -> Call:
+    """The call with other values in tensors that have rows and columns: all of four axes or more."""
+    leaves, structure = pytree.tree_flatten(dict(call.named))
+    others = pytree.tree_leaves(dict(drawn(call, OTHER_PICTURES).named))
+    both = zip(leaves, others, strict=True)
+    named = [other if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf for leaf, other in both]
+    return replace(call, named=pytree.tree_unflatten(named, structure))
 
 
 def entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:
@@ -178,12 +242,16 @@ def _rows_of(
     part: int,
     axis: int,
     index: int,
-    first: dict[int, torch.Tensor],
+    first: Streams,
 ) -> Changed:
     """What the values at this index of an axis change, of latent number `part`."""
     x = call.x.clone()
     call.parts(x)[part].select(axis, index).add_(1)
-    now = entering(runs, blocks, replace(call, x=x))
+    return _changed(entering(runs, blocks, replace(call, x=x)), first)
+
+
+def _changed(now: Streams, first: Streams) -> Changed:
+    """Rows with other values than in `first`."""
     if any(value.shape != first[stream].shape for stream, value in now.items()):
         raise Unproven("it has other tokens for another latent of the same size")
     rows = {

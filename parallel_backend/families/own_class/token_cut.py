@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
@@ -138,16 +139,24 @@ class TokenCut(ABC):
         return self._axes[like.ndim].of_rows(rows_BSD) if like.ndim in self._axes else rows_BSD
 
     def residual(self, residual_BND: torch.Tensor, is_cut: bool) -> torch.Tensor:
-        """What is added to the latent's tokens: to this rank's if they are cut, and else to all, with zeros for other bands.
+        """What is added to the latent's tokens: to this rank's if they are cut, with zeros for its references, and else to
+        all, with zeros for other bands.
 
         `residual_BND`: for all of the latent's tokens, or for the band's, in the order of bands."""
-        tokens = Span(0, residual_BND.shape[1]) if self.band is None else self.band.band
+        band = self.band
+        if band is None:
+            own = self.ranks.parts(Span(0, residual_BND.shape[1]))[self.index]
+            return residual_BND[:, own.slice] if is_cut else residual_BND
         if is_cut:
-            return residual_BND[:, self.ranks.parts(tokens)[self.index].shift(-tokens.start).slice]
-        if self.band is None:
-            return residual_BND
-        whole = residual_BND.new_zeros(len(residual_BND), self.band.count, residual_BND.shape[2])
-        whole[:, tokens.slice if self.band.order is None else self.band.order[tokens.slice]] = residual_BND
+            own = self.ranks.parts(band.band)[self.index]
+            of_rank = residual_BND[:, band.order.images(own).shift(-band.pictures.start).slice]
+            if not band.order.references:
+                return of_rank
+            with_references = of_rank.new_zeros(len(of_rank), len(own), of_rank.shape[2])
+            with_references[:, to_device(band.order.picture_rows(own), of_rank.device)] = of_rank
+            return with_references
+        whole = residual_BND.new_zeros(len(residual_BND), band.order.image, residual_BND.shape[2])
+        whole[:, band.picture_numbers] = residual_BND
         return whole
 
     @property

@@ -1,0 +1,158 @@
+"""Small classes whose blocks have tokens of reference pictures beside the latent's, which bands share out. Most have one
+thing that goes wrong then."""
+
+import torch
+
+from tests.families.planted_bands import Banded
+from tests.families.planted_classes import LATE
+from tests.families.planted_forms import SoundToo
+from tests.families.planted_tokens import Mixing
+
+
+class Refers(Banded):
+    """One stream: the latent, then its references."""
+
+    def forward(self, x, timestep, context=None, ref_latents=(), **_extra):
+        self.pictures = torch.cat([self.inp(each.flatten(2).transpose(1, 2)) for each in ref_latents], 1)
+        out = super().forward(x, timestep, context)
+        del self.pictures
+        return out
+
+    def mixed(self, h, words, emb, t):
+        references = self.between(self.pictures, h, t)
+        parts = {"words": words, "latent": h, "references": references}
+        both = super().mixed(torch.cat([parts[kind] for kind in self.layout], 1), words, emb, t)
+        lengths = [parts[kind].shape[1] for kind in self.layout]
+        left = dict(zip(self.layout, both.split(lengths, 1), strict=True))
+        return self.left(left["latent"], left["references"], t)
+
+    layout = "latent", "references"
+
+    def between(self, references, h, t):
+        return references
+
+    def left(self, h, references, t):
+        return h
+
+
+class ReferencesFirst(Refers):
+    layout = "references", "latent"
+
+
+class WordsReferences(Refers):
+    layout = "words", "references", "latent"
+
+
+class LatentBetween(Refers):
+    layout = "words", "latent", "references"
+
+
+class LastRowFirstReferences(Refers):
+    """Whose order of references is nobody's business."""
+
+    def between(self, references, h, t):
+        return references.flip(1)
+
+
+class LatentInReferences(Refers):
+    def between(self, references, h, t):
+        return references + 0.1 * h.mean(1, keepdim=True)
+
+
+class LatentInReferencesLate(LatentInReferences):
+    def between(self, references, h, t):
+        return references if float(t[0]) >= LATE else super().between(references, h, t)
+
+
+class LargestInReferences(Refers):
+    """Behind a comparison."""
+
+    def between(self, references, h, t):
+        return references + 0.1 * (h > 1.5).any(1, keepdim=True)
+
+
+class ReferencesBehind(Refers):
+    """What the blocks make of references goes into the output."""
+
+    def left(self, h, references, t):
+        return h + 0.1 * references.mean(1, keepdim=True)
+
+
+class ReferencesBehindLate(ReferencesBehind):
+    def left(self, h, references, t):
+        return h if float(t[0]) >= LATE else super().left(h, references, t)
+
+
+class KnownReferencesBehind(Refers):
+    """Of those that are finite."""
+
+    def left(self, h, references, t):
+        return h + 0.1 * references.nan_to_num().mean(1, keepdim=True)
+
+
+class FirstReferenceBehind(Refers):
+    """Which the first band has."""
+
+    def left(self, h, references, t):
+        return h + 0.1 * references[:, :1]
+
+
+class CountsReferencesBehind(Refers):
+    def left(self, h, references, t):
+        return h + 0.1 * (references > 0).float().mean(1, keepdim=True)
+
+
+class Interleaved(Refers):
+    """A reference token behind each of the latent's."""
+
+    def mixed(self, h, words, emb, t):
+        count = min(h.shape[1], self.pictures.shape[1])
+        pairs = torch.stack((h[:, :count], self.pictures[:, :count]), 2).flatten(1, 2)
+        both = Banded.mixed(self, torch.cat((pairs, h[:, count:]), 1), words, emb, t)
+        return torch.cat((both[:, : 2 * count : 2], both[:, 2 * count :]), 1)
+
+
+class Around(Refers):
+    """References before and behind the latent."""
+
+    def mixed(self, h, words, emb, t):
+        one = self.pictures[:, :2]
+        both = torch.cat((one, h, self.pictures[:, 2:]), 1)
+        return Banded.mixed(self, both, words, emb, t)[:, 2 : 2 + h.shape[1]]
+
+
+class RegisterBetween(LatentBetween):
+    """A token more than words."""
+
+    def mixed(self, h, words, emb, t):
+        return super().mixed(h, torch.cat((words, emb[:, None]), 1), emb, t)
+
+
+class RegisterBehind(Refers):
+    """Tokens that are no picture's behind the references: then all others run with the first band."""
+
+    def between(self, references, h, t):
+        return torch.cat((references, references.new_ones(len(h), 2, h.shape[2])), 1)
+
+
+class ScalesByReferences(Refers):
+    """In its blocks, by the part that a rank has."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table):
+            return super().forward(x * (1 + 0.1 * x[:, -3:].mean(1, keepdim=True)), emb, table)
+
+
+class SoundAndReferences(SoundToo):
+    """As MiniMax H3: words, references, sound and video in one stream."""
+
+    def forward(self, x, timestep, context=None, ref_latents=(), **_extra):
+        self.first = self.text(context), *(self.inp(each.flatten(2).transpose(1, 2)) for each in ref_latents)
+        out = super().forward(x, timestep, context)
+        del self.first
+        return out
+
+    def both(self, h, s, emb):
+        stream = torch.cat((*self.first, s, h), 1)
+        left = self.mixed(stream, None, emb, None)[:, -s.shape[1] - h.shape[1] :]
+        return left[:, s.shape[1] :], left[:, : s.shape[1]]

@@ -1,0 +1,127 @@
+"""Tokens of references in bands of a class that no family computes: each band has its share of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.core.own_class import OwnLatent
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.families.own_class.band_tokens import BandTokens, class_numbers, numbers
+from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.call_form import LATENTS
+from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call
+from tests.families.test_own_class import nested
+from tests.families.test_own_class_bands import ALONE, ATTENDS, MIXED, OTHER, SOUND, call
+from tests.support.planted_comfyui import planted, planted_comfyui
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+ROWS, WORDS = 3 * 4 + 2 * 2, 5
+"""Tokens of both references, and of the text."""
+
+
+def referring(given: Call) -> Call:
+    g = torch.Generator().manual_seed(3)
+    pictures = [torch.randn(len(given.x), 4, *sides, generator=g) for sides in ((1, 3, 4), (1, 2, 2))]
+    return replace(given, named={**given.named, "ref_latents": pictures})
+
+
+def proof(name: str, given: Call | None = None):
+    return trial(planted(name), referring(given or call()), (1.0,), sequence=False, bands=True)
+
+
+def latent(*layout: str, words: bool = True, before: bool = False) -> OwnLatent:
+    return replace(ALONE, words=words, before=before, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Refers", latent("latent", "references", words=False)),
+        ("ReferencesFirst", latent("references", "latent", words=False)),
+        ("WordsReferences", latent("words", "references", "latent", before=True)),
+        ("LatentBetween", latent("words", "latent", "references", before=True)),
+        ("LastRowFirstReferences", latent("latent", "references", words=False)),
+        ("RegisterBehind", latent()),
+    ],
+)
+def test_references_are_found_and_proven(name, expected):
+    found = proof(name)
+    assert (found.stages, found.bands, found.latent) == ("", "", expected)
+    own = replace(planted(name), blocks=found.blocks, latent=found.latent)
+    tensors = to_tensors(referring(call()).named, call().timestep, call().x.shape[1:])
+    counted = own_class_family(own).counted((3, 4, 6), 1, tensors)
+    assert counted.references == (ROWS if expected.layout else 0)
+    others = {"RegisterBehind": ROWS + 2}.get(name, WORDS if expected.words else 0)
+    assert counted.text == sum(tokens for _, tokens in counted.streams) == others
+
+
+def test_references_beside_words_and_sound_are_proven():
+    found = proof("SoundAndReferences", nested(1))
+    layout = "words", "references", "companion", "latent"
+    assert (found.bands, found.latent) == ("", replace(ALONE, words=True, before=True, companion=SOUND, layout=layout))
+    given = referring(nested(1))
+    own = replace(planted("SoundAndReferences"), blocks=found.blocks, latent=found.latent)
+    counted = own_class_family(own).counted((3, 4, 4), 1, to_tensors(given.named, given.timestep))
+    assert (counted.references, counted.text) == (ROWS, WORDS + 10)
+    assert len(given.named[LATENTS]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("LatentInReferences", MIXED),
+        ("LatentInReferencesLate", ATTENDS),
+        ("LargestInReferences", MIXED),
+        ("ReferencesBehind", OTHER),
+        ("ReferencesBehindLate", OTHER),
+        ("KnownReferencesBehind", OTHER),
+        ("FirstReferenceBehind", OTHER),
+        ("CountsReferencesBehind", OTHER),
+        ("Interleaved", MIXED),
+        ("Around", "other tokens come before and behind its latent's"),
+        ("RegisterBetween", "other tokens come before and behind its latent's"),
+        ("ScalesByReferences", "blocks.0 attends to other values where its tokens are cut"),
+    ],
+)
+def test_what_goes_wrong_with_references_is_not_proven(name, why):
+    found = proof(name)
+    assert found.latent is None
+    assert found.bands.startswith(why), found.bands
+
+
+@pytest.mark.parametrize("along", ["rows", "frames"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_bands_and_ranks_have_each_token_once(along, ranks):
+    """And the K/V buffer has each where a mask of all keys has it."""
+    grid, others = (2, 3, 4), (3, 5)
+    order = TokenOrder(24, 8 if along == "rows" else 12, 7, along)
+    layout = "words", "references", "companion", "latent"
+    whole = BandTokens(latent(*layout), order, order.span, class_numbers(order, grid), companion=others[0])
+    tokens, cut = {0: 24 + 7 + sum(others)}, SequenceCut((1.0,), ranks, repeat_text=False)
+    place_of: dict[int, int] = {}
+    for rows in (Span(0, 1), Span(1, 2)) if along == "frames" else (Span(0, 1), Span(1, 3)):
+        band = replace(whole, band=order.of_rows(rows))
+        kept = [
+            numbers(part.rows, torch.device("cpu"))
+            for of_rank in band.parts(0, tokens, cut)
+            for part in of_rank
+            if part.is_kept
+        ]
+        stand_ins = sum(len(part.place) for of_rank in band.parts(0, tokens, cut) for part in of_rank if not part.is_kept)
+        assert stand_ins == (ranks if rows.start else 0)
+        pieces = band.pieces([0], tokens, cut, range(ranks))
+        places = torch.cat([torch.arange(place.start, place.stop) for _, place in pieces])
+        place_of |= dict(zip(torch.cat(kept).tolist(), places.tolist(), strict=True))
+    in_buffer = whole.in_buffer([0], tokens, torch.device("cpu"))
+    assert [place_of[row] for row in in_buffer.tolist()] == list(range(tokens[0]))
