@@ -17,15 +17,17 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from parallel_backend.checkpoints.own_class import open_own_class  # noqa: E402
 from parallel_backend.client.loading import load_model  # noqa: E402
-from parallel_backend.client.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
+from parallel_backend.client.proven_class import call_of, prompt_for_class, proven  # noqa: E402
+from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.core.dtypes import resolve_dtype  # noqa: E402
+from parallel_backend.core.own_class import OwnClass  # noqa: E402
 from parallel_backend.core.setup import Setup  # noqa: E402
 from parallel_backend.processes.pool import Pool  # noqa: E402
 from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
-from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
+from parallel_backend.quickstart.model import WEIGHTS, mini_flux  # noqa: E402
 from scripts.digits import read_digits  # noqa: E402
 
 PROMPTS = ((3, 1, 4, 1), (2, 7, 1, 8), (5, 9, 2, 6), (0, 4, 7, 3))
@@ -64,14 +66,26 @@ def devices_for(ranks: int) -> tuple[str, ...]:
     return ("cpu",) * ranks
 
 
-def run(pool: Pool, mode: Mode, steps: int, cfg: float) -> Result:
-    """Sample the four prompts once, after two steps that warm the ranks up."""
-    checkpoint = open_checkpoint(WEIGHTS)
-    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.half_dtypes(checkpoint.config))
-    setup = Setup(checkpoint.path, dtype, pool.devices, mode.degrees, "auto", "even")
-    model = load_model(pool, checkpoint, setup, lambda: None)
-    prompt = digit_prompts(torch.tensor(PROMPTS), cfg)
+def given(cfg: float) -> tuple[torch.Tensor, Prompt]:
+    """The noise of the pictures, and their prompts."""
     noise = torch.randn(len(PROMPTS), 16, 32, 32, generator=torch.Generator().manual_seed(0))
+    return noise, digit_prompts(torch.tensor(PROMPTS), cfg)
+
+
+def tried() -> OwnClass:
+    """The model's class, with what a trial proves of it."""
+    noise, prompt = given(cfg=1.0)
+    return proven(mini_flux(), call_of(noise, prompt.positive), Degrees(pipe=2, ulysses=2), WEIGHTS.name)
+
+
+def run(pool: Pool, own: OwnClass, mode: Mode, steps: int, cfg: float) -> Result:
+    """Sample the four prompts once, after two steps that warm the ranks up."""
+    checkpoint = open_own_class(WEIGHTS, own)
+    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.half_dtypes(checkpoint.config))
+    setup = Setup(checkpoint.path, dtype, pool.devices, mode.degrees, "auto", "even", own_class=own)
+    model = load_model(pool, checkpoint, setup, lambda: None)
+    noise, digits = given(cfg)
+    prompt = prompt_for_class(digits)
 
     def sample(count: int) -> torch.Tensor:
         if mode.bands == 1:
@@ -146,12 +160,15 @@ def main() -> None:
     torch.set_num_threads(1)
     cores, busy = own_cores(), busy_cores()
     results: list[Result] = []
+    started = time.perf_counter()
+    own = tried()
+    print(f"== trial of {own.name}: {time.perf_counter() - started:.1f} s, all modes are proven", flush=True)
     for ranks in (1, 2):
         print(f"== starting {ranks} rank{'s' * (ranks > 1)} on {', '.join(devices_for(ranks))}", flush=True)
         pool = Pool(devices_for(ranks), threads=1)
         try:
             for mode in (mode for mode in MODES if mode.degrees.world == ranks):
-                results.append(run(pool, mode, options.steps, options.cfg))
+                results.append(run(pool, own, mode, options.steps, options.cfg))
                 print(f"   {mode.name}: {results[-1].seconds:.1f} s", flush=True)
         finally:
             pool.close()

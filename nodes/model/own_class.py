@@ -363,18 +363,7 @@ class OwnClassModel(RemoteDiffusionModel):
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)
             log.info("Parallel DiT: proof of %s: %s", own.name, shown)
         self.run.proof = proof
-        if degrees.pipe > 1 and proof.stages:
-            raise ValueError(
-                f"pipefusion_degree: {name} cannot be cut into stages: {proof.stages}. "
-                + ("Set it to 1." if proof.blocks else "Load it with ComfyUI's own loader, on one card.")
-            )
-        if degrees.sequence > 1 and proof.sequence:
-            widget = next(f"{axis}_degree" for axis in ("patch", "ulysses", "ring") if getattr(degrees, axis) > 1)
-            raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {proof.sequence}. Set it to 1.")
-        if degrees.tensor > 1 and proof.blocks and proof.tensor:
-            raise ValueError(
-                f"tensor_parallel_degree: the layers of {name} cannot be shared out: {proof.tensor}. Set it to 1."
-            )
+        proof.check(degrees, name)
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         assert isinstance(self.checkpoint.family, OwnClassFamily)

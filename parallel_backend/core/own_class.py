@@ -1,6 +1,6 @@
-"""ComfyUI's own class of a model as data: what a rank imports and builds, and what a trial has shown of it.
+"""A class of a model as data: what a rank imports and builds, and what a trial has shown of it.
 
-The nodes fill it in. Nothing in this package names ComfyUI: a rank imports the module that it is told, below ROOT alone.
+The nodes fill it in for ComfyUI's classes. A rank imports the module that it is told, of one of PACKAGES alone.
 """
 
 import functools
@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 
 ROOT = "comfy.ldm."
-"""Beginning of the names of modules that a rank imports for the sake of a class."""
+"""Beginning of the names of ComfyUI's modules that have classes."""
 MANY = 1 << 6
 """As many heads as a degree may be."""
 HEAD_SIZE = 64
@@ -17,6 +17,27 @@ WORDS, REFERENCES, COMPANION, LATENT = "words", "references", "companion", "late
 """Kinds of tokens in OwnLatent.layout."""
 DTYPE = "torch dtype "
 """Beginning of an argument that is a dtype of torch, before its name."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """Modules whose classes a rank builds, and how ranks reach those classes' attention."""
+
+    root: str
+    """Beginning of the modules' names."""
+    attention: str
+    """The module of the attention functions. Other modules import them by names of their own."""
+    functions: str
+    """Beginning of their names."""
+    around: tuple[str, ...] = ()
+    """Beginnings of the names of modules that are imported before the class's, or in which values are set."""
+
+
+PACKAGES = (
+    Package(ROOT, f"{ROOT}modules.attention", "attention_", around=("comfy.",)),
+    Package("parallel_backend.quickstart.", "parallel_backend.quickstart.attention", "attention"),
+)
+"""All of which ranks build classes: no message has them import anything else."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +154,9 @@ class OwnClass:
     """A class, its arguments, and the settings of the process that imports it."""
 
     kind: str
-    """Name of the class of ComfyUI's supported_models."""
+    """Name of the class of ComfyUI's supported_models. Empty: it is none of ComfyUI's."""
     folder: str
-    """The folder that has ROOT's package."""
+    """The folder that has its package, which is imported from there if it is not installed. Empty: it is."""
     module: str
     name: str
     arguments: str
@@ -166,7 +187,11 @@ class OwnClass:
         return self._hash
 
     def __post_init__(self):
-        assert self.module.startswith(ROOT), self.module
+        around = {*(module for module, _, _ in self.settings), *self.imports}
+        for package in PACKAGES:
+            if self.module.startswith(package.root) and all(f"{each}.".startswith(package.around) for each in around):
+                return
+        raise ValueError(f"ranks build no class of {self.module}, or import none of {sorted(around)} for it")
 
     @property
     def heads(self) -> int:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.families.own_class.attention_calls import MODULE
+from parallel_backend.core.own_class import PACKAGES
 from tests.families.planted_classes import LATE, WIDTH, Right
 
 HEADS = 4
@@ -22,7 +22,7 @@ def attention_planted(q, k, v, heads, mask=None, skip_reshape=False, skip_output
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
-attention_planted.__module__ = MODULE
+attention_planted.__module__ = PACKAGES[0].attention
 optimized_attention = attention_planted
 
 

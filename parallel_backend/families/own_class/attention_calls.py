@@ -1,4 +1,4 @@
-"""ComfyUI's attention functions, whose calls in a class's blocks go to the ranks' exchange."""
+"""Attention functions of a class's package, whose calls in its blocks go to the ranks' exchange."""
 
 import functools
 import inspect
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.core.own_class import ROOT
+from parallel_backend.core.own_class import PACKAGES
 
 from .unproven import Unproven
 
-MODULE = f"{ROOT}modules.attention"
-"""Where the functions are, whose names begin with `attention_`. Other modules import them by names of their own."""
+FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
+"""Module -> beginning of the names of its attention functions."""
+ROOTS = tuple(package.root for package in PACKAGES)
 REPLACES = "parallel_dit_replaces"
 """Attribute of a replacement: the function."""
 Attend = Callable[..., torch.Tensor]
@@ -27,11 +28,12 @@ Attend = Callable[..., torch.Tensor]
 
 def is_attention(value: Any) -> bool:
     """Whether it is one of the functions."""
-    return inspect.isfunction(value) and value.__module__ == MODULE and value.__name__.startswith("attention_")
+    functions = FUNCTIONS.get(value.__module__) if inspect.isfunction(value) else None
+    return functions is not None and value.__name__.startswith(functions)
 
 
 class _Replaced:
-    """The functions in all of ComfyUI's modules that are imported, replaced as long as a thread asks for it.
+    """The functions in all modules of PACKAGES that are imported, replaced as long as a thread asks for it.
 
     The replacements call the functions themselves in all other threads: ComfyUI may sample meanwhile.
     """
@@ -63,7 +65,7 @@ class _Replaced:
 
     def _replace(self) -> None:
         """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
-        modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOT)]
+        modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)]
         if modules != self._modules:
             self._modules = modules
             self._found = [
@@ -99,13 +101,13 @@ def _replaced() -> _Replaced:
 
 
 def attention_by(attend: Attend) -> Any:
-    """Context in which this thread's calls of ComfyUI's attention functions go to `attend`."""
+    """Context in which this thread's calls of the attention functions go to `attend`."""
     return _replaced().by(attend)
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of ComfyUI's attention, by `function`."""
+    """A call of attention, by `function`."""
 
     function: Callable[..., torch.Tensor]
     q_BQHD: torch.Tensor

@@ -52,8 +52,9 @@ class TorchLayers:
 def imported(
     folder: str, module: str, name: str, settings: tuple[tuple[str, str, bool], ...], imports: tuple[str, ...]
 ) -> type[nn.Module]:
-    """The class. In ComfyUI's own process everything is imported already, and its settings stay as they are."""
-    if module.partition(".")[0] not in sys.modules:
+    """The class. In ComfyUI's own process everything is imported already, and its settings stay as they are. ValueError if
+    the module has no class of this name."""
+    if folder and module.partition(".")[0] not in sys.modules:
         sys.path.append(folder)  # last: it has modules with names as common as `utils`
         for place, attribute, value in settings:
             *path, last = attribute.split(".")
@@ -61,7 +62,10 @@ def imported(
             setattr(holder, last, value)
         for each in imports:
             importlib.import_module(each)
-    return getattr(importlib.import_module(module), name)
+    kind = getattr(importlib.import_module(module), name)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ValueError(f"{module} has no model {name}")
+    return kind
 
 
 def class_of(own: OwnClass) -> type[nn.Module]:

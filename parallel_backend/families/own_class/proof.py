@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.own_class import OwnBlock, OwnLatent
 
 NOT_TRIED = "it was not tried"
@@ -30,6 +31,21 @@ class Proof:
     """Why bands are not proven."""
     tensor: str = NOT_TRIED
     """Why layers shared by tensor ranks are not proven, for the degree that was asked for."""
+
+    def check(self, degrees: Degrees, name: str) -> None:
+        """ValueError, with the widget's name, for degrees of the model `name` that are not proven. Bands are no degree."""
+        if degrees.pipe > 1 and self.stages:
+            raise ValueError(
+                f"pipefusion_degree: {name} cannot be cut into stages: {self.stages}. "
+                + ("Set it to 1." if self.blocks else "Load it with ComfyUI's own loader, on one card.")
+            )
+        if degrees.sequence > 1 and self.sequence:
+            widget = next(WIDGETS[axis] for axis in SEQUENCE_AXES if getattr(degrees, axis) > 1)
+            raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {self.sequence}. Set it to 1.")
+        if degrees.tensor > 1 and self.blocks and self.tensor:
+            raise ValueError(
+                f"tensor_parallel_degree: the layers of {name} cannot be shared out: {self.tensor}. Set it to 1."
+            )
 
     def is_of_all(self, numbers: Collection[str]) -> bool:
         """Whether it holds for calls with any values of these numbers."""

@@ -1,0 +1,46 @@
+"""A class of core.own_class.PACKAGES for callers without ComfyUI: what a trial of their call proves, and their calls."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call
+
+from .sampling import Prompt
+
+TIMES = 1.0, 0.5, 0.01
+"""The first, a middle and nearly the last time of a run."""
+
+
+def proven(own: OwnClass, call: Call, degrees: Degrees, name: str) -> OwnClass:
+    """The class with what a trial shows for calls like this one. ValueError for a class without proven bands, whose batch
+    entries depend on each other, or whose latents are not filled up in a circle; and, naming the widget, for degrees that
+    are not proven. `name`: of the model, for the refusal."""
+    proof = trial(own, call, TIMES, bands=True, tensor=degrees.tensor)
+    proof.check(degrees, name)
+    if why := proof.batch or proof.bands:
+        raise ValueError(f"model: {name} cannot run on ranks: {why}.")
+    if proof.latent is None or not proof.latent.pads:
+        raise ValueError(f"model: {name} does not fill up its latent in a circle.")
+    return dataclasses.replace(own, blocks=proof.blocks, latent=proof.latent)
+
+
+def call_of(x: torch.Tensor, arguments: Mapping[str, torch.Tensor]) -> Call:
+    """The call at time 1 with the latent [B, C, ...] and these arguments of the class, by name."""
+    return Call(x, torch.ones(len(x)), arguments)
+
+
+def tensors_of(arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Conditioning tensors of these arguments, by name. The class gets a latent of whole tokens, since the client fills
+    it up in a circle, as `proven` wants."""
+    return to_tensors(arguments, torch.ones(len(next(iter(arguments.values())))))
+
+
+def prompt_for_class(prompt: Prompt) -> Prompt:
+    """A prompt of the class's arguments, by name, as its calls have them."""
+    return dataclasses.replace(prompt, positive=tensors_of(prompt.positive), negative=tensors_of(prompt.negative))
