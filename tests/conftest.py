@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
@@ -199,12 +201,15 @@ class Pools:
             pool.ready.result(timeout=300)
         return pool
 
-    def load(self, path: Path, degrees: Degrees, dtype: str = "fp32", fresh: bool = False) -> RemoteTransformer:
-        """The model on ranks; `fresh`: loaded anew even if the ranks hold it already."""
-        pool, key = self(degrees.world), (path, degrees, dtype)
+    def load(
+        self, path: Path, degrees: Degrees, dtype: str = "fp32", fresh: bool = False, own: OwnClass | None = None
+    ) -> RemoteTransformer:
+        """The model on ranks, by its family or by `own`; `fresh`: loaded anew even if the ranks hold it already."""
+        pool, key = self(degrees.world), (path, degrees, dtype, own)
         known, model = self._models.get(degrees.world, (None, None))
         if fresh or known != key or model.pool is not pool:
-            model = on_ranks(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
+            checkpoint = open_checkpoint(path) if own is None else open_own_class(path, own)
+            model = on_ranks(pool, checkpoint, degrees, dtype, "sdpa", lambda: None, own_class=own)
             self._models[degrees.world] = key, model
         return model
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import measuring
-from parallel_backend.acceptance.tiny_flux import random_flux, save_original
 from scripts.comfyui_server import find_python
 from testing.comfyui.models import FLUX
+from testing.tiny import random_flux, save_original
 
 MODEL = FLUX | {"num_attention_heads": 4, "num_layers": 2, "num_single_layers": 10}
 """246 MB in fp32."""

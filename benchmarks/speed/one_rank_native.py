@@ -28,12 +28,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import measuring
 from benchmarks.harness.needs import need
-from parallel_backend.acceptance.tiny_flux import randomise, save_original
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.allocator import KEPT_BYTES, LARGEST_IN_HEAP
 from scripts.comfyui_server import find_python
 from testing.cases.wan import WAN
 from testing.comfyui.models import FLUX, SD3
+from testing.tiny import randomise, save_original
 
 FORMATS = {"fp32": None, "bf16": None, "fp8": "fp8", "int8": "int8, rotated", "nvfp4": "nvfp4"}
 """Format -> its name in testing.quantised; None: a plain file."""

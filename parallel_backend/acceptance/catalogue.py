@@ -5,7 +5,7 @@ ABOUT = {
     "kernels": "attention kernels against fp64, on each device",
     "quantised": "one layer of each quantised format, on each device",
     "page-locked": "how much the driver page-locks, and how fast copies are",
-    "one rank": "one rank against diffusers on a CPU; half precision",
+    "one rank": "one rank against the class on a CPU; half precision",
     "graphs": "replays of CUDA graphs against the same calls without",
     "model file": "your model on one rank and on all",
     "links": "bandwidth of every link between ranks",

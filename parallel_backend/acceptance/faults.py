@@ -9,15 +9,14 @@ import re
 import signal
 import time
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.call import ModelCall
+from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.client.loading import load_model
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Poll, RankError
 
-from . import faulty_rank, tiny_flux
+from . import faulty_rank, tiny_model
 from .findings import Findings, NotLookedAt
 from .one_rank import OTHER_KERNELS
 from .session import SelfTestSession
@@ -56,8 +55,8 @@ def look_at_a_stuck_gpu(session: SelfTestSession, findings: Findings) -> None:
     limit = session.settings.hang_seconds
     with session.special_ranks(functools.partial(LocalRanks, entry=faulty_rank.main)) as pool:
         pool.watchdog.stall, pool.watchdog.factor = limit, FACTOR
-        setup = session.setup(session.tiny_file, _degrees(session))
-        model = load_model(pool, open_checkpoint(session.tiny_file), setup, session.poll)
+        setup = session.setup(_degrees(session))
+        model = load_model(pool, open_setup(setup), setup, session.poll)
         started = time.monotonic()
         error = _error_of(session, model)
         findings.at_most("seconds until the error", time.monotonic() - started, limit + HANG_MORE + ERROR_SECONDS)
@@ -96,11 +95,11 @@ def _error_of(session: SelfTestSession, model: RemoteTransformer, act: Poll = la
         session.poll()
         act()
 
-    x, timestep, tensors = tiny_flux.call()
+    call = tiny_model.on_ranks(*tiny_model.call())
     try:
         for _ in range(CALLS):
             poll()
-            model.predict(ModelCall(x, timestep, tensors), poll)
+            model.predict(call, poll)
     except RankError as error:
         return str(error)
     return None
@@ -116,7 +115,7 @@ def _expect(findings: Findings, error: str | None, form: str) -> None:
 
 
 def _works_again(session: SelfTestSession, findings: Findings) -> None:
-    """New ranks, and a call that equals diffusers' on the CPU."""
-    output = session.load(_degrees(session), "fp32").predict(ModelCall(*tiny_flux.call()), session.poll)
-    expected = tiny_flux.reference(session.tiny_model, *tiny_flux.call())
-    findings.at_most("the next call, from diffusers on a CPU", tiny_flux.relative(output, expected), OTHER_KERNELS)
+    """New ranks, and a call that equals the class's on the CPU."""
+    output = session.load(_degrees(session), "fp32").predict(tiny_model.on_ranks(*tiny_model.call()), session.poll)
+    expected = tiny_model.reference(session.tiny_model, *tiny_model.call())
+    findings.at_most("the next call, from the class on a CPU", tiny_model.relative(output, expected), OTHER_KERNELS)

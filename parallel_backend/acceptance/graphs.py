@@ -9,7 +9,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.attention_kernels import KERNELS, as_wish
 from parallel_backend.core.degrees import Degrees
 
-from . import tiny_flux
+from . import tiny_model
 from .findings import Findings, NotLookedAt
 from .one_rank import SAME_KERNELS, rounding
 from .session import SelfTestSession
@@ -20,7 +20,10 @@ timestep, so that an output which a replay left as it was shows."""
 
 
 def look_at_graphs(session: SelfTestSession, findings: Findings) -> None:
-    """On one rank with each kernel, and in a pipeline with torch's. In half precision, which other kernels want."""
+    """On one rank with each kernel, and in a pipeline with torch's. In half precision, which other kernels want.
+
+    By the family of the tiny model's file: a class attends by its own function, and is not captured.
+    """
     if not session.settings.on_gpus:
         raise NotLookedAt("the ranks are on CPUs")
     one, dtype = session.reference(), session.settings.half or "fp32"
@@ -33,22 +36,22 @@ def look_at_graphs(session: SelfTestSession, findings: Findings) -> None:
         with findings.of(what):
             outputs, seconds = {}, {}
             for graphs in (False, True):
-                model = session.load(degrees, dtype, attention=as_wish(name), graphs=graphs)
+                model = session.load(degrees, dtype, session.tiny_file, as_wish(name), graphs)
                 outputs[graphs], seconds[graphs] = _calls(session, model)
             stats = model.close_run(0, session.poll)
             findings.expect(all(rank.replayed for rank in stats), f"{what}: nothing was replayed")
             for why in {rank.without_graphs for rank in stats} - {""}:
                 findings.wrong.append(f"{what}: {why}")
-            findings.at_most(f"{what}: replays from calls", tiny_flux.relative(outputs[True], outputs[False]), limit)
+            findings.at_most(f"{what}: replays from calls", tiny_model.relative(outputs[True], outputs[False]), limit)
             findings.note(f"{what}: ms of a call, and replayed", [round(1000 * seconds[each], 2) for each in (False, True)])
 
 
 def _calls(session: SelfTestSession, model: RemoteTransformer) -> tuple[torch.Tensor, float]:
     """The outputs of CALLS calls, and the seconds of the last."""
-    (x, timestep, tensors), outputs, seconds = tiny_flux.call(), [], 0.0
+    (x, timestep, tensors), outputs, seconds = tiny_model.call(), [], 0.0
     for number in range(CALLS):
         started = time.perf_counter()
         output = model.predict(ModelCall(x, timestep * (1 - number / 10), tensors), session.poll)
-        outputs.append(tiny_flux.as_one(output).float().cpu())
+        outputs.append(tiny_model.as_one(output).float().cpu())
         seconds = time.perf_counter() - started
     return torch.stack(outputs), seconds

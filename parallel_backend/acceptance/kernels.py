@@ -9,7 +9,7 @@ from parallel_backend.rank.attention.kernel_choice import RankKernel
 
 from .findings import Findings
 from .session import SelfTestSession
-from .tiny_flux import relative
+from .tiny_model import relative
 
 LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 """The most relative error against fp64, by dtype."""

@@ -5,13 +5,12 @@ import statistics
 import sys
 from pathlib import Path
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.call import ModelCall
+from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 
-from . import tiny_flux
+from . import tiny_model
 from .findings import Findings, NotLookedAt
 from .session import SelfTestSession
 
@@ -29,10 +28,10 @@ def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
     world = session.world
     pool = session.ranks(world)
     held, threads = [], []
-    turns = turns_of(world, session.tiny_file)
+    turns = turns_of(session)
     for cycle in range(cycles):
         model = session.load(turns[cycle % len(turns)], "fp32")
-        model.predict(ModelCall(*tiny_flux.call()), session.poll)
+        model.predict(tiny_model.on_ranks(*tiny_model.call()), session.poll)
         session.unload()
         held.append(held_bytes(pool, session))
         threads.append([thread_count(pid) for pid in pool.pids])
@@ -46,12 +45,12 @@ def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
         findings.at_most(f"threads that rank {rank} has more after all cycles", counts[-1] - counts[-SETTLED], 1)
 
 
-def turns_of(world: int, tiny_file: Path) -> list[Degrees]:
+def turns_of(session: SelfTestSession) -> list[Degrees]:
     """The modes to load in turn, which make different process groups, as far as the model allows them."""
     turns = []
-    for degrees in (Degrees(ring=world), Degrees(pipe=world)):
+    for degrees in (Degrees(ring=session.world), Degrees(pipe=session.world)):
         with contextlib.suppress(ValueError):  # more stages than blocks
-            open_checkpoint(tiny_file).check_degrees(degrees)
+            open_setup(session.setup(degrees)).check_degrees(degrees)
             turns.append(degrees)
     return turns
 

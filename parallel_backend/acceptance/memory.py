@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONNECTION, CONTEXT
 from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 
-from . import tiny_flux
+from . import tiny_model
 from .findings import Findings, NotLookedAt
 from .session import SelfTestSession
 
@@ -44,7 +43,7 @@ def look_at_memory(session: SelfTestSession, findings: Findings) -> None:
     note("a process", max(_growth(before, started, of_each)) - connections, CONTEXT)
     model = session.load(Degrees(ring=world), "fp32")
     loaded = _outside(session, pool)
-    model.predict(ModelCall(*tiny_flux.call()), session.poll)
+    model.predict(tiny_model.on_ranks(*tiny_model.call()), session.poll)
     findings.note("MB that a first call takes", round(max(_growth(loaded, _outside(session, pool), of_each)) / MB, 1))
     if backend_for(devices) != "nccl":
         findings.leave_out("connections", "these ranks talk through Gloo, which takes none of a GPU's memory")

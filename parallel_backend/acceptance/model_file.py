@@ -15,7 +15,7 @@ from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.wire.sampling import RunStats
 
-from . import tiny_flux
+from . import tiny_model
 from .findings import Findings, NotLookedAt
 from .session import SelfTestSession
 
@@ -135,7 +135,7 @@ def _on_ranks(
         else:
             latent = sample_whole(*inputs, session.poll)
             stats = model.close_run(0, session.poll)
-        return tiny_flux.as_one(latent)
+        return tiny_model.as_one(latent)
 
     latent, seconds = _timed(sample, problem.steps)
     figures = {

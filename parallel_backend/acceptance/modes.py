@@ -2,13 +2,12 @@
 
 import torch
 
-from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.validate import all_degrees
 
-from . import tiny_flux
+from . import tiny_model
 from .findings import Findings
 from .one_rank import BANDS, SAME_KERNELS, rounding, run_arguments
 from .session import OneRank, SelfTestSession
@@ -28,7 +27,7 @@ def modes_of(world: int) -> list[Degrees]:
 def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
     """A model call in fp32; in half precision where NCCL adds up; and a run with keys of a step ago."""
     world, one, half = session.several(), session.reference(), session.settings.half
-    call = tiny_flux.call()
+    call = tiny_model.call()
     tries = [(degrees, "fp32", SAME_KERNELS) for degrees in modes_of(world)]
     if half is None:
         findings.leave_out("half precision", "these GPUs compute in none")
@@ -37,8 +36,8 @@ def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
     for degrees, dtype, limit in tries:
         with findings.of(f"{degrees}, {dtype}"):
             model = session.load(degrees, dtype)
-            outputs = [tiny_flux.as_one(model.predict(ModelCall(*call), session.poll)).float() for _ in range(2)]
-            error = max(tiny_flux.relative(output, one.calls[dtype]) for output in outputs)
+            outputs = [tiny_model.as_one(model.predict(tiny_model.on_ranks(*call), session.poll)).float() for _ in range(2)]
+            error = max(tiny_model.relative(output, one.calls[dtype]) for output in outputs)
             findings.at_most(f"{degrees}, {dtype}", error, limit)
             if degrees.displaced or degrees.pipe == world:
                 _look_at_run(session, findings, one, model, degrees)
@@ -49,7 +48,7 @@ def _look_at_run(
 ) -> None:
     """Transfers beside computing give the bits that transfers give which are waited for."""
     run = model, *run_arguments(), 1 if degrees.displaced else BANDS, 1, session.poll
-    beside, apart = (tiny_flux.as_one(sample_in_bands(*run, overlap=overlap)[0]) for overlap in (True, False))
+    beside, apart = (tiny_model.as_one(sample_in_bands(*run, overlap=overlap)[0]) for overlap in (True, False))
     findings.expect(torch.equal(beside, apart), f"{degrees}: transfers beside computing give other bits")
     expected, limit = (one.exact, STALE) if degrees.displaced else (one.bands, SAME_KERNELS)
-    findings.at_most(f"{degrees}, a run", tiny_flux.relative(beside, expected), limit)
+    findings.at_most(f"{degrees}, a run", tiny_model.relative(beside, expected), limit)

@@ -11,7 +11,7 @@ from parallel_backend.rank.stage.quantised_products import PRODUCT_FAILS
 
 from .findings import Findings
 from .session import SelfTestSession
-from .tiny_flux import relative
+from .tiny_model import relative
 
 ROWS, COLUMNS, TOKENS = 384, 512, 40
 LAYERS = (

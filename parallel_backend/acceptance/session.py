@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Predict
@@ -26,10 +27,9 @@ from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 
-from . import measured_rank
+from . import measured_rank, tiny_model
 from .catalogue import CYCLES, STEPS
 from .findings import NotLookedAt
-from .tiny_flux import FLUX, random_flux, save_original
 
 Native = Callable[[Checkpoint, dict[str, torch.Tensor]], AbstractContextManager[Predict]]
 """(checkpoint, conditioning tensors) -> context with the same model in the host itself. NotLookedAt for a model that the
@@ -163,23 +163,30 @@ class SelfTestSession:
         attention: str = "auto",
         graphs: bool = False,
     ) -> RemoteTransformer:
-        """A model on the first ranks, in place of their present one. `path` None: the tiny model.
+        """A model on the first ranks, in place of their present one. `path` None: the tiny model, by its class.
 
         ValueError if the model does not allow the degrees, or does not fit.
         """
-        path = path or self.tiny_file
-        open_checkpoint(path).check_degrees(degrees)  # a refusal by the ranks would end them
-        setup = self.setup(path, degrees, dtype, attention, graphs)
+        setup = self.setup(degrees, dtype, path, attention, graphs)
+        open_setup(setup).check_degrees(degrees)  # a refusal by the ranks would end them
         if setup != self._loaded:
             self._registry.unload()
             self._loaded = setup
         return self._registry.model(setup, self.poll)
 
     def setup(
-        self, path: Path, degrees: Degrees, dtype: str = "fp32", attention: str = "auto", graphs: bool = False
+        self,
+        degrees: Degrees,
+        dtype: str = "fp32",
+        path: Path | None = None,
+        attention: str = "auto",
+        graphs: bool = False,
     ) -> Setup:
-        """A model on the first ranks, cut evenly."""
-        return Setup(path, dtype, self.settings.devices[: degrees.world], degrees, attention, "even", cuda_graphs=graphs)
+        """A model on the first ranks, cut evenly. `path`, ValueError: see `load`."""
+        own = tiny_model.tried(degrees.tensor) if path is None else None
+        devices = self.settings.devices[: degrees.world]
+        path = path or self.tiny_file
+        return Setup(path, dtype, devices, degrees, attention, "even", cuda_graphs=graphs, own_class=own)
 
     def unload(self) -> None:
         """Take the ranks' model away; the ranks stay."""
@@ -208,12 +215,12 @@ class SelfTestSession:
 
     @cached_property
     def tiny_model(self) -> torch.nn.Module:
-        """diffusers' module of `tiny_file`, on the CPU in fp32."""
-        return random_flux()
+        """The model of `tiny_file`, on the CPU in fp32."""
+        return tiny_model.tiny_model()
 
     @cached_property
     def tiny_file(self) -> Path:
-        return save_original(self.tiny_model, FLUX, self.folder / "tiny.safetensors")
+        return tiny_model.save(self.tiny_model, self.folder / "tiny.safetensors")
 
     def close(self) -> None:
         self.end_ranks()

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from parallel_backend.client.call import ModelCall
 from parallel_backend.client.measurements import measured_links
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.links import SIZES, links_of
@@ -14,7 +13,7 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.wire.rank_settings import SELF_TEST
 
-from . import tiny_flux
+from . import tiny_model
 from .findings import Findings
 from .session import SelfTestSession
 
@@ -51,10 +50,10 @@ def look_at_hop(session: SelfTestSession, findings: Findings) -> None:
     """Milliseconds from the last stage through this process to the first: HOP_SECONDS in planning."""
     degrees = Degrees(pipe=session.several())
     with findings.of(str(degrees)):  # which is left out where there are more ranks than blocks
-        model, call, hops = session.load(degrees, "fp32"), tiny_flux.inputs(batch=1), []
+        model, call, hops = session.load(degrees, "fp32"), tiny_model.on_ranks(*tiny_model.call(batch=1)), []
         for number in range(WARM_UP + HOP_CALLS):
             started = time.perf_counter()
-            model.predict(ModelCall(*call), session.poll)
+            model.predict(call, session.poll)
             whole = time.perf_counter() - started
             stages = model.close_run(0, session.poll)
             if number >= WARM_UP:  # the last stage counts its wait from the call's beginning, so the rest is the hop

@@ -341,8 +341,8 @@ def test_links_of_gpus_are_timed_with_p2p_and_without(monkeypatch, p2p):
 
 
 @pytest.mark.parametrize(("world", "turns"), [(1, 2), (2, 2), (16, 1)])
-def test_models_are_loaded_in_the_modes_that_they_have(world, turns, flux_file):
-    assert len(lifetime.turns_of(world, flux_file)) == turns
+def test_models_are_loaded_in_the_modes_that_they_have(world, turns):
+    assert len(lifetime.turns_of(SelfTestSession(Settings(("cpu",) * world)))) == turns
 
 
 GROWING = {

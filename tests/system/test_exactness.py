@@ -1,4 +1,8 @@
-"""Every product of exact modes equals one process, and the approximate mode depends on its schedule alone."""
+"""Every product of exact modes equals one process, and the approximate mode depends on its schedule alone.
+
+Ranks run the tiny Flux by a class (quickstart/mini_flux.py), as they run ComfyUI's; diffusers' forward is the reference. Its
+family runs if a class does not: masks of text, tensor ranks that do not divide the heads, naive patches, heads in groups.
+"""
 
 import functools
 import itertools
@@ -11,13 +15,14 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.proven_class import call_of, prompt_for_class, proven
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.codec import CHANNELS
-from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.quickstart.model import WEIGHTS, mini_flux
 from parallel_backend.quickstart.prompt import encode_prompt
 from parallel_backend.wire.timeline_kinds import TRANSFER
 from testing import tiny
@@ -34,8 +39,10 @@ PRODUCTS = [
     for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES))
     if math.prod(sizes) == world and 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
 ]
-UNEVEN = [Degrees(ulysses=3), Degrees(ring=3), Degrees(tensor=3), Degrees(ulysses=3, ring=2), Degrees(tensor=3, ulysses=2)]
+UNEVEN = [Degrees(ulysses=3), Degrees(ring=3), Degrees(ulysses=3, ring=2)]
 """8 heads and the token counts below divide by none of these."""
+UNEVEN_HEADS = [Degrees(tensor=3), Degrees(tensor=3, ulysses=2)]
+"""Of a family alone: a class's heads are the same for all tensor ranks."""
 
 CALLS = {
     "batch 2": {"batch": 2},
@@ -63,7 +70,7 @@ def exact_call(flux_model):
 
 @pytest.fixture(scope="module")
 def exact_run(flux_model):
-    """(steps, height, width, cfg) -> (noise, sigmas, prompt, diffusers' sample)."""
+    """(steps, height, width, cfg) -> (noise, sigmas, the class's prompt, diffusers' sample)."""
 
     @functools.cache
     def make(steps: int = 3, height: int = 16, width: int = 12, cfg: float = 1.0):
@@ -72,9 +79,21 @@ def exact_run(flux_model):
         prompt, sigmas = Prompt(positive, negative, cfg), linear_sigmas(steps)
         with torch.inference_mode():
             sample = euler(functools.partial(tiny.reference, flux_model), noise, sigmas, prompt)
-        return noise, sigmas, prompt, sample
+        return noise, sigmas, prompt_for_class(prompt), sample
 
     return make
+
+
+@pytest.fixture(scope="module")
+def by_class(pools, flux_file) -> Callable[[Degrees], RemoteTransformer]:
+    """The tiny Flux on ranks, by its class."""
+    return lambda degrees: pools.load(flux_file, degrees, own=tiny.own_flux(degrees.tensor))
+
+
+@pytest.fixture
+def processes(process_pools, flux_file) -> Callable[[Degrees], RemoteTransformer]:
+    """`by_class` on ranks in processes: for whole runs, which threads of one process take too long for."""
+    return lambda degrees: process_pools.load(flux_file, degrees, own=tiny.own_flux(degrees.tensor))
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +140,20 @@ AXES_AND_SOME = [
 
 
 @elsewhere
-def test_one_call_equals_one_process(remote, exact_call, product, measured):
-    (x, timestep, tensors), expected = exact_call("odd sizes")
-    error = tiny.relative(remote(product).predict(ModelCall(x, timestep, tensors), lambda: None), expected)
+def test_one_call_equals_one_process(by_class, exact_call, product, measured):
+    given, expected = exact_call("odd sizes")
+    error = tiny.relative(by_class(product).predict(tiny.own_call(*given), lambda: None), expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
 
 
 @pytest.mark.parametrize("degrees", IN_PROCESSES, ids=name)
-def test_processes_equal_one_process(process_pools, flux_file, exact_call, exact_run, degrees, measured):
+def test_processes_equal_one_process(processes, exact_call, exact_run, degrees, measured):
     given, expected = exact_call("odd sizes")
-    model = process_pools.load(flux_file, degrees)
+    model = processes(degrees)
     noise, sigmas, prompt, sampled = exact_run(height=15, width=11)
     sample, stats = sample_in_bands(model, noise, sigmas, prompt, 1 if degrees.displaced else 3, warm_up=3)
-    error = max(tiny.relative(model.predict(ModelCall(*given), lambda: None), expected), tiny.relative(sample, sampled))
+    error = max(tiny.relative(model.predict(tiny.own_call(*given), lambda: None), expected), tiny.relative(sample, sampled))
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
     assert len(stats) == degrees.world
@@ -142,10 +161,10 @@ def test_processes_equal_one_process(process_pools, flux_file, exact_call, exact
 
 @pytest.mark.parametrize("case", [case for case in CALLS if case != "odd sizes"])
 @pytest.mark.parametrize("degrees", [d for d in PRODUCTS if d.world <= 2] + UNEVEN, ids=name)
-def test_other_calls_equal_one_process(remote, exact_call, degrees, case, measured):
-    (x, timestep, tensors), expected = exact_call(case)
-    output = remote(degrees).predict(ModelCall(x, timestep, tensors), lambda: None)
-    assert output.shape == x.shape
+def test_other_calls_equal_one_process(by_class, exact_call, degrees, case, measured):
+    given, expected = exact_call(case)
+    output = by_class(degrees).predict(tiny.own_call(*given), lambda: None)
+    assert output.shape == expected.shape
     error = tiny.relative(output, expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
@@ -160,10 +179,12 @@ def masked_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Te
 
 
 def in_all_tiers(degrees: Degrees) -> pytest.param:
-    return pytest.param(degrees, id=name(degrees), marks=[pytest.mark.full] * (degrees not in AXES_AND_SOME + UNEVEN))
+    return pytest.param(
+        degrees, id=name(degrees), marks=[pytest.mark.full] * (degrees not in AXES_AND_SOME + UNEVEN + UNEVEN_HEADS)
+    )
 
 
-@pytest.mark.parametrize("product", map(in_all_tiers, SMALLER + UNEVEN), indirect=True)
+@pytest.mark.parametrize("product", map(in_all_tiers, SMALLER + UNEVEN + UNEVEN_HEADS), indirect=True)
 def test_a_text_mask_equals_one_process(remote, flux_model, product, measured):
     x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=10, width=12, text=9)
     mask = torch.arange(9)[None] < torch.tensor([[4], [9]])  # the first entry's padding falls to several ranks whole
@@ -189,10 +210,10 @@ def test_the_mask_test_sees_the_mask(flux_model):
 
 @pytest.mark.slow
 @elsewhere
-def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, product, measured):
+def test_a_run_of_exact_steps_equals_one_process(by_class, exact_run, product, measured):
     noise, sigmas, prompt, expected = exact_run(height=15, width=11)
     bands = 1 if product.displaced else 3
-    sample, stats = sample_in_bands(remote(product), noise, sigmas, prompt, bands, warm_up=3)
+    sample, stats = sample_in_bands(by_class(product), noise, sigmas, prompt, bands, warm_up=3)
     error = tiny.relative(sample, expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
@@ -202,9 +223,9 @@ def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, product, mea
 @pytest.mark.parametrize(
     "degrees", [Degrees(batch=2, pipe=2), Degrees(pipe=2, ulysses=2), Degrees(batch=2, pipe=2, ulysses=2)], ids=name
 )
-def test_cfg_equals_one_process(remote, exact_run, degrees):
+def test_cfg_equals_one_process(by_class, exact_run, degrees):
     noise, sigmas, prompt, expected = exact_run(cfg=3.0)
-    sample, _ = sample_in_bands(remote(degrees), noise, sigmas, prompt, 3, warm_up=3)
+    sample, _ = sample_in_bands(by_class(degrees), noise, sigmas, prompt, 3, warm_up=3)
     assert tiny.relative(sample, expected) <= TOLERANCE
 
 
@@ -235,10 +256,10 @@ def test_image_before_text_equals_one_process(pools, sd3, degrees, measured):
     assert error <= TOLERANCE
 
 
-def test_the_comparison_sees_every_input(remote, exact_call):
+def test_the_comparison_sees_every_input(by_class, exact_call):
     """The control of the table above: a small change of any input moves the output by far more than the tolerance."""
     (x, timestep, tensors), expected = exact_call("batch 2")
-    model = remote(Degrees(pipe=2))
+    model = by_class(Degrees(pipe=2))
     for changed in (
         {"timestep": timestep * 1.01},
         {"tensors": tensors | {"guidance": tensors["guidance"] + 0.1}},
@@ -246,14 +267,8 @@ def test_the_comparison_sees_every_input(remote, exact_call):
         {"tensors": tensors | {"context": tensors["context"].flip(0)}},
         {"x": x.roll(2, dims=2)},
     ):
-        call = ModelCall(**{"x": x, "timestep": timestep, "tensors": tensors} | changed)
+        call = tiny.own_call(**{"x": x, "timestep": timestep, "tensors": tensors} | changed)
         assert tiny.relative(model.predict(call, lambda: None), expected) > 100 * TOLERANCE
-
-
-@pytest.fixture
-def processes(process_pools, flux_file) -> Callable[..., RemoteTransformer]:
-    """`remote` on ranks in processes: for whole runs, which threads of one process take too long for."""
-    return functools.partial(process_pools.load, flux_file)
 
 
 BANDED = [
@@ -311,12 +326,13 @@ def test_displaced_patches_depend_on_the_cut_alone(processes, exact_run, inner):
     assert 100 * TOLERANCE < tiny.relative(samples[0], exact) < 0.1
 
 
-def test_naive_patches_are_what_they_are(processes, exact_run):
+def test_naive_patches_are_what_they_are(process_pools, processes, flux_file, exact_run):
     """The negative control: each half of the picture sampled as if the other were not there."""
     noise, sigmas, prompt, exact = exact_run(steps=4)
     displaced, naive = Degrees(patch=2, patch_mode="displaced"), Degrees(patch=2, patch_mode="naive")
     near = tiny.relative(sample_in_bands(processes(displaced), noise, sigmas, prompt, 1, 1)[0], exact)
-    far = tiny.relative(sample_whole(processes(naive), noise, sigmas, prompt), exact)
+    prompt = Prompt(tiny.inputs()[2], {}, 1.0)
+    far = tiny.relative(sample_whole(process_pools.load(flux_file, naive), noise, sigmas, prompt), exact)
     assert far > 3 * near
 
 
@@ -353,7 +369,8 @@ def mini(tmp_path_factory):
     whole = tiny.whole_model(path)
     with torch.inference_mode():
         sample = euler(functools.partial(tiny.reference, whole), noise, sigmas, prompt)
-    return path, noise, sigmas, prompt, sample
+    own = proven(mini_flux(), call_of(noise, prompt.positive), Degrees(pipe=2, ulysses=2), path.name)
+    return path, own, noise, sigmas, prompt_for_class(prompt), sample
 
 
 @pytest.mark.parametrize(
@@ -362,8 +379,8 @@ def mini(tmp_path_factory):
     ids=name,
 )
 def test_the_bundled_model_equals_one_process(process_pools, mini, degrees, measured):
-    path, noise, sigmas, prompt, expected = mini
-    model = process_pools.load(path, degrees)
+    path, own, noise, sigmas, prompt, expected = mini
+    model = process_pools.load(path, degrees, own=own)
     whole = sample_whole(model, noise, sigmas, prompt)
     banded, _ = sample_in_bands(model, noise, sigmas, prompt, 4, warm_up=4)
     error = max(tiny.relative(whole, expected), tiny.relative(banded, expected))

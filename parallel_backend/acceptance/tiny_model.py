@@ -1,0 +1,83 @@
+"""A tiny random model of the bundled one's class (quickstart/mini_flux.py), its inputs, and its forward in this process.
+
+8 heads, so that up to 8 ranks can share them; the bundled model has 2. Its file is also one of a tiny Flux,
+whose family takes the same conditioning.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.pipefusion.band_cut import packed
+from parallel_backend.client.proven_class import call_of, proven, tensors_of
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.tried_calls import draw_weights
+from parallel_backend.quickstart.model import mini_flux
+
+Call = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""Latent [B, C, H, W], timesteps [B] and conditioning: the arguments of a model call."""
+
+TINY = mini_flux(
+    context_width=24, pooled_width=12, width=128, axes=(4, 6, 6), double_blocks=3, single_blocks=5, guidance=True
+)
+
+
+def tiny_model() -> torch.nn.Module:
+    """The model on the CPU, with random weights."""
+    model = build(TINY)
+    draw_weights(model, 0)
+    return model
+
+
+def save(model: torch.nn.Module, path: Path) -> Path:
+    """Write the model as a single file."""
+    save_file(model.state_dict(), path)
+    return path
+
+
+@functools.cache
+def tried(tensor: int) -> OwnClass:
+    """The class, with what a trial proves of it for so many tensor ranks. ValueError if they cannot share its layers."""
+    x, _, tensors = call()
+    return proven(TINY, call_of(x, tensors), Degrees(pipe=2, ulysses=2, tensor=tensor), "the tiny model")
+
+
+def call(batch: int = 2, rows: int = 15, columns: int = 11) -> Call:
+    """A call as the model's forward takes it, of odd sizes."""
+    g = torch.Generator().manual_seed(1)
+    tensors = {
+        "context": torch.randn(batch, 7, 24, generator=g),
+        "pooled": torch.randn(batch, 12, generator=g),
+        "guidance": torch.full((batch,), 4.0),
+    }
+    return torch.randn(batch, 16, rows, columns, generator=g), torch.full((batch,), 0.7), tensors
+
+
+def on_ranks(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> ModelCall:
+    """The call of ranks that run the class."""
+    return ModelCall(x, timestep, tensors_of(tensors))
+
+
+@torch.inference_mode()
+def reference(
+    model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The model's forward in this process."""
+    return model(x, timestep, **tensors)
+
+
+def relative(a: torch.Tensor | Latents, b: torch.Tensor | Latents) -> float:
+    """Relative L2 difference of `a` from `b`."""
+    a, b = as_one(a), as_one(b)
+    return ((a - b).norm() / b.norm()).item()
+
+
+def as_one(x: torch.Tensor | Latents) -> torch.Tensor:
+    """A model's only latent, or all of them as the one tensor that a sampler has."""
+    return packed(latents_of(x))
