@@ -163,10 +163,11 @@ def test_what_goes_with_a_latent_is_made_smaller_with_it():
     """Another latent of one frame, and a camera's rays for each pixel; text as wide as a picture stays."""
     given, plain = call(), torch.zeros(2, 4, 2, 4, 6)
     others = {"frame": plain[:, :, :1], "rays": torch.zeros(2, 6, 2, 32, 48), "text": torch.zeros(2, 32, 48)}
+    others["picture"] = torch.zeros(2, 4, 4, 6)
     small = smaller(Call(plain, given.timestep, {**given.named, **others}), 2, 3)
     assert small.x.shape[2:] == (2, 2, 2)
     shapes = {name: tuple(small.named[name].shape) for name in others}
-    assert shapes == {"frame": (2, 4, 1, 2, 2), "rays": (2, 6, 2, 16, 16), "text": (2, 32, 48)}
+    assert shapes == {"frame": (2, 4, 1, 2, 2), "rays": (2, 6, 2, 16, 16), "text": (2, 32, 48), "picture": (2, 4, 2, 2)}
 
 
 def test_a_mask_of_all_channels_is_drawn_as_one():

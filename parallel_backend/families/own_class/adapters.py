@@ -121,9 +121,88 @@ def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
     return ByIndex
 
 
+@functools.cache
+def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """The number of the first token at time 0, those of references, becomes a row for each token: whether it is. Options
+    have the numbers of tokens of all references."""
+
+    class ByToken(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, hidden_states, timestep_zero_index=None, **named):
+            at_zero_S = rows_at_zero(timestep_zero_index, named["transformer_options"], hidden_states.device)
+            return super().__call__(hidden_states=hidden_states, timestep_zero_index=at_zero_S, **named)
+
+        def _modulate(self, x, mod_params, timestep_zero_index=None):
+            if timestep_zero_index is None:
+                return super()._modulate(x, mod_params)
+            shift, scale, gate = by_token(mod_params[:, None], timestep_zero_index).chunk(3, dim=-1)
+            return torch.addcmul(shift, x, 1 + scale), gate
+
+        def _apply_gate(self, x, y, gate, timestep_zero_index=None):
+            return torch.addcmul(y, gate, x)
+
+    return ByToken
+
+
+@functools.cache
+def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """As Qwen-Image's. A block takes a modulation of each token as it takes one of all."""
+
+    class ByToken(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
+            at_zero_S = rows_at_zero(timestep_zero_index, named["transformer_options"], x.device)
+            return super().__call__(x, vec, freqs, mask, timestep_zero_index=at_zero_S, **named)
+
+        def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
+            vec = vec if timestep_zero_index is None else by_token(vec, timestep_zero_index)
+            return super().forward(x, vec, freqs, mask, **named)
+
+    return ByToken
+
+
+def rows_at_zero(first: int | None, options: Mapping[str, Any], device: torch.device) -> torch.Tensor | None:
+    """[S] bool of all tokens: whether one is the `first` reference's or behind it."""
+    if first is None:
+        return None
+    return torch.arange(first + sum(options["reference_image_num_tokens"]), device=device) >= first
+
+
+def by_token(both: torch.Tensor, at_zero_S: torch.Tensor) -> torch.Tensor:
+    """[2 B, 1, D], of the sampler's time and of time 0 -> [B, S, D]."""
+    usual, zero = both.chunk(2)
+    return torch.where(at_zero_S[:, None], zero, usual)
+
+
+@functools.cache
+def cosmos_predict2_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Times of frames [B, T, D] become Indexed. A part of the tokens, on axes of one frame and one row, runs as frames of a
+    token each."""
+
+    class ByIndex(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
+            if (frames := emb.shape[1]) > 1:
+                tokens = named["rope_emb_L_1_1_D"].shape[1]  # of the whole, in all blocks
+                emb = Indexed(emb, torch.arange(tokens, device=x.device) // (tokens // frames), tokens)
+            return super().__call__(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
+
+        def forward(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
+            if not isinstance(emb, Indexed):
+                return super().forward(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
+            if x.shape[1] == emb.data_BFD.shape[1]:  # the frames themselves
+                return super().forward(x, emb.data_BFD, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
+            lora = None if adaln_lora_B_T_3D is None else adaln_lora_B_T_3D[:, emb.index_S]
+            of_tokens = x.flatten(1, 3)[:, :, None, None]
+            out = super().forward(of_tokens, emb.data_BFD[:, emb.index_S], *others, adaln_lora_B_T_3D=lora, **named)
+            return out.view(x.shape)
+
+    return ByIndex
+
+
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter("blocks", minimax_h3_block, {"minimax_payload": frozenset({"layout"})}),
     "LTXAV": Adapter("transformer_blocks", ltx_block),
     "WAN22_T2V": Adapter("blocks", wan_block),
+    "QwenImage": Adapter("transformer_blocks", qwen_image_block),
+    "Krea2": Adapter("blocks", krea2_block),
+    **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", cosmos_predict2_block)),
 }
 """Class of ComfyUI's supported_models -> its adapter."""

@@ -143,6 +143,8 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
                 continue
             for axis, size in enumerate(sizes):
                 at, by = axis - len(sizes), scale if axis >= len(sizes) - 2 else 1
+                if -at > tensor.ndim - 2:
+                    continue  # a picture beside a video has no frames
                 if (number, axis) not in call.whole_axes and tensor.shape[at] == by * size:
                     most = side if isinstance(side, int) else max(side) if number else side[axis]
                     tensor = tensor.narrow(at, 0, by * min(most, size))
@@ -159,9 +161,12 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
 
 
 def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> int | None:
-    """Its rows and columns for each of a latent's. None: it does not go with the latent. It may have one frame."""
+    """Its rows and columns for each of a latent's. None: it does not go with the latent. It may have one frame, or be a
+    picture beside a video."""
     own = tuple(tensor.shape[-len(sizes) :])
     if own == sizes:
+        return 1
+    if tensor.ndim == 4 and own[-2:] == sizes[-2:]:
         return 1
     if tensor.ndim < len(sizes) + 2 or any(mine not in (1, frames) for mine, frames in zip(own, sizes[:-2], strict=False)):
         return None
@@ -179,7 +184,9 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
         shape = list(tensor.shape)
         if tensor.ndim > 3 and tensor.shape[1] > 1 and bool((tensor == tensor[:, :1]).all()):
             shape[1] = 1  # a mask of all channels stays one
-        return torch.randn(shape, generator=g).expand(tensor.shape).clone()
+        values = torch.randn(shape, generator=g).expand(tensor.shape)
+        # A class may ask for the sign, such as that of places which are no part of the latent.
+        return values.clone() if bool((tensor < 0).any()) else values.abs()
 
     largest = max(float(call.timestep.float().abs().max()), 1e-3)
 
