@@ -131,6 +131,8 @@ class OwnLatent:
     layout: tuple[str, ...] = ()
     """The kinds of tokens in `stream`, each once and in order, if there are tokens of references, which bands share out.
     Empty: there are none, or they run with the first band."""
+    shared: tuple[str, ...] = ()
+    """Modules whose output all bands of a call share, see base.family.name_pattern."""
 
     @property
     def streams(self) -> tuple[int, ...]:

@@ -60,14 +60,35 @@ REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behi
 def test_bands_that_are_right_are_proven(name, latent):
     found = proof(name)
     assert (found.stages, found.bands) == ("", "")
-    assert found.latent == latent
+    assert replace(found.latent, shared=()) == latent
+
+
+OUTSIDE = {"time", "text"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("Tokens", OUTSIDE | {"blocks.*.mod"}),
+        ("Crossed", OUTSIDE | {"blocks.*.mod"}),
+        ("ReadsWords", OUTSIDE | {"blocks.*.mod", "blocks.*.words"}),
+        ("MakesTable", OUTSIDE | {"blocks.*.mod", "table"}),
+        ("AttendsAmongWords", OUTSIDE | {"blocks.*.mod", "blocks.*.words.kv"}),
+        ("SharedEarly", set()),
+        ("WritesIntoOutput", set()),
+    ],
+)
+def test_bands_share_outputs_of_the_time_and_the_prompt(name, shared):
+    found = proof(name)
+    assert found.bands == ""
+    assert set(found.latent.shared) == shared
 
 
 def test_bands_of_a_class_that_needs_a_large_latent_are_proven():
     given = call()
     wide = Call(torch.randn(1, 4, 1, 2, 14), given.timestep, given.named)
     found = trial(planted("NeedsColumns"), wide, (1.0,), sequence=False, bands=True)
-    assert (found.bands, found.latent) == ("", ALONE)
+    assert (found.bands, replace(found.latent, shared=())) == ("", ALONE)
 
 
 MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
@@ -144,7 +165,7 @@ SOUND = "b a1 a2 a3 -> b (a3) (a1 a2)"
 def test_a_second_latent_goes_with_the_first_band(name, before):
     found = trial(planted(name), nested(1), (1.0,), sequence=False, bands=True)
     assert (found.stages, found.bands) == ("", "")
-    assert found.latent == replace(ALONE, before=before, companion=SOUND)
+    assert replace(found.latent, shared=()) == replace(ALONE, before=before, companion=SOUND)
 
 
 @pytest.mark.parametrize(

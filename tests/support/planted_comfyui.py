@@ -19,6 +19,7 @@ from tests.families import (
     planted_references,
     planted_refiners,
     planted_residuals,
+    planted_shared,
     planted_tokens,
     planted_widths,
 )
@@ -35,6 +36,7 @@ MODULES = {
     "comfy.ldm.planted_features": planted_features,
     "comfy.ldm.planted_widths": planted_widths,
     "comfy.ldm.planted_residuals": planted_residuals,
+    "comfy.ldm.planted_shared": planted_shared,
 }
 
 

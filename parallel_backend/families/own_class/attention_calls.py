@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,7 +42,8 @@ class _Replaced:
         self._thread = threading.local()
         self._originals: list[tuple[dict[str, Any], str, Any]] = []
         self._found: list[tuple[dict[str, Any], str]] = []
-        self._modules: list[ModuleType] = []  # that they were found in
+        self._imported: tuple[int, Any] = 0, None  # how many modules there were when they were found, and the newest
+        self._replacements: dict[Any, Any] = {}  # by function
 
     @contextmanager
     def by(self, attend: Attend) -> Iterator[None]:
@@ -65,9 +65,15 @@ class _Replaced:
 
     def _replace(self) -> None:
         """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
+<<<<<<< HEAD
         modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)]
         if modules != self._modules:
             self._modules = modules
+=======
+        if (imported := (len(sys.modules), next(reversed(sys.modules.values())))) != self._imported:
+            self._imported = imported
+            modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOT)]
+>>>>>>> 3cc70987 (A trial finds modules whose outputs a call's bands share, and ranks compute them once for all; tables are cut once for a call)
             self._found = [
                 (vars(module), name) for module in modules for name, value in vars(module).items() if is_attention(value)
             ]
@@ -75,7 +81,9 @@ class _Replaced:
             value = names[name]
             if not hasattr(value, REPLACES):
                 self._originals.append((names, name, value))
-                names[name] = self._replacement(value)
+                if value not in self._replacements:
+                    self._replacements[value] = self._replacement(value)
+                names[name] = self._replacements[value]
 
     def _replacement(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)

@@ -6,8 +6,10 @@ such as a video's sound, goes with the first band: to others it is outside.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from parallel_backend.families.base.patching import Patching
 from .band_tokens import ONE, BandTokens, Part, class_numbers
 from .latent_tokens import companion_tokens, entering, find_latent, grid_of, reference_tokens
 from .residuals import CONTROL
+from .shared_outputs import SharedOutputs, WatchedOutputs
 from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, is_part
 from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven, first_line
@@ -51,11 +54,18 @@ def latent_of(
         another = _odd(runs, blocks, actual, latent)
         latent = _of_both(latent, find_latent(runs, blocks, another))
         calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
-        why = next(filter(None, _checks(runs, blocks, latent, calls)), "")
         latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
+        if not any(next(_bands(runs, blocks, latent, each), None) for each in calls):
+            return None, "its latent has a single row of tokens"
+        watched = WatchedOutputs(model, blocks)
+        why = _why_not(runs, blocks, latent, calls[:1], watched)
+        shared = replace(latent, shared=() if actual.named.get(CONTROL) else watched.shared())
+        if not why and not _why_not(runs, blocks, shared, calls[1:]):
+            return shared, ""
+        why = why or _why_not(runs, blocks, latent, calls[1:])
+        return (None, why) if why else (latent, "")
     except Unproven as unproven:
         return None, str(unproven)
-    return (None, why) if why else (latent, "")
 
 
 def why_not_in_bands(
@@ -67,7 +77,7 @@ def why_not_in_bands(
     try:
         call = _odd(runs, blocks, actual, latent, FEW_ROWS)
         _of_both(latent, find_latent(runs, blocks, call))
-        return next(filter(None, _checks(runs, blocks, latent, [drawn(call, 1, time)], few=True)), "")
+        return _why_not(runs, blocks, latent, [drawn(call, 1, time)], few=True)
     except Unproven as unproven:
         return str(unproven)
 
@@ -120,7 +130,7 @@ def _odd(runs: Runs, blocks: Sequence[OwnBlock], actual: Call, latent: OwnLatent
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
     """What holds for calls of two sizes. Unproven if the tokens are in other places."""
-    if replace(another, words=latent.words, pads=latent.pads) != latent:
+    if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared) != latent:
         raise Unproven("its latent's tokens are in other places in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
@@ -146,24 +156,32 @@ def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
     )
 
 
-def _checks(
-    runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, calls: Sequence[Call], few: bool = False
-) -> Iterator[str]:
-    """What is wrong with the bands of each call, and with NaN outside of the first call's. Empty: nothing. `few`: of the
-    first by rows and the last by frames, without NaN."""
-    tried = False
-    for number, call in enumerate(calls):
+def _why_not(
+    runs: Runs,
+    blocks: Sequence[OwnBlock],
+    latent: OwnLatent,
+    calls: Sequence[Call],
+    watched: WatchedOutputs | None = None,
+    few: bool = False,
+) -> str:
+    """What is wrong with the bands of these calls. Empty: nothing. `watched` sees the bands' runs, whose latents are then NaN
+    outside of the band, too. `few`: of each call the first band by rows and the last by frames alone."""
+    shared = SharedOutputs(runs.model, latent.shared)
+    for call in calls:
         whole = runs.noted(call)
-        outside = [drawn(call, OUTSIDE).x, *(() if few or number else [torch.full_like(call.x, math.nan)])]
+        outside = [drawn(call, OUTSIDE).x, *(() if watched is None else [torch.full_like(call.x, math.nan)])]
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
-            yield "its output has another size than its latent"
-            return
+            return "its output has another size than its latent"
         bands = list(_bands(runs, blocks, latent, call))
-        for band in bands[:: max(1, len(bands) - 1)] if few else bands:
-            tried = True
-            yield from (band.why_not(runs, blocks, whole, each) for each in outside)
-    if not tried:
-        yield "its latent has a single row of tokens"
+        tried = itertools.product(bands[:: max(1, len(bands) - 1)] if few else bands, outside)
+        with shared.of_call():
+            for band, each in tried:
+                shared.begin()
+                with nullcontext() if watched is None else watched.run():
+                    why = band.why_not(runs, blocks, whole, each, watched)
+                if why:
+                    return why
+    return ""
 
 
 def _bands(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> Iterator["_Band"]:
@@ -189,10 +207,17 @@ class _Band:
     references: int
     """Tokens of the whole call's."""
 
-    def why_not(self, runs: Runs, blocks: Sequence[OwnBlock], whole: WholeRun, outside: torch.Tensor) -> str:
+    def why_not(
+        self,
+        runs: Runs,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        outside: torch.Tensor,
+        watched: WatchedOutputs | None = None,
+    ) -> str:
         """What is wrong with it, with another latent outside of it. Empty: nothing."""
         try:
-            out = self._result(runs, blocks, whole, outside)
+            out = self._result(runs, blocks, whole, outside, watched=watched)
             far = max(map(distance, self._own(out), self._own(whole.result)))
         except Unproven as unproven:
             return f"in a band {unproven}"
@@ -219,13 +244,16 @@ class _Band:
         whole: WholeRun,
         outside: torch.Tensor,
         tensor_rank: int | None = None,
+        watched: WatchedOutputs | None = None,
     ) -> torch.Tensor:
         """The whole output of its run, of which its part alone is right."""
         x = outside.clone()
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)
         tokens = self._tokens()
-        out = runs.run(replace(self.call, x=x, named=self._named(tokens)), _InBand(blocks, whole, tokens, tensor_rank))
+        out = runs.run(
+            replace(self.call, x=x, named=self._named(tokens)), _InBand(blocks, whole, tokens, tensor_rank, watched)
+        )
         if out.shape != whole.result.shape:
             raise Unproven("it has an output of another size")
         return out
@@ -257,9 +285,21 @@ class _Band:
 class _InBand(HeldAgainst):
     """A band's run that takes from the whole's what other bands would give."""
 
-    def __init__(self, blocks: Sequence[OwnBlock], whole: WholeRun, band: BandTokens, tensor_rank: int | None):
+    def __init__(
+        self,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        band: BandTokens,
+        tensor_rank: int | None,
+        watched: WatchedOutputs | None,
+    ):
         super().__init__(blocks, 0, whole, tensor_rank)
-        self.ranks, self.band = ONE, band
+        self.ranks, self.band, self._watched = ONE, band, watched
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._watched is not None and self._coming is not None:
+            self._watched.attends()
+        return super().attend(function, *args, **kwargs)
 
     def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
         """A row that stands in for words, or for a second latent's tokens, may have any value: its keys are not kept."""

@@ -12,7 +12,7 @@ from torch import nn
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnLatent
 from parallel_backend.families.base.blocks import Blocks, Over, StreamKeys
-from parallel_backend.families.base.family import Counted, Family, Forward, Inputs, Sizes
+from parallel_backend.families.base.family import Counted, Family, Forward, Inputs, Sizes, cached
 from parallel_backend.families.base.file_layout import FileLayout, Source
 from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
@@ -260,7 +260,11 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             example=lambda _config, text_tokens: {"context": torch.empty(1, text_tokens, 1)},
             words=own.joint,
         ),
-        forward=OwnForward(arguments=lambda _step, _config: {}, exact=exact),
+        forward=OwnForward(
+            arguments=lambda _step, _config: {},
+            exact=exact,
+            cached_modules=cached(call=() if own.latent is None else own.latent.shared),
+        ),
         tensor_plan={f"{block.name}.{cut.layer}": {"": layer_cut(cut)} for block in own.blocks for cut in block.cuts},
         patching=Patching(side=patch[1], frames=patch[0], video=own.video, companion=_companion(own)),
         half_dtypes=lambda _config: own.halves,

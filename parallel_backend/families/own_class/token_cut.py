@@ -78,6 +78,9 @@ class TokenCut(ABC):
         self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
+        # Of this call: a whole table, and its part.
+        self._parts: dict[tuple[int, OwnSlice], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._keys: dict[int, tuple[Any, list[int | str] | None]] = {}  # by block: form of its call, see _keys_of
 
     @abstractmethod
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
@@ -97,25 +100,53 @@ class TokenCut(ABC):
         self.tokens.clear()
         self._picks.clear()
         self._axes.clear()
+        self._parts.clear()
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of block `number`, with this rank's tokens."""
         self.number = number
+        slices = self.blocks[number].slices
+        if (keys := self._keys_of(number, args, kwargs)) is not None:
+            positional, named = list(args), dict(kwargs)
+            for cut, key in zip(slices, keys, strict=True):
+                where: Any = positional if isinstance(key, int) else named
+                where[key] = self._with_own_tokens(where[key], cut)
+            return tuple(positional), named
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = tensor_places(leaves)
-        for cut in self.blocks[number].slices:
-            tensor = leaves[places[cut.tensor]]
-            if cut.enters:
-                if cut.streams[0] in self.tokens:
-                    continue
-                self.tokens[cut.streams[0]] = token_count(tensor.shape, cut)
-                if cut.axes > 1:
-                    self._axes[tensor.ndim] = TokenAxes(cut, tensor.shape[cut.axis : cut.axis + cut.axes])
-                # A copy: the class may write into the stream, and read the whole one behind its blocks.
-                leaves[places[cut.tensor]] = self.part(tensor, cut).clone()
-            else:
-                leaves[places[cut.tensor]] = self.part(tensor, cut)
+        for cut in slices:
+            leaves[places[cut.tensor]] = self._with_own_tokens(leaves[places[cut.tensor]], cut)
         return pytree.tree_unflatten(leaves, structure)
+
+    def _keys_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str] | None:
+        """Positions and names of the arguments that are cut. None: not all of them are tensors themselves. Found once, since
+        the search takes longer than to cut them."""
+        form = tuple(map(type, args)), tuple((name, type(value)) for name, value in kwargs.items())
+        known, keys = self._keys.get(number, (None, None))
+        if known != form:
+            leaves = pytree.tree_leaves((args, kwargs))
+            places = tensor_places(leaves)
+            tensors = [leaves[places[cut.tensor]] for cut in self.blocks[number].slices]
+            given = [*enumerate(args), *kwargs.items()]
+            found = [next((key for key, value in given if value is tensor), None) for tensor in tensors]
+            keys = None if None in found or len(set(found)) < len(found) else [key for key in found if key is not None]
+            self._keys[number] = form, keys
+        return keys
+
+    def _with_own_tokens(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
+        """A tensor among a block's arguments, with this rank's tokens."""
+        if not cut.enters:
+            key = id(tensor), cut  # blocks share tables
+            if key not in self._parts:
+                self._parts[key] = tensor, self.part(tensor, cut)
+            return self._parts[key][1]
+        if cut.streams[0] in self.tokens:
+            return tensor
+        self.tokens[cut.streams[0]] = token_count(tensor.shape, cut)
+        if cut.axes > 1:
+            self._axes[tensor.ndim] = TokenAxes(cut, tensor.shape[cut.axis : cut.axis + cut.axes])
+        # A copy: the class may write into the stream, and read the whole one behind its blocks.
+        return self.part(tensor, cut).clone()
 
     def part(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
         """This rank's tokens of a tensor with all of them. Unproven if it has another number."""

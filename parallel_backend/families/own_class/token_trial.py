@@ -323,7 +323,7 @@ class Runs:
     """Calls of `model`, which has these blocks."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
-        self._model, self._blocks = model, blocks
+        self.model, self._blocks = model, blocks
         self._counted: dict[tuple[torch.Size, int], int] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
@@ -362,7 +362,7 @@ class Runs:
         return self._counted[size]
 
     def run(self, call: Call, cut: TokenCut) -> Any:
-        stage = StageBlocks(self._model, self._blocks, Span(0, len(self._blocks)), None, cut)
+        stage = StageBlocks(self.model, self._blocks, Span(0, len(self._blocks)), None, cut)
         try:
             return call.run(stage.call, options=False)
         finally:

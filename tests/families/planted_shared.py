@@ -1,0 +1,91 @@
+"""Small classes in the form of ComfyUI's with modules whose outputs bands share, or seem to."""
+
+import torch
+from torch import nn
+
+from tests.families.planted_bands import Banded
+from tests.families.planted_classes import LATE, WIDTH
+from tests.families.planted_tokens import HEADS, Crossed, Mixing, optimized_attention, rows
+
+
+class ReadsWords(Crossed):
+    """A layer of each block gets the words alone."""
+
+    class block(Mixing):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.words = layers.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x, words, emb, table):
+            x = super().forward(x, emb, table)
+            k, v = self.words(words).chunk(2, dim=-1)
+            return x + optimized_attention(self.q(x), k, v, HEADS)
+
+
+class Attends(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.kv = layers.Linear(WIDTH, WIDTH)
+
+    def forward(self, words):
+        k = self.kv(words)
+        return optimized_attention(k, k, k, HEADS)
+
+
+class AttendsAmongWords(Crossed):
+    """Words attend to themselves in a module of each block."""
+
+    class block(Mixing):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.words = Attends(layers)
+
+        def forward(self, x, words, emb, table):
+            return super().forward(x, emb + self.words(words).mean(1), table)
+
+
+class OfTokensLate(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layer = layers.Linear(WIDTH, WIDTH)
+
+    def forward(self, h, t):
+        return self.layer(torch.where(t.min() < LATE, h, torch.zeros_like(h)))
+
+
+class SharedEarly(Banded):
+    """A module that reads the tokens at late times alone."""
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        self.late = OfTokensLate(operations)
+
+    def mixed(self, h, words, emb, t):
+        return super().mixed(h + self.late(h, t), words, emb, t)
+
+
+class WritesIntoOutput(Banded):
+    """Its blocks write into what a layer returns."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table):
+            return super().forward(x + self.mod(emb).mul_(1.5)[:, None].chunk(2, dim=-1)[0], emb, table)
+
+
+class TableModule(nn.Module):
+    def forward(self, h):
+        return rows(h.shape[1], h)
+
+
+class MakesTable(Banded):
+    """A module without weights makes the table of positions."""
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        self.table = TableModule()
+
+    def mixed(self, h, words, emb, t):
+        table = self.table(h)
+        for block in self.blocks:
+            h = block(h, emb, table)
+        return h
