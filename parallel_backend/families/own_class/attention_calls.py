@@ -65,15 +65,9 @@ class _Replaced:
 
     def _replace(self) -> None:
         """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
-<<<<<<< HEAD
-        modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)]
-        if modules != self._modules:
-            self._modules = modules
-=======
         if (imported := (len(sys.modules), next(reversed(sys.modules.values())))) != self._imported:
             self._imported = imported
-            modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOT)]
->>>>>>> 3cc70987 (A trial finds modules whose outputs a call's bands share, and ranks compute them once for all; tables are cut once for a call)
+            modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)]
             self._found = [
                 (vars(module), name) for module in modules for name, value in vars(module).items() if is_attention(value)
             ]

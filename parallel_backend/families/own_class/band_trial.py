@@ -164,8 +164,8 @@ def _why_not(
     watched: WatchedOutputs | None = None,
     few: bool = False,
 ) -> str:
-    """What is wrong with the bands of these calls. Empty: nothing. `watched` sees the bands' runs, whose latents are then NaN
-    outside of the band, too. `few`: of each call the first band by rows and the last by frames alone."""
+    """What is wrong with the bands of these calls. Empty: nothing. `watched` sees the bands' runs, with NaN, too, outside of
+    the band. `few`: of each call the first band by rows and the last by frames alone."""
     shared = SharedOutputs(runs.model, latent.shared)
     for call in calls:
         whole = runs.noted(call)

@@ -127,7 +127,7 @@ class TokenCut(ABC):
             leaves = pytree.tree_leaves((args, kwargs))
             places = tensor_places(leaves)
             tensors = [leaves[places[cut.tensor]] for cut in self.blocks[number].slices]
-            given = [*enumerate(args), *kwargs.items()]
+            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             found = [next((key for key, value in given if value is tensor), None) for tensor in tensors]
             keys = None if None in found or len(set(found)) < len(found) else [key for key in found if key is not None]
             self._keys[number] = form, keys
