@@ -42,7 +42,8 @@ OWN = OwnClass(
 )  # fmt: skip
 ASKED = Asked("form", frozenset({"sigmas", "callbacks"}), (1.0, 0.5, 0.0), 2, {"words": 40, "scale": 3}, True, True, 2)
 CODE = """import comfy.ops
-class New:
+from torch import nn
+class New(nn.Module):
     def __init__(self, depth, width, heads=4, sides=(1, 2), **others):
         assert others.get("norm") in (None, "rms")
 """
