@@ -18,6 +18,7 @@ from .unproven import Unproven
 
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
+HEADS_LAST = {package.attention for package in PACKAGES if package.heads_last}
 ROOTS = tuple(package.root for package in PACKAGES)
 REPLACES = "parallel_dit_replaces"
 """Attribute of a replacement: the function."""
@@ -72,14 +73,23 @@ class _Replaced:
                 (vars(module), name) for module in modules for name, value in vars(module).items() if is_attention(value)
             ]
         for names, name in self._found:
-            value = names[name]
-            if not hasattr(value, REPLACES):
+            value: Any = names.get(name)
+            if is_attention(value) and not hasattr(value, REPLACES):  # it may be another one since it was found
                 self._originals.append((names, name, value))
                 if value not in self._replacements:
                     self._replacements[value] = self._replacement(value)
                 names[name] = self._replacements[value]
 
     def _replacement(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        if function.__module__ in HEADS_LAST:
+            replacement = heads_last(self._with_signature(heads_first(function)))
+            functools.update_wrapper(replacement, function)
+        else:
+            replacement = self._with_signature(function)
+        setattr(replacement, REPLACES, function)
+        return replacement
+
+    def _with_signature(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
         def replacement(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             attend = getattr(self._thread, "attend", None)
@@ -93,8 +103,30 @@ class _Replaced:
             finally:
                 self._thread.attend = attend
 
-        setattr(replacement, REPLACES, function)
         return replacement
+
+
+def heads_first(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of [B, S, H, D] with ComfyUI's signature."""
+
+    @functools.wraps(function)
+    def attend(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **others):
+        assert skip_reshape
+        out_BSHD = function(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, **others)
+        return out_BSHD.transpose(1, 2) if skip_output_reshape else out_BSHD.flatten(2)
+
+    return attend
+
+
+def heads_last(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The inverse."""
+
+    def attend(query, key, value, attn_mask=None, **others):
+        tensors = (x.transpose(1, 2) for x in (query, key, value))
+        shapes = {"skip_reshape": True, "skip_output_reshape": True}
+        return function(*tensors, query.shape[2], mask=attn_mask, **shapes, **others).transpose(1, 2)
+
+    return attend
 
 
 @functools.cache
@@ -124,7 +156,10 @@ class AttentionCall:
 
     @property
     def key_mask(self) -> torch.Tensor | None:
-        """[b, K] bool, the keys that may be seen, b being B or 1. None: all. Unproven for a mask of queries or heads."""
+        """[b, K] bool, the keys that may be seen, b being B or 1. None: all. Unproven for a mask of queries or heads, and
+        for a causal call: ranks have tokens in another order."""
+        if self.arguments.get("is_causal"):
+            raise Unproven("its attention is causal")
         if (mask := self.mask) is None:
             return None
         of_queries = mask.shape[:-1] if mask.ndim < 3 else mask.shape[1:-1]  # [Q, K], [B, Q, K] or [B, H, Q, K]
