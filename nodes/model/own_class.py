@@ -152,8 +152,6 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     }.items():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
-    if degrees.naive:
-        raise ValueError(f"patch_mode is naive: {runs}, and its patches see each other. Set it to 'displaced'.")
     if degrees.gathers:
         raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
     if compiled:
@@ -305,8 +303,8 @@ class OwnClassModel(RemoteDiffusionModel):
     def without_bands(self, reason: str) -> str:
         """The refusal of bands that the user has asked for."""
         name = self.checkpoint.path.name
-        if self.setup.degrees.displaced:
-            return f"patch_degree: {name} cannot run in displaced patches: {reason}. Set it to 1."
+        if (degrees := self.setup.degrees).patch > 1:
+            return f"patch_degree: {name} cannot run in {degrees.patch_mode} patches: {reason}. Set it to 1."
         return (
             f"model: {name} cannot run in PipeFusion's patches: {reason}. Leave Apply PipeFusion out, and it runs by stages."
         )
@@ -323,7 +321,8 @@ class OwnClassModel(RemoteDiffusionModel):
     def _key(self, call: Call, sizes: tuple[int, ...]) -> tuple[str, bool, bool, int]:
         """What a trial is for. Only a run in bands has bands tried, since that takes many calls of the model, and a plan is
         made of all modes."""
-        degrees, bands = self.setup.degrees, self.run.whole_calls is not None
+        degrees = self.setup.degrees
+        bands = self.run.whole_calls is not None or degrees.naive
         return structure(call, sizes), degrees.sequence > 1 or bool(self.setup.planned), bands, degrees.tensor
 
     def _kept_proof(
@@ -364,6 +363,8 @@ class OwnClassModel(RemoteDiffusionModel):
             log.info("Parallel DiT: proof of %s: %s", own.name, shown)
         self.run.proof = proof
         proof.check(degrees, name)
+        if degrees.naive and (why := proof.bands if proof.latent is None else proof.latent.why_uneven(sizes)):
+            raise ValueError(self.without_bands(why))
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
         assert isinstance(self.checkpoint.family, OwnClassFamily)

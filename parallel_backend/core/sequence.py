@@ -17,7 +17,7 @@ class SequenceCut:
     repeat_text: bool
     """Every patch rank has all text tokens: naive patches exchange no keys, so a part of the text would miss the rest."""
     repeat_all: bool = False
-    """Every rank has all tokens, as ComfyUI's own classes do outside of their blocks."""
+    """Every rank has all tokens, as ComfyUI's own classes do outside of their blocks; of naive patches all of its patch."""
 
     @property
     def size(self) -> int:
@@ -30,7 +30,10 @@ class SequenceCut:
 
     def image(self, tokens: Span) -> tuple[Span, ...]:
         """Each sequence rank's part of the image tokens `tokens`."""
-        return (tokens,) * self.size if self.repeat_all else self.parts(tokens)
+        if not self.repeat_all:
+            return self.parts(tokens)
+        bands = split_by_share(tokens, self.shares) if self.repeat_text else (tokens,) * len(self.shares)
+        return tuple(band for band in bands for _ in range(self.inner))
 
     def text(self, tokens: int) -> tuple[Span, ...]:
         """Each sequence rank's part of `tokens` text tokens."""

@@ -26,7 +26,7 @@ class Trials:
         reasons = {
             "pipe": found.stages,
             "batch": found.batch,
-            "patch": found.bands if found.latent is None else "patches that see each other are not" if degrees.naive else "",
+            "patch": found.bands if found.latent is None else "",
             "ulysses": found.sequence,
             "ring": found.sequence,
             "tensor": found.tensor if degrees.tensor in self.proofs else "",

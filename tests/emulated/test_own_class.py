@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from parallel_backend.checkpoints.own_class import open_own_class
@@ -22,6 +22,10 @@ from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
+from parallel_backend.core.spans import Span, split_by_share
+from parallel_backend.core.token_order import class_order
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.own_class.attention_calls import attention_by
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import to_tensors
 from parallel_backend.families.own_class.trial import trial
@@ -213,6 +217,53 @@ def three_calls(
         return torch.stack([bands.predict(band, own_call, exact=False) for _ in range(3)])
 
     return bands, torch.cat(run_bands(bands, sample, nothing, nothing), dim=patching.band_dim)
+
+
+NAIVE = Degrees(patch=2, patch_mode="naive")
+
+
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        ("TwoStreams", (NAIVE, replace(NAIVE, ulysses=2))),
+        ("WordsInFront", (replace(NAIVE, ring=2),)),
+        ("SharedKeys", (NAIVE,)),
+    ],
+)
+def test_naive_patches(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
+    """Each patch is that of the class with a mask by which nothing of the other patch is seen."""
+    own, given, path, _ = saved(name, tmp_path)
+    proof = trial(own, given, (1.0,), bands=True)
+    assert proof.bands == "" and proof.latent is not None
+    class_model = build(own)
+    class_model.load_state_dict(load_file(path), assign=True)
+    patching = Patching(side=1, video=True)
+    tokens, order = patching.pack(given.x).shape[1], class_order(patching.grid(given.x.shape), patching.along)
+    assert order is not None
+    parts = split_by_share(Span(0, tokens), (0.5, 0.5))
+
+    def of_patch(part: Span) -> torch.Tensor:
+        def attend(function, q, k, v, heads, mask=None, **more):
+            seen = torch.zeros(k.shape[-2], dtype=torch.bool)
+            words = len(seen) - tokens
+            seen[:words] = seen[words:][order[part.slice]] = True
+            return function(q, k, v, heads, seen[None, None, None], **more)
+
+        with torch.no_grad(), attention_by(attend):
+            return patching.pack(given.run(class_model))[:, part.slice]
+
+    expected = torch.cat([of_patch(part) for part in parts], dim=1)
+
+    def on(degrees: Degrees):
+        def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
+            model = loaded(replace(own, blocks=proof.blocks, latent=proof.latent), path, degrees, pools(degrees.world))
+            return [model.predict(call_of(given, bool(proof.batch)), nothing)]
+
+        return run
+
+    for degrees in modes:
+        (found,) = both.check(on(degrees))
+        assert (patching.pack(found) - expected).abs().max() <= 1e-5 * expected.abs().max(), degrees
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,23 @@ class WordsInFront(Banded):
         return super().mixed(torch.cat((first, h), 1), words, emb, t)[:, first.shape[1] :]
 
 
+class MovesLaterPatches(Banded):
+    """Right in every band, of which the first one alone has words. Words move the tokens of a later naive patch."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table, words):
+            has_words = table.shape[1] > words and torch.equal(table[:, :words], rows(words, table))
+            is_later = has_words and not torch.equal(table[:, words], rows(words + 1, table)[:, words])
+            return super().forward(x + is_later, emb, table)
+
+    def mixed(self, h, words, emb, t):
+        h = torch.cat((words, h), 1)
+        table = rows(h.shape[1], h)
+        for block in self.blocks:
+            h = block(h, emb, table, words.shape[1])
+        return h[:, words.shape[1] :]
+
+
 class RefinesWords(Banded):
     """Words pass blocks of their own, then all tokens joint ones: a cut of both lists does not run."""
 

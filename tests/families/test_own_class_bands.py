@@ -123,6 +123,7 @@ OTHER = "a band gives another result"
         ("PoolsLatentBehind", OTHER),
         ("SmoothsOutput", OTHER),
         ("ReadsWordsBehind", OTHER),
+        ("MovesLaterPatches", ATTENDS),
         ("LatentInTwoStreams", "a part of its latent is in several streams"),
         ("TwoLatentStreams", "a part of its latent is in several streams"),
         ("PooledTokenBehind", MIXED),

@@ -1,7 +1,7 @@
 """The tokens of a band in a class's streams, and where their keys are in the K/V buffer.
 
 A band has the latent's tokens of its rows or frames, and a share of the tokens of references, which TokenOrder gives it.
-Other tokens, such as words, run with the first band.
+Other tokens, such as words, run with the first band, or with every naive patch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,6 +64,8 @@ class BandTokens:
     and there are no references."""
     companion: int = 0
     """Tokens of the second latent."""
+    alone: bool = False
+    """A naive patch, which sees no other one: words run with it wherever it begins."""
 
     @property
     def pictures(self) -> Span:
@@ -84,7 +86,7 @@ class BandTokens:
 
     def parts(self, stream: int, tokens: Mapping[int, int], ranks: SequenceCut) -> list[list[Part]]:
         """By sequence rank: its parts of a stream. `tokens`: of each stream."""
-        others, is_first = self.others(stream, tokens[stream]), self.band.start == 0
+        others, has_words = self.others(stream, tokens[stream]), self.alone or self.band.start == 0
         runs = self._runs(stream, tokens)
         starts = {run.kind: run.rows.start for run in runs}
         found: list[list[Part]] = []
@@ -94,10 +96,10 @@ class BandTokens:
                 if run.kind == LATENT:
                     parts.append(Part(self._rows(own, starts), True, own, True))
                 elif run.kind != REFERENCES:
-                    share = ranks.parts(run.shared)[rank] if is_first else _stand_in(others, rank)
+                    share = ranks.parts(run.shared)[rank] if has_words else _stand_in(others, rank)
                     share = share.common(run.numbers)
                     rows = share.shift(run.rows.start - run.numbers.start)
-                    parts.append(Part(rows, False, share, is_first))
+                    parts.append(Part(rows, False, share, has_words))
             found.append([part for part in parts if len(part.place)] or parts[:1])
         return found
 

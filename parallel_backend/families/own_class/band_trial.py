@@ -165,7 +165,8 @@ def _why_not(
     few: bool = False,
 ) -> str:
     """What is wrong with the bands of these calls. Empty: nothing. `watched` sees the bands' runs, with NaN, too, outside of
-    the band. `few`: of each call the first band by rows and the last by frames alone."""
+    the band. `few`: of each call the first band by rows and the last by frames alone. Those of the last call are tried as
+    naive patches, too."""
     shared = SharedOutputs(runs.model, latent.shared)
     for call in calls:
         whole = runs.noted(call)
@@ -173,7 +174,11 @@ def _why_not(
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
             return "its output has another size than its latent"
         bands = list(_bands(runs, blocks, latent, call))
-        tried = itertools.product(bands[:: max(1, len(bands) - 1)] if few else bands, outside)
+        bands = bands[:: max(1, len(bands) - 1)] if few else bands
+        naive = (replace(band, alone=True) for band in bands if band.rows.start and call is calls[-1])
+        if why := next(filter(None, (each.why_not(runs, blocks, whole, outside[0]) for each in naive)), ""):
+            return why
+        tried = itertools.product(bands, outside)
         with shared.of_call():
             for band, each in tried:
                 shared.begin()
@@ -206,6 +211,8 @@ class _Band:
     rows: Span
     references: int
     """Tokens of the whole call's."""
+    alone: bool = False
+    """It is a naive patch, which has words and the second latent, too."""
 
     def why_not(
         self,
@@ -272,14 +279,14 @@ class _Band:
         axis = AXES[self.along]
         by = self.latent.patch[axis]
         band = latent.narrow(axis, by * self.rows.start, by * len(self.rows))
-        return [band, *([] if self.rows.start else companion)]
+        return [band, *([] if self.rows.start and not self.alone else companion)]
 
     def _tokens(self) -> BandTokens:
         grid = grid_of(self.latent, self.call)
         row = math.prod(grid) // grid[AXES[self.along]]
         order = TokenOrder(math.prod(grid), row, self.references, self.along)
         second = companion_tokens(self.latent, self.call)
-        return BandTokens(self.latent, order, order.of_rows(self.rows), class_numbers(order, grid), second)
+        return BandTokens(self.latent, order, order.of_rows(self.rows), class_numbers(order, grid), second, self.alone)
 
 
 class _InBand(HeldAgainst):

@@ -186,7 +186,8 @@ class OwnClassFamily(Family):
         if companion is not None and has_companion:
             x[:, order.image :] = companion
         if stage.tokens is not None and self.own is not None and self.own.latent is not None:
-            stage.tokens.band = BandTokens(self.own.latent, order, step.image, _numbers(step), step.companion_tokens)
+            tokens = step.companion_tokens, stage.tokens.alone
+            stage.tokens.band = BandTokens(self.own.latent, order, step.image, _numbers(step), *tokens)
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
@@ -195,7 +196,10 @@ class OwnClassFamily(Family):
             named[CONTROL] = by_kind(residuals)
         timestep = timestep_of(step.timestep, structure)
         if not step.companion_tokens:
-            latent = patching.unpack(x, structure[LATENT][1:] or patching.whole(step.grid))
+            # A naive patch has no row of another one with which the class could fill it up.
+            is_alone = stage.tokens is not None and stage.tokens.alone
+            sizes = () if is_alone else structure[LATENT][1:]
+            latent = patching.unpack(x, sizes or patching.whole(step.grid))
             out = run_in_form(stage.call, latent, timestep, named)
             return step.x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]

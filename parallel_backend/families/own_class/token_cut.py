@@ -73,6 +73,8 @@ class TokenCut(ABC):
         """Of the block that runs."""
         self.tokens: dict[int, int] = {}
         """Tokens of each stream that has entered."""
+        self.alone = False
+        """Each rank has a naive patch."""
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""
         self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank

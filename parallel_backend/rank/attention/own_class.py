@@ -9,6 +9,7 @@ through the run's K/V buffer.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ class RankTokens(TokenCut):
     """This rank's tokens, of those of `ranks`."""
 
     def __init__(self, blocks: Sequence[OwnBlock], context: AttentionContext, ranks: SequenceCut):
-        same_ring = context.ulysses_ranks(context.patch.index, context.ring.index)
+        self._context, self._patch = context, context.patch
+        if context.naive:  # the patch's ranks alone: it sees no other one
+            self._patch, ranks = replace(context.patch, index=0, size=1), SequenceCut((1.0,), ranks.inner, repeat_text=False)
+        same_ring = context.ulysses_ranks(self._patch.index, context.ring.index)
         super().__init__(blocks, same_ring[context.ulysses.index], ranks)
-        self._context = context
+        self.alone = context.naive
         counts = [len(block.attention) for block in self.blocks]
         self._layers = list(itertools.accumulate(counts, initial=0))  # by block: number of its first call of attention
         self._attended = 0  # calls in the block that runs
@@ -47,14 +51,15 @@ class RankTokens(TokenCut):
 
     @property
     def cuts(self) -> bool:
-        return self.ranks.size > 1 or self._buffer is not None
+        return self.alone or self.ranks.size > 1 or self._buffer is not None
 
     def begin(self) -> None:
         super().begin()
         self._pieces.clear()
-        if self._buffer is None:
+        if self._buffer is None and not self.alone:
             self.band = None
-        assert self._buffer is None or self.band is not None, "bands are refused where no trial has proven them"
+        in_bands = self._buffer is not None or self.alone
+        assert not in_bands or self.band is not None, "bands are refused where no trial has proven them"
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._attended = 0
@@ -70,7 +75,7 @@ class RankTokens(TokenCut):
         queries, keys = self.lengths(spec.queries), self.lengths(spec.keys)
         if axis.size == 1:
             return self._attend(spec, call, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
-        own = context.ulysses_ranks(context.patch.index, context.ring.index)
+        own = context.ulysses_ranks(self._patch.index, context.ring.index)
         of_queries, of_keys = queries[own.start : own.stop], keys[own.start : own.stop]
         heads = split(Span(0, call.q_BQHD.shape[2]), axis.size)
         sent = call.q_BQHD, call.k_BKHD, call.v_BKHD
@@ -94,7 +99,7 @@ class RankTokens(TokenCut):
         """Over the keys of all ring ranks. `keys`: numbers of tokens by sequence rank."""
         context, step = self._context, self._context.step
         assert step is not None, "attention outside of a micro-step"
-        patch, ring = context.patch, context.ring
+        patch, ring = self._patch, context.ring
 
         def tokens(ranks: range) -> int:
             return sum(keys[rank] for rank in ranks)
@@ -175,7 +180,7 @@ class RankTokens(TokenCut):
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         context, lengths = self._context, self.lengths(streams)
-        patch, ring = context.patch, context.ring
+        patch, ring = self._patch, context.ring
         of_ring = [context.ulysses_ranks(patch.index, index) for index in range(ring.size)]
         of_patch = [context.patch_ranks(index) for index in range(patch.size)]
         of_ulysses = [range(rank, rank + 1) for rank in of_ring[ring.index]]

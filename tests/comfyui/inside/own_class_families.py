@@ -46,6 +46,10 @@ def displaced(file: str, warmup_steps: int):
     return parallel(file, pipe=1, config=config, stage_split="even")
 
 
+def naive(file: str):
+    return parallel(file, pipe=1, config=sequence(patch_mode="naive", patch=2), stage_split="even")
+
+
 def main(results: Results, names: list[str], with_products: Sequence[str] = ()) -> None:
     products = {f"PipeFusion by {product}": partial(pipefusion, **degrees) for product, degrees in PRODUCTS.items()}
     for name in names:
@@ -74,8 +78,13 @@ def main(results: Results, names: list[str], with_products: Sequence[str] = ()) 
                 beside_native = {"own class": share(expected, found), "family": share(expected, of_family)}
                 return {"share": share(of_family, found), "beside native": beside_native}
 
+            def in_naive_patches(name=name, share=share) -> dict:
+                file = f"{name}.safetensors"
+                return {"share": share(sample(naive(file), name), sample(by_own_class(naive, file), name))}
+
             for mode in MODES:
                 results.case(f"{name}, {mode}", partial(compare, mode))
+            results.case(f"{name}, naive patches beside the family", in_naive_patches)
             for kind, load in loads.items():
                 results.case(f"{name}, {kind} with all steps exact", partial(in_patches, load, 1000))
                 results.case(f"{name}, {kind} beside the family", partial(in_patches, load, 1))
