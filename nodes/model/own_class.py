@@ -350,7 +350,8 @@ class OwnClassModel(RemoteDiffusionModel):
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
                 return trial(own, call, times, poll, sequence, bands, tensor)
 
-            proof, how = shipped_proof(own, asked(call, sizes, times, sequence, bands, tensor), block_lists(self._meta))
+            lists, plan = block_lists(self._meta), asked(call, sizes, times, sequence, bands, tensor)
+            proof, how = (None, "") if degrees.naive else shipped_proof(own, plan, lists)  # plans lack a trial of naive ones
             of_these = False
             if proof is None:
                 proof = kept_proof(folder() / "proofs", own, repr((key, near(times))), prove, numbers, tried_sizes)

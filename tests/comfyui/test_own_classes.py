@@ -50,6 +50,7 @@ def test_a_file_in_patches_equals_its_family(inside, base, name):
     for kind in ("PipeFusion", "displaced patches"):
         assert found[f"{name}, {kind} with all steps exact"]["share"] <= LIMIT
         assert found[f"{name}, {kind} beside the family"]["share"] <= IN_PATCHES
+    assert found[f"{name}, naive patches beside the family"]["share"] <= IN_PATCHES
     assert found[f"{name}, tensor and ring"]["share"] <= LIMIT
 
 

@@ -186,8 +186,9 @@ class OwnClassFamily(Family):
         if companion is not None and has_companion:
             x[:, order.image :] = companion
         if stage.tokens is not None and self.own is not None and self.own.latent is not None:
-            tokens = step.companion_tokens, stage.tokens.alone
-            stage.tokens.band = BandTokens(self.own.latent, order, step.image, _numbers(step), *tokens)
+            companions, is_alone = step.companion_tokens, stage.tokens.alone
+            numbers = _numbers(step)
+            stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, is_alone)
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
@@ -197,8 +198,7 @@ class OwnClassFamily(Family):
         timestep = timestep_of(step.timestep, structure)
         if not step.companion_tokens:
             # A naive patch has no row of another one with which the class could fill it up.
-            is_alone = stage.tokens is not None and stage.tokens.alone
-            sizes = () if is_alone else structure[LATENT][1:]
+            sizes = () if stage.tokens is not None and stage.tokens.alone else structure[LATENT][1:]
             latent = patching.unpack(x, sizes or patching.whole(step.grid))
             out = run_in_form(stage.call, latent, timestep, named)
             return step.x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
