@@ -364,7 +364,7 @@ class OwnClassModel(RemoteDiffusionModel):
             log.info("Parallel DiT: proof of %s: %s", own.name, shown)
         self.run.proof = proof
         proof.check(degrees, name)
-        if degrees.naive and (why := proof.bands if proof.latent is None else proof.latent.why_uneven(sizes)):
+        if degrees.naive and proof.latent is not None and (why := proof.latent.why_uneven(sizes)):
             raise ValueError(self.without_bands(why))
         if not proof.blocks and (proof.batch or not own.unet):
             raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")

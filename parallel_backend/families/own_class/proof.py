@@ -42,6 +42,8 @@ class Proof:
         if degrees.sequence > 1 and self.sequence:
             widget = next(WIDGETS[axis] for axis in SEQUENCE_AXES if getattr(degrees, axis) > 1)
             raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {self.sequence}. Set it to 1.")
+        if degrees.naive and self.latent is None:
+            raise ValueError(f"patch_degree: {name} cannot run in naive patches: {self.bands}. Set it to 1.")
         if degrees.tensor > 1 and self.blocks and self.tensor:
             raise ValueError(
                 f"tensor_parallel_degree: the layers of {name} cannot be shared out: {self.tensor}. Set it to 1."
