@@ -135,11 +135,8 @@ def _set_device_guard() -> None:
 def hollow_cuda(accounts: Sequence[Account]) -> Iterator[None]:
     """Within it torch.cuda has a device for each account. Tensors on them are made on threads in `Devices`."""
     _set_device_guard()
-    lifts, cuda = torch._C._only_lift_cpu_tensors(), HollowCuda(accounts)
+    cuda = HollowCuda(accounts)
     with contextlib.ExitStack() as stack:
-        # `torch.tensor` makes its values on the host and then copies them, where a mode sees it.
-        torch._C._set_only_lift_cpu_tensors(True)
-        stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         for name, function in cuda.functions().items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))

@@ -9,7 +9,7 @@ that is read from a hollow tensor is 0.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._ops import OpOverload
@@ -100,6 +100,17 @@ class Devices(TorchDispatchMode):
         super().__init__()
         self.accounts = accounts
         self._inferred: dict[Any, Any] = {}  # layouts of results by operation and layouts of arguments
+        self._lifts: list[bool] = []  # before each __enter__
+
+    def __enter__(self) -> Self:
+        # `torch.tensor` makes its values on the host and then copies them, where a mode sees it. The flag is the thread's.
+        self._lifts.append(torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(self._lifts.pop())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
