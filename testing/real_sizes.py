@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from parallel_backend.checkpoints.checkpoint import to_original
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.patching import Latents
 from parallel_backend.rank.stage.meta_model import meta_model
+from testing import ltx_headers
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,19 +165,6 @@ LTX_23 = {
     "audio_connector_num_attention_heads": None,
     **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
 }
-LTX_23_HEADER = {
-    "rope_type": "split",
-    "frequencies_precision": "float64",
-    "causal_temporal_positioning": True,
-    "use_middle_indices_grid": True,
-    "audio_cross_attention_dim": 2048,
-    "audio_attention_head_dim": 64,
-    "caption_channels": 3840,
-    "av_ca_timestep_scale_multiplier": 1000.0,
-    "apply_gated_attention": True,
-    "cross_attention_adaln": True,
-    "caption_proj_before_connector": True,
-}
 QWEN_IMAGE_21 = {
     "in_channels": 64,
     "out_channels": 64,
@@ -266,7 +255,7 @@ REAL_MODELS = {
         ((128, 16, 22, 40), (8, 126, 16)),
         (1024, 4096 + 2048),
         call={"frame_rate": 24.0},
-        metadata={"config": json.dumps({"transformer": LTX_23_HEADER})},
+        metadata={"config": json.dumps({"transformer": ltx_headers.LTX_23})},
     ),
     "z-image": RealModel(
         "z-image",
@@ -304,11 +293,15 @@ WITH_REFERENCES = {
 def save_header(
     path: Path, config: dict[str, Any] = FLUX_DEV, family: str = "flux", metadata: dict[str, Any] | None = None
 ) -> Path:
-    """A bf16 file of this model, in its original layout. The values are a hole that takes no disk: all read as 0."""
+    """A bf16 file of this model, in its original layout."""
     with torch.device("meta"):
         state = meta_model(FAMILIES[family], config).state_dict()
         shapes = {name: tuple(value.shape) for name, value in to_original(FAMILIES[family], config, state).items()}
-    shapes |= FAMILIES[family].file.computed(config)
+    return write_header(path, shapes | FAMILIES[family].file.computed(config), metadata)
+
+
+def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: dict[str, Any] | None) -> Path:
+    """A bf16 file of tensors with these names and shapes. The values are a hole that takes no disk: all read as 0."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for name, shape in shapes.items():

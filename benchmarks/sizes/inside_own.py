@@ -35,13 +35,14 @@ from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.families.base.patching import latents_of  # noqa: E402
 from parallel_backend.families.own_class import family  # noqa: E402
 from parallel_backend.families.own_class.adapters import sent  # noqa: E402
+from parallel_backend.families.own_class.building import build  # noqa: E402
 from parallel_backend.families.own_class.call_arguments import OPTIONS, structure_of, to_tensors  # noqa: E402
 from parallel_backend.families.own_class.call_form import in_form  # noqa: E402
 from parallel_backend.families.own_class.trial import trial  # noqa: E402
 from parallel_backend.families.own_class.tried_calls import Call  # noqa: E402
 from testing.hollow.ranks import hollow_pool  # noqa: E402
 from testing.models import on_ranks  # noqa: E402
-from testing.real_sizes import REAL_MODELS, RealModel  # noqa: E402
+from testing.real_sizes import REAL_MODELS, RealModel, write_header  # noqa: E402
 
 DEVICES = ("cuda:0",)
 
@@ -60,6 +61,9 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
     with tempfile.TemporaryDirectory() as folder:
         path = real.save(Path(folder) / "model.safetensors")
         own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{real.family_name} has no class"))
+        # Of the family's file some of the class's tensors are missing: those that compute on a prompt.
+        keys, shapes = dict(own.keys), {name: tuple(each.shape) for name, each in build(own).state_dict().items()}
+        write_header(path, {keys.get(name, name): shape for name, shape in shapes.items()}, real.metadata)
         latents = latents_of(real.noise())
         given = latents if len(latents) > 1 else latents[0]
         x, timestep, form = in_form(given, torch.full((real.entries,), real.timestep), 5 if own.video else 4)
