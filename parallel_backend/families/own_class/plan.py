@@ -45,7 +45,7 @@ class Asked:
 class ListPlan:
     """A list of blocks: its first, those between, and its last. One: all are alike. Their names are empty.
 
-    What tensor ranks share is the same for all: `cuts` and `divided`, which the blocks here lack.
+    What tensor ranks share of all in the same way: `cuts` and `divided`, which the blocks here then lack.
     """
 
     name: str
@@ -55,8 +55,10 @@ class ListPlan:
 
     def whole(self, names: Sequence[str]) -> list[OwnBlock]:
         """The blocks of a list with these."""
-        shared = [dataclasses.replace(block, cuts=self.cuts, divided=self.divided) for block in self.blocks]
-        return whole_list(shared, names)
+        blocks = self.blocks
+        if self.cuts or self.divided:
+            blocks = tuple(dataclasses.replace(block, cuts=self.cuts, divided=self.divided) for block in blocks)
+        return whole_list(blocks, names)
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,10 @@ def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
     lists = []
     for name, of_list in found.items():
         kinds = of_list[0], *of_list[1:-1][:1], of_list[-1]
-        ((cuts, divided),) = {(each.cuts, each.divided) for each in kinds}
-        kinds = tuple(dataclasses.replace(each, cuts=(), divided=()) for each in kinds)
+        shared = {(each.cuts, each.divided) for each in kinds}
+        cuts, divided = shared.pop() if len(shared) == 1 else ((), ())
+        if cuts or divided:
+            kinds = tuple(dataclasses.replace(each, cuts=(), divided=()) for each in kinds)
         lists.append(ListPlan(name, kinds[:1] if len(set(kinds)) == 1 else kinds, cuts, divided))
     return tuple(lists)
 

@@ -90,10 +90,11 @@ def captured(name: str, published: Published) -> tuple[Any, Call, Sizes]:
 def entries(more: Any) -> Iterator[tuple[str, Any]]:
     """Entries of a conditioning, see Published."""
     for name, shape in more.items():
-        value: Any = shape["is"] if isinstance(shape, dict) else None
-        if isinstance(shape, list):
+        if isinstance(shape, dict):
+            value: Any = torch.ones(1, *shape["ones"], dtype=torch.long) if "ones" in shape else shape["is"]
+        elif isinstance(shape, list):
             value = [torch.randn(1, *each) for each in shape]
-        elif value is None:
+        else:
             value = torch.randn(1, *shape)
         name, _, attribute = name.partition(".")
         yield name, SimpleNamespace(**{attribute: value}) if attribute else value

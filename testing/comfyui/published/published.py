@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from testing.ltx_headers import LTX_2, LTX_23
+
 IMAGE, VIDEO = (64, 64), (5, 32, 32)
 """Latent rows and columns, and frames in front of them. A trial takes smaller ones."""
 
@@ -12,8 +14,8 @@ IMAGE, VIDEO = (64, 64), (5, 32, 32)
 class Published:
     """`kind`: class of ComfyUI's supported_models. `text`: [tokens, width]. `latents`: [C, (T,) H, W], and a companion's.
 
-    `more`: entries of the conditioning: shapes of tensors, lists of them, or {"is": value}. Names with a point are an
-    attribute of an object. `header`: of the file.
+    `more`: entries of the conditioning: shapes of tensors, lists of them, {"ones": shape}, or {"is": value}. Names with a
+    point are an attribute of an object. `header`: of the file.
     """
 
     kind: str
@@ -51,17 +53,28 @@ LARGE = SD35 | {
 WAN_1B = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
 WAN_5B = {"in_dim": 48, "out_dim": 48, "dim": 3072, "ffn_dim": 14336, "num_heads": 24, "num_layers": 30}
 WAN_14B = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+OMNIGEN_2 = {
+    "hidden_size": 2520,
+    "num_layers": 32,
+    "num_attention_heads": 21,
+    "num_kv_heads": 7,
+    "text_feat_dim": 2048,
+    "axes_dim_rope": [40, 40, 40],
+    "axes_lens": [1024, 1664, 1664],
+    "timestep_scale": 1000.0,
+}
 WORDS = (512, 4096)
 CHANNELS = {"concat_latent_image": (16, *VIDEO), "concat_mask": (1, *VIDEO)}
 CLIP = {"clip_vision_output.penultimate_hidden_states": (257, 1280)}
 SOUND = {"audio_embed": (25, 1024, 12)}
-LTX_2 = {"rope_type": "split", "causal_temporal_positioning": True, "use_middle_indices_grid": True}
 WITH_SOUND = ((128, 5, 16, 16), (8, 33, 16))
+LTX_VIDEO = {"frame_rate": {"is": 24.0}, "attention_mask": {"ones": (128,)}}
 UNPROCESSED = {"unprocessed_ltxav_embeds": {"is": True}, "frame_rate": {"is": 24.0}}
 
 PUBLISHED = {
     "minimax-h3": Published("MiniMaxH3", (32, 5120), ((24, 5, 30, 54), (32, 2, 21)), {"num_layers": 50}),
-    "ltx-2": Published("LTXAV", (128, 3840), WITH_SOUND, {"num_layers": 48} | LTX_2, UNPROCESSED, LTX_2),
+    "ltx-2.3": Published("LTXAV", (128, 4096 + 2048), WITH_SOUND, LTX_23, UNPROCESSED, LTX_23),
+    "ltx-2": Published("LTXAV", (128, 3840), WITH_SOUND, LTX_2, UNPROCESSED, LTX_2),
     "wan-2.2-t2v-14b": video("WAN21_T2V", WORDS, 16, WAN_14B),
     "wan-2.2-i2v-14b": video("WAN21_T2V", WORDS, 16, WAN_14B | {"in_dim": 36}, **CHANNELS),
     "flux-dev": image("Flux", T5, 16, FLUX, **POOLED),
@@ -83,12 +96,17 @@ PUBLISHED = {
     "chroma": image("Chroma", T5, 16, FLUX),
     "auraflow": image("AuraFlow", (256, 2048), 4),
     "hunyuan-video-1.5": video(
-        "HunyuanVideo15", (256, 3584), 32, {"depth": 54, "depth_single_blocks": 0}, conditioning_byt5small=(32, 1472)
+        "HunyuanVideo15",
+        (256, 3584),
+        32,
+        {"depth": 54, "depth_single_blocks": 0},
+        conditioning_byt5small=(32, 1472),
+        pooled_output={"is": None},
     ),
     "hunyuan-video": video("HunyuanVideo", (256, 4096), 16, HUNYUAN, **POOLED),
     "lumina-2": image("Lumina2", (64, 2304), 16),
-    "omnigen-2": image("Omnigen2", (64, 2048), 16, {"text_feat_dim": 2048}),
-    "boogu-image": image("Boogu", (64, 4096), 16),
+    "omnigen-2": image("Omnigen2", (64, 2048), 16, OMNIGEN_2),
+    "boogu-image": image("Boogu", (64, 4096), 16, attention_mask={"ones": (64,)}),
     "lens": image("Lens", (64, 4 * 2880), 128),
     "mage-flow": image("MageFlow", (64, 2560), 128),
     "joyimage": one_frame("JoyImage", (64, 4096), 16),
@@ -114,7 +132,7 @@ PUBLISHED = {
     "humo-17b": video("WAN21_HuMo", WORDS, 16, WAN_14B | {"in_dim": 36}, audio_embed=(5, 8, 5, 1280)),
     "wan-dancer": video("WAN22_WanDancer", WORDS, 16, WAN_14B | {"in_dim": 36}, audio_embed=(17, 35), **CHANNELS),
     "cosmos-1-7b": video("CosmosT2V", (512, 1024), 16),
-    "ltx-video-2b": Published("LTXV", (128, 4096), ((128, 5, 16, 16),), {}, {"frame_rate": {"is": 24.0}}),
+    "ltx-video-2b": Published("LTXV", (128, 4096), ((128, 5, 16, 16),), {}, LTX_VIDEO),
     "hunyuan-dit": image("HunyuanDiT", (77, 1024), 4),
     "pixart-sigma": image("PixArtSigma", (300, 4096), 4, {"depth": 28}),
     "cogvideox-5b": video("CogVideoX_T2V", (226, 4096), 16),
