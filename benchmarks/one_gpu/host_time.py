@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
@@ -82,8 +82,8 @@ class FakePeers:
         return contextlib.nullcontext()
 
 
-def recorded(file: Path, degrees: Degrees, bands: int) -> list[Any]:
-    """The messages of a run to the first rank."""
+def recorded(checkpoint: Checkpoint, call: tiny.Call, degrees: Degrees, bands: int, **setup: Any) -> list[Any]:
+    """The messages of a run to the first rank. `setup`: further fields of Setup."""
     log, handle = [], Worker._handle
 
     def logged(worker: Worker, message: Any) -> None:
@@ -91,12 +91,12 @@ def recorded(file: Path, degrees: Degrees, bands: int) -> list[Any]:
             log.append(message)
         handle(worker, message)
 
-    x, timestep, tensors = tiny.inputs(CONFIG, batch=1, height=8, width=8, text=8)
+    x, timestep, tensors = call
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(thread_ranks())
         stack.enter_context(mock.patch.object(Worker, "_handle", logged))
         pool = stack.enter_context(contextlib.closing(Pool(("cpu",) * degrees.world, threads=1, start=start, silence=600.0)))
-        model = on_ranks(pool, open_checkpoint(file), degrees, "fp32", "sdpa", lambda: None)
+        model = on_ranks(pool, checkpoint, degrees, "fp32", "sdpa", lambda: None, **setup)
         if bands:
             sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), bands, 1)
         else:
@@ -147,7 +147,8 @@ def main() -> None:
         tiny.save_original(tiny.random_flux(CONFIG), CONFIG, file)
         for name in given.modes:
             degrees, bands = MODES[name]
-            rows[name] = replayed(recorded(file, degrees, bands), degrees, given.device)
+            call = tiny.inputs(CONFIG, batch=1, height=8, width=8, text=8)
+            rows[name] = replayed(recorded(open_checkpoint(file), call, degrees, bands), degrees, given.device)
             said = ", ".join(f"{mode} {row['host_ms']}" for mode, row in rows.items())
             keep(given.out, {"summary": f"host ms a step of 57 blocks: {said}", "modes": rows})
 
