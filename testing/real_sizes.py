@@ -42,8 +42,15 @@ class RealModel:
         return FAMILIES[self.family_name]
 
     def with_depths(self, *depths: int) -> "RealModel":
-        """The same with so many blocks of each list."""
-        return replace(self, config=self.config | dict(zip(self.depths, depths, strict=True)))
+        """The same with so many blocks of each list, which a header may say, too."""
+        numbers = dict(zip(self.depths, depths, strict=True))
+        metadata = dict(self.metadata)
+        if "config" in metadata:
+            stated = json.loads(metadata["config"])["transformer"]
+            metadata["config"] = json.dumps(
+                {"transformer": stated | {name: numbers[name] for name in numbers if name in stated}}
+            )
+        return replace(self, config=self.config | numbers, metadata=metadata)
 
     def save(self, path: Path) -> Path:
         return save_header(path, self.config, self.family_name, self.metadata)
