@@ -71,7 +71,7 @@ class Both:
         return found
 
     def check_memory(self) -> None:
-        """Nothing is allocated on any device, and no host memory registered. On a busy machine ranks' threads may still end."""
+        """Nothing is allocated on any device, and no host memory registered. Threads of ranks may take a while to end."""
         deadline = time.monotonic() + ENDS_WITHIN
         while any(gpu.allocated for gpu in self.machine.gpus):
             gc.unfreeze()  # which rank threads freeze at their start
