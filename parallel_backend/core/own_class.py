@@ -138,6 +138,8 @@ class OwnLatent:
     Empty: there are none, or they run with the first band."""
     shared: tuple[str, ...] = ()
     """Modules whose output all bands of a call share, see base.family.name_pattern."""
+    idle: tuple[str, ...] = ()
+    """Linear layers of blocks that words alone pass, named in the same way."""
 
     @property
     def streams(self) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ DISPLACED = tuple(
         ("MasksAll", "rows", BANDS[:3:2]),
         ("MasksKeys", "rows", (*BANDS[:1], *BANDS[2:])),
         ("WordsInFront", "rows", BANDS[2:]),
-        ("TwoStreams", "rows", BANDS),
+        ("WordsLayer", "rows", BANDS),
         ("PictureFirst", "rows", BANDS[2:]),
         ("CountsWordsBetween", "rows", BANDS[2:]),
         ("PacksQueries", "rows", (*TENSOR_BANDS, DISPLACED[4])),

@@ -5,7 +5,7 @@ from torch import nn
 
 from tests.families.planted_bands import Banded
 from tests.families.planted_classes import LATE, WIDTH
-from tests.families.planted_tokens import HEADS, Crossed, Mixing, optimized_attention, rows
+from tests.families.planted_tokens import HEADS, Crossed, Double, Mixing, TwoStreams, optimized_attention, rows
 
 
 class ReadsWords(Crossed):
@@ -89,3 +89,16 @@ class MakesTable(Banded):
         for block in self.blocks:
             h = block(h, emb, table)
         return h
+
+
+class WordsLayer(TwoStreams):
+    """A layer of each of the first blocks gets the words' tokens alone."""
+
+    class double(Double):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.of_words = layers.Linear(WIDTH, WIDTH)
+
+        def forward(self, c, h, emb, table):
+            c, h = super().forward(c, h, emb, table)
+            return c + self.of_words(c), h

@@ -60,7 +60,7 @@ REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behi
 def test_bands_that_are_right_are_proven(name, latent):
     found = proof(name)
     assert (found.stages, found.bands) == ("", "")
-    assert replace(found.latent, shared=()) == latent
+    assert replace(found.latent, shared=(), idle=()) == latent
 
 
 OUTSIDE = {"time", "text"}
@@ -84,11 +84,17 @@ def test_bands_share_outputs_of_the_time_and_the_prompt(name, shared):
     assert set(found.latent.shared) == shared
 
 
+@pytest.mark.parametrize(("name", "idle"), [("WordsLayer", ("streams.*.of_words",)), ("TwoStreams", ())])
+def test_layers_of_words_are_idle_in_bands_without_words(name, idle):
+    found = proof(name)
+    assert (found.bands, found.latent.idle) == ("", idle)
+
+
 def test_bands_of_a_class_that_needs_a_large_latent_are_proven():
     given = call()
     wide = Call(torch.randn(1, 4, 1, 2, 14), given.timestep, given.named)
     found = trial(planted("NeedsColumns"), wide, (1.0,), sequence=False, bands=True)
-    assert (found.bands, replace(found.latent, shared=())) == ("", ALONE)
+    assert (found.bands, replace(found.latent, shared=(), idle=())) == ("", ALONE)
 
 
 MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
@@ -166,7 +172,7 @@ SOUND = "b a1 a2 a3 -> b (a3) (a1 a2)"
 def test_a_second_latent_goes_with_the_first_band(name, before):
     found = trial(planted(name), nested(1), (1.0,), sequence=False, bands=True)
     assert (found.stages, found.bands) == ("", "")
-    assert replace(found.latent, shared=()) == replace(ALONE, before=before, companion=SOUND)
+    assert replace(found.latent, shared=(), idle=()) == replace(ALONE, before=before, companion=SOUND)
 
 
 @pytest.mark.parametrize(

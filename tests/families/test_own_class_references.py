@@ -57,7 +57,7 @@ def latent(*layout: str, words: bool = True, before: bool = False) -> OwnLatent:
 )
 def test_references_are_found_and_proven(name, expected):
     found = proof(name)
-    assert (found.stages, found.bands, replace(found.latent, shared=())) == ("", "", expected)
+    assert (found.stages, found.bands, replace(found.latent, shared=(), idle=())) == ("", "", expected)
     own = replace(planted(name), blocks=found.blocks, latent=found.latent)
     tensors = to_tensors(referring(call()).named, call().timestep, call().x.shape[1:])
     counted = own_class_family(own).counted((3, 4, 6), 1, tensors)
@@ -70,7 +70,7 @@ def test_references_beside_words_and_sound_are_proven():
     found = proof("SoundAndReferences", nested(1))
     layout = "words", "references", "companion", "latent"
     expected = replace(ALONE, words=True, before=True, companion=SOUND, layout=layout)
-    assert (found.bands, replace(found.latent, shared=())) == ("", expected)
+    assert (found.bands, replace(found.latent, shared=(), idle=())) == ("", expected)
     given = referring(nested(1))
     own = replace(planted("SoundAndReferences"), blocks=found.blocks, latent=found.latent)
     counted = own_class_family(own).counted((3, 4, 4), 1, to_tensors(given.named, given.timestep))

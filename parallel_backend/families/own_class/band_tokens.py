@@ -68,6 +68,11 @@ class BandTokens:
     """A naive patch, which sees no other one: words run with it wherever it begins."""
 
     @property
+    def has_words(self) -> bool:
+        """Words run with it, or a second latent's tokens."""
+        return self.alone or self.band.start == 0
+
+    @property
     def pictures(self) -> Span:
         """The band's tokens of the latent, numbered without references."""
         return self.order.images(self.band)
@@ -86,7 +91,7 @@ class BandTokens:
 
     def parts(self, stream: int, tokens: Mapping[int, int], ranks: SequenceCut) -> list[list[Part]]:
         """By sequence rank: its parts of a stream. `tokens`: of each stream."""
-        others, has_words = self.others(stream, tokens[stream]), self.alone or self.band.start == 0
+        others, has_words = self.others(stream, tokens[stream]), self.has_words
         runs = self._runs(stream, tokens)
         starts = {run.kind: run.rows.start for run in runs}
         found: list[list[Part]] = []

@@ -22,6 +22,7 @@ from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families.base.patching import Patching
 
 from .band_tokens import ONE, BandTokens, Part, class_numbers
+from .idle_layers import IdleLayers
 from .latent_tokens import companion_tokens, entering, find_latent, grid_of, reference_tokens
 from .residuals import CONTROL
 from .shared_outputs import SharedOutputs, WatchedOutputs
@@ -59,9 +60,10 @@ def latent_of(
             return None, "its latent has a single row of tokens"
         watched = WatchedOutputs(model, blocks)
         why = _why_not(runs, blocks, latent, calls[:1], watched)
-        shared = replace(latent, shared=() if actual.named.get(CONTROL) else watched.shared())
-        if not why and not _why_not(runs, blocks, shared, calls[1:]):
-            return shared, ""
+        if not why and not actual.named.get(CONTROL):
+            lighter = replace(latent, shared=watched.shared(), idle=watched.idle())
+            if not _why_not(runs, blocks, lighter, calls[1:]):
+                return lighter, ""
         why = why or _why_not(runs, blocks, latent, calls[1:])
         return (None, why) if why else (latent, "")
     except Unproven as unproven:
@@ -130,7 +132,7 @@ def _odd(runs: Runs, blocks: Sequence[OwnBlock], actual: Call, latent: OwnLatent
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
     """What holds for calls of two sizes. Unproven if the tokens are in other places."""
-    if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared) != latent:
+    if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
         raise Unproven("its latent's tokens are in other places in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
@@ -179,10 +181,11 @@ def _why_not(
         if why := next(filter(None, (each.why_not(runs, blocks, whole, outside[0]) for each in naive)), ""):
             return why
         tried = itertools.product(bands, outside)
-        with shared.of_call():
+        idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
+        with idle.in_place(), shared.of_call():
             for band, each in tried:
-                shared.begin()
-                with nullcontext() if watched is None else watched.run():
+                shared.begin(has_words=not band.rows.start)
+                with nullcontext() if watched is None else watched.run(shared.has_words):
                     why = band.why_not(runs, blocks, whole, each, watched)
                 if why:
                     return why

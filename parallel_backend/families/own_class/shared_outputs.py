@@ -6,7 +6,7 @@ has shown that a module gives all bands the same, a rank computes it in the firs
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,13 +35,21 @@ class WatchedOutputs:
         self._given: dict[str, list[Any]] = defaultdict(list)  # of the present one
         self._inside: list[str] = []  # modules that run at present, the outer ones first
         self._runs = 0
+        self._layers = {
+            f"{block.name}.{name}": layer
+            for block in blocks
+            for name, layer in model.get_submodule(block.name).named_modules()
+            if isinstance(layer, nn.Linear)
+        }
+        self._rows: dict[str, set[int]] = defaultdict(set)  # of the layers' inputs in the present run
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self, has_words: bool) -> Iterator[None]:
         """Context of a band's run."""
         self._given.clear()
         self._inside.clear()
-        hooks = []
+        self._rows.clear()
+        hooks = [layer.register_forward_pre_hook(self._reading(name)) for name, layer in self._layers.items()]
         for name, module in self._modules.items():
             hooks += [module.register_forward_pre_hook(self._entering(name)), module.register_forward_hook(self._left(name))]
         try:
@@ -53,6 +61,9 @@ class WatchedOutputs:
             outputs, first = self._given.get(name, []), self._kept.get(name, [])
             if not outputs or not all(map(_is_plain, outputs)) or (self._runs and not _equal(outputs, first)):
                 del self._modules[name]
+        for name in list(self._layers):
+            if not (rows := self._rows[name]) or (min(rows) < 2 if has_words else rows != {1}):
+                del self._layers[name]
         self._kept = self._kept or {name: self._given[name] for name in self._modules}
         self._runs += 1
 
@@ -66,14 +77,29 @@ class WatchedOutputs:
         list has a star for the block's number: see base.family.name_pattern."""
         if self._runs < 2:
             return ()
-        found: Counter[str] = Counter()
+        names = []
         for name in self._modules:
             parts = name.split(".")
             outer = (".".join(parts[:count]) for count in range(1, len(parts)))
             if not any(each in self._modules for each in outer):
-                found[_of_list(name, self._blocks)] += 1
+                names.append(name)
+        return self._of_all_blocks(names)
+
+    def idle(self) -> tuple[str, ...]:
+        """Names of the blocks' linear layers that had one row in each band without words, and more in the others."""
+        return self._of_all_blocks(self._layers) if self._runs > 1 else ()
+
+    def _of_all_blocks(self, names: Iterable[str]) -> tuple[str, ...]:
+        found = Counter(_of_list(name, self._blocks) for name in names)
         blocks = Counter(block.name.rpartition(".")[0] for block in self._blocks)
         return tuple(name for name, count in found.items() if "*" not in name or count == blocks[name.partition(".*.")[0]])
+
+    def _reading(self, name: str) -> Callable[..., None]:
+        def note(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            x = args[0]
+            self._rows[name].add(x.shape[1] if x.ndim == 3 else 0)
+
+        return note
 
     def _entering(self, name: str) -> Callable[..., None]:
         return lambda *_: self._inside.append(name)
@@ -90,6 +116,8 @@ class SharedOutputs:
     """Gives these modules' outputs in the first run of a call to its other runs. Unproven if the class writes into one."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
+        self.has_words = True
+        """The present band has words."""
         self._kept: dict[tuple[str, int], tuple[Any, list[int]]] = {}
         self._calls: Counter[str] = Counter()
         pattern = re.compile("|".join(map(name_pattern, names)))
@@ -107,8 +135,9 @@ class SharedOutputs:
             for module in self._modules.values():
                 del module.forward
 
-    def begin(self) -> None:
-        """A run begins."""
+    def begin(self, has_words: bool) -> None:
+        """A band's run begins."""
+        self.has_words = has_words
         self._calls.clear()
 
     def _sharing(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

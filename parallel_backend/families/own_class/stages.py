@@ -99,6 +99,10 @@ class StageBlocks:
             raise Unproven(f"{self._next} of {len(self.blocks)} blocks ran")
         return out
 
+    def has_words(self) -> bool:
+        """Whether words run in the present call."""
+        return self.tokens is None or self.tokens.has_words
+
     def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
         """Of a residual that the class is about to add: the rows of the tokens that it then has."""
         if self._cut is None:

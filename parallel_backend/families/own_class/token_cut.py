@@ -97,6 +97,11 @@ class TokenCut(ABC):
         """Whether it has anything to do in the present call."""
         return True
 
+    @property
+    def has_words(self) -> bool:
+        """Whether words run in the present call."""
+        return self.band is None or self.band.has_words
+
     def begin(self) -> None:
         """A call begins."""
         self.tokens.clear()

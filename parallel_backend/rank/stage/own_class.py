@@ -17,6 +17,7 @@ from parallel_backend.families.own_class.call_arguments import OPTIONS, from_ten
 from parallel_backend.families.own_class.call_form import run
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
 from parallel_backend.families.own_class.headed import give_heads
+from parallel_backend.families.own_class.idle_layers import IdleLayers
 from parallel_backend.families.own_class.stages import StageBlocks, Wanted, pass_through
 from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.attention.context import AttentionContext
@@ -121,6 +122,9 @@ def build_own_stage(
     stage_blocks = StageBlocks(model, order, span, link)
     stage_blocks.residuals = lambda: {name: each.image for name, each in stage_io.residuals.items()}
     vars(model)[STAGE] = stage_blocks
+    if family.own.latent is not None:
+        # No NaN, since a packed layer may look for its input's largest value.
+        IdleLayers(model, family.own.latent.idle, stage_blocks.has_words, 0.0).put()
     if plan.axis.size > 1:
         for block in order:
             if block.name in own:
