@@ -169,9 +169,9 @@ DISPLACED = tuple(
         ("MasksKeys", "rows", DISPLACED[1:4]),
         ("MasksAll", "rows", DISPLACED[:2]),
         ("WordsInFront", "rows", DISPLACED[:2]),
-        ("TwoStreams", "rows", DISPLACED[1:4]),
+        ("WordsLayer", "rows", DISPLACED[1:4]),
         ("CountsWordsBetween", "rows", DISPLACED[:2]),
-        ("TwoStreams", "rows", TENSOR_BANDS),
+        ("WordsLayer", "rows", TENSOR_BANDS),
         ("LatentBetween", "rows", (BANDS[2], DISPLACED[1])),
     ],
 )
