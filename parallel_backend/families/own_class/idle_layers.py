@@ -5,14 +5,13 @@ layers of words would have all of their weights read for it: half of the weights
 """
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from parallel_backend.families.base.family import name_pattern
+from .shared_outputs import modules_of
 
 
 class IdleLayers:
@@ -20,8 +19,7 @@ class IdleLayers:
     `value`: what they give otherwise."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float):
-        pattern = re.compile("|".join(map(name_pattern, names)))
-        self._layers = [module for name, module in model.named_modules() if name and pattern.fullmatch(name)]
+        self._layers = list(modules_of(model, names).values())
         self._has_words, self._value = has_words, value
         self._made: dict[int, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
 

@@ -120,8 +120,7 @@ class SharedOutputs:
         """The present band has words."""
         self._kept: dict[tuple[str, int], tuple[Any, list[int]]] = {}
         self._calls: Counter[str] = Counter()
-        pattern = re.compile("|".join(map(name_pattern, names)))
-        self._modules = {name: module for name, module in model.named_modules() if name and pattern.fullmatch(name)}
+        self._modules = modules_of(model, names)
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
@@ -153,6 +152,12 @@ class SharedOutputs:
             return out
 
         return shared
+
+
+def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """The model's modules of these names, see base.family.name_pattern."""
+    pattern = re.compile("|".join(map(name_pattern, names)))
+    return {name: module for name, module in model.named_modules() if name and pattern.fullmatch(name)}
 
 
 def _is_cheap(module: nn.Module) -> bool:
