@@ -154,7 +154,7 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
     if degrees.gathers:
         raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
-    if compiled:
+    if compiled and own.unet:
         raise ValueError(f"compile: {runs}, and is not compiled. Switch it off.")
 
 

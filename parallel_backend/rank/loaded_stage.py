@@ -1,10 +1,11 @@
 """A rank's part of a model, loaded and ready to compute: its stage, its place on the mesh, and its transfers."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint
@@ -28,9 +29,8 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.own_class import OwnLink, build_own_stage, cut_over_sequence
+from parallel_backend.rank.stage.own_class import OwnLink, blocks_to_compile, build_own_stage, cut_over_sequence
 from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
-from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
@@ -128,8 +128,8 @@ class LoadedStage:
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
         self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)
-        self.compiler = self._compile(checkpoint, degrees.world) if setup.compile else None
         blocks = stage.blocks
+        self.compiler = self._compile(checkpoint, blocks, degrees.world) if setup.compile else None
         store.watch(blocks)
         for block in blocks.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
@@ -203,9 +203,9 @@ class LoadedStage:
             multiply_plain_fp8(weights.model)
         store.load(weights, blocks, progress=progress)
 
-    def _compile(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
+    def _compile(self, checkpoint: Checkpoint, blocks: Mapping[str, nn.Module], ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second
 
-        blocks = own_blocks(self.model, self.family.blocks.lists)
         widths, untraced = lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.family.forward.untraced
-        return Compiler(blocks, widths, self.device, ranks, self.heartbeat, untraced)
+        wrap = None if self.own_link is None else blocks_to_compile(self.model)
+        return Compiler(blocks, widths, self.device, ranks, self.heartbeat, untraced, wrap)

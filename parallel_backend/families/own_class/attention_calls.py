@@ -24,6 +24,8 @@ REPLACES = "parallel_dit_replaces"
 """Attribute of a replacement: the function."""
 Attend = Callable[..., torch.Tensor]
 """(function, *its arguments) -> what the function would return."""
+Traced = Callable[..., torch.Tensor]
+"""(name of a replacement, *its arguments) -> what it returns, in a form that torch.compile takes as one operation."""
 
 
 def is_attention(value: Any) -> bool:
@@ -45,6 +47,8 @@ class _Replaced:
         self._found: list[tuple[dict[str, Any], str]] = []
         self._imported: tuple[int, Any] = 0, None  # how many modules there were when they were found, and the newest
         self._replacements: dict[Any, Any] = {}  # by function
+        self.by_name: dict[str, Callable[..., torch.Tensor]] = {}  # replacements with ComfyUI's signature
+        self.traced: Traced | None = None
 
     @contextmanager
     def by(self, attend: Attend) -> Iterator[None]:
@@ -90,8 +94,12 @@ class _Replaced:
         return replacement
 
     def _with_signature(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        name = f"{function.__module__}.{function.__name__}"
+
         @functools.wraps(function)
         def replacement(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.traced is not None and torch.compiler.is_dynamo_compiling():
+                return self.traced(name, q, k, v, *args, **kwargs)
             attend = getattr(self._thread, "attend", None)
             if attend is None:
                 return function(q, k, v, *args, **kwargs)
@@ -103,6 +111,7 @@ class _Replaced:
             finally:
                 self._thread.attend = attend
 
+        self.by_name[name] = replacement
         return replacement
 
 
@@ -137,6 +146,16 @@ def _replaced() -> _Replaced:
 def attention_by(attend: Attend) -> Any:
     """Context in which this thread's calls of the attention functions go to `attend`."""
     return _replaced().by(attend)
+
+
+def trace_attention_by(traced: Traced) -> None:
+    """From now on `traced` stands for the replacements in code that this process compiles."""
+    _replaced().traced = traced
+
+
+def replacement_of(name: str) -> Callable[..., torch.Tensor]:
+    """The replacement that Traced is told the name of."""
+    return _replaced().by_name[name]
 
 
 @dataclass(frozen=True)

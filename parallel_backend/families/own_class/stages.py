@@ -16,7 +16,7 @@ from torch import nn
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
-from .attention_calls import attention_by
+from .attention_calls import Attend, attention_by
 from .residuals import CONTROL, ReadResiduals
 from .token_cut import TokenCut
 from .unproven import Unproven
@@ -74,12 +74,15 @@ class StageBlocks:
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Of the present call, by name."""
+        self.attend: Attend | None = None
+        """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
+        self._forwards: dict[str, Callable[..., Any]] = {}  # by block: what it computes
         for number, block in enumerate(blocks):
             module = model.get_submodule(block.name)
-            module.forward = functools.partial(self._run, number, module.forward)
+            self._forwards[block.name], module.forward = module.forward, functools.partial(self._run, number)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
@@ -90,8 +93,9 @@ class StageBlocks:
         if kwargs.get(CONTROL) is not None:
             read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
             kwargs = {**kwargs, CONTROL: read}
+        attend = self.attend if self._cut is None else self._cut.attend
         try:
-            with nullcontext() if self._cut is None else attention_by(self._cut.attend):
+            with nullcontext() if attend is None else attention_by(attend):
                 out = self._model(*args, **kwargs)
         except LaterStages:
             return None
@@ -114,7 +118,11 @@ class StageBlocks:
         for block in self.blocks:
             del self._model.get_submodule(block.name).forward
 
-    def _run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def wrap(self, block: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Have the block compute by `wrapper(its forward)`. What stages and ranks exchange stays outside of it."""
+        self._forwards[block] = wrapper(self._forwards[block])
+
+    def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
         if number != self._next:
             raise Unproven(f"{self.blocks[number].name} ran as block {self._next + 1}, and as {number + 1} in the trial")
         self._next += 1
@@ -125,7 +133,7 @@ class StageBlocks:
             out = self._stand_in(number, args, kwargs)
             return self._cut.leave(out, number == self._span.start - 1) if self._cut is not None and self._leaves else out
         with nullcontext() if self._cut is None else self._cut.inside():
-            out = forward(*args, **kwargs)
+            out = self._forwards[self.blocks[number].name](*args, **kwargs)
         values = (out,) if isinstance(out, torch.Tensor) else out
         block = self.blocks[number]
         shapes = [None if value is None else value.shape for value in values]

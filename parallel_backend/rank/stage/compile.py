@@ -26,6 +26,7 @@ from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaRed
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.lifecycle import COMPILING
 
+from .compiled_attention import trace_attention
 from .linear import PackedLinear, RankLinear
 from .module_cache import CachedModule
 from .tensor_parallel import SharedRMSNorm
@@ -124,6 +125,18 @@ def _outside(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
+def _between(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `kind` whose modules are called between two graphs. Cached, as in _outside."""
+    return type(kind.__name__, (kind,), {"__call__": torch.compiler.disable(kind.__call__)})
+
+
+@functools.cache
+def _order(device: torch.device) -> torch.Tensor:
+    """The tensor that the device's operations declare to write to."""
+    return torch.zeros(1, dtype=torch.uint8, device=device)
+
+
+@functools.cache
 def _traceable(kind: type) -> type:
     """A processor class that does what SdpaProcessor does around a processor of class `kind`, and that torch can trace."""
 
@@ -133,6 +146,10 @@ def _traceable(kind: type) -> type:
             return kind.__call__(self, *arguments, **named)
 
     return type(kind.__name__, (kind,), {"__call__": __call__})
+
+
+Wrap = Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]
+"""StageBlocks.wrap."""
 
 
 class Compiler:
@@ -149,15 +166,19 @@ class Compiler:
         ranks: int,
         heartbeat: Heartbeat,
         untraced: tuple[str, ...] = (),
+        wrap: Wrap | None = None,
     ):
         """`blocks` by name in the model, with weights, tensor plan and parallel attention in place.
 
         `widths(layer)`: output features of a linear layer over all ranks. `ranks`: ranks that share the machine.
-        `heartbeat` says while a graph is compiled. `untraced`: see Forward.
+        `heartbeat` says while a graph is compiled. `untraced`: see Forward. `wrap`: of blocks of ComfyUI's own class, in
+        which attention is the class's functions, and modules may take and return anything.
         """
         self.graphs, self._failed, self._widths, self._untraced = 0, False, widths, untraced
-        self._heartbeat = heartbeat
-        self._order = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._heartbeat, self._wrap = heartbeat, wrap
+        self._order = _order(device)
+        if wrap is not None:
+            trace_attention(self._order)
         # Settings of the process, equal for all of its models. After an error in tracing torch warns and runs the code.
         torch._dynamo.config.suppress_errors = True
         torch._dynamo.config.recompile_limit = VARIANTS
@@ -181,10 +202,16 @@ class Compiler:
                     vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(attention, name, self._order)
             elif name in self._untraced or (name and self._stays_outside(module)):
+                if self._wrap is not None and not isinstance(module, (RankLinear, SharedRMSNorm)):
+                    module.__class__ = _between(type(module))
+                    continue
                 traced.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
                 module.__class__ = _outside(type(module))
-        block.forward = _compiled(block.forward, traced, self._backend)
+        if self._wrap is None:
+            block.forward = _compiled(block.forward, traced, self._backend)
+        else:
+            self._wrap(block_name, functools.partial(_compiled, traced=traced, backend=self._backend))
 
     def _width(self, name: str, module: nn.Module) -> int | None:
         """Output features of the model's module `name`. None: as many as of the input."""
@@ -198,8 +225,9 @@ class Compiler:
 
     @staticmethod
     def _stays_outside(module: nn.Module) -> bool:
-        """Whether a module has transfers or hooks, which torch would trace again for every block, or a packed weight."""
-        opaque = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule))
+        """Whether a module has transfers, hooks or a forward of its own, which torch would trace again for every block, or a
+        packed weight."""
+        opaque = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule)) or "forward" in vars(module)
         return opaque or bool(module._forward_hooks or module._forward_pre_hooks)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

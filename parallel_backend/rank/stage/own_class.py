@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,6 +83,13 @@ def cut_over_sequence(model: nn.Module, context: AttentionContext, ranks: Sequen
     those of the band."""
     stage: StageBlocks = vars(model)[STAGE]
     stage.tokens = RankTokens(stage.blocks, context, ranks)
+
+
+def blocks_to_compile(model: nn.Module) -> Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]:
+    """StageBlocks.wrap of a model of build_own_stage, whose attention can be traced from now on."""
+    stage: StageBlocks = vars(model)[STAGE]
+    stage.attend = lambda function, *args, **kwargs: function(*args, **kwargs)
+    return stage.wrap
 
 
 def build_own_stage(

@@ -75,9 +75,10 @@ def parallel(
     config: Any = None,
     tensor: int = 1,
     stage_split: str = "auto",
+    compile: bool = False,
 ) -> Any:
     """Parallel DiT Loader's MODEL in fp32."""
-    return node("ParallelDiTLoader", name, "fp32", pipe, tensor, batch, devices, config, stage_split)
+    return node("ParallelDiTLoader", name, "fp32", pipe, tensor, batch, devices, config, stage_split, compile)
 
 
 def sharing_small_lists() -> AbstractContextManager:

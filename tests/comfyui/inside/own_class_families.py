@@ -24,6 +24,7 @@ MODES = {
     "tensor": {"pipe": 1, "tensor": 2},
     "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
     "ring": {"pipe": 1, "config": sequence(ring=2)},
+    "compiled stages": {"pipe": 2, "compile": True},
     "tensor and ring": {"pipe": 1, "tensor": 2, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ring=2)},
 }
 FOUR = "cpu,cpu,cpu,cpu"
