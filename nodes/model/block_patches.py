@@ -60,15 +60,22 @@ def block_changes(
                 guidance = _normalized(function, options.get("cond_or_uncond"), entries)
             elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
                 patches.setdefault(name, []).append(function)
-    left: dict[str, Any] = {"patches": patches, "patches_replace": replaced}
     override = options.get(OVERRIDE)
-    kernel = preferred if override is None else ""
     sparse = sparse_node.settings_of(override, of_blocks, family, config, options, arguments)
-    left[OVERRIDE] = override = sparse_node.below(override)
-    if override is not None and (chosen := chosen_attention(override, attention)) is not None:
-        kernel, left[OVERRIDE] = chosen, None
+    kernel, unknown = kernel_of_call(override, attention, preferred)
     changes = BlockChanges(skipped, guidance, kernel, sparse, kept_text=_kept_text(family, options))
-    return changes, left
+    return changes, {"patches": patches, "patches_replace": replaced, OVERRIDE: unknown}
+
+
+def kernel_of_call(override: Any, loaded: str, preferred: str) -> tuple[str, Any]:
+    """(BlockChanges.attention of a call with this override of attention, the override if ranks do not know its kernel).
+
+    `loaded`, `preferred`: `attention` and `preferred` of block_changes."""
+    if override is None:
+        return preferred, None
+    below = sparse_node.below(override)
+    chosen = None if below is None else chosen_attention(below, loaded)
+    return chosen or "", None if chosen is not None else below
 
 
 def _kept_text(family: Family, options: Mapping[str, Any]) -> str:

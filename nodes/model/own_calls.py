@@ -1,11 +1,13 @@
 """What a call of ComfyUI's own class is to a trial: what it can hold, and which calls are alike."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import Residuals
+from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.base.patching import Latents, Patching
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
@@ -15,8 +17,12 @@ from parallel_backend.families.own_class.plan import Asked
 from parallel_backend.families.own_class.residuals import by_name, side_of
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
+from .attention_choice import OVERRIDE, preferred_attention
+from .block_patches import kernel_of_call
 from .controlnet import Control, refuse_control
-from .reach import is_plain
+from .diffusion_model import HEEDS_FILES
+from .reach import is_plain, told_to_own_class
+from .sparse_attention import HAS_SINKS, settings_of
 
 
 def is_held(value: Any) -> bool:
@@ -51,6 +57,20 @@ def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | No
         return residuals
     packed = {id(each): each[:, order] for each in residuals.values()}  # blocks that share a tensor share it from here on
     return {name: packed[id(each)] for name, each in residuals.items()}
+
+
+def changes_and_options(
+    checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any]
+) -> tuple[BlockChanges, dict[str, Any]]:
+    """(how a call attends, what ranks get of its transformer_options: see told_to_own_class). `loaded`: see
+    chosen_attention. ValueError for what they do not get."""
+    family, override = checkpoint.family, options.get(OVERRIDE)
+    preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
+    kernel, unknown = kernel_of_call(override, loaded, preferred)
+    sparse = settings_of(override, None, family, checkpoint.config, options, {})
+    if sparse is not None and sparse.sinks and family.native_classes[0] in HAS_SINKS:
+        unknown = override
+    return BlockChanges(attention=kernel, sparse=sparse), told_to_own_class({**options, OVERRIDE: unknown}, family)
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:

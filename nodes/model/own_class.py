@@ -16,7 +16,6 @@ from parallel_backend.checkpoints.limits import check_own_arguments
 from parallel_backend.checkpoints.own_class import file_shapes
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
-from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.meta_parameters import meta_parameters
@@ -49,9 +48,21 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
-from .own_calls import asked, is_held, near, on_host, own_residuals, returned, shapes, share_of_work, structure, times_of
+from .own_calls import (
+    asked,
+    changes_and_options,
+    is_held,
+    near,
+    on_host,
+    own_residuals,
+    returned,
+    shapes,
+    share_of_work,
+    structure,
+    times_of,
+)
 from .own_text import OwnText
-from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks, told_to_own_class
+from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
 from .shipped_plans import shipped_proof
 from .text_model import TEXT_METHOD, NativeText
@@ -155,7 +166,7 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     if degrees.gathers:
         raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
     if compiled and own.unet:
-        raise ValueError(f"compile: {runs}, and is not compiled. Switch it off.")
+        raise ValueError(f"compile: {runs}. Switch it off.")
 
 
 class OwnClassModel(RemoteDiffusionModel):
@@ -236,7 +247,7 @@ class OwnClassModel(RemoteDiffusionModel):
             check_for_own_class(latents, axes)
         packed, timestep, told_form = in_form(x, timestep, axes)
         family, batch = self.checkpoint.family, len(packed)
-        told = told_to_own_class(options, family)
+        changes, told = changes_and_options(self.checkpoint, self.setup.attention, options)
         timestep = for_entries(timestep, {}, batch)
         if control is not None and self._own.unet:
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
@@ -268,7 +279,7 @@ class OwnClassModel(RemoteDiffusionModel):
             timestep=timestep,
             tensors=tensors,
             residuals=residuals,
-            changes=BlockChanges(one_batch=bool(proof.batch)),
+            changes=dataclasses.replace(changes, one_batch=bool(proof.batch)),
             first_replica=evaluation.first_replica(batch),
             may_forecast=self.run.cache is not None and self._may_forecast(latents, options, band is None),
         )

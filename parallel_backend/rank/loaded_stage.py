@@ -29,7 +29,7 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.own_class import OwnLink, blocks_to_compile, build_own_stage, cut_over_sequence
+from parallel_backend.rank.stage.own_class import OwnLink, attend_over_ranks, blocks_to_compile, build_own_stage
 from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
 from parallel_backend.rank.stage.store.weight_store import WeightStore
@@ -119,8 +119,9 @@ class LoadedStage:
             setup.transfer_dtype,
             heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
         )
-        if setup.own_class is not None and (degrees.sequence > 1 or setup.own_class.latent is not None):
-            cut_over_sequence(self.model, self.attention, self.cut)
+        if setup.own_class is not None:
+            is_cut = degrees.sequence > 1 or setup.own_class.latent is not None
+            attend_over_ranks(self.model, self.attention, self.cut if is_cut else None)
         install_parallel_attention(stage.attention, self.attention, gates=not setup.compile)
         if degrees.gathers:
             install_gathered_heads(stage.attention, self.attention, family.blocks.text_first)

@@ -25,7 +25,6 @@ EQUAL = (
 )
 REFUSED = {
     "attention override": "model: an attention kernel set on the MODEL",
-    "sparse attention": "model: an attention kernel set on the MODEL",
     "ControlNet": "control_net: ",
     "Skip Layer Guidance": "model: SkipLayerGuidanceDiT (attention replacement 'dit')",
     "NAG": "model: Normalized Attention Guidance (model patch 'attn1_output_patch')",

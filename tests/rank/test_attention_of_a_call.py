@@ -3,10 +3,14 @@
 The kernel is a stand-in for SageAttention that computes exactly and counts, on CPU ranks that take it for possible there.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from parallel_backend.acceptance import tiny_model
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.attention_kernels import AttentionKernel
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
@@ -45,17 +49,28 @@ def seen(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("degrees", MODES, ids=str)
 def test_calls_with_and_without_in_turn(pools, flux_file, seen, degrees):
-    model, given = pools.load(flux_file, degrees, fresh=True), tiny.inputs(tiny.FLUX)
-    plain = model.predict(ModelCall(*given), nothing)
+    in_turn(pools.load(flux_file, degrees, fresh=True), ModelCall(*tiny.inputs(tiny.FLUX)), seen)
+    pools.forget(degrees.world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", MODES, ids=str)
+def test_calls_of_a_class_with_and_without_in_turn(pools, tmp_path, seen, degrees):
+    path, own = tiny_model.save(tiny_model.tiny_model(), tmp_path / "tiny.safetensors"), tiny_model.tried(degrees.tensor)
+    in_turn(pools.load(path, degrees, fresh=True, own=own), tiny_model.on_ranks(*tiny_model.call()), seen)
+    pools.forget(degrees.world)
+
+
+def in_turn(model: RemoteTransformer, call: ModelCall, seen: list[str]) -> None:
+    plain = model.predict(call, nothing)
     assert not seen
     for kernel, formats in (("sage", {""}), ("sage.fp8_cuda", {"fp32+fp32"}), ("sage.fp8_cuda++", {"fp32+fp16"})):
-        found = model.predict(ModelCall(*given, changes=BlockChanges(attention=kernel)), nothing)
+        found = model.predict(replace(call, changes=BlockChanges(attention=kernel)), nothing)
         assert set(seen) == formats
         assert tiny.relative(found, plain) <= 1e-5
         seen.clear()
-    assert torch.equal(model.predict(ModelCall(*given), nothing), plain)
+    assert torch.equal(model.predict(call, nothing), plain)
     assert not seen
-    pools.forget(degrees.world)
 
 
 @pytest.mark.parametrize("kernel", ["comfy_kitchen", "sage.fp16_cuda"])

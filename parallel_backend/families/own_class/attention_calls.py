@@ -172,6 +172,8 @@ class AttentionCall:
     """The class wants [B, H, Q, D] back, and not [B, Q, H x D]."""
     arguments: Mapping[str, Any]
     """Others, by name."""
+    shares_keys: bool = False
+    """Several heads of queries share one of keys, which is repeated here."""
 
     @property
     def key_mask(self) -> torch.Tensor | None:
@@ -225,4 +227,4 @@ def attention_call(
         k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
     others = {name: value for name, value in others.items() if name != "enable_gqa"}
     arguments = {"attn_precision": attn_precision} | others
-    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments)
+    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1)

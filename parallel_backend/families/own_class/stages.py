@@ -76,6 +76,8 @@ class StageBlocks:
         """Of the present call, by name."""
         self.attend: Attend | None = None
         """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
+        self.running = ""
+        """Name of the block that computes. Empty: none does."""
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
@@ -86,7 +88,7 @@ class StageBlocks:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
-        self._next, self._cut = 0, None
+        self._next, self._cut, self.running = 0, None, ""
         if self.tokens is not None and self.tokens.cuts:
             self._cut = self.tokens
             self._cut.begin()
@@ -132,8 +134,10 @@ class StageBlocks:
         if number not in range(self._span.start, self._span.stop):
             out = self._stand_in(number, args, kwargs)
             return self._cut.leave(out, number == self._span.start - 1) if self._cut is not None and self._leaves else out
+        self.running = self.blocks[number].name
         with nullcontext() if self._cut is None else self._cut.inside():
-            out = self._forwards[self.blocks[number].name](*args, **kwargs)
+            out = self._forwards[self.running](*args, **kwargs)
+        self.running = ""
         values = (out,) if isinstance(out, torch.Tensor) else out
         block = self.blocks[number]
         shapes = [None if value is None else value.shape for value in values]

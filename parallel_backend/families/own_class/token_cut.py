@@ -19,7 +19,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 
-from .attention_calls import AttentionCall, attention_call
+from .attention_calls import Attend, AttentionCall, attention_call
 from .band_tokens import BandTokens, Pick, numbers, shift
 from .token_rows import TokenAxes, in_rows, token_count
 from .unproven import Unproven
@@ -75,6 +75,8 @@ class TokenCut(ABC):
         """Tokens of each stream that has entered."""
         self.alone = False
         """Each rank has a naive patch."""
+        self.attend_whole: Attend = lambda function, *args, **kwargs: function(*args, **kwargs)
+        """Attention over what every rank has all of."""
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""
         self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
@@ -216,12 +218,12 @@ class TokenCut(ABC):
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """In place of the function. Unproven if the tokens are not those of the trial."""
         if self._coming is None:  # outside of blocks
-            return function(*args, **kwargs)
+            return self.attend_whole(function, *args, **kwargs)
         spec = next(self._coming, None)
         if spec is None:
             raise Unproven(f"{self.block.name} attends more often than in the trial")
         if not spec.keys:
-            return function(*args, **kwargs)
+            return self.attend_whole(function, *args, **kwargs)
         call = attention_call(function, *args, **kwargs)
         queries, keys = (self.lengths(streams)[self.index] for streams in (spec.queries, spec.keys))
         if (call.q_BQHD.shape[1], call.k_BKHD.shape[1]) != (queries, keys):

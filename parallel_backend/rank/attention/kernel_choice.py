@@ -54,11 +54,15 @@ class RankKernel:
 
     def attend_rows(self, q_BQHD, k_BKhD, v_BKhD, mask_QK, scale) -> torch.Tensor:
         """As `attend`, with a mask of keys for each query, which SDPA alone takes."""
-        self._dtypes.add(_name(q_BQHD.dtype))
-        if self.kernel.name != SDPA:
-            self._lacked.add("calls with a mask for each query")
+        self.leave(q_BQHD.dtype, "calls with a mask for each query")
         k_BKHD, v_BKHD = _for_each_head(q_BQHD, k_BKhD, v_BKhD)
         return sdpa.attend_rows(q_BQHD, k_BKHD, v_BKHD, mask_QK, scale)
+
+    def leave(self, dtype: torch.dtype, calls: str) -> None:
+        """Note a call with queries of `dtype` that torch's kernel computes. `calls`: its kind, in words of the report."""
+        self._dtypes.add(_name(dtype))
+        if self.kernel.name != SDPA:
+            self._lacked.add(calls)
 
     def failure(self, head_size: int, dtype: torch.dtype, lse: bool = False) -> str | None:
         """Why the kernel does not support such calls; None if it does."""

@@ -17,13 +17,14 @@ import torch
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.own_class.token_cut import Arguments, AttentionCall, TokenCut
+from parallel_backend.families.own_class.token_cut import HOST, Arguments, AttentionCall, TokenCut
 from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
 
 from .context import AttentionContext, AttentionStep
 from .kv_buffer import KVBuffer, Piece
+from .own_kernels import OwnKernels
 from .patch_keys import exchange_patches
 from .ring import ring_attention
 from .ulysses import start_heads_to_sequence, start_sequence_to_heads
@@ -32,13 +33,14 @@ from .ulysses import start_heads_to_sequence, start_sequence_to_heads
 class RankTokens(TokenCut):
     """This rank's tokens, of those of `ranks`."""
 
-    def __init__(self, blocks: Sequence[OwnBlock], context: AttentionContext, ranks: SequenceCut):
+    def __init__(self, blocks: Sequence[OwnBlock], context: AttentionContext, ranks: SequenceCut, kernels: OwnKernels):
+        self._kernels = kernels
         self._context, self._patch = context, context.patch
         if context.naive:  # the patch's ranks alone: it sees no other one
             self._patch, ranks = replace(context.patch, index=0, size=1), SequenceCut((1.0,), ranks.inner, repeat_text=False)
         same_ring = context.ulysses_ranks(self._patch.index, context.ring.index)
         super().__init__(blocks, same_ring[context.ulysses.index], ranks)
-        self.alone = context.naive
+        self.alone, self.attend_whole = context.naive, kernels.attend
         counts = [len(block.attention) for block in self.blocks]
         self._layers = list(itertools.accumulate(counts, initial=0))  # by block: number of its first call of attention
         self._attended = 0  # calls in the block that runs
@@ -119,8 +121,10 @@ class RankTokens(TokenCut):
         elif patch.size > 1:
             lengths = [tokens(context.patch_ranks(index)) for index in range(patch.size)]
             k_BKhD, v_BKhD = self._gathered_keys(k_BKhD, v_BKhD, lengths, patch)
-        has_any = q_BQhD.shape[1] and q_BQhD.shape[2]
-        return call.compute(q_BQhD, k_BKhD, v_BKhD, mask_bK) if has_any else torch.empty_like(q_BQhD)
+        if not q_BQhD.shape[1] or not q_BQhD.shape[2]:
+            return torch.empty_like(q_BQhD)
+        places = functools.partial(self.all_rows, spec.queries, HOST)
+        return self._kernels.compute(call, q_BQhD, k_BKhD, v_BKhD, mask_bK, places)
 
     def _gathered_keys(
         self, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, lengths: Sequence[int], axis: Axis

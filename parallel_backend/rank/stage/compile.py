@@ -202,12 +202,12 @@ class Compiler:
                     vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(attention, name, self._order)
             elif name in self._untraced or (name and self._stays_outside(module)):
-                if self._wrap is not None and not isinstance(module, (RankLinear, SharedRMSNorm)):
-                    module.__class__ = _between(type(module))
-                    continue
-                traced.modules[name] = module
-                module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
-                module.__class__ = _outside(type(module))
+                is_layer = isinstance(module, (RankLinear, SharedRMSNorm))
+                form = _outside if is_layer or self._wrap is None else _between
+                if form is _outside:
+                    traced.modules[name], width = module, self._width(f"{block_name}.{name}", module)
+                    module.outside = OutsideModule(type(module), name, self._order, width)
+                module.__class__ = form(type(module))
         if self._wrap is None:
             block.forward = _compiled(block.forward, traced, self._backend)
         else:

@@ -23,6 +23,7 @@ from parallel_backend.families.own_class.stages import StageBlocks, Wanted, pass
 from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.own_class import RankTokens
+from parallel_backend.rank.attention.own_kernels import OwnKernels
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.wire.diagnosis import OwnCall
@@ -78,17 +79,20 @@ class OwnLink:
         self._link.send(tensor, self._step.overlap)
 
 
-def cut_over_sequence(model: nn.Module, context: AttentionContext, ranks: SequenceCut) -> None:
-    """The blocks of a model of build_own_stage compute this rank's tokens, of those of all `ranks`, and in a run of bands
-    those of the band."""
+def attend_over_ranks(model: nn.Module, context: AttentionContext, ranks: SequenceCut | None) -> None:
+    """Attention of a model of build_own_stage is computed by the kernels of `context`.
+
+    `ranks`: its blocks compute this rank's tokens, of those of all `ranks`, and in a run of bands those of the band. None:
+    all tokens."""
     stage: StageBlocks = vars(model)[STAGE]
-    stage.tokens = RankTokens(stage.blocks, context, ranks)
+    kernels = OwnKernels(context, lambda: stage.running)
+    stage.attend = kernels.attend
+    stage.tokens = None if ranks is None else RankTokens(stage.blocks, context, ranks, kernels)
 
 
 def blocks_to_compile(model: nn.Module) -> Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]:
-    """StageBlocks.wrap of a model of build_own_stage, whose attention can be traced from now on."""
+    """StageBlocks.wrap of a model of build_own_stage."""
     stage: StageBlocks = vars(model)[STAGE]
-    stage.attend = lambda function, *args, **kwargs: function(*args, **kwargs)
     return stage.wrap
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import comfy.controlnet
-import nodes_sparse_attention
 from block_patches import extra, load_extras
 from boot import BASE, Results, by_own_class, comfy, difference, ksampler, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
@@ -151,7 +150,6 @@ def features_of(texts: list, latent: torch.Tensor, loras: list[str]) -> dict[str
             ours=lambda model: node("ParallelStepCache", model, 0.3, 0.0, 1.0), sampling={"steps": 8}, beside_family=True
         ),
         "attention override": Feature(attending),
-        "sparse attention": Feature(lambda model: nodes_sparse_attention.apply(model, nodes_sparse_attention.settings())),
         "ControlNet": Feature(
             prompts=lambda: [[[text, {**more, "control": Control()}] for text, more in each] for each in texts]
         ),

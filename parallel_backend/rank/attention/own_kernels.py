@@ -1,0 +1,92 @@
+"""Calls of attention of ComfyUI's own class by the kernel that the user or a node has chosen, or block-sparse.
+
+Without either, the function computes that the class calls, which is torch's on ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parallel_backend.core.attention_kernels import SDPA
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.families.own_class.attention_calls import AttentionCall, attention_call
+
+from .context import AttentionContext
+from .sparse import Layout
+
+QUANTISES = "low_precision_attention"
+"""Argument of ComfyUI's functions. False: this call is to be computed without quantised queries and keys."""
+
+
+class OwnKernels:
+    """`running()`: name of the block that runs; empty outside of blocks."""
+
+    def __init__(self, context: AttentionContext, running: Callable[[], str]):
+        self._context, self._running = context, running
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A call of `function` with all tokens that it is over. Returns what the function would."""
+        kernel, step = self._context.kernel, self._context.step
+        if kernel.kernel.name == SDPA and (step is None or step.sparse is None):
+            return function(*args, **kwargs)
+        call = attention_call(function, *args, **kwargs)
+        others = call.q_BQHD.shape[2:] != call.v_BKHD.shape[2:]
+        if others or call.mask is not None or call.arguments.get("is_causal"):
+            kernel.leave(call.q_BQHD.dtype, "calls with values of another size" if others else "calls with a mask")
+            return function(*args, **kwargs)
+        return call.result(self.compute(call, call.q_BQHD, call.k_BKHD, call.v_BKHD, None, None))
+
+    def compute(
+        self,
+        call: AttentionCall,
+        q_BQhD: torch.Tensor,
+        k_BKhD: torch.Tensor,
+        v_BKhD: torch.Tensor,
+        mask_bK: torch.Tensor | None,
+        place_of_rows: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """[B, Q, h, D]. `mask_bK`: bool, keys that are seen. `place_of_rows()`: [S], by row its number among the tokens as
+        the class has them. None: rows are in that order."""
+        if (layout := self._sparse_layout(call, q_BQhD, k_BKhD, mask_bK, place_of_rows)) is not None:
+            step = self._context.step
+            assert step is not None and step.sparse is not None
+            return step.sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, None, call.arguments.get("scale"))
+        kernel = self._context.kernel
+        exactly = call.arguments.get(QUANTISES) is False and not kernel.kernel.exact
+        if exactly:
+            kernel.leave(q_BQhD.dtype, "calls that the model wants in full precision")
+        if exactly or kernel.kernel.name == SDPA:
+            return call.compute(q_BQhD, k_BKhD, v_BKhD, mask_bK)
+        mask_BK = None if mask_bK is None else mask_bK.expand(len(q_BQhD), -1)
+        # Kernels want channels side by side.
+        tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BQhD, k_BKhD, v_BKhD))
+        return kernel.attend(*tensors, mask_BK, call.arguments.get("scale"))
+
+    def _sparse_layout(
+        self,
+        call: AttentionCall,
+        q_BShD: torch.Tensor,
+        k_BShD: torch.Tensor,
+        mask: torch.Tensor | None,
+        place_of_rows: Callable[[], torch.Tensor] | None,
+    ) -> Layout | None:
+        """As ParallelAttention's: the blocks, where ComfyUI's node would make the call block-sparse."""
+        step, calls = self._context.step, self._context.sparse_calls
+        sparse = None if step is None else step.sparse
+        if sparse is None or mask is not None or self._running() in sparse.settings.full:
+            return None
+        if call.shares_keys or q_BShD.shape != k_BShD.shape or q_BShD.shape[1] < sparse.settings.least_tokens:
+            return None
+        if lacks := sparse.lacks(q_BShD):
+            calls.lacked.add(lacks)
+            return None
+        calls.sparse += 1
+        if place_of_rows is None:
+            return Layout(None, None, None)
+        place_S = place_of_rows()
+        if torch.equal(place_S, torch.arange(len(place_S))):
+            return Layout(None, None, None)
+        source_S = torch.empty_like(place_S)
+        source_S[place_S] = torch.arange(len(place_S))
+        return Layout(to_device(source_S, q_BShD.device), to_device(place_S, q_BShD.device), None)
