@@ -99,12 +99,11 @@ class _Replaced:
         @functools.wraps(function)
         def replacement(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self.traced is not None and torch.compiler.is_dynamo_compiling():
-                return self.traced(name, q, k, v, *args, **kwargs)
+                return self.traced(name, *map(_taken, (q, k, v)), *args, **kwargs)
             attend = getattr(self._thread, "attend", None)
             if attend is None:
                 return function(q, k, v, *args, **kwargs)
-            # ComfyUI may hand over a container, which gives its tensor up to the one that takes it.
-            tensors = (x if isinstance(x, torch.Tensor) else x.take() for x in (q, k, v))
+            tensors = map(_taken, (q, k, v))
             self._thread.attend = None  # the function may call another one
             try:
                 return attend(function, *tensors, *args, **kwargs)
@@ -113,6 +112,11 @@ class _Replaced:
 
         self.by_name[name] = replacement
         return replacement
+
+
+def _taken(given: Any) -> torch.Tensor:
+    """ComfyUI may hand over a container, which gives its tensor up to the one that takes it."""
+    return given if isinstance(given, torch.Tensor) else given.take()
 
 
 def heads_first(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -60,8 +60,8 @@ class OwnKernels:
             return call.compute(q_BQhD, k_BKhD, v_BKhD, mask_bK)
         mask_BK = None if mask_bK is None else mask_bK.expand(len(q_BQhD), -1)
         # Kernels want channels side by side.
-        tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BQhD, k_BKhD, v_BKhD))
-        return kernel.attend(*tensors, mask_BK, call.arguments.get("scale"))
+        q_BQhD, k_BKhD, v_BKhD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BQhD, k_BKhD, v_BKhD))
+        return kernel.attend(q_BQhD, k_BKhD, v_BKhD, mask_BK, call.arguments.get("scale"))
 
     def _sparse_layout(
         self,
