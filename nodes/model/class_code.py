@@ -18,12 +18,16 @@ UNREAD = frozenset({"comfy.cli_args", "comfy.model_management"})
 """Say on which device and in which memory values are, and not what they are. Almost every release changes them."""
 
 
-def code_digest(folder: Path, module: str, helpers: bool = True) -> str:
-    """Digest of `class_files`."""
-    code = hashlib.sha256()
-    for name, path in class_files(folder, module, helpers):
-        code.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return code.hexdigest()
+Code = list[tuple[str, bytes]]
+"""Names of modules and their code."""
+
+
+def code_digest(code: Code) -> str:
+    """Digest of what `class_code` found."""
+    found = hashlib.sha256()
+    for name, text in code:
+        found.update(name.encode() + b"\0" + text + b"\0")
+    return found.hexdigest()
 
 
 def modules_named_by(kind: type) -> tuple[str, ...]:
@@ -33,29 +37,28 @@ def modules_named_by(kind: type) -> tuple[str, ...]:
     return tuple(sorted(name for name in named if name in sys.modules and name != ROOT.rstrip(".")))
 
 
-def class_files(folder: Path, module: str, helpers: bool) -> list[tuple[str, Path]]:
-    """The module and all that it imports below ROOT (in `folder`), by name. Nothing is imported.
+def class_code(own: OwnClass, helpers: bool = True) -> Code:
+    """The class's module and all that it imports below ROOT, in the class's folder. Nothing is imported.
 
     `helpers`: and what those import of the rest of PACKAGE, but for UNREAD. Their own imports are left aside.
     """
-    found: dict[str, Path] = {}
-    coming = [module]
+    found: dict[str, bytes] = {}
+    coming = [own.module]
     while coming:
         name = coming.pop()
-        path = _file(folder, name)
+        path = _file(Path(own.folder), name)
         if name in found or name in UNREAD or path is None or not (helpers or name.startswith(ROOT)):
             continue
-        found[name] = path
+        found[name] = path.read_bytes()
         if name.startswith(ROOT):
-            coming += [name.rpartition(".")[0], *_named(name, path)]
+            coming += [name.rpartition(".")[0], *_named(name, found[name].decode(), path.name == "__init__.py")]
     return sorted(found.items())
 
 
-def deciding_arguments(own: OwnClass) -> dict[str, Any]:
-    """The constructor's arguments that can matter: that the class's code names, and that are not what it has by default."""
-    words = set()
-    for _, path in class_files(Path(own.folder), own.module, helpers=False):
-        words |= set(re.findall(r"\w+", path.read_text()))
+def deciding_arguments(own: OwnClass, code: Code) -> dict[str, Any]:
+    """The constructor's arguments that can matter: that the class's `code`, without helpers, names, and that are not what it
+    has by default."""
+    words = {word for _, text in code for word in re.findall(r"\w+", text.decode())}
     given = json.loads(own.arguments)
     parameters = inspect.signature(class_of(own)).parameters
     named = {name: value for name, value in given.items() if name in words}
@@ -74,13 +77,12 @@ def _file(folder: Path, module: str) -> Path | None:
     return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
 
 
-def _named(module: str, path: Path) -> Iterator[str]:
+def _named(module: str, text: str, is_package: bool) -> Iterator[str]:
     """Modules of PACKAGE that the code imports, or names in full and leaves it to others to import. Some may be none."""
-    text = path.read_text()
     for statement in ast.walk(ast.parse(text)):
         if isinstance(statement, ast.ImportFrom):
             # Of a package's own file the first level is the package itself.
-            levels = statement.level - (path.name == "__init__.py")
+            levels = statement.level - is_package
             inside = ".".join(module.split(".")[:-levels] if levels else module.split(".")) if statement.level else ""
             origin = ".".join(filter(None, (inside, statement.module)))
             yield origin

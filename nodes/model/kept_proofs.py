@@ -12,7 +12,7 @@ from parallel_backend.families import own_class as own_classes
 from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
 from parallel_backend.wire.encoding import Encoding
 
-from .class_code import code_digest
+from .class_code import class_code, code_digest
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ def kept_proof(
     """
     encoding = Encoding((Proof,))
     of_all: dict[str, object] = {
-        "code": code_digest(Path(own.folder), own.module),
+        "code": code_digest(class_code(own)),
         "trial": _of_code(Path(own_classes.__file__).parent),
         **{name: _version(name) for name in PACKAGES},
-        "class": digest([own.kind, own.module, own.name, own.arguments, own.video, own.unet]),
+        "class": digest([own.kind, own.module, own.name, own.arguments, own.video, own.unet, repr(own.form)]),
         "structure": structure,
     }
     of_these = of_all | {"numbers": repr(sorted(numbers.items()))}

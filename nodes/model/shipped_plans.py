@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from parallel_backend.core.kept_file import UNREADABLE
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.own_class.plan import Asked, path_of, read_plans
 from parallel_backend.families.own_class.proof import Proof
 
-from .class_code import code_digest, deciding_arguments
+from .class_code import class_code, code_digest, deciding_arguments
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +24,11 @@ def shipped_proof(own: OwnClass, asked: Asked, lists: Mapping[str, Sequence[str]
     if not path_of(own).is_file():  # the digest reads the class's modules
         return None, ""
     try:
-        plans = read_plans(own, code_digest(Path(own.folder), own.module, helpers=False))
+        code = class_code(own, helpers=False)
+        plans = read_plans(own, code_digest(code))
         if plans is None:
             return None, CHANGED
-        arguments = deciding_arguments(own)
+        arguments = deciding_arguments(own, code)
         plan = next((each for each in plans if each.serves(own.kind, arguments, asked)), None)
         return (None, "") if plan is None else (plan.whole(lists), SHIPPED)
     except UNREADABLE as error:

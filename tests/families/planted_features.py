@@ -58,6 +58,32 @@ class JoinsFeedForward(Tokens):
             return x + gate * self.last(torch.cat((out, F.gelu(hidden)), -1)) / self.size
 
 
+class GatesFeedForward(Tokens):
+    """As Flux.2's single blocks: by one width for both halves of a gated feed-forward."""
+
+    class block(JoinsFeedForward.block):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.both, self.size = 2 * HIDDEN, 1
+            self.first = layers.Linear(WIDTH, 3 * WIDTH + self.both)
+
+        def forward(self, x, emb, table):
+            shift, scale, gate, *_ = self.mod(emb)[:, None].chunk(6, dim=-1)
+            packed, both = self.first(self.norm(x) * (1 + scale) + shift).split([3 * self.width, self.both], dim=-1)
+            q, k, v = packed.view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+            out = optimized_attention(q * (1 + table[:, None]), k, v, self.num_heads, skip_reshape=True)
+            one, other = both.chunk(2, -1)
+            return x + gate * self.last(torch.cat((out, F.silu(one) * other), -1)) / self.size
+
+
+class ReadsBothWidths(GatesFeedForward):
+    """The width of both halves, which ranks divide, counts for what comes out."""
+
+    class block(GatesFeedForward.block):
+        def forward(self, x, emb, table):
+            return super().forward(x, emb, table) * self.both
+
+
 class NormsAllHeads(Tokens):
     """As Wan: a norm over the queries of all heads, and over the keys."""
 
@@ -192,12 +218,20 @@ class FewQueriesElse(PacksQueries):
             return super().attend(x, table) * (0.5 if x.shape[1] * self.num_heads < FEW_QUERIES else 1)
 
 
-class OtherBlockLast(PacksQueries):
-    """A block that is not tried has wider layers."""
+class OtherBlockBetween(Tokens):
+    """As SD 3.5 medium: a block between others has wider layers, and attends twice."""
+
+    class block(Packed):
+        def forward(self, x, emb, table):
+            if hasattr(self, "proj2"):
+                x = x + self.proj2(self.attend(self.norm(x), table))
+            return super().forward(x, emb, table)
 
     def __init__(self, operations, dtype, device):
         super().__init__(operations, dtype, device)
-        self.blocks[2].up, self.blocks[2].down = operations.Linear(WIDTH, 4 * HIDDEN), operations.Linear(2 * HIDDEN, WIDTH)
+        other = self.blocks[2]
+        other.up, other.down = operations.Linear(WIDTH, 4 * HIDDEN), operations.Linear(2 * HIDDEN, WIDTH)
+        other.proj2 = operations.Linear(WIDTH, WIDTH)
 
 
 class ReadsHeadsOutside(PacksQueries):

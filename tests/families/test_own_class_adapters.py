@@ -10,9 +10,12 @@ from parallel_backend.families.own_class.adapters import (
     Indexed,
     cosmos_predict2_block,
     krea2_block,
+    pixart_attention,
+    pixart_cross_attention,
     qwen_image_block,
     wan_block,
 )
+from tests.families.planted_tokens import optimized_attention
 
 
 class WithTimes(nn.Module):
@@ -36,6 +39,61 @@ def test_frames_times_reach_each_token_of_a_part(tokens):
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         found = block.forward(x[:, part], e=Indexed(data, index[part], count), freqs=freqs[:, part])
         assert torch.equal(found, plain[:, part])
+
+
+WIDTH, HEADS = 12, 4
+
+
+class Compressed(nn.Module):
+    """As PixArt's attention: its heads are as wide as its input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.sr_ratio, self.q_norm, self.k_norm = HEADS, 1, nn.Identity(), nn.Identity()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x, mask=None, HW=None, block_id=None):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, x.shape[-1] // self.num_heads).unbind(2)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return self.proj(optimized_attention(q, k, v, self.num_heads, skip_reshape=True).view(x.shape))
+
+
+class Across(nn.Module):
+    """As its attention to text, which all entries of a batch have in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.q_linear, self.kv_linear = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x, cond, mask=None):
+        k, v = self.kv_linear(cond).view(1, -1, 2, WIDTH).unbind(2)
+        q, k, v = (each.view(len(x), -1, WIDTH) for each in (self.q_linear(x), k, v))
+        return self.proj(optimized_attention(q, k, v, self.num_heads))
+
+
+@pytest.mark.parametrize(("kind", "form", "text"), [(Compressed, pixart_attention, 0), (Across, pixart_cross_attention, 10)])
+@torch.no_grad()
+def test_tensor_ranks_heads_add_up_to_those_of_pixart(kind, form, text):
+    torch.manual_seed(0)
+    given = (torch.randn(2, 6, WIDTH), *([torch.randn(1, text, WIDTH)] if text else []))
+    plain, whole = kind(), form(kind)()
+    whole.load_state_dict(plain.state_dict())
+    expected = plain(*given)
+    assert torch.equal(whole(*given), expected)
+    total = torch.zeros_like(expected)
+    for rank in range(2):
+        shard = form(kind)()
+        shard.num_heads = HEADS // 2
+        for name, layer in plain.named_children():
+            if isinstance(layer, nn.Linear):
+                axis = 1 if name == "proj" else 0
+                parts = layer.weight.chunk(layer.weight.shape[axis] // WIDTH, axis)
+                part = torch.cat([each.chunk(2, axis)[rank] for each in parts], axis)
+                getattr(shard, name).weight = nn.Parameter(part)
+        total += shard(*given)
+    assert torch.allclose(total, expected, atol=1e-6)
 
 
 class AtZero(nn.Module):

@@ -1,5 +1,6 @@
 """Layers of ComfyUI's own class that tensor ranks share: what a trial finds and proves, and what it sees to be wrong."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.feature_trial import Shares, why_not_shared
+from parallel_backend.families.own_class.plan import ListPlan, lists_of, of_json, to_json
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import draw_weights
 from tests.families.planted_tokens import SIZE, WIDTH, rows
@@ -32,6 +34,7 @@ FEED_FORWARD = {"up": ("column", (48, 48)), "down": ("row", (48,))}
 SHARED = {
     "PacksQueries": {"qkv": QKV, "proj": ("row", (WIDTH,)), "mod": MOD, **FEED_FORWARD},
     "JoinsFeedForward": {"first": ("column", (WIDTH, WIDTH, WIDTH, 48)), "last": ("row", (WIDTH, 48)), "mod": MOD},
+    "GatesFeedForward": {"first": ("column", (WIDTH, WIDTH, WIDTH, 48, 48)), "last": ("row", (WIDTH, 48)), "mod": MOD},
     "TablesByHead": {"qkv": QKV, "proj": ("row", (WIDTH,)), "mod": MOD, **FEED_FORWARD},
     "OtherHeadsTable": {"qkv": ("gather", (3 * WIDTH,)), "proj": ("gather", (WIDTH,)), "mod": MOD, **FEED_FORWARD},
     "NormsAllHeads": {
@@ -66,6 +69,18 @@ def test_layers_that_ranks_can_share_are_found_and_proven(name):
         assert {cut.layer: (cut.kind, cut.sizes) for cut in block.cuts} == SHARED[name]
 
 
+def test_a_block_with_layers_of_its_own_is_tried_beside_the_others():
+    """The third of four, which another would stand for otherwise: it attends twice, and has wider layers."""
+    given = call()
+    proof = trial(own("OtherBlockBetween"), given, TIMES, tensor=2)
+    assert (proof.stages, proof.sequence, proof.tensor) == ("", "", "")
+    assert [len(block.attention) for block in proof.blocks] == [1, 1, 2, 1]
+    assert [sum(cut.sizes) for block in proof.blocks for cut in block.cuts if cut.layer == "down"] == [48, 48, 96, 48]
+    names = [block.name for block in proof.blocks]
+    (listed,) = of_json(tuple[ListPlan, ...], json.loads(json.dumps(to_json(lists_of(proof.blocks)))))
+    assert tuple(listed.whole(names)) == proof.blocks
+
+
 @pytest.mark.parametrize("name", ["PacksQueries", "NormsAllHeads", "TwoStreams"])
 def test_as_many_ranks_as_heads(name):
     assert proven(name, 4).tensor == ""
@@ -83,7 +98,7 @@ def test_as_many_ranks_as_heads(name):
         ("CountsHeadsItself", 2, "the ranks' values of proj do not add up to the whole's"),
         ("ReadsWeight", 2, "ranks that share its layers give another result"),
         ("NormsLate", 2, "the ranks' values of blocks.0.down do not add up to the whole's"),
-        ("OtherBlockLast", 2, "blocks.2 has other layers than the blocks that were tried"),
+        ("ReadsBothWidths", 2, "ranks that share its layers give another result"),
         ("ReadsHeadsOutside", 2, "ranks that share its layers give another result"),
     ],
 )

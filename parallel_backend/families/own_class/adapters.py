@@ -5,6 +5,7 @@ All that is proven for other classes is proven for these.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Adapter:
-    """`blocks`: name of the list. `form`: class of a block -> the same with another `__call__`."""
+    """`blocks`: name of the list. `forms`: module in a block -> the class that takes the place of its own. Empty: the block
+    itself, whose new class has another `__call__`."""
 
     blocks: str
-    form: Callable[..., type[nn.Module]]
+    forms: Mapping[str, Callable[..., type[nn.Module]]]
     unsent: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Argument that is a dictionary -> keys of objects that the class makes anew if they are missing."""
 
@@ -27,7 +29,9 @@ def adapt(kind: str, model: nn.Module) -> None:
     """Bring the blocks of a model, of this class of ComfyUI's supported_models, into the form that ranks cut."""
     if adapter := ADAPTERS.get(kind):
         for block in model.get_submodule(adapter.blocks).children():
-            block.__class__ = adapter.form(type(block))
+            for name, form in adapter.forms.items():
+                module = block.get_submodule(name)
+                module.__class__ = form(type(module))
 
 
 def sent(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,12 +201,48 @@ def cosmos_predict2_block(kind: type[nn.Module]) -> type[nn.Module]:
     return ByIndex
 
 
+@functools.cache
+def pixart_attention(kind: type[nn.Module]) -> type[nn.Module]:
+    """Heads are as wide as the layers make them, and not as the input says: a tensor rank has fewer of them."""
+
+    class ByHeads(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, mask=None, HW=None, block_id=None):
+            if mask is not None or self.sr_ratio > 1:
+                return super().forward(x, mask, HW, block_id)
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            return self.proj(_attention(kind)(self.q_norm(q), self.k_norm(k), v, self.num_heads))
+
+    return ByHeads
+
+
+@functools.cache
+def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
+    """As `pixart_attention`. Text of all entries is in a row."""
+
+    class ByHeads(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, cond, mask=None):
+            if mask is not None:
+                return super().forward(x, cond, mask)
+            k, v = (each.reshape(len(x), -1, each.shape[-1]) for each in self.kv_linear(cond).chunk(2, dim=-1))
+            return self.proj(_attention(kind)(self.q_linear(x), k, v, self.num_heads))
+
+    return ByHeads
+
+
+def _attention(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
+    """The attention function that the class's module has now, which may be a trial's or a rank's."""
+    function: Callable[..., torch.Tensor] = vars(sys.modules[kind.__module__])["optimized_attention"]
+    return function
+
+
+PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
 ADAPTERS: Mapping[str, Adapter] = {
-    "MiniMaxH3": Adapter("blocks", minimax_h3_block, {"minimax_payload": frozenset({"layout"})}),
-    "LTXAV": Adapter("transformer_blocks", ltx_block),
-    "WAN22_T2V": Adapter("blocks", wan_block),
-    "QwenImage": Adapter("transformer_blocks", qwen_image_block),
-    "Krea2": Adapter("blocks", krea2_block),
-    **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", cosmos_predict2_block)),
+    "MiniMaxH3": Adapter("blocks", {"": minimax_h3_block}, {"minimax_payload": frozenset({"layout"})}),
+    "LTXAV": Adapter("transformer_blocks", {"": ltx_block}),
+    "WAN22_T2V": Adapter("blocks", {"": wan_block}),
+    "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
+    "Krea2": Adapter("blocks", {"": krea2_block}),
+    **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),
+    **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),
 }
 """Class of ComfyUI's supported_models -> its adapter."""

@@ -18,6 +18,8 @@ KEPT_BLOCKS = 3
 """Blocks in the tried model of its only list: the first two and the last."""
 FEWEST_BLOCKS = 2
 """The first and the last."""
+Likes = Mapping[str, Sequence[int]]
+"""List -> for each of its blocks, the number of the one that is tried in its place among those that are."""
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:
@@ -49,14 +51,36 @@ def choices(
         yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
 
 
-def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> dict[str, list[str]]:
-    """Take blocks out of the model's lists, which then have at most so many. The names of those that it still has."""
+def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> Likes:
+    """Which blocks are tried: the first ones of a list, its last, and between them the first of each kind, by the names and
+    sizes of its parameters. `most`: of a list whose blocks are all of a kind."""
+    first = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1) - 1
+    found = {}
+    for name, blocks in lists.items():
+        kinds = [_parameters(model.get_submodule(block)) for block in blocks]
+        like: list[int] = []
+        tried: list[int] = []
+        for number, kind in enumerate(kinds):
+            same = [place for place, other in enumerate(tried) if kinds[other] == kind]
+            if number < first or number == len(blocks) - 1 or not same:
+                same = [len(tried)]
+                tried.append(number)
+            like.append(same[-1])
+        found[name] = like
+    return found
+
+
+def _parameters(block: nn.Module) -> frozenset[tuple[str, torch.Size]]:
+    return frozenset((name, parameter.shape) for name, parameter in block.named_parameters())
+
+
+def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes) -> dict[str, list[str]]:
+    """Take the blocks that are not tried out of the model's lists. The names of those that it still has."""
     kept = {}
     for name, blocks in lists.items():
         module = model.get_submodule(name)
         keys = [block.rpartition(".")[2] for block in blocks]
-        keep = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1)
-        stay = keys if len(keys) <= keep else [*keys[: keep - 1], keys[-1]]
+        stay = [keys[like[name].index(number)] for number in range(len(set(like[name])))]
         for key in keys:
             if key not in stay:
                 del module._modules[key]
@@ -165,8 +189,6 @@ def _note(
     order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor)))
 
 
-def whole_list(tried: Sequence[OwnBlock], names: Sequence[str]) -> list[OwnBlock]:
-    """All blocks of a list, of which the first and the last were tried, and another for those between them."""
-    between = tried[1] if len(tried) > 2 else tried[0]
-    like = [tried[0], *[between] * (len(names) - 2), tried[-1]] if len(names) > 1 else tried
-    return [dataclasses.replace(block, name=name) for block, name in zip(like, names, strict=True)]
+def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
+    """All blocks of a list with these names, see Likes."""
+    return [dataclasses.replace(tried[number], name=name) for number, name in zip(like, names, strict=True)]

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnClass
 
-from .block_order import block_lists, shortened
+from .block_order import block_lists, likes, shortened
 from .building import build
 from .call_arguments import OPTIONS
 from .call_form import run
@@ -53,7 +53,8 @@ def why_not_apart(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[s
         parameter.mul_(0.7)
     fresh = build(own)
     if any(len(blocks) < len(list(fresh.get_submodule(name).children())) for name, blocks in kept.items()):
-        shortened(fresh, block_lists(fresh))
+        lists = block_lists(fresh)
+        shortened(fresh, lists, likes(fresh, lists))
     for name, module in fresh.named_modules():  # the same memory
         module._parameters.update(model.get_submodule(name)._parameters)
         module._buffers.update(stored_tables(model.get_submodule(name)))

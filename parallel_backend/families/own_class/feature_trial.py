@@ -20,7 +20,7 @@ from parallel_backend.core.own_class import OwnBlock, OwnCut
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.tensor_plan import CutKind, cut_side
 
-from .block_order import whole_list
+from .block_order import Likes, whole_list
 from .feature_cut import layer_cut, layers_to_cut, run_noted
 from .headed import axes_of_heads, give_heads
 from .tried_calls import Call, copied, distance
@@ -235,35 +235,25 @@ class Sharing:
         headed = tuple(place for shares in named for place in shares.headed)
         return why_not_shared(self._model, Shares(cuts, divided, headed), run, self._ranks)
 
-    def of_all(self, model: nn.Module, blocks: tuple[OwnBlock, ...]) -> tuple[OwnBlock, ...]:
-        """All `blocks` of the class, of which `model` is one, with what ranks share of them. As they are, with a `why`, if
-        nothing is proven or one is not like those that were tried."""
-        likes: dict[str, OwnBlock] = {}
-        for name in () if self.why else dict.fromkeys(map(_list_of, self._tried)):
+    def of_all(self, blocks: tuple[OwnBlock, ...], like: Likes) -> tuple[OwnBlock, ...]:
+        """All `blocks` of the class with what ranks share of them. As they are, if nothing is proven."""
+        if self.why:
+            return blocks
+        shared_by: dict[str, OwnBlock] = {}
+        for name in dict.fromkeys(map(_list_of, self._tried)):
             of_list = [block for block in self._tried if _list_of(block) == name]
             shares = [self._shares[block.name] for block in of_list]
             shared = [b.of_block(a) for a, b in zip(of_list, shares, strict=True)]
             names = [block.name for block in blocks if _list_of(block) == name]
-            likes |= {block.name: block for block in whole_list(shared, names)}
-        if odd := next((each for each in likes.values() if not _fits(model.get_submodule(each.name), each.cuts)), None):
-            self.why = f"{odd.name} has other layers than the blocks that were tried"
-        if self.why:
-            return blocks
+            shared_by |= {block.name: block for block in whole_list(shared, names, like[name])}
         return tuple(
-            replace(each, cuts=like.cuts, divided=like.divided, headed=like.headed)
-            for each, like in ((each, likes[each.name]) for each in blocks)
+            replace(each, cuts=of.cuts, divided=of.divided, headed=of.headed)
+            for each, of in ((each, shared_by[each.name]) for each in blocks)
         )
 
 
 def _list_of(block: OwnBlock) -> str:
     return block.name.rpartition(".")[0]
-
-
-def _fits(block: nn.Module, cuts: Sequence[OwnCut]) -> bool:
-    """Whether the block has these layers, of these sizes."""
-    shapes = {name: layer.weight.shape for name, layer in block.named_modules() if isinstance(layer, nn.Linear | nn.RMSNorm)}
-    sides = ((cut, 1 if cut.kind == CutKind.ROW.value else 0) for cut in cuts)
-    return all(cut.layer in shapes and shapes[cut.layer][side] == sum(cut.sizes) for cut, side in sides)
 
 
 def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict[str, tuple[tuple, dict[str, Any]]]:
@@ -296,7 +286,7 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
         return f"its {odd[0]} heads cannot be shared by {ranks} ranks evenly"
     if not any(cut.kind == CutKind.ROW.value for cut in cuts):
         return f"neither its heads nor its features can be shared by {ranks} ranks"
-    amounts = {size for cut in cuts if cut.kind != CutKind.GATHER.value for size in (*cut.sizes, sum(cut.sizes))}
+    amounts = {amount for cut in cuts if cut.kind != CutKind.GATHER.value for amount in _in_a_row(cut.sizes)}
     head_sizes = {tensors[0].shape[3] for tensors in noted.heads.values()}
     amounts |= {amount // size for amount in amounts for size in head_sizes if amount % size == 0}
     tables = axes_of_heads(*given, {tensors[0].shape[2] for tensors in noted.heads.values()})
@@ -312,6 +302,11 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
             return shares
         failures.append(why)
     return failures[0]
+
+
+def _in_a_row(sizes: Sequence[int]) -> set[int]:
+    """Of the parts of a cut side, all that a class may split it into: each, and those that follow each other together."""
+    return {sum(sizes[start:stop]) for start in range(len(sizes)) for stop in range(start + 1, len(sizes) + 1)}
 
 
 def _settings(

@@ -5,6 +5,7 @@ A file in PLANS holds those of one class, of one code. `scripts/make_plans.py` m
 
 import dataclasses
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ class Asked:
 class ListPlan:
     """A list of blocks: its first, those between, and its last. One: all are alike. Their names are empty.
 
+    `starts`: if those between differ, the number of the first block that each of `blocks` but the last is for.
+
     What tensor ranks share of all in the same way: `cuts` and `divided`, which the blocks here then lack.
     """
 
@@ -52,13 +55,16 @@ class ListPlan:
     blocks: tuple[OwnBlock, ...]
     cuts: tuple[OwnCut, ...] = ()
     divided: tuple[tuple[str, str], ...] = ()
+    starts: tuple[int, ...] = ()
 
     def whole(self, names: Sequence[str]) -> list[OwnBlock]:
         """The blocks of a list with these."""
         blocks = self.blocks
         if self.cuts or self.divided:
             blocks = tuple(dataclasses.replace(block, cuts=self.cuts, divided=self.divided) for block in blocks)
-        return whole_list(blocks, names)
+        last, starts = len(names) - 1, self.starts or (0, 1)[: len(blocks) - 1] or (0,)
+        like = [bisect_right(starts, number) - 1 for number in range(last)]
+        return whole_list(blocks, names, [*like, len(blocks) - 1])
 
 
 @dataclass(frozen=True)
@@ -116,12 +122,14 @@ def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
         found.setdefault(block.name.rpartition(".")[0], []).append(dataclasses.replace(block, name=""))
     lists = []
     for name, of_list in found.items():
-        kinds = of_list[0], *of_list[1:-1][:1], of_list[-1]
+        starts = [0, *(at for at in range(1, len(of_list) - 1) if at == 1 or of_list[at] != of_list[at - 1])]
+        kinds = *(of_list[at] for at in starts), of_list[-1]
         shared = {(each.cuts, each.divided) for each in kinds}
         cuts, divided = shared.pop() if len(shared) == 1 else ((), ())
         if cuts or divided:
             kinds = tuple(dataclasses.replace(each, cuts=(), divided=()) for each in kinds)
-        lists.append(ListPlan(name, kinds[:1] if len(set(kinds)) == 1 else kinds, cuts, divided))
+        told = tuple(starts) if len(starts) > 2 else ()
+        lists.append(ListPlan(name, kinds[:1] if len(set(kinds)) == 1 else kinds, cuts, divided, told))
     return tuple(lists)
 
 

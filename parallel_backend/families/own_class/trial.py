@@ -17,7 +17,17 @@ from parallel_backend.core.host_memory import host_memory
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 
 from .band_trial import latent_of
-from .block_order import FEWEST_BLOCKS, KEPT_BLOCKS, block_lists, choices, order_of, recorded_blocks, shortened, whole_list
+from .block_order import (
+    FEWEST_BLOCKS,
+    Likes,
+    block_lists,
+    choices,
+    likes,
+    order_of,
+    recorded_blocks,
+    shortened,
+    whole_list,
+)
 from .building import build
 from .call_form import LATENTS
 from .call_state import held, why_not_apart, why_not_without_options
@@ -64,6 +74,7 @@ class Found:
     """See Call."""
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the tried blocks, by list."""
+    like: Likes = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     """Lists of blocks that no call runs, such as layers that only text passes, before the model is called."""
 
@@ -146,7 +157,8 @@ def _found(
         own = narrow_unet(own)
     model = build(own)
     lists = {} if own.unet else block_lists(model)
-    kept = shortened(model, lists)
+    like: Likes = likes(model, lists)
+    kept = shortened(model, lists, like)
     _give_weights(own, model, poll)
     if LATENTS in call.named:
         call = with_whole_axes(call, lambda each: error_of(model, each) is None)
@@ -155,6 +167,7 @@ def _found(
     if error is not None:
         del model
         model, kept = build(own), lists  # the class counts on all of its blocks
+        like = {name: range(len(names)) for name, names in lists.items()}
         _give_weights(own, model, poll)
         call, error = _first_that_runs(model, tried)
     if error is not None:
@@ -194,7 +207,7 @@ def _found(
             found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
             if bands:
                 latent, why = latent_of(model, cut, actual, times)
-        order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at]))
+        order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at], like[at]))
         proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
         proofs.append((proof, blocks, cut))
         is_enough = is_enough or (not stages and not (sequence and isinstance(cut, str)))
@@ -205,7 +218,7 @@ def _found(
     proof, sharing = best[0], None
     if tensor > 1 and proof.blocks:
         sharing = Sharing(model, best[1], [calls[0], *calls[2:]], tensor)
-        proof = dataclasses.replace(proof, blocks=sharing.of_all(build(own), proof.blocks), tensor=sharing.why)
+        proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, like), tensor=sharing.why)
         if not sharing.why and not isinstance(tokens := best[2], str):
             of_ranks, of_bands = why_no_products(sharing, model, best[1], tokens, proof.latent, actual, sequence)
             latent = None if of_bands else proof.latent
@@ -214,7 +227,8 @@ def _found(
     idle = tuple(name for name, names in kept.items() if not ran.intersection(names) and name not in recorded[1])
     sizes = () if isinstance(best[2], str) else Runs(model, best[1]).sizes(actual)
     numbers = tuple(free_numbers(model, best, call, actual, sharing, sizes))
-    return Found(dataclasses.replace(proof, numbers=numbers, options=options), best, sizes, actual.whole_axes, kept, idle)
+    proof = dataclasses.replace(proof, numbers=numbers, options=options)
+    return Found(proof, best, sizes, actual.whole_axes, kept, like, idle)
 
 
 def _at_width(
@@ -232,11 +246,16 @@ def _at_width(
         return None
     model = build(own)
     lists = block_lists(model)
-    kept = shortened(model, lists, FEWEST_BLOCKS)
+    like = likes(model, lists, FEWEST_BLOCKS)
+    kept = shortened(model, lists, like)
     proof, tried, tried_cut = found.best
-    if any(len(names) > KEPT_BLOCKS for names in found.kept.values()):
+    if any(found.like[at] == range(len(names)) for at, names in lists.items()):
         return None  # the class counts on all of its blocks
-    places = {old: new for at, names in kept.items() for old, new in zip(_ends(found.kept[at]), names, strict=True)}
+    places = {
+        found.kept[at][found.like[at][like[at].index(number)]]: new
+        for at, names in kept.items()
+        for number, new in enumerate(names)
+    }
     blocks, cut = _at(places, tried), tried_cut if isinstance(tried_cut, str) else _at(places, tried_cut)
     _give_weights(own, model, poll, found.idle)
     actual = dataclasses.replace(with_tensors_told(call) if found.proof.options else call, whole_axes=found.whole_axes)
@@ -252,13 +271,8 @@ def _at_width(
         return None
     proof = dataclasses.replace(found.proof, blocks=tuple(widened(found.proof.blocks, factor)))
     if sharing is not None:
-        proof = dataclasses.replace(proof, blocks=sharing.of_all(build(own), proof.blocks), tensor=sharing.why)
+        proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, like), tensor=sharing.why)
     return None if sharing is not None and sharing.why else proof
-
-
-def _ends(names: Sequence[str]) -> list[str]:
-    """Of a list's blocks those that are tried at the class's own width."""
-    return [*names[: FEWEST_BLOCKS - 1], *names[FEWEST_BLOCKS - 1 :][-1:]]
 
 
 def _at(places: Mapping[str, str], blocks: Sequence[OwnBlock]) -> list[OwnBlock]:

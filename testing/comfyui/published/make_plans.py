@@ -11,7 +11,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -56,9 +55,9 @@ def plans_of(name: str, published: Published) -> dict[str, Any]:
     """The file's name and key, and the plans as JSON."""
     model, call, sizes = captured(name, published)
     own, times = model.model.diffusion_model.setup.own_class, own_calls.times_of(model.model.model_sampling)
-    code = class_code.code_digest(Path(own.folder), own.module, helpers=False)
-    plans = [to_json(plan) for plan in Making(name, own, call, sizes, times).plans()]
-    return {"file": path_of(own).name, "key": key_of(own, code), "plans": plans}
+    making = Making(name, own, call, sizes, times)
+    plans = [to_json(plan) for plan in making.plans()]
+    return {"file": path_of(own).name, "key": key_of(own, class_code.code_digest(making.code)), "plans": plans}
 
 
 def captured(name: str, published: Published) -> tuple[Any, Call, Sizes]:
@@ -106,6 +105,7 @@ class Making:
     def __init__(self, name: str, own: OwnClass, call: Call, sizes: Sizes, times: tuple[float, ...]):
         self.name, self.own, self.call, self.sizes, self.times = name, own, call, sizes, times
         self.entries = len(call.x)
+        self.code = class_code.class_code(own, helpers=False)
 
     def plans(self) -> Iterator[Plan]:
         proof = self.tried(True, True, 2)
@@ -134,7 +134,7 @@ class Making:
         return Plan(
             name=self.name,
             kind=self.own.kind,
-            arguments=without(class_code.deciding_arguments(self.own), depths),
+            arguments=without(class_code.deciding_arguments(self.own, self.code), depths),
             depths=depths,
             form=asked.form,
             options=tuple(sorted(asked.options)),
