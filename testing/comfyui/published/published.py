@@ -43,6 +43,12 @@ POOLED = {"pooled_output": (768,)}
 T5 = (256, 4096)
 KLEIN_9B = {"depth": 8, "depth_single_blocks": 24, "hidden_size": 4096, "num_heads": 32, "context_in_dim": 12288}
 KLEIN_4B = {"depth": 5, "depth_single_blocks": 20, "hidden_size": 3072, "num_heads": 24, "context_in_dim": 7680}
+OVIS = {
+    **{"depth": 6, "depth_single_blocks": 27, "yak_mlp": True, "txt_norm": True, "vec_in_dim": None},
+    **{"context_in_dim": 2048, "txt_ids_dims": [1, 2]},
+}
+COG_5B = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
+KANDINSKY_IMAGE = {"ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)}
 HUNYUAN = {"depth": 20, "depth_single_blocks": 40}
 SD35 = {"qk_norm": "rms"}
 X_BLOCKS = {"x_block_self_attn_layers": list(range(13)), "num_patches": 147456, "pos_embed_max_size": 384}
@@ -133,8 +139,40 @@ PUBLISHED = {
     "wan-dancer": video("WAN22_WanDancer", WORDS, 16, WAN_14B | {"in_dim": 36}, audio_embed=(17, 35), **CHANNELS),
     "cosmos-1-7b": video("CosmosT2V", (512, 1024), 16),
     "ltx-video-2b": Published("LTXV", (128, 4096), ((128, 5, 16, 16),), {}, LTX_VIDEO),
-    "hunyuan-dit": image("HunyuanDiT", (77, 1024), 4),
+    "hunyuan-dit": image(
+        "HunyuanDiT",
+        (77, 1024),
+        4,
+        attention_mask={"ones": (77,)},
+        conditioning_mt5xl=(256, 2048),
+        attention_mask_mt5xl={"ones": (256,)},
+    ),
     "pixart-sigma": image("PixArtSigma", (300, 4096), 4, {"depth": 28}),
-    "cogvideox-5b": video("CogVideoX_T2V", (226, 4096), 16),
+    "cogvideox-5b": video("CogVideoX_T2V", (226, 4096), 16, COG_5B),
+    "cogvideox-1.5-5b": video("CogVideoX_T2V", (226, 4096), 16, COG_5B | {"patch_size_t": 2}),
+    "kandinsky-5-lite-image": image("Kandinsky5Image", (128, 3584), 16, KANDINSKY_IMAGE, **POOLED),
+    "ovis-image": image("FluxSchnell", (256, 2048), 16, OVIS),
+    "wan-2.2-camera-14b": video(
+        "WAN22_Camera", WORDS, 16, WAN_14B | {"in_dim": 36}, camera_conditions=(24, 5, 256, 256), **CHANNELS
+    ),
+    "scail-14b": video(
+        "WAN21_SCAIL",
+        WORDS,
+        16,
+        WAN_14B | {"in_dim": 20},
+        reference_latents=[(16, 1, 32, 32)],
+        pose_video_latent=(16, 5, 16, 16),
+        **CLIP,
+    ),
+    "wan-2.2-animate-14b": video(
+        "WAN22_Animate",
+        WORDS,
+        16,
+        WAN_14B | {"in_dim": 36, "model_type": "animate"},
+        pose_video_latent=(16, 4, 32, 32),
+        face_video_pixels=(3, 13, 512, 512),
+        **CHANNELS,
+        **CLIP,
+    ),
 }
 """By name, the most used ones first."""
