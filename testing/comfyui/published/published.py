@@ -44,8 +44,13 @@ T5 = (256, 4096)
 KLEIN_9B = {"depth": 8, "depth_single_blocks": 24, "hidden_size": 4096, "num_heads": 32, "context_in_dim": 12288}
 KLEIN_4B = {"depth": 5, "depth_single_blocks": 20, "hidden_size": 3072, "num_heads": 24, "context_in_dim": 7680}
 OVIS = {
-    **{"depth": 6, "depth_single_blocks": 27, "yak_mlp": True, "txt_norm": True, "vec_in_dim": None},
-    **{"context_in_dim": 2048, "txt_ids_dims": [1, 2]},
+    "depth": 6,
+    "depth_single_blocks": 27,
+    "yak_mlp": True,
+    "txt_norm": True,
+    "vec_in_dim": None,
+    "context_in_dim": 2048,
+    "txt_ids_dims": [1, 2],
 }
 COG_5B = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
 KANDINSKY_IMAGE = {"ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)}
