@@ -17,7 +17,6 @@ NAMED = {  # what a refusal says of a model -> the classes of which it says so; 
     "a model of 3D shapes": ("Hunyuan3Dv2mini", "Hunyuan3Dv2", "Hunyuan3Dv2_1", "TripoSplat", "Trellis2"),
     "no model that a sampler runs": ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"),
     "AuraFlow": ("AuraFlow",),
-    "Genmo Mochi": ("GenmoMochi",),
     # Files of these classes are opened for ComfyUI's own class, and the ones here are of other sizes than detection takes.
     "lacks extra_pos_embedder": ("CosmosT2V", "CosmosI2V"),
     "lacks layers.26": ("Omnigen2",),
@@ -34,7 +33,7 @@ NAMED = {  # what a refusal says of a model -> the classes of which it says so; 
 }
 
 
-OWN_CLASS = {"AuraFlow", "HiDreamO1", "ChromaRadiance", "Boogu", "MageFlow", "JoyImage", "Lens"} | {
+OWN_CLASS = {"AuraFlow", "HiDreamO1", "ChromaRadiance", "Boogu", "MageFlow", "JoyImage", "Lens", "GenmoMochi"} | {
     "WAN22_S2V",
     "WAN21_HuMo",
     "WAN22_WanDancer",
