@@ -1,7 +1,7 @@
 """Finds out whether a band of the latent's tokens gives what the whole model gives for it.
 
 Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
-(token_trial.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
+(held_against.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
 such as a video's sound, goes with the first band: to others it is outside.
 """
 
@@ -22,11 +22,12 @@ from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families.base.patching import Patching
 
 from .band_tokens import ONE, BandTokens, Part, class_numbers
+from .held_against import TOLERANCE, HeldAgainst, is_part
 from .idle_layers import IdleLayers
 from .latent_tokens import companion_tokens, entering, find_latent, grid_of, reference_tokens
 from .residuals import CONTROL
 from .shared_outputs import SharedOutputs, WatchedOutputs
-from .token_trial import TOLERANCE, WORDS, HeldAgainst, Runs, is_part
+from .token_trial import WORDS, Runs
 from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven, first_line
 from .whole_run import WholeRun

@@ -8,9 +8,10 @@ from torch import nn
 from .band_trial import why_not_in_bands
 from .call_state import held
 from .feature_trial import Sharing
+from .held_against import RANKS
 from .proof import Tried
 from .stage_trial import why_not_by_entry, why_not_staged
-from .token_trial import ENDS, RANKS, Size, why_not_cut
+from .token_trial import ENDS, Size, why_not_cut
 from .tried_calls import Call, drawn, entry_of, numbers_of, smaller, with_numbers, words_of
 
 ENOUGH = 3
