@@ -103,6 +103,9 @@ class OwnBlock:
     leaving: tuple[tuple[int, ...], ...] = ()
     """For each returned value, the streams whose tokens it has, where cut tokens leave the blocks: behind the last one, and
     behind lists such as refiners, after which all tokens enter again as other streams."""
+    placed: tuple[tuple[int, ...], ...] = ()
+    """As `leaving`, if the class counts on all tokens between this block and the next one, where it may add to them or cut
+    some off. A rank's own then stand at their places there, and others are NaN."""
     cuts: tuple[OwnCut, ...] = ()
     """Layers that tensor ranks share. Empty: no trial has been made for them."""
     divided: tuple[tuple[str, str], ...] = ()

@@ -42,6 +42,9 @@ REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behi
         ("SharedKeys", ALONE),
         ("Crossed", ALONE),
         ("OnAxes", ALONE),
+        ("PlacesBetween", ALONE),
+        ("Between", ALONE),
+        ("ChangingWords", replace(ALONE, stream=1, words=True)),
         ("BatchBehind", ALONE),
         ("SkipsToOutput", ALONE),
         ("MasksKeys", ALONE),
@@ -141,6 +144,7 @@ OTHER = "a band gives another result"
         ("MixesRefined", MIXED),
         ("PoolsRefinedBehind", MIXED),
         ("CountsRefined", ATTENDS),
+        ("WordsInFrontLate", ATTENDS),
         ("ScalesLatentFirst", UNEQUAL),
         # Not of bands alone: a cut of tokens, or stages, are wrong too.
         ("KeepsLatent", "it was not tried"),

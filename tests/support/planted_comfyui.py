@@ -12,6 +12,7 @@ from parallel_backend.families.own_class.family import own_class_family
 from tests.families import (
     planted_axes,
     planted_bands,
+    planted_between,
     planted_classes,
     planted_features,
     planted_forms,
@@ -30,6 +31,7 @@ MODULES = {
     "comfy.ldm.planted_forms": planted_forms,
     "comfy.ldm.planted_axes": planted_axes,
     "comfy.ldm.planted_bands": planted_bands,
+    "comfy.ldm.planted_between": planted_between,
     "comfy.ldm.planted_refiners": planted_refiners,
     "comfy.ldm.planted_references": planted_references,
     "comfy.ldm.planted_new": planted_new,

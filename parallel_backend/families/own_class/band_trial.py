@@ -96,7 +96,7 @@ def runs_of_bands(
 
 
 def _bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
-    return [replace(block, slices=(), attention=(), leaving=()) for block in blocks]
+    return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
 
 
 def _even(runs: Runs, blocks: Sequence[OwnBlock], call: Call, less: int = 2) -> Call:

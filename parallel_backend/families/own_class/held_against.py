@@ -63,14 +63,18 @@ class HeldAgainst(TokenCut):
     def leave(self, out: Any, is_known: bool = True) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
         whole: list[torch.Tensor | None] = []
-        for value, of_whole, streams in zip(values, self._noted.outputs[self.number], self.block.leaving, strict=True):
+        placed, outputs = self.block.placed, self._noted.outputs[self.number]
+        for value, of_whole, streams in zip(values, outputs, placed or self.block.leaving, strict=True):
             if of_whole is None:
                 whole.append(None)
                 continue
             own, of_all = self.rows_of(value), self.rows_of(of_whole)
             if not self.is_held(own, of_all, streams):
                 raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
-            whole.append(self.of_rows(self._left(own, self.left_by_all(own, of_all, streams), streams), value))
+            left = (
+                self.at_places(own, streams) if placed else self._left(own, self.left_by_all(own, of_all, streams), streams)
+            )
+            whole.append(self.of_rows(left, value))
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
     def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:

@@ -150,7 +150,7 @@ class TokenCut(ABC):
                 self._parts[key] = tensor, self.part(tensor, cut)
             return self._parts[key][1]
         if cut.streams[0] in self.tokens:
-            return tensor
+            return self.part(tensor, cut).clone() if self.blocks[self.number - 1].placed else tensor
         self.tokens[cut.streams[0]] = token_count(tensor.shape, cut)
         if cut.axes > 1:
             self._axes[tensor.ndim] = TokenAxes(cut, tensor.shape[cut.axis : cut.axis + cut.axes])
@@ -270,16 +270,17 @@ class TokenCut(ABC):
         return [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
 
     def leaves(self, number: int) -> bool:
-        """Whether tokens leave behind block `number`."""
-        return bool(self.blocks[number].leaving)
+        """Whether all tokens have their places behind block `number`."""
+        return bool(self.blocks[number].leaving or self.blocks[number].placed)
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
-        """What a block returns behind which tokens leave, with all ranks' tokens. Not `is_known`: all NaN."""
+        """What a block returns behind which tokens leave, with all ranks' tokens, or with this rank's at their places. Not
+        `is_known`: all NaN."""
         values = (out,) if isinstance(out, torch.Tensor) else out
-        make = self.whole if is_known else self._unknown
+        make = self._unknown if not is_known else self.at_places if self.block.placed else self.whole
         whole = [
             None if value is None else self.of_rows(make(self.rows_of(value), streams), value)
-            for value, streams in zip(values, self.block.leaving, strict=True)
+            for value, streams in zip(values, self.block.placed or self.block.leaving, strict=True)
         ]
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
@@ -319,7 +320,14 @@ class TokenCut(ABC):
 
     def among_all(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """All ranks' tokens of a band, rank by rank -> all tokens of these streams. Those of other bands are NaN."""
-        rows = self.all_rows(streams, value.device)
-        out = value.new_full((len(value), sum(self.tokens[stream] for stream in streams), *value.shape[2:]), math.nan)
-        out[:, rows] = value
+        out = self._unknown(value, streams)
+        out[:, self.all_rows(streams, value.device)] = value
+        return out
+
+    def at_places(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """This rank's tokens of these streams -> all. Others are NaN. What is not cut stays."""
+        if not streams:
+            return value
+        out = self._unknown(value, streams)
+        out[:, self.rows(streams, self.index, value.device)] = value
         return out

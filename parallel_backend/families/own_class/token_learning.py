@@ -25,7 +25,7 @@ class Learning(HeldAgainst):
     """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
 
     `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
-    `local`: see OwnBlock. `ends`: numbers of blocks behind which tokens leave.
+    `local`: see OwnBlock. `ends`: numbers of blocks behind which tokens leave. `placed`: see OwnBlock, behind all others.
     """
 
     def __init__(
@@ -36,11 +36,12 @@ class Learning(HeldAgainst):
         order: Sequence[int],
         local: tuple[int, ...],
         ends: Sequence[int],
+        placed: bool,
     ):
-        bare = [replace(block, slices=(), attention=(), leaving=()) for block in blocks]
+        bare = [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
         bare[-1] = replace(bare[-1], local=local)
         super().__init__(bare, RANKS - 1, whole)
-        self._another, self._order, self._ends = another, order, ends
+        self._another, self._order, self._ends, self._placed = another, order, ends, placed
         self._of_another: dict[int, int] = {}  # tokens of each stream there
         self._gone = 0  # streams that have left
         self._entered: dict[tuple[Any, Any], OwnSlice] = {}  # by its shapes in both: the last stream of them
@@ -59,12 +60,16 @@ class Learning(HeldAgainst):
             raise Unproven(f"{block.name} gets other arguments in calls of two sizes")
         of_streams = {id(given[place]) for place in block.returns if place}
         entering: list[OwnSlice] = []
+        coming_back: list[OwnSlice] = []
         tables: list[int] = []
         for at, (tensor, shape, other) in enumerate(zip(tensors, shapes, others, strict=True)):
             if tensor.shape != shape:
                 continue  # made of tokens that are cut already
             if id(tensor) in of_streams:
                 of_streams.discard(id(tensor))
+                if self._placed and (again := self._table(at, shape, other, self._present)):
+                    coming_back.append(replace(again, enters=True))
+                    continue
                 stream = len(self.tokens) + len(entering)
                 axis, axes = token_axes(shape, other, len(self._noted.result))
                 entering.append(OwnSlice(at, axis, (stream,), True, axes))
@@ -73,7 +78,7 @@ class Learning(HeldAgainst):
             else:
                 tables.append(at)
         known = self._present | {cut.streams[0]: token_count(shapes[cut.tensor], cut) for cut in entering}
-        cuts = entering + [cut for at in tables if (cut := self._table(at, shapes[at], others[at], known))]
+        cuts = entering + coming_back + [cut for at in tables if (cut := self._table(at, shapes[at], others[at], known))]
         self.blocks[number] = replace(block, slices=tuple(cuts))
         return super().enter(number, args, kwargs)
 
@@ -133,7 +138,7 @@ class Learning(HeldAgainst):
         return {stream: tokens for stream, tokens in self.tokens.items() if stream >= self._gone}
 
     def leaves(self, number: int) -> bool:
-        return number in self._ends
+        return self._placed or number in self._ends
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out
@@ -143,7 +148,11 @@ class Learning(HeldAgainst):
         ]
         if any(streams is None for streams in leaving):
             raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
-        self.blocks[self.number] = replace(self.block, leaving=tuple(streams for streams in leaving if streams is not None))
+        found = tuple(streams for streams in leaving if streams is not None)
+        if self.number not in self._ends:
+            self.blocks[self.number] = replace(self.block, placed=found)
+            return super().leave(out)
+        self.blocks[self.number] = replace(self.block, leaving=found)
         whole = super().leave(out)
         self._gone = len(self.tokens)
         self._entered.clear()

@@ -31,6 +31,7 @@ SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
 Size = tuple[int, int]
 """Of a call: see SIDES and WORDS."""
 
+
 def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
     """`blocks` with the cut of their tokens, or why it is not proven for calls like `actual`, at these times too."""
     try:
@@ -81,8 +82,10 @@ def _cut_tokens(runs: "Runs", blocks: Sequence[OwnBlock], actual: Call, times: S
     orders, last = list(itertools.permutations(range(max(streams, 2)))), len(blocks) - 1
     # Between lists, such as refiners and layers, it may count on all tokens: then they leave each, and enter again.
     tried = dict.fromkeys([(last,), tuple(list_ends(blocks))])
-    for ends, of_rank, order in itertools.product(tried, dict.fromkeys([(), *all_but]), orders):
-        learning = Learning(blocks, first, second, order, of_rank, ends)
+    ways = [(ends, each, False) for ends, each in itertools.product(tried, dict.fromkeys([(), *all_but]))]
+    ways += [(ends, (), True) for ends in tried]  # it may count on all of them between blocks, too
+    for (ends, of_rank, placed), order in itertools.product(ways, orders):
+        learning = Learning(blocks, first, second, order, of_rank, ends, placed)
         why = runs.why_not(learning, calls[0], first) or next(filter(None, runs.checks(learning.blocks, calls)), "")
         if not why:
             return learning.blocks

@@ -11,7 +11,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from .attention_calls import AttentionCall, attention_call
 from .band_tokens import ONE
 from .noted_attention import Noted
-from .token_cut import Arguments, TokenCut, list_ends, tensor_places
+from .token_cut import Arguments, TokenCut, tensor_places
 from .unproven import Unproven
 
 
@@ -25,8 +25,7 @@ class WholeRun(TokenCut):
         self.calls: list[list[Noted]] = []
         """Each block's attention."""
         self.outputs: dict[int, tuple[torch.Tensor | None, ...]] = {}
-        """Of the last block of each list, by number."""
-        self._ends = list_ends(blocks)
+        """Of each block, by number."""
         self.result: Any = None
         """Of the model."""
 
@@ -52,7 +51,7 @@ class WholeRun(TokenCut):
         return out
 
     def leaves(self, number: int) -> bool:
-        return number in self._ends
+        return True
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out

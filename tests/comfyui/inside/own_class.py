@@ -83,7 +83,7 @@ def main(results: Results) -> None:
     prompts = [[[text, {}]] for text in texts]
     for name, arguments, latent in (
         ("aura", AURA, torch.zeros(1, 4, 16, 24)),
-        ("cosmos", COSMOS, torch.zeros(1, 16, 2, 12, 16)),
+        ("cosmos", COSMOS, torch.zeros(1, 16, 3, 12, 16)),
     ):
         with detecting(arguments):
             of_class(results, name, prompts, latent)
