@@ -143,7 +143,7 @@ def widgets(name: str, model_choice: Widget) -> dict[str, dict[str, Widget]]:
                 False,
                 "Experimental. Steps that come again are started on a GPU as one piece, for small models and pictures that "
                 "the CPU is too slow for. Takes some more memory. Only with pipefusion_degree and split_batch_degree; "
-                "elsewhere, and for ComfyUI's own classes, it changes nothing.",
+                "elsewhere it changes nothing.",
             ),
         },
     }

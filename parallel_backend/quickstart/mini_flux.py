@@ -222,12 +222,12 @@ def sines(times_B: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def rotations(rows: int, columns: int, text: int, axes: Sequence[int], device: torch.device) -> torch.Tensor:
     """Cosines and sines [S, D / 2, 2] of tokens at (0, row, column). Text stands at (0, 0, 0)."""
-    places = torch.zeros(text + rows * columns, 3, dtype=torch.float64)
-    places[text:, 1] = torch.arange(rows).repeat_interleave(columns)
-    places[text:, 2] = torch.arange(columns).repeat(rows)
-    rates = [THETA ** -(torch.arange(0, size, 2, dtype=torch.float64) / size) for size in axes]
+    places = torch.zeros(text + rows * columns, 3, dtype=torch.float64, device=device)
+    places[text:, 1] = torch.arange(rows, device=device).repeat_interleave(columns)
+    places[text:, 2] = torch.arange(columns, device=device).repeat(rows)
+    rates = [THETA ** -(torch.arange(0, size, 2, dtype=torch.float64, device=device) / size) for size in axes]
     angles = torch.cat([places[:, axis, None] * rate for axis, rate in enumerate(rates)], dim=-1)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).float().to(device)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
 
 
 def rotated(x_BHSD: torch.Tensor, rope_S: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,7 @@ class Engine:
         self._ops = (Op.COMPUTE,) if stage.own_link is not None else stage_ops(stage.pipe.index, stage.pipe.size)
         self._block_watch = BlockWatch(stage.model, load.only, stage.traffic)
         self._graphs = None
-        alone = stage.computes_alone and stage.own_link is None
-        if load.setup.cuda_graphs and not load.only and alone and device.type in CAPTURES:
+        if load.setup.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
         self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()

@@ -55,7 +55,7 @@ class MicroStepInputs:
     """As Step.timestep."""
     x: torch.Tensor | None
     """As Step.x, in the rank's dtype."""
-    received: torch.Tensor | None
+    received: tuple[torch.Tensor, ...] = ()
     """Received from the previous stage."""
 
     @property
@@ -64,8 +64,8 @@ class MicroStepInputs:
         return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self._tensors)
 
     def clone(self) -> "MicroStepInputs":
-        others = (None if tensor is None else tensor.clone() for tensor in (self.x, self.received))
-        return MicroStepInputs(self.timestep.clone(), *others)
+        x = None if self.x is None else self.x.clone()
+        return MicroStepInputs(self.timestep.clone(), x, tuple(tensor.clone() for tensor in self.received))
 
     def copy_from(self, other: "MicroStepInputs") -> None:
         for target, source in zip(self._tensors, other._tensors, strict=True):
@@ -74,7 +74,7 @@ class MicroStepInputs:
 
     @property
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.timestep, self.x, self.received
+        return self.timestep, self.x, *self.received
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,10 @@ class MicroStepState:
             self.buffer.restore(slots)
 
 
-Work = Callable[[MicroStepInputs], torch.Tensor]
-"""The forward: inputs -> output, all of it on the device."""
+Outputs = tuple[torch.Tensor, ...]
+"""Of a micro-step: its output, and what else the next stage gets."""
+Work = Callable[[MicroStepInputs], Outputs]
+"""The forward: inputs -> outputs, all of it on the device."""
 
 
 @functools.cache
@@ -175,10 +177,10 @@ class CudaCaptures:
         self._pool = torch.cuda.graph_pool_handle()
         self._first: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Record what `work` does on the device, without running it. Returns its output and a function that replays it.
+    def capture(self, work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
+        """Record what `work` does on the device, without running it. Returns its outputs and a function that replays it.
 
-        The output has its values from a replay to the next replay of any graph. Raises whatever `work` raises, and
+        They have their values from a replay to the next replay of any graph. Raises whatever `work` raises, and
         RuntimeError for work that a graph cannot contain.
         """
         graph, sync_mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
@@ -193,7 +195,7 @@ class CudaCaptures:
                 # and most versions of torch never end an invalid one: the allocator counts it as under way for ever.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
-                    output = work()
+                    outputs = work()
                 finally:
                     torch.cuda.set_sync_debug_mode(sync_mode)
             except BaseException:
@@ -205,7 +207,7 @@ class CudaCaptures:
         # torch takes no capture into a pool whose graphs have all ended ("use_count > 0 INTERNAL ASSERT FAILED" in its
         # allocator), so the first one stays, although nothing may replay it again.
         self._first = self._first or graph
-        return output, graph.replay
+        return outputs, graph.replay
 
 
 CAPTURES: dict[str, Callable[[torch.device], CudaCaptures]] = {"cuda": CudaCaptures}
@@ -217,7 +219,7 @@ class _Graph:
     """A kind's graph, for one set of addresses of keys and values."""
 
     inputs: MicroStepInputs
-    output: torch.Tensor
+    results: Outputs
     """In the graphs' memory."""
     replay: Callable[[], None]
     layers: tuple[int, ...]
@@ -225,11 +227,11 @@ class _Graph:
     outputs: Mapping[ModuleCall, Any]
     """Outputs that the graph computes for the call's other bands, in memory of the cache."""
 
-    def start(self, inputs: MicroStepInputs) -> torch.Tensor:
-        """Replay the graph. Returns a copy of the output, since the next replay overwrites it."""
+    def start(self, inputs: MicroStepInputs) -> Outputs:
+        """Replay the graph. Returns copies of the outputs, since the next replay overwrites them."""
         self.inputs.copy_from(inputs)
         self.replay()
-        return self.output.clone()
+        return tuple(result.clone() for result in self.results)
 
 
 class MicroStepGraphs:
@@ -256,7 +258,7 @@ class MicroStepGraphs:
         if refused:
             self._refuse(refused)
 
-    def run(self, state: MicroStepState, inputs: MicroStepInputs, work: Work) -> torch.Tensor:
+    def run(self, state: MicroStepState, inputs: MicroStepInputs, work: Work) -> Outputs:
         """`work(inputs)`, by a graph if there is one or one can be captured."""
         if self.refused:
             return work(inputs)
@@ -304,10 +306,10 @@ class MicroStepGraphs:
         state: MicroStepState,
         inputs: MicroStepInputs,
         work: Work,
-        output: torch.Tensor,
+        output: Outputs,
         found: Mapping[ModuleCall, Any],
-    ) -> torch.Tensor:
-        """The micro-step's output. Another run of it is captured and replayed, and graphs end if that gives another output.
+    ) -> Outputs:
+        """The micro-step's outputs. Another run of it is captured and replayed, and graphs end if that gives another output.
 
         `output`, of `work(inputs)`, has just been computed. `found`: the call's cached outputs before.
         """
@@ -318,7 +320,7 @@ class MicroStepGraphs:
             return output
         replayed, replay = recorded
         replay()
-        if _is_same(output, replayed):
+        if all(map(_is_same, output, replayed)):
             state.cache.follow(now)
             return output
         self._refuse("a replay gave another output than the micro-step that it repeats")
@@ -339,9 +341,7 @@ class MicroStepGraphs:
         self.captured += 1
         return graph
 
-    def _record(
-        self, state: MicroStepState, work: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, Callable[[], None]] | None:
+    def _record(self, state: MicroStepState, work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]] | None:
         """See CudaCaptures.capture. None, and no graphs from now on, if it fails: the state is then as before."""
         made, slots = state.made(), state.slots()
         try:

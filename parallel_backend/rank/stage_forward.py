@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +23,7 @@ from parallel_backend.wire.sampling import Step
 
 from .conditioning_store import RankConditioning
 from .loaded_stage import LoadedStage
-from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState
+from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState, Outputs
 
 
 class StageForward:
@@ -54,7 +55,7 @@ class StageForward:
         inputs = MicroStepInputs(
             to_device(step.timestep, stage.device),
             None if step.x is None else to_device(step.x, stage.device, stage.dtype),
-            received,
+            () if received is None else (received,),
         )
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
         state = MicroStepState(step, conditioning, stage.module_cache, buffer)
@@ -68,14 +69,20 @@ class StageForward:
             sparse = conditioning.changes.sparse is not None
             other_text = step.controlled or bool(conditioning.changes.kept_text)
             added = bool(step.residuals) or other_text
-            if self._graphs is None or added or stage.store.streams or not kernel.graphs or sparse:
-                return forward(inputs)
-            return self._graphs.run(state, inputs, forward)
+            graphs = self._graphs if not (added or stage.store.streams or sparse) and kernel.graphs else None
+            if graphs is not None and stage.own_link is not None:
+                stage.own_link.given = known = stage.own_link.receive_known()
+                inputs, graphs = (inputs, None) if known is None else (replace(inputs, received=known), graphs)
+            output, *leaving = forward(inputs) if graphs is None else graphs.run(state, inputs, forward)
+            if stage.own_link is not None:
+                stage.own_link.send_now(leaving)
+            return output
         finally:
             stage.module_cache.end_step()
 
-    def _forward(self, state: MicroStepState, inputs: MicroStepInputs) -> torch.Tensor:
-        """As `compute`. It may be captured: all data on the host that it depends on is in `state`."""
+    def _forward(self, state: MicroStepState, inputs: MicroStepInputs) -> Outputs:
+        """What `compute` returns, and what ComfyUI's own class sends to the next stage. It may be captured: all data on the
+        host that it depends on is in `state`."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
         token_order = conditioning.token_order
         text, image = self._shards(step, conditioning)
@@ -103,7 +110,9 @@ class StageForward:
         )
         rows = self._rows(conditioning, image_span, text_span)
         residuals = self._residuals(step, conditioning, image_span, len(text_span))
-        stage.stage_io.begin_step(inputs.received, len(text_span), rows, residuals)
+        if stage.own_link is not None:
+            stage.own_link.begin_forward(inputs.received)
+        stage.stage_io.begin_step(next(iter(inputs.received), None), len(text_span), rows, residuals)
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
         x, companion = self._latents(inputs.x, tensors, conditioning, image_span)
@@ -132,9 +141,10 @@ class StageForward:
             with stage.skippable.skipping(conditioning.changes.skipped):
                 out = self._family.run(stage.model, step_inputs)
             # Companion tokens are replicated: the client takes them from one patch rank.
-            return out if stage.cut.gives_companion(stage.place) else out[:, : len(token_order.images(image_span))]
+            out = out if stage.cut.gives_companion(stage.place) else out[:, : len(token_order.images(image_span))]
+            return (out,) if stage.own_link is None else (out, *stage.own_link.take_leaving())
         except StageDone as done:
-            return stage.stage_io.outgoing(done)
+            return (stage.stage_io.outgoing(done),)
         finally:
             stage.attention.step = stage.attention.early_values = stage.stage_io.inputs = None
 

@@ -11,7 +11,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import CHECKSUMS
 from tests.rank.test_lora import lora
-from tests.rank.test_micro_step_graphs import both, counts, load, named, sampled, whole_calls
+from tests.rank.test_micro_step_graphs import both, counts, load, named, of_a_class, sampled, whole_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -59,6 +59,12 @@ DEFAULT = (("flux-dev", 2, "bf16"), ("sd3.5-medium", 1, "fp32"), ("wan-2.1-t2v",
 def test_a_run_with_graphs_gives_the_same_bits(name, ranks, dtype, pools, file):
     stats = both(pools(ranks), file(name), named(name), Degrees(pipe=ranks), dtype)
     assert all(each.captured and each.replayed for each in stats)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_class_gives_the_same_bits(ranks, pools, tmp_path):
+    for found in of_a_class(pools(ranks), ranks, tmp_path / "tiny.safetensors"):
+        assert all(captured and replayed for captured, replayed in found)
 
 
 def test_graphs_end_with_their_run_and_leave_no_memory(pools, file):

@@ -17,12 +17,15 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from parallel_backend.acceptance import tiny_model
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.not_finite import NotFiniteError
 from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.proven_class import tensors_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, sample_in_bands
 from parallel_backend.core import device_copies
@@ -232,6 +235,31 @@ def test_exact_calls_are_replayed_too(pools, files):
     assert torch.equal(whole_calls(model, case), expected)
     assert counts(model.close_run(0, nobody)) == {(2, 6)}  # a pipeline has each entry apart
     assert len({float(each.sum()) for each in expected}) == len(expected)
+
+
+def of_a_class(pool: Pool, ranks: int, path: Path) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Six exact calls and a run in bands with and without graphs, which have to be equal; counts of both with them."""
+    own = tiny_model.tried(1)
+    checkpoint = open_own_class(tiny_model.save(tiny_model.tiny_model(), path), own)
+    x, timestep, tensors = tiny_model.call()
+    one, _, of_one = tiny_model.call(batch=1, rows=16, columns=12)
+    whole, banded = [], []
+    for graphs in (False, True):
+        settings = {"own_class": own, "cuda_graphs": graphs}
+        model = on_ranks(pool, checkpoint, Degrees(pipe=ranks), "fp32", "sdpa", nobody, **settings)
+        times = [timestep * (1 - number / 10) for number in range(6)]
+        whole.append(torch.stack([model.predict(tiny_model.on_ranks(x, time, tensors), nobody) for time in times]))
+        of_whole = counts(model.close_run(0, nobody))
+        sample, stats = sample_in_bands(model, one, SIGMAS, Prompt(tensors_of(of_one), {}, 1.0), BANDS, 1)
+        banded.append(sample)
+    assert torch.equal(*whole) and torch.equal(*banded)
+    return of_whole, counts(stats)
+
+
+@pytest.mark.parametrize(("ranks", "exact"), [(1, {(1, 3)}), (2, {(2, 7), (2, 6)})])
+def test_a_class_gives_the_same_bits(ranks, exact, pools, tmp_path):
+    """Its forward receives and sends. A later stage learns from the first call what it receives."""
+    assert of_a_class(pools(ranks), ranks, tmp_path / "tiny.safetensors") == (exact, {(CAPTURED, REPLAYED)})
 
 
 def test_a_lora_and_weights_that_move_end_the_graphs(pools, files):
@@ -460,7 +488,7 @@ def test_no_other_thread_asks_the_device_anything_during_a_capture(pools, files,
 
 def baked_timestep(monkeypatch) -> None:
     def copy_from(self, other: MicroStepInputs) -> None:
-        for own, theirs in ((self.x, other.x), (self.received, other.received)):
+        for own, theirs in zip((self.x, *self.received), (other.x, *other.received), strict=True):
             if own is not None:
                 own.copy_(theirs)
 

@@ -1,6 +1,6 @@
 """Builds a pipeline stage of ComfyUI's own class (families/own_class/). Every stage has its prologue and epilogue."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +34,14 @@ from .build import Stage
 from .tensor_parallel import TensorPlan
 from .weights import StageWeights
 
+OTHER_SHAPES = "a stage receives other shapes than in a call like it"
+
 
 class OwnLink:
     """families.own_class.stages.Link over the pipe axis.
 
     Only the class's forward can tell what a micro-step receives, so that early receives are posted for a micro-step of which
-    there was one like it before.
+    there was one like it before. What it sends goes behind the forward, of which a CUDA graph has no transfer.
     """
 
     def __init__(self, link: StageLink, receives_early: bool):
@@ -48,20 +50,44 @@ class OwnLink:
         self._upcoming: Step | None = None
         self._known: dict[tuple[int, Span, Span, bool], list[Wanted]] = {}  # by Step.form
         self._posted: list[Wanted] = []  # for the next micro-step
+        self.given: tuple[torch.Tensor, ...] | None = None
+        """What has been received before the forward. None: it receives itself."""
+        self._leaving: list[torch.Tensor] = []
 
     def begin_step(self, step: Step, upcoming: Step | None) -> None:
         """A micro-step begins. `upcoming`: the next one, if known."""
-        self._step, self._upcoming = step, upcoming
+        self._step, self._upcoming, self.given = step, upcoming, None
 
     def drop_conditioning(self, conditioning: int) -> None:
         """Its calls get other arguments from now on."""
         self._known = {form: wanted for form, wanted in self._known.items() if form[0] != conditioning}
 
+    def receive_known(self) -> tuple[torch.Tensor, ...] | None:
+        """What the forward is going to receive. None if there was no micro-step like this one."""
+        assert self._step is not None
+        if self._link.before is None:
+            return ()
+        known = self._known.get(self._step.form)
+        return None if known is None else tuple(self._received(known))
+
+    def begin_forward(self, received: tuple[torch.Tensor, ...]) -> None:
+        """The forward begins, perhaps once more. `received`: what receive_known has returned, or a copy of that."""
+        self._leaving.clear()
+        if self.given is not None:
+            self.given = received
+
     def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        if self.given is None:
+            return self._received(wanted)
+        if [(each.shape, each.dtype) for each in self.given] != list(wanted):
+            raise Unproven(OTHER_SHAPES)
+        return list(self.given)
+
+    def _received(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         assert self._step is not None
         posted, self._posted = self._posted or self._post(wanted), []
         if posted != wanted:
-            raise Unproven("a stage receives other shapes than in a call like it")
+            raise Unproven(OTHER_SHAPES)
         received = [self._link.receive() for _ in wanted]
         self._known[self._step.form] = posted
         # Behind the receives of this micro-step: both ends pair transfers by their order.
@@ -75,8 +101,18 @@ class OwnLink:
         return list(wanted)
 
     def send(self, tensor: torch.Tensor) -> None:
+        self._leaving.append(tensor)
+
+    def take_leaving(self) -> list[torch.Tensor]:
+        """What the forward has sent, which does not travel yet."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def send_now(self, tensors: Iterable[torch.Tensor]) -> None:
+        """To the next stage."""
         assert self._step is not None
-        self._link.send(tensor, self._step.overlap)
+        for tensor in tensors:
+            self._link.send(tensor, self._step.overlap)
 
 
 def attend_over_ranks(model: nn.Module, context: AttentionContext, ranks: SequenceCut | None) -> None:
