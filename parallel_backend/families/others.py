@@ -45,7 +45,7 @@ OTHERS = (
     OtherModel("PixelDiT", TO_COME, ("pixel_embedder.proj.weight",)),
     OtherModel("Z-Image in pixel space", TO_COME, ("dec_net.cond_embed.weight", "cap_embedder.1.weight")),
     OtherModel("Hunyuan3D 2", SOLID, ("latent_in.weight",)),
-    OtherModel("Hunyuan3D 2.1", SOLID, ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),
+    OtherModel("Hunyuan3D 2.1", SOLID, ("x_embedder.weight", "t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),
     OtherModel("TripoSplat", SOLID, ("cam_out_layer.weight", "repo_layers.0.final_map.weight")),
     OtherModel("HiDream-O1", TO_COME, ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
     OtherModel("Boogu-Image", TO_COME, ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),

@@ -227,6 +227,34 @@ class WritesArgument(Right):
         return out
 
 
+class PadsArgument(Right):
+    """As HunyuanDiT: puts the same into its text, in each call."""
+
+    def forward(self, x, timestep, context=None, **extra):
+        context[:, -2:] = self.text.weight[0]
+        return super().forward(x, timestep, context, **extra)
+
+
+class ScalesArgument(Right):
+    def forward(self, x, timestep, context=None, **extra):
+        return super().forward(x, timestep, context.mul_(0.99), **extra)
+
+
+class WritesTime(Right):
+    """What it puts there is the same in calls of one time alone."""
+
+    def forward(self, x, timestep, context=None, **extra):
+        context[:, -1:] = torch.where(context[:, -1:].abs() < 9, timestep[:, None, None] + 10, context[:, -1:])
+        return super().forward(x, timestep, context, **extra)
+
+
+class ScalesArgumentLate(Right):
+    def forward(self, x, timestep, context=None, **extra):
+        if float(timestep[0]) < LATE * 1000:
+            context.mul_(0.99)
+        return super().forward(x, timestep, context, **extra)
+
+
 class WritesOption(Right):
     """As causal Wan: keys and values in a dictionary of transformer_options."""
 

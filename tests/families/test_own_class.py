@@ -32,7 +32,7 @@ TIMES = 900.0, 500.0, 1.0
 """Of a run: LATE is between the last two."""
 
 
-@pytest.mark.parametrize("name", ["Right", "InPlace", "PoolsFrames", "Registers", "KeepsLast", "Fused"])
+@pytest.mark.parametrize("name", ["Right", "InPlace", "PoolsFrames", "Registers", "KeepsLast", "Fused", "PadsArgument"])
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_what_can_be_shared_out_is_proven(name, batch):
     proof = trial(own(name), call(batch), TIMES)
@@ -69,6 +69,9 @@ def test_entries_that_look_at_each_other_stay_together(name):
         ("CountsToTen", "it keeps calls from call to call"),
         ("CountsCalls", "the same call gives another result the second time"),
         ("WritesArgument", "it writes into its argument x, of which a rank has a copy"),
+        ("ScalesArgument", "it writes into its argument context, of which a rank has a copy"),
+        ("ScalesArgumentLate", "it writes into its argument context, of which a rank has a copy"),
+        ("WritesTime", "it writes into its argument context, of which a rank has a copy"),
         ("ReturnsKeys", "its block blocks.0 returns a value that is like none of its arguments"),
     ],
 )

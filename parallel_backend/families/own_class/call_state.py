@@ -37,7 +37,8 @@ def why_not_without_options(model: nn.Module, wholes: Wholes) -> str:
 def why_not_apart(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> str:
     """How calls of the class depend on each other. Empty: they do not. The model's weights are changed."""
     outputs = []
-    for call in (*calls[:2], calls[0]):
+    rewritten: set[str] = set()
+    for call in (*calls, calls[0]):
         given = dataclasses.replace(call, x=call.x.clone(), named=copied(call.named), options=copied(call.options))
         before, arguments = held(model), _written(given)
         both = {OPTIONS: given.named.get(OPTIONS, {}) | dict(given.options)}
@@ -45,10 +46,14 @@ def why_not_apart(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[s
         if changed := [name for name, value in held(model).items() if before.get(name) != value]:
             return f"it keeps {changed[0]} from call to call"
         after = _written(given)
-        if changed := [name for name, value in arguments.items() if after.get(name) != value]:
-            return f"it writes into its argument {changed[0]}, of which a rank has a copy"
-    if distance(outputs[2], outputs[0]) > 0:
+        changed = [name for name, value in arguments.items() if after.get(name) != value]
+        rewritten |= {name for name in changed if isinstance(call.named.get(name), torch.Tensor)}
+        if others := [name for name in changed if name not in rewritten]:
+            return f"it writes into its argument {others[0]}, of which a rank has a copy"
+    if distance(outputs[-1], outputs[0]) > 0:
         return "the same call gives another result the second time"
+    if rewritten and not _stay_alike(model, calls):
+        return f"it writes into its argument {min(rewritten)}, of which a rank has a copy"
     for parameter in model.parameters():
         parameter.mul_(0.7)
     fresh = build(own)
@@ -61,6 +66,19 @@ def why_not_apart(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[s
     if distance(calls[1].run(model), calls[1].run(fresh)) > 0:
         return "it keeps results of earlier calls, which another LoRA would make wrong"
     return ""
+
+
+def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
+    """Whether tensors among the arguments give in each call what they gave before earlier calls wrote into them, as one that
+    puts padding where there is no text."""
+    given = [copied(call.named) for call in calls]
+    for call in (*calls, *reversed(calls)):
+        for first, written in zip(calls, given, strict=True):
+            options = {OPTIONS: written.get(OPTIONS, {}) | copied(dict(first.options))}
+            out = run(model, call.x.clone(), call.timestep.clone(), written | options)
+            if distance(out, dataclasses.replace(first, x=call.x, timestep=call.timestep).run(model)) > 0:
+                return False
+    return True
 
 
 def held(model: nn.Module) -> dict[str, Any]:
