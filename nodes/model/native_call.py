@@ -19,7 +19,7 @@ from parallel_backend.families.base.step_inputs import Shapes
 
 _FLUX, _HUNYUAN, _WAN = "flux.model:Flux", "hunyuan_video.model:HunyuanVideo", "wan.model:WanModel"
 NATIVE: Mapping[str, str] = {
-    **dict.fromkeys(("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage"), _FLUX),
+    **dict.fromkeys(("Flux", "FluxInpaint", "FluxSchnell", "Flux2"), _FLUX),
     **dict.fromkeys(("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V"), _HUNYUAN),
     **dict.fromkeys(("HunyuanVideo15", "HunyuanVideo15_SR_Distilled", "HunyuanImage21", "HunyuanImage21Refiner"), _HUNYUAN),
     **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"), _WAN),
@@ -33,11 +33,9 @@ NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), "cosmos.predict2:MiniTrainDIT"),
     **dict.fromkeys(("HunyuanDiT", "HunyuanDiT1"), "hydit.models:HunYuanDiT"),
     **dict.fromkeys(("Kandinsky5", "Kandinsky5Image"), "kandinsky5.model:Kandinsky5"),
-    **dict.fromkeys(("Lumina2", "ZImage"), "lumina.model:NextDiT"),
+    "ZImage": "lumina.model:NextDiT",
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
     "Anima": "anima.model:Anima",
-    "Chroma": "chroma.model:Chroma",
-    "ErnieImage": "ernie.model:ErnieImageModel",
     "HiDream": "hidream.model:HiDreamImageTransformer2DModel",
     "Ideogram4": "ideogram4.model:Ideogram4Transformer2DModel",
     "Krea2": "krea2.model:SingleStreamDiT",

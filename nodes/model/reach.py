@@ -44,8 +44,8 @@ READ_BY: Mapping[str, frozenset[str]] = {
     ),
     "rope_options": frozenset(
         {
-            *("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage", "Lumina2", "ZImage"),
-            *("ErnieImage", "Kandinsky5", "Kandinsky5Image", "WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
+            *("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "ZImage"),
+            *("Kandinsky5", "Kandinsky5Image", "WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
             *("WAN21_FlowRVS", "WAN21_Camera", "WAN22_Camera", "WAN21_Vace", "WAN22_Animate", "WAN_Animate2"),
             *("WAN21_SCAIL", "WAN21_SCAIL2"),
         }

@@ -2,10 +2,8 @@
 
 from . import (
     anima,
-    chroma,
     cogvideox,
     cosmos_predict2,
-    ernie_image,
     flux,
     flux2,
     hidream,
@@ -16,10 +14,8 @@ from . import (
     ideogram4,
     kandinsky5,
     krea2,
-    longcat_image,
     ltx2,
     ltx_video,
-    lumina2,
     minimax_h3,
     ovis_image,
     pixart,
@@ -41,9 +37,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         flux.FLUX,
-        longcat_image.LONGCAT_IMAGE,
         ovis_image.OVIS_IMAGE,
-        chroma.CHROMA,
         flux2.FLUX2,
         sd3.SD3,
         pixart.PIXART,
@@ -51,9 +45,7 @@ FAMILIES: dict[str, Family] = {
         qwen_image.QWEN_IMAGE,
         qwen_image21.QWEN_IMAGE_21,
         krea2.KREA2,
-        ernie_image.ERNIE_IMAGE,
         z_image.Z_IMAGE,
-        lumina2.LUMINA2,
         wan_animate_2.WAN_ANIMATE_2,
         wan.WAN,
         wan_animate.WAN_ANIMATE,

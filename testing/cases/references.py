@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 from parallel_backend.families.parts.references import AT_ZERO, UXO, reference_tensors
-from testing.cases import flux, flux2, krea2, longcat_image, qwen_image
+from testing.cases import flux, flux2, krea2, qwen_image
 
 SIZES, VIDEO_SIZES = ((6, 8), (9, 5)), ((1, 8, 8), (1, 12, 4))
 
@@ -116,15 +116,6 @@ CASES = (
         config={"use_additional_t_cond": True, "use_layer3d_rope": True},
         latent=(16, 3, 16, 12),
         odd=None,
-        full=True,
-    ),
-    _with_references(
-        longcat_image.CASES[0],
-        "longcat-image-edit",
-        "index",
-        1.0,
-        shift=(1, 7, 7),
-        extras={"reference_latents_method": "index"},
         full=True,
     ),
     _with_references(

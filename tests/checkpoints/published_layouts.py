@@ -190,15 +190,6 @@ LAYOUTS = (
         native=False,
     ),
     Layout(
-        "newbie",
-        "lumina2",
-        with_more("clip_text_pooled_proj.0.weight"),
-        refused="holds clip_text_pooled",
-        detected={"clip_text_dim": 2},
-        by_comfyui=True,
-        native=False,
-    ),
-    Layout(
         "wan reference",
         "wan-2.1-t2v",
         with_more("ref_conv.weight", shape=(2, 16, 2, 2)),

@@ -12,7 +12,7 @@ from testing.cases import all_cases, flux, ltx2, ltx_video, wan, wan_animate_2, 
 from testing.gguf_files import write_gguf
 
 CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
-CASES |= {case.family: case for case in all_cases() if case.name in ("z-image", "lumina2")}
+CASES |= {case.family: case for case in all_cases() if case.name == "z-image"}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,6 @@ def files(tmp_path_factory):
         ("ltx-video", {"positional_embedding_theta": 1000.0}, "its positional_embedding_theta is 1000.0"),
         ("ltx-video", {"rope_type": "split"}, 'its rope_type is "split"'),
         ("z-image", {"image_model": "ming_image"}, 'its image_model is "ming_image"'),
-        ("lumina2", {"image_model": "ming_image"}, 'its image_model is "ming_image"'),
     ],
 )
 def test_another_model_than_the_tensors_show_is_refused(files, family, said, words):

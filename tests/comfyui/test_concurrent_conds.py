@@ -9,7 +9,7 @@ from tests.comfyui.test_families import save_case
 
 pytestmark = pytest.mark.comfyui
 
-CASES = [case for case in all_cases() if case.name in ("pixart-sigma", "z-image", "lumina2", "qwen-image")]
+CASES = [case for case in all_cases() if case.name in ("pixart-sigma", "z-image", "qwen-image")]
 DEFAULT = ("z-image",)
 """What happens is the same for all. Z-Image's prompts are padded; others' have masks, or are padded too."""
 every_case = pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
 from testing import tiny
-from testing.cases import chroma, flux, flux2, longcat_image, ovis_image
+from testing.cases import flux, flux2, ovis_image
 
-KIN = (flux, chroma, flux2, longcat_image, ovis_image)
+KIN = (flux, flux2, ovis_image)
 CASES = {case.name: case for module in KIN for case in module.CASES}
 
 
@@ -35,16 +35,6 @@ def test_each_is_one_familys_alone(file, name):
     assert detected({key: tuple(value.shape) for key, value in load_file(file(name)).items()}) == [CASES[name].family]
 
 
-@pytest.mark.parametrize("patched_in", [True, False])
-def test_chroma_radiance_is_not_taken_for_chroma(file, patched_in):
-    shapes = {key: tuple(value.shape) for key, value in load_file(file("chroma")).items()}
-    assert detected(shapes) == ["chroma"]
-    radiance = shapes | {"nerf_blocks.0.norm.scale": (64,), "img_in_patch.weight": (64, 3, 16, 16)}
-    if patched_in:
-        del radiance["img_in.weight"]
-    assert detected(radiance) == []
-
-
 @pytest.mark.parametrize(
     ("instead_of", "keys"),
     [
@@ -58,11 +48,11 @@ def test_what_has_fluxs_blocks_is_not_taken_for_flux(file, instead_of, keys):
     assert detected(shapes) == []
 
 
-@pytest.mark.parametrize("name", ["flux-dev", "chroma", "flux2-dev", "longcat-image", "ovis-image"])
+@pytest.mark.parametrize("name", ["flux-dev", "flux2-dev", "ovis-image"])
 def test_norms_by_their_other_name(file, name, tmp_path):
-    """ComfyUI saves them by it. LongCat-Image's usual one is that which the others' class saves."""
+    """ComfyUI saves them by it."""
     state = load_file(file(name))
-    usual, other = ("_norm.weight", "_norm.scale") if name == "longcat-image" else (".scale", ".weight")
+    usual, other = ".scale", ".weight"
     renamed = {key.removesuffix(usual) + other if key.endswith(usual) else key: v for key, v in state.items()}
     assert renamed.keys() != state.keys()
     save_file(renamed, tmp_path / "renamed.safetensors")
@@ -73,9 +63,6 @@ def test_norms_by_their_other_name(file, name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [
-        ("chroma", {}, "needs text conditioning"),
-        ("chroma", {"context": torch.zeros(1, 7, 25)}, "width 25, this model needs 24"),
-        ("chroma", {"context": torch.zeros(1, 7, 24), "guidance": torch.tensor([3.5])}, "FluxGuidance"),
         ("flux2-dev", {}, "needs text conditioning"),
         ("flux2-dev", {"context": torch.zeros(1, 7, 25)}, "width 25, this model needs 24"),
         ("flux-dev", {"context": torch.zeros(1, 7, 24), "y": torch.zeros(1, 12)}, "guidance is switched off"),
@@ -92,9 +79,6 @@ def test_guidance_that_a_model_has_no_use_for_is_left_out(file):
     for name, names in (("flux2-dev", {"context", "guidance"}), ("flux2-klein", {"context"})):
         checkpoint = open_checkpoint(file(name))
         assert checkpoint.family.inputs.conditioning(checkpoint.config, given).keys() == names
-    checkpoint = open_checkpoint(file("chroma"))
-    given |= {"guidance": torch.zeros(1)}
-    assert checkpoint.family.inputs.conditioning(checkpoint.config, given).keys() == {"context"}
 
 
 def test_flux_without_pooled_text_takes_zeros(file):
@@ -102,16 +86,3 @@ def test_flux_without_pooled_text_takes_zeros(file):
     given = {"context": torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)), "guidance": torch.full((2,), 3.5)}
     pooled = checkpoint.family.inputs.conditioning(checkpoint.config, given)["pooled"]
     assert torch.equal(pooled, torch.zeros(2, checkpoint.config["pooled_projection_dim"]))
-
-
-def test_longcats_own_shift_of_positions_is_the_usual_one_and_scalerope_takes_its_place(file):
-    """ComfyUI's BaseModel notes it in every call, behind the text's end, where ScaleROPE has not set another."""
-    checkpoint = open_checkpoint(file("longcat-image"))
-    words = torch.zeros(1, 7, checkpoint.config["joint_attention_dim"])
-    for rope in ({"shift_t": 1.0, "shift_y": 7.0, "shift_x": 7.0}, {"scale_x": 1.0}):
-        tensors = checkpoint.family.inputs.conditioning(checkpoint.config, {"context": words, "rope_options": rope})
-        assert tensors.keys() == {"context"}
-    for rope, expected in {(("shift_t", 1.0), ("shift_y", 5.0)): (1.0, -2.0), (("scale_y", 2.0),): (2.0, 0.0)}.items():
-        given = {"context": words, "rope_options": dict(rope)}
-        scale, shift = checkpoint.family.inputs.conditioning(checkpoint.config, given)["rope"][0]
-        assert (scale[1].item(), shift[1].item()) == expected

@@ -117,9 +117,9 @@ OPTIONS = rows(
     "stg_skip_self_attn v2a_cross_attn k6_magcache prism_attention prism_cdf_threshold prism_sparsity qwen_image21_cache",
 )
 """Entries of transformer_options, for a native model that does not read them."""
-ROPE_REFUSED = "Lumina2 ZImage WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
+ROPE_REFUSED = "ZImage WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
 ROPE_PASSED = (
-    "Flux FluxInpaint FluxSchnell Flux2 LongCatImage ErnieImage Kandinsky5 Kandinsky5Image WAN21_T2V WAN21_I2V "
+    "Flux FluxInpaint FluxSchnell Flux2 Kandinsky5 Kandinsky5Image WAN21_T2V WAN21_I2V "
     "WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN21_Camera WAN22_Camera WAN21_Vace WAN22_Animate"
 )
 MEAN_FLOW = "HunyuanVideo15 HunyuanVideo15_SR_Distilled HunyuanImage21"
@@ -243,9 +243,7 @@ ALWAYS = rows(
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
     "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
-    "longcat-image": rows(passed="ref_latents ref_latents_method", refused="attention_mask guidance y"),
     "ovis-image": rows(passed="ref_latents ref_latents_method", harmless="guidance y", refused="attention_mask"),
-    "chroma": rows(harmless="y", refused="attention_mask guidance ref_latents ref_latents_method"),
     "flux2": rows(passed="guidance ref_latents ref_latents_method", harmless="y", refused="attention_mask"),
     "sd3": rows(passed="y"),
     "pixart": rows(passed="c_ar c_size", refused="y"),
@@ -255,11 +253,7 @@ CONDITIONING: Mapping[str, Rows] = {
     "qwen-image": rows(passed="attention_mask ref_latents ref_latents_method", refused="y"),
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
     "krea2": rows(passed="ref_latents ref_latents_method", refused="y"),
-    "ernie-image": rows(refused="y"),
     "z-image": rows(
-        harmless="attention_mask clip_text_pooled num_tokens", refused="ref_contexts ref_latents siglip_feats y"
-    ),
-    "lumina2": rows(
         harmless="attention_mask clip_text_pooled num_tokens", refused="ref_contexts ref_latents siglip_feats y"
     ),
     "wan": rows(passed="clip_fea context_latents reference_latent", computed="denoise_mask", refused="time_dim_concat y"),

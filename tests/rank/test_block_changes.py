@@ -101,7 +101,7 @@ def guiding(words: int, text_first: bool):
         # The first and the last of lists that make whole tensors of ranks' own.
         ("hunyuan-video", Degrees(ulysses=2), ("transformer_blocks.2", "single_transformer_blocks.0")),
         ("hunyuan-dit-1.2", Degrees(pipe=2), ("blocks.1", "blocks.3", "blocks.6")),  # where long skips begin and end
-        ("chroma", Degrees(tensor=2), ("single_transformer_blocks.2",)),
+        ("flux-dev", Degrees(tensor=2), ("single_transformer_blocks.2",)),
     ],
     ids=str,
 )
@@ -122,7 +122,7 @@ def test_skipped_blocks_give_out_what_they_are_given(pools, made, name, degrees,
     [
         ("flux-dev", Degrees(pipe=2)),
         ("flux-dev", Degrees(batch=2)),
-        ("chroma", Degrees(tensor=2)),
+        ("flux-dev", Degrees(tensor=2)),
         ("krea2", Degrees(ring=2)),
         ("hunyuan-video", Degrees(ulysses=2)),
     ],

@@ -28,12 +28,10 @@ MODES = (
     Degrees(patch=2, patch_mode="displaced"),
 )
 OF_DIFFUSERS = {
-    "chroma": "transformer_chroma.py",
-    "lumina2": "transformer_lumina2.py",
     **dict.fromkeys(("hidream-i1", "hidream-e1"), "transformer_hidream_image.py"),
 }
-"""Case -> the file in diffusers whose modules stop the host themselves, in each micro-step: for a table's index, for texts'
-lengths, for the tokens of each expert."""
+"""Case -> the file in diffusers whose modules stop the host themselves, in each micro-step, for the
+tokens of each expert."""
 AROUND = " close_run"
 """The function by which a run's figures are read, after its micro-steps."""
 MARKS = {"ltx-video-0.9.5": ()} | dict.fromkeys(("flux-kontext", "qwen-image-masked-text"), pytest.mark.slow)

@@ -71,7 +71,7 @@ def test_modes(at_work, case, places):
     check(at_work, case, places, 1)
 
 
-FAMILIES_APART = ("flux", "sd3", "wan-vace", "ltx-2", "minimax-h3", "krea2", "hunyuan-dit", "lumina2")
+FAMILIES_APART = ("flux", "sd3", "wan-vace", "ltx-2", "minimax-h3", "krea2", "hunyuan-dit")
 """Two streams in one order and in the other, a third stream, sound, whole text and shared keys, long skips,
 refiners. All others make the same transfers as one of these."""
 

@@ -1,4 +1,4 @@
-"""What Flux.1, Chroma, Flux.2, LongCat-Image and Ovis-Image share: block names, key maps, tensor plans, sizes, arguments.
+"""What Flux.1, Flux.2 and Ovis-Image share: block names, key maps, tensor plans, sizes, arguments.
 
 HunyuanVideo and HunyuanImage have the same blocks (parts/hunyuan.py). Key layouts: black-forest-labs/flux (which ComfyUI's
 files use) and diffusers'.
@@ -104,7 +104,7 @@ def sizes(shapes: Shapes) -> Config:
 def rope_axes(head: int) -> tuple[int, int, int]:
     """Channels of a head for each axis of the rotary embedding. The weights do not show them.
 
-    Every Flux.1 and Chroma has (16, 56, 56) in heads of 128. Other heads (test models) get these proportions, all even.
+    Every Flux.1 has (16, 56, 56) in heads of 128. Other heads (test models) get these proportions, all even.
     """
     spatial = head * 7 // 16 // 2 * 2
     return head - 2 * spatial, spatial, spatial

@@ -1,4 +1,4 @@
-"""What Lumina 2 and Z-Image share, which are one class in ComfyUI (NextDiT): key layout and conditioning."""
+"""Key layout and conditioning of NextDiT, as Z-Image has it."""
 
 from collections.abc import Iterator
 from typing import Any

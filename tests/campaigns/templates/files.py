@@ -1,4 +1,4 @@
-"""Names of diffusion models in templates -> the test case that is such a model, or what it is where none is."""
+"""Names of diffusion models in templates -> the test case or small model that is such a model, or what it is."""
 
 import re
 
@@ -26,9 +26,9 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"wan_animate_2", "wan-animate-2"),
     (r"wan2\.1_vace", "wan-vace"),
     (r"bernini_r", "wan-bernini"),
-    (r"wan2\.2_s2v", "wan-2.2-s2v"),
+    (r"wan2\.2_s2v", "wan_s2v"),
     (r"scail_2", "scail-2"),
-    (r"humo", "humo"),
+    (r"humo", "wan_humo"),
     (r"wan2\.1_fun_camera", "wan-2.2-camera"),
     (r"wan2\.2_fun_camera", "wan-2.2-camera"),
     (r"wan2\.2_fun_control.*14B", "wan-fun-control"),
@@ -39,7 +39,7 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"wan2\.[12]_t2v", "wan-2.1-t2v"),
     (r"anima[-_]", "anima"),
     (r"chroma1-hd", "chroma"),
-    (r"chroma-radiance", "chroma-radiance"),
+    (r"chroma-radiance", "chroma_radiance"),
     (r"hunyuanvideo1\.5|capybara", "hunyuan-video-1.5"),
     (r"hunyuan_video_t2v", "hunyuan-video"),
     (r"kandinsky5lite_t2i", "kandinsky-5-image"),
@@ -53,6 +53,11 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"ovis_image", "ovis-image"),
     (r"omnigen2", "omnigen2"),
     (r"netayume", "lumina2"),
+    (r"mage_flow", "mage_flow"),
+    (r"boogu", "boogu"),
+    (r"joyai", "joyimage"),
+    (r"lens_", "lens"),
+    (r"dancer", "wan_dancer"),
     (r"sd3\.5_large", "sd3.5-large"),
     (r"seedvr2_3b", "seedvr2-3b"),
     (r"seedvr2_7b", "seedvr2-7b-sharp"),
@@ -65,7 +70,7 @@ OTHERS = (  # what the rest is
     (r"flux3", "Flux 3 Klein: not supported yet; its keys are in diffusers' converter"),
     (r"moss_image", "MOSS-Image: no source of it has been found"),
     (r"ming_image|fibo2", "a family to come"),
-    (r"mage_flow|boogu|newbie|joyai|lens_|void_pass|dancer|causal_forcing", "no class in diffusers"),
+    (r"newbie|void_pass|causal_forcing", "no small model here"),
 )
 HELPERS = (r"sam3|sdpose|rt_?detr|lotus", "finds depth, poses or masks for what the diffusion model is given")
 

@@ -73,7 +73,7 @@ def try_all(
     ):
         for number, (template, graph) in enumerate(templates):
             files = {file: case_of(file) for file in template.files()}
-            save_files(files, base, saved)
+            save_files(files, base, inside, saved)
             server.post("/stand_ins", {"files": files, "loras": loras(template)})
             with told(page, LACK if number % 2 else ""):
                 try:

@@ -9,6 +9,7 @@ from typing import Any
 from testing.cases.case import Case
 from testing.comfyui.scripted import Inside
 from tests.comfyui.test_families import CASES, save_case
+from tests.comfyui.test_own_classes import CLASSES
 
 from .conversion import Template
 from .files import case_of, what_it_is
@@ -60,11 +61,13 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path, **ours: A
     saved: set[str] = set()
     for template in templates:
         files = {file: case_of(file) for file in template.files()}
-        others = [f"{file}: {what_it_is(file)}" for file, case in files.items() if case not in MODELS]
+        others = [
+            f"{file}: {what_it_is(file)}" for file, case in files.items() if case not in MODELS and case not in CLASSES
+        ]
         if others:
             yield Verdict(*about(template), NOT_OURS, "; ".join(others))
             continue
-        save_files(files, base, saved, deeper=ours.get("streamed", False))
+        save_files(files, base, inside, saved, deeper=ours.get("streamed", False))
         yield compare(template, inside, files, **ours)
 
 
@@ -85,13 +88,15 @@ def compare(template: Template, inside: Inside, files: dict[str, str], **ours: A
     return verdict
 
 
-def save_files(files: dict[str, str], base: Path, saved: set[str], deeper: bool = False) -> None:
+def save_files(files: dict[str, str], base: Path, inside: Inside, saved: set[str], deeper: bool = False) -> None:
     """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has.
     `deeper`: with so many more blocks that two of them are a tenth."""
     for file, name in files.items():
-        if name not in saved:
+        if name not in saved and name in CLASSES:
+            inside.run("small_files", names=[name], more_blocks=MORE if deeper else 0)
+        elif name not in saved:
             save_case(with_more_blocks(MODELS[name]) if deeper else MODELS[name], base)
-            saved.add(name)
+        saved.add(name)
         link_model(base / "models", file, name)
 
 

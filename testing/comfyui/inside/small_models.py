@@ -1,0 +1,89 @@
+"""Small files of ComfyUI's classes, with random values, and the conditioning of a call. Inside ComfyUI's process.
+
+small_models.json has by name: `kind`, a class of ComfyUI's supported_models; `arguments` of its transformer, as its
+detection gives them for the file; `detected`, names of those that it takes for granted and that are others here, "all" of
+them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
+conditioning, as Published has them. `like` names another model, of which it has all that it does not say.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.supported_models
+from boot import BASE, torch
+from safetensors.torch import save_file
+
+DEPTHS = "depth_single_blocks", "num_single_layers", "num_visual_blocks", "num_layers", "n_layers", "num_blocks", "depth"
+_ROWS = json.loads((Path(__file__).parent / "small_models.json").read_text("utf-8"))
+
+
+def small_model(name: str) -> dict[str, Any]:
+    """What small_models.json has of it."""
+    row = _ROWS[name]
+    return small_model(row["like"]) | row if "like" in row else row
+
+
+def detected(name: str) -> dict[str, Any]:
+    """For families.detecting."""
+    row = small_model(name)
+    told = row.get("detected", {})
+    if isinstance(told, dict):
+        return told
+    return {entry: value for entry, value in row["arguments"].items() if told == "all" or entry in told}
+
+
+def write(name: str, more_blocks: int = 0) -> Path:
+    """A file of random values, with gates and norms that are not 0. `more_blocks`: of the last of its lists."""
+    row = small_model(name)
+    arguments = dict(row["arguments"])
+    if more_blocks:
+        arguments[next(depth for depth in DEPTHS if depth in arguments)] += more_blocks
+    config = getattr(comfy.supported_models, row["kind"])(arguments)
+    config.set_inference_dtype(torch.float32, None)
+    g, state = torch.Generator().manual_seed(5), {}
+    for key, value in config.get_model({}, "").diffusion_model.state_dict().items():
+        std = 1 / math.sqrt(value[0].numel()) if value.ndim > 1 else 0.1
+        state[key] = std * torch.randn(value.shape, generator=g) + (1.0 if value.ndim == 1 and "weight" in key else 0.0)
+    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
+    save_file(state, path)
+    return path
+
+
+def prompts(name: str) -> list:
+    """Positive and negative. Pictures and masks are the same for both."""
+    row = small_model(name)
+    seeds = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    return [[[torch.randn(1, *row["text"], generator=g), entries(row.get("more", {}), g)]] for g in seeds]
+
+
+def latent(name: str) -> torch.Tensor:
+    return torch.zeros(1, *small_model(name)["latent"])
+
+
+def entries(more: Mapping[str, Any], g: torch.Generator) -> dict[str, Any]:
+    """Entries of a conditioning, see above."""
+    found: dict[str, Any] = {}
+    for place, shape in more.items():
+        entry, _, attribute = place.partition(".")
+        if "pooled" not in place and "conditioning" not in place:
+            g = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+        value = _value(shape, g)
+        found[entry] = SimpleNamespace(**{attribute: value}) if attribute else value
+    return found
+
+
+def _value(shape: Any, g: torch.Generator) -> Any:
+    if isinstance(shape, dict):
+        if "is" in shape:
+            return shape["is"]
+        if "ones" in shape:
+            return torch.ones(1, *shape["ones"], dtype=torch.long)
+        return torch.rand(1, *shape["uniform"], generator=g)
+    if shape and isinstance(shape[0], list):
+        return [torch.randn(1, *each, generator=g) for each in shape]
+    return torch.randn(1, *shape, generator=g)

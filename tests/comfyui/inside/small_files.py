@@ -1,0 +1,27 @@
+"""Writes files of small models, and their conditioning as families.py reads it. Run by serve.py."""
+
+import json
+
+from boot import BASE, Results, torch
+from safetensors.torch import save_file
+from small_models import detected, latent, prompts, write
+
+
+def main(_results: Results, names: list[str], more_blocks: int = 0) -> None:
+    for name in names:
+        write(name, more_blocks)
+        plain, tensors = {}, {"latent": latent(name)}
+        for sign, [(text, extras)] in zip(("positive", "negative"), prompts(name), strict=True):
+            tensors[f"{sign}.text"] = text
+            for key, value in extras.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{sign}.{key}"] = value
+                elif isinstance(value, list):
+                    tensors |= {f"{sign}.{key}/{index}": item for index, item in enumerate(value)}
+                elif hasattr(value, "__dict__"):
+                    tensors |= {f"{sign}.{key}.{attribute}": item for attribute, item in vars(value).items()}
+                else:
+                    plain[key] = value
+        told = {"cfg": 3.0, "scheduler": "simple", "extras": plain, "detected": detected(name)}
+        settings = json.dumps(told | {"modes": [], "boolean_masks": False})
+        save_file(tensors, BASE / f"{name}.inputs.safetensors", {"settings": settings})
