@@ -17,27 +17,21 @@ import torch
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.step_inputs import Shapes
 
-_FLUX, _HUNYUAN, _WAN = "flux.model:Flux", "hunyuan_video.model:HunyuanVideo", "wan.model:WanModel"
+_FLUX, _WAN = "flux.model:Flux", "wan.model:WanModel"
 NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("Flux", "FluxInpaint", "FluxSchnell", "Flux2"), _FLUX),
-    **dict.fromkeys(("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V"), _HUNYUAN),
-    **dict.fromkeys(("HunyuanVideo15", "HunyuanVideo15_SR_Distilled", "HunyuanImage21", "HunyuanImage21Refiner"), _HUNYUAN),
     **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"), _WAN),
-    **dict.fromkeys(("WAN21_Camera", "WAN22_Camera"), "wan.model:CameraWanModel"),
     "WAN21_Vace": "wan.model:VaceWanModel",
     "WAN22_Animate": "wan.model_animate:AnimateWanModel",
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
     "WAN21_SCAIL": "wan.model:SCAILWanModel",
     "WAN21_SCAIL2": "wan.model:SCAIL2WanModel",
-    **dict.fromkeys(("CogVideoX_T2V", "CogVideoX_I2V", "CogVideoX_Inpaint"), "cogvideo.model:CogVideoXTransformer3DModel"),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), "cosmos.predict2:MiniTrainDIT"),
     **dict.fromkeys(("HunyuanDiT", "HunyuanDiT1"), "hydit.models:HunYuanDiT"),
-    **dict.fromkeys(("Kandinsky5", "Kandinsky5Image"), "kandinsky5.model:Kandinsky5"),
     "ZImage": "lumina.model:NextDiT",
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
     "Anima": "anima.model:Anima",
     "HiDream": "hidream.model:HiDreamImageTransformer2DModel",
-    "Ideogram4": "ideogram4.model:Ideogram4Transformer2DModel",
     "Krea2": "krea2.model:SingleStreamDiT",
     "LTXAV": "lightricks.av_model:LTXAVModel",
     "LTXV": "lightricks.model:LTXVModel",

@@ -38,15 +38,12 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
     **dict.fromkeys(("k6_magcache", "prism_attention", "prism_sparsity", "prism_cdf_threshold"), frozenset()),
     "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
-    # The next step's time, for models with mean flow.
-    **dict.fromkeys(
-        ("sigmas", "sample_sigmas"), frozenset({"HunyuanVideo15", "HunyuanVideo15_SR_Distilled", "HunyuanImage21"})
-    ),
+    **dict.fromkeys(("sigmas", "sample_sigmas"), frozenset()),
     "rope_options": frozenset(
         {
             *("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "ZImage"),
-            *("Kandinsky5", "Kandinsky5Image", "WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
-            *("WAN21_FlowRVS", "WAN21_Camera", "WAN22_Camera", "WAN21_Vace", "WAN22_Animate", "WAN_Animate2"),
+            *("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
+            *("WAN21_FlowRVS", "WAN21_Vace", "WAN22_Animate", "WAN_Animate2"),
             *("WAN21_SCAIL", "WAN21_SCAIL2"),
         }
     ),

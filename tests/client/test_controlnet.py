@@ -35,7 +35,7 @@ pytestmark = pytest.mark.threads
 TOLERANCE = 1e-5
 PATIENCE = 20.0
 """Seconds after which a run that should have ended counts as hanging."""
-NAMES = ("flux-dev", "flux-kontext", "sd3.5-large", "sd3.5-medium", "qwen-image", "hunyuan-video")
+NAMES = ("flux-dev", "flux-kontext", "sd3.5-large", "sd3.5-medium", "qwen-image")
 CASES = [case for case in all_cases() if case.name in NAMES]
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 BOTH = {DOUBLE: "controlnet_block_samples", SINGLE: "controlnet_single_block_samples"}
@@ -43,7 +43,6 @@ DIFFUSERS = {
     "flux": BOTH,
     "sd3": {DOUBLE: "block_controlnet_hidden_states"},
     "qwen-image": {DOUBLE: "controlnet_block_samples"},
-    "hunyuan-video": {DOUBLE: None, SINGLE: None},
 }
 """Family -> block list -> the argument of diffusers' forward, a list with one tensor for each block; None: it has none, and
 they are added to the image that a block gives."""

@@ -10,7 +10,10 @@ LIMIT, IN_PATCHES = 2e-5, 5e-6
 DEFAULT = "lens", "chroma_radiance", "wan_s2v"
 OTHERS = (
     *("omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"),
-    *("ernie-image", "longcat-image", "longcat-image-edit", "chroma", "lumina2"),
+    *("ernie-image", "longcat-image", "longcat-image-edit", "chroma", "lumina2", "ideogram4"),
+    *("kandinsky-5-video", "kandinsky-5-image", "cogvideox-5b", "cogvideox-1.5", "cogvideox-1.5-i2v", "wan-2.2-camera"),
+    *("hunyuan-video", "hunyuan-video-i2v", "hunyuan-video-1.5", "hunyuan-video-1.5-sr"),
+    *("hunyuan-image-2.1", "hunyuan-image-2.1-distilled", "hunyuan-image-2.1-refiner"),
 )
 CLASSES = *DEFAULT, *OTHERS
 FAR = {"zimage_pixel": 2, "chroma": 0.6}

@@ -61,8 +61,6 @@ NEEDED = {
     "hidream-i1": ("encoder_hidden_states_llama3",),
     "hunyuan-dit": ("text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5", "image_meta_size"),
     "pixart": ("c_size", "c_ar"),
-    "cogvideox": ("ofs",),
-    "cogvideox-1.5": ("ofs",),
     "wan-vace": ("vace_context", "vace_strength"),
     "seedvr2": ("condition",),
 }

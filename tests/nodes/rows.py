@@ -119,12 +119,9 @@ OPTIONS = rows(
 """Entries of transformer_options, for a native model that does not read them."""
 ROPE_REFUSED = "ZImage WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
 ROPE_PASSED = (
-    "Flux FluxInpaint FluxSchnell Flux2 Kandinsky5 Kandinsky5Image WAN21_T2V WAN21_I2V "
-    "WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN21_Camera WAN22_Camera WAN21_Vace WAN22_Animate"
+    "Flux FluxInpaint FluxSchnell Flux2 WAN21_T2V WAN21_I2V "
+    "WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN21_Vace WAN22_Animate"
 )
-MEAN_FLOW = "HunyuanVideo15 HunyuanVideo15_SR_Distilled HunyuanImage21"
-NO_MEAN_FLOW = "HunyuanVideo HunyuanVideoI2V HunyuanVideoSkyreelsI2V HunyuanImage21Refiner"
-"""Classes whose native model could have it, and whose files do not, or that are told to leave it out."""
 READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
     "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
@@ -141,9 +138,6 @@ READ: Mapping[str, Rows] = {
     "block_index": rows(harmless="Krea2"),
     # Where the native model splits a batch by it, and each entry gets its own text all the same.
     "cond_or_uncond": rows(harmless="SeedVR2"),
-    # Only models with a second time step, the next one, read them.
-    "sigmas": rows(passed=MEAN_FLOW, harmless=NO_MEAN_FLOW),
-    "sample_sigmas": rows(passed=MEAN_FLOW, harmless=NO_MEAN_FLOW),
 }
 """Entry of transformer_options -> class of supported_models whose native model reads it -> outcome there."""
 READ_BESIDE = {
@@ -269,9 +263,6 @@ CONDITIONING: Mapping[str, Rows] = {
         harmless="clip_fea",
         refused="context_latents reference_latent time_dim_concat y",
     ),
-    "wan-camera": rows(
-        passed="camera_conditions", harmless="clip_fea", refused="context_latents reference_latent time_dim_concat y"
-    ),
     "wan-scail": rows(
         passed="clip_fea pose_latents ref_mask_flag ref_mask_latents reference_latent sam_latents",
         refused="context_latents time_dim_concat y",
@@ -287,23 +278,10 @@ CONDITIONING: Mapping[str, Rows] = {
         computed="audio_denoise_mask denoise_mask",
         refused="attention_mask generated_keyframes y",
     ),
-    "hunyuan-video": rows(passed="attention_mask guidance y", refused="guiding_frame_index ref_latent"),
-    "hunyuan-video-1.5": rows(
-        passed="clip_fea disable_time_r txt_byt5",
-        harmless="guidance y",
-        refused="attention_mask guiding_frame_index ref_latent",
-    ),
-    "hunyuan-image-2.1": rows(passed="guidance txt_byt5", refused="attention_mask y"),
-    "hunyuan-image-2.1-refiner": rows(harmless="disable_time_r guidance txt_byt5", refused="attention_mask y"),
-    "kandinsky-5-video": rows(passed="time_dim_replace y", harmless="attention_mask"),
-    "kandinsky-5-image": rows(passed="y", harmless="attention_mask", refused="time_dim_replace"),
-    "ideogram-4": rows(passed="attention_mask", refused="y"),
     "hidream-i1": rows(passed="encoder_hidden_states_llama3 image_cond y"),
     "anima": rows(refused="t5xxl_ids t5xxl_weights y"),
     "cosmos-predict2": rows(computed="denoise_mask", harmless="fps", refused="y"),
     "seedvr2": rows(passed="condition", refused="y"),
-    "cogvideox": rows(harmless="ofs", refused="y"),
-    "cogvideox-1.5": rows(passed="ofs", refused="y"),
 }
 """Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""
 

@@ -98,8 +98,6 @@ def guiding(words: int, text_first: bool):
     [
         ("flux-dev", Degrees(pipe=2), ("transformer_blocks.1", "single_transformer_blocks.4")),
         ("sd3.5-medium", Degrees(batch=2), ("transformer_blocks.0", "transformer_blocks.3")),
-        # The first and the last of lists that make whole tensors of ranks' own.
-        ("hunyuan-video", Degrees(ulysses=2), ("transformer_blocks.2", "single_transformer_blocks.0")),
         ("hunyuan-dit-1.2", Degrees(pipe=2), ("blocks.1", "blocks.3", "blocks.6")),  # where long skips begin and end
         ("flux-dev", Degrees(tensor=2), ("single_transformer_blocks.2",)),
     ],
@@ -124,7 +122,6 @@ def test_skipped_blocks_give_out_what_they_are_given(pools, made, name, degrees,
         ("flux-dev", Degrees(batch=2)),
         ("flux-dev", Degrees(tensor=2)),
         ("krea2", Degrees(ring=2)),
-        ("hunyuan-video", Degrees(ulysses=2)),
     ],
     ids=str,
 )

@@ -173,7 +173,15 @@ def _found(
     if error is not None:
         if call.named.get(CONTROL):
             raise ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
-        raise ValueError(f"model_name: ComfyUI's class {own.name} does not run in a trial ({error}).")
+        text = call.named.get("context")
+        encoder = ""
+        if isinstance(text, torch.Tensor):
+            encoder = (
+                f" Its text has width {text.shape[-1]}: another model's text encoder, or type in CLIPLoader, gives another."
+            )
+        raise ValueError(
+            f"positive, negative: ComfyUI's class {own.name} does not run with this prompt and latent_image ({error}).{encoder}"
+        )
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
     if why := why_not_apart(own, model, kept, calls):
         return Found(Proof((), why, why, why, tensor=why))

@@ -1,6 +1,6 @@
 """What Flux.1, Flux.2 and Ovis-Image share: block names, key maps, tensor plans, sizes, arguments.
 
-HunyuanVideo and HunyuanImage have the same blocks (parts/hunyuan.py). Key layouts: black-forest-labs/flux (which ComfyUI's
+Key layouts: black-forest-labs/flux (which ComfyUI's
 files use) and diffusers'.
 """
 

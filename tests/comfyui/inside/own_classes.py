@@ -49,8 +49,8 @@ MODES = {
 
 def main(results: Results, names: list[str]) -> None:
     for name in names:
-        write(name)
         with detecting(detected(name)), sharing_small_lists():
+            write(name)
             sampled_in_every_mode(results, name)
             if name in MORE:
                 sampled_in_every_mode(results, name, MORE[name])

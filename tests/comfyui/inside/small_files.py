@@ -3,13 +3,15 @@
 import json
 
 from boot import BASE, Results, torch
+from families import detecting
 from safetensors.torch import save_file
 from small_models import detected, latent, prompts, write
 
 
 def main(_results: Results, names: list[str], more_blocks: int = 0) -> None:
     for name in names:
-        write(name, more_blocks)
+        with detecting(detected(name)):
+            write(name, more_blocks)
         plain, tensors = {}, {"latent": latent(name)}
         for sign, [(text, extras)] in zip(("positive", "negative"), prompts(name), strict=True):
             tensors[f"{sign}.text"] = text
