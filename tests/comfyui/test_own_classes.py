@@ -16,26 +16,28 @@ OTHERS = (
     *("hunyuan-image-2.1", "hunyuan-image-2.1-distilled", "hunyuan-image-2.1-refiner"),
 )
 CLASSES = *DEFAULT, *OTHERS
-FAR = {"zimage_pixel": 2, "chroma": 0.6}
+FAR = {"zimage_pixel": 2, "chroma": 0.6, "hunyuan-video": 0.4}
 """Decoders of pixels, and modulations of many layers, make ten times as much of a difference."""
+AT_FIRST_SIGMA = {"cogvideox-5b": 5e-5, "cogvideox-1.5": 5e-5, "cogvideox-1.5-i2v": 5e-5}
+"""Their latents are multiplied by a first sigma of 4518, and a batch of one rounds in another way than one of two."""
+ALWAYS_EXACT = "hunyuan-video-1.5-sr", "hunyuan-image-2.1-distilled"
+"""They are told the next step's time, so that each step is another conditioning."""
 UNETS = "SD15", "SDXL"
 OF_TOKENS = "ulysses", "ring", "ulysses and stages", "tensor and ring"
-"""With sound, which is added frame by frame and which no rank has whole, these are refused."""
-FULL_IN_PATCHES = "z-image", "lumina2", "qwen-image-edit"
+"""Refused with wan_humo's sound, which its blocks add frame by frame: no rank has a frame whole."""
 SOUND_TOO = "minimax-h3", "ltx-2.3"
-MEAN_FLOW = "hunyuan-video-1.5-sr"
 
 
-@pytest.mark.parametrize("name", [*SOUND_TOO, pytest.param(MEAN_FLOW, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", SOUND_TOO)
 def test_a_file_of_a_family_by_its_own_class(inside, base, name):
-    """Video and sound, text that passes ComfyUI's own layers first, objects and masks in a call; sigmas."""
+    """Video and sound, text that passes ComfyUI's own layers first, objects and masks in a call."""
     save_case(next(case for case in CASES if case.name == name), base)
     found, _ = inside.run("own_class_families", names=[name])
-    for mode in ("stages", "split batch", "ulysses", "ring", *(("tensor", "tensor and ring") if name in SOUND_TOO else ())):
+    for mode in ("stages", "split batch", "ulysses", "ring", "tensor", "tensor and ring"):
         assert found[f"{name}, {mode}"].get("share", 1) <= LIMIT, (mode, found[f"{name}, {mode}"])
     # H3's file has references and keyframes, which its family has in another order: bands have other ones of them.
     limit = 5e-3 if name == "minimax-h3" else IN_PATCHES
-    for kind in ("PipeFusion", "displaced patches") if name in SOUND_TOO else ():
+    for kind in ("PipeFusion", "displaced patches"):
         exact, beside = (found[f"{name}, {kind}{case}"] for case in (" with all steps exact", " beside the family"))
         assert exact.get("share", 1) <= LIMIT, exact
         assert beside.get("share", 1) <= limit, beside
@@ -43,7 +45,7 @@ def test_a_file_of_a_family_by_its_own_class(inside, base, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["flux-fill", *(pytest.param(name, marks=pytest.mark.full) for name in ("z-image", "lumina2", "qwen-image-edit"))],
+    ["flux-fill", *(pytest.param(name, marks=pytest.mark.full) for name in ("z-image", "qwen-image-edit"))],
 )
 def test_a_file_in_patches_equals_its_family(inside, base, name):
     """Both with the same old keys of other patches, extrapolated and corrected in the same way; ComfyUI adds channels,
@@ -61,9 +63,9 @@ def test_a_file_in_patches_equals_its_family(inside, base, name):
 def test_a_unet_by_split_batch(inside, name):
     found, _ = inside.run("own_classes", names=[name])
     for mode in ("one rank", "split batch"):
-        assert found[f"{name}, pooled_output, {mode}"] <= LIMIT, (mode, found[f"{name}, pooled_output, {mode}"])
+        assert found[f"{name}, {mode}"] <= LIMIT, (mode, found[f"{name}, {mode}"])
     for mode in ("stages", "tensor", "ulysses", "ring", "ulysses and stages"):
-        assert "runs as ComfyUI's own class, by split_batch_degree alone" in found[f"{name}, pooled_output, {mode}"]["error"]
+        assert "runs as ComfyUI's own class, by split_batch_degree alone" in found[f"{name}, {mode}"]["error"]
     assert found[f"{name}, all-in-one file"] <= LIMIT, found[f"{name}, all-in-one file"]
     for case in ("LoRA", "Parallelize Model"):
         assert found[f"{name}, {case}"]["share"] <= LIMIT
@@ -74,7 +76,9 @@ def refusal(name: str, mode: str, with_sound: bool) -> str:
     """What the mode's error has in it, if the class does not run so."""
     if name == "wan_dancer" and mode.startswith("tensor"):
         return "cannot be shared out"
-    if (name == "chroma_radiance" and "exact" in mode) or (with_sound and mode in OF_TOKENS):
+    if name == "wan_dancer" and with_sound and "exact" in mode:
+        return "it does not run in a trial of cut tokens"
+    if (name == "chroma_radiance" and "exact" in mode) or (with_sound and ("exact" in mode or mode in OF_TOKENS)):
         return "it does not run where its tokens are cut" if with_sound else "patches"
     return ""
 
@@ -84,11 +88,9 @@ def test_equals_the_native_model(inside, name):
     found, _ = inside.run("own_classes", names=[name])
     for case, share in found.items():
         _, *more, mode = case.split(", ")
-        if more and "exact" in mode:
-            continue  # its sound goes with no patch
         if error := refusal(name, mode, bool(more)):
             assert error in share["error"], (case, share)
-        elif "one exact step" in mode:
+        elif "one exact step" in mode and name not in ALWAYS_EXACT:
             assert LIMIT < share <= FAR.get(name, 0.2), (case, share)
         else:
-            assert share <= LIMIT, (case, share)
+            assert share <= AT_FIRST_SIGMA.get(name, LIMIT), (case, share)

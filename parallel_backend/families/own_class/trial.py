@@ -173,15 +173,11 @@ def _found(
     if error is not None:
         if call.named.get(CONTROL):
             raise ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
-        text = call.named.get("context")
-        encoder = ""
+        text, encoder = call.named.get("context"), ""
         if isinstance(text, torch.Tensor):
-            encoder = (
-                f" Its text has width {text.shape[-1]}: another model's text encoder, or type in CLIPLoader, gives another."
-            )
-        raise ValueError(
-            f"positive, negative: ComfyUI's class {own.name} does not run with this prompt and latent_image ({error}).{encoder}"
-        )
+            encoder = f" Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."
+        what = f"ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."
+        raise ValueError(f"positive, negative: {what}{encoder}")
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
     if why := why_not_apart(own, model, kept, calls):
         return Found(Proof((), why, why, why, tensor=why))

@@ -103,6 +103,7 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
     "WAN22_WanDancer": {"num_layers": 2},
     "QwenImage": {"num_layers": 2},
     "QwenImage21": {"num_layers": 2},
+    "Kandinsky5Image": {"axes_dims": [32, 48, 48]},
     "Krea2": {"layers": 2},
     "LTXAV": {"num_layers": 2},
     "MiniMaxH3": {"num_layers": 2},
