@@ -308,7 +308,10 @@ def _open_folder(path: Path) -> Checkpoint:
     of_class = (family for family in FAMILIES.values() if kind in (family.model_class, family.file.folder.older_class))
     family = next((family for family in of_class if family.file.folder.takes(config)), None)
     if family is None:
-        raise ValueError(f"model_name: {short(path.name)} is a {short(kind)}, which this version does not know.")
+        raise ValueError(
+            f"model_name: {short(path.name)} is a diffusers folder with a {short(kind)}, which is not read. Load the "
+            "model's single file, as ComfyUI has it."
+        )
     entries, stated = read_folder(path)
     entries = with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
     config = _constructor_arguments(short(path.name), family, config, len(entries))

@@ -351,8 +351,8 @@ REFUSALS = {
     "an object": "says that its axes_dims_rope is",
     "a long list": "says that its axes_dims_rope is",
     "deep": "no readable config.json",
-    "a class that is no text": "which this version does not know",
-    "a list for a class": "which this version does not know",
+    "a class that is no text": "which is not read",
+    "a list for a class": "which is not read",
     "long": "no readable config.json",
 }
 """What each of CONFIGS is refused with."""

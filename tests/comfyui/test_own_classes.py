@@ -74,12 +74,14 @@ def test_a_unet_by_split_batch(inside, name):
 
 def refusal(name: str, mode: str, with_sound: bool) -> str:
     """What the mode's error has in it, if the class does not run so."""
+    if name == "wan_humo" and with_sound and ("exact" in mode or mode in OF_TOKENS):
+        return "it does not run where its tokens are cut"
     if name == "wan_dancer" and mode.startswith("tensor"):
         return "cannot be shared out"
     if name == "wan_dancer" and with_sound and "exact" in mode:
         return "it does not run in a trial of cut tokens"
-    if (name == "chroma_radiance" and "exact" in mode) or (with_sound and ("exact" in mode or mode in OF_TOKENS)):
-        return "it does not run where its tokens are cut" if with_sound else "patches"
+    if name == "chroma_radiance" and "exact" in mode:
+        return "patches"
     return ""
 
 

@@ -58,7 +58,7 @@ def test_folders_of_an_older_diffusers_are_pixart(tmp_path, given):
     "changes", [{"_class_name": "Transformer2DModel", "norm_type": "ada_norm_zero"}, {"_class_name": ...}]
 )
 def test_other_folders_of_that_class_are_refused(tmp_path, changes):
-    with pytest.raises(ValueError, match=r"model_name: folder is a .*, which this version does not know"):
+    with pytest.raises(ValueError, match=r"model_name: folder is a diffusers folder with a .*, which is not read"):
         open_checkpoint(folder_of(ALPHA, tmp_path, **changes))
 
 
