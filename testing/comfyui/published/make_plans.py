@@ -1,7 +1,7 @@
 """Tries published models and makes their plans. Run by serve.py.
 
 A plan is tried at the model's own widths, with a batch of two. That another batch, degree or depth changes nothing is tried
-with a narrower copy.
+with a narrower copy, or as it is if there is none.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ class Making:
 
 
 class Like:
-    """Whether a narrower copy has the same proof. `tensor`: the degree that it is for."""
+    """Whether a narrower copy, or else the class itself, has the same proof. `tensor`: the degree that it is for."""
 
     def __init__(self, making: Making, proof: Proof, cut: bool, tensor: int):
         self.making, self.proof, self.cut, self.tensor = making, proof, cut, tensor
@@ -168,7 +168,7 @@ class Like:
         arguments |= {name: arguments[name] + MORE_BLOCKS for name in more}
         own = dataclasses.replace(making.own, arguments=json.dumps(arguments))
         call = of_batch(making.call, entries) if entries else making.call
-        for narrow, of_narrow, _ in narrowed(own, call, tensor):
+        for narrow, of_narrow, _ in (*narrowed(own, call, tensor), (own, call, 1)):
             try:
                 found = trial(narrow, of_narrow, making.times, sequence=self.cut, bands=self.cut, tensor=tensor)
             except Exception as error:  # of any kind: the class's code, which may count on its own widths
