@@ -37,6 +37,24 @@ class Refines(Banded):
         return h
 
 
+class ProjectsWords(Banded):
+    """As HiDream: words for each block, all of which the class asks for."""
+
+    depth = 6
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device, blocks=self.depth)
+        self.of_words = nn.ModuleList(nn.Sequential(operations.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+    def mixed(self, h, words, emb, t):
+        emb = emb + sum(self.of_words[number](words).mean(1) for number in range(4))
+        return super().mixed(h, words, emb, t)
+
+
+class ProjectsWordsDeep(ProjectsWords):
+    depth = 24
+
+
 class PoolsRefined(Refines):
     def between(self, h, t):
         return h + 0.1 * h.mean(1, keepdim=True)

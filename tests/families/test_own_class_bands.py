@@ -35,6 +35,18 @@ ALONE = OwnLatent(stream=0, before=False, patch=(1, 1, 1), words=False, pads=Tru
 REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behind=True),))
 
 
+def test_of_one_list_all_blocks_are_tried_if_a_class_counts_on_them():
+    """The model's other blocks, however many, are few in the trial."""
+    runs = []
+    for name in ("ProjectsWords", "ProjectsWordsDeep"):
+        polled: list[float] = []
+        found = trial(planted(name), call(), (1.0,), polled.append, bands=True)
+        assert (found.stages, found.sequence, found.bands) == ("", "", "")
+        runs.append(len(polled))
+    assert len(found.blocks) >= 24
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(
     ("name", "latent"),
     [

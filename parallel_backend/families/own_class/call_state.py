@@ -1,7 +1,7 @@
 """Tries whether calls of a class depend on each other, or on what ranks do not get."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnClass
 
-from .block_order import block_lists, likes, shortened
+from .block_order import Likes, block_lists, shortened
 from .building import build
 from .call_arguments import OPTIONS
 from .call_form import run
@@ -34,7 +34,7 @@ def why_not_without_options(model: nn.Module, wholes: Wholes) -> str:
     return ""
 
 
-def why_not_apart(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> str:
+def why_not_apart(own: OwnClass, model: nn.Module, like: Likes, calls: Sequence[Call]) -> str:
     """How calls of the class depend on each other. Empty: they do not. The model's weights are changed."""
     outputs = []
     rewritten: set[str] = set()
@@ -57,9 +57,7 @@ def why_not_apart(own: OwnClass, model: nn.Module, kept: Mapping[str, Sequence[s
     for parameter in model.parameters():
         parameter.mul_(0.7)
     fresh = build(own)
-    if any(len(blocks) < len(list(fresh.get_submodule(name).children())) for name, blocks in kept.items()):
-        lists = block_lists(fresh)
-        shortened(fresh, lists, likes(fresh, lists))
+    shortened(fresh, block_lists(fresh) if like else {}, like)
     for name, module in fresh.named_modules():  # the same memory
         module._parameters.update(model.get_submodule(name)._parameters)
         module._buffers.update(stored_tables(model.get_submodule(name)))

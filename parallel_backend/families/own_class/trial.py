@@ -155,21 +155,19 @@ def _found(
 ) -> Found:
     if own.unet:
         own = narrow_unet(own)
-    model = build(own)
-    lists = {} if own.unet else block_lists(model)
-    like: Likes = likes(model, lists)
-    kept = shortened(model, lists, like)
-    _give_weights(own, model, poll)
-    if LATENTS in call.named:
-        call = with_whole_axes(call, lambda each: error_of(model, each) is None)
-    actual, tried = call, _tried_sizes(call)
-    call, error = _first_that_runs(model, tried)
-    if error is not None:
-        del model
-        model, kept = build(own), lists  # the class counts on all of its blocks
-        like = {name: range(len(names)) for name, names in lists.items()}
+    actual = call
+    in_full = build(own)
+    lists = {} if own.unet else block_lists(in_full)
+    for whole in _counted_on(in_full, lists):
+        model = build(own)
+        like: Likes = likes(model, lists) | {name: range(len(lists[name])) for name in whole}
+        kept = shortened(model, lists, like)
         _give_weights(own, model, poll)
-        call, error = _first_that_runs(model, tried)
+        if LATENTS in call.named:
+            actual = with_whole_axes(actual, lambda each, model=model: error_of(model, each) is None)
+        call, error = _first_that_runs(model, _tried_sizes(actual))
+        if error is None:
+            break
     if error is not None:
         if call.named.get(CONTROL):
             raise ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
@@ -179,7 +177,7 @@ def _found(
         what = f"ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."
         raise ValueError(f"positive, negative: {what}{encoder}")
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
-    if why := why_not_apart(own, model, kept, calls):
+    if why := why_not_apart(own, model, like, calls):
         return Found(Proof((), why, why, why, tensor=why))
     wholes = [(each, each.run(model)) for each in calls]
     options: tuple[str, ...] = ()
@@ -250,11 +248,9 @@ def _at_width(
         return None
     model = build(own)
     lists = block_lists(model)
-    like = likes(model, lists, FEWEST_BLOCKS)
+    like = likes(model, lists, FEWEST_BLOCKS) | {at: each for at, each in found.like.items() if isinstance(each, range)}
     kept = shortened(model, lists, like)
     proof, tried, tried_cut = found.best
-    if any(found.like[at] == range(len(names)) for at, names in lists.items()):
-        return None  # the class counts on all of its blocks
     places = {
         found.kept[at][found.like[at][like[at].index(number)]]: new
         for at, names in kept.items()
@@ -307,6 +303,15 @@ def _values(module: nn.Module) -> int:
 def _worth(proof: Proof, sequence: bool) -> tuple[bool, ...]:
     """What of it counts, first things first."""
     return bool(proof.blocks), not proof.stages, not (sequence and proof.sequence), proof.latent is not None
+
+
+def _counted_on(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    """Lists of which a class may count on all blocks, as they are tried: none, one alone, the smallest first, and all."""
+    yield ()
+    if len(lists) > 1:
+        yield from ((name,) for name in sorted(lists, key=lambda name: _values(model.get_submodule(name))))
+    if lists:
+        yield tuple(lists)
 
 
 def _tried_sizes(call: Call) -> list[Call]:
