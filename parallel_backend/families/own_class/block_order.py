@@ -51,11 +51,11 @@ def choices(
         yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
 
 
-def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> Likes:
+def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> dict[str, Sequence[int]]:
     """Which blocks are tried: the first ones of a list, its last, and between them the first of each kind, by the names and
     sizes of its parameters. `most`: of a list whose blocks are all of a kind."""
     first = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1) - 1
-    found = {}
+    found: dict[str, Sequence[int]] = {}
     for name, blocks in lists.items():
         kinds = [_parameters(model.get_submodule(block)) for block in blocks]
         like: list[int] = []

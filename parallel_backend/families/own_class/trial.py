@@ -6,6 +6,7 @@ list. Tensors are drawn with the shapes of the call; numbers, words and whole nu
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,11 +161,11 @@ def _found(
     lists = {} if own.unet else block_lists(in_full)
     for whole in _counted_on(in_full, lists):
         model = build(own)
-        like: Likes = likes(model, lists) | {name: range(len(lists[name])) for name in whole}
+        like = likes(model, lists) | {name: range(len(lists[name])) for name in whole}
         kept = shortened(model, lists, like)
         _give_weights(own, model, poll)
         if LATENTS in call.named:
-            actual = with_whole_axes(actual, lambda each, model=model: error_of(model, each) is None)
+            actual = with_whole_axes(actual, functools.partial(_runs, model))
         call, error = _first_that_runs(model, _tried_sizes(actual))
         if error is None:
             break
@@ -327,9 +328,13 @@ def _first_that_runs(model: nn.Module, calls: Sequence[Call]) -> tuple[Call, Exc
     return call, error
 
 
+def _runs(model: nn.Module, call: Call) -> bool:
+    return error_of(model, call) is None
+
+
 def _of_another_size(model: nn.Module, call: Call) -> Call:
     """The call with fewer words or a smaller latent: text and picture may have as many tokens in `call`."""
     words = words_of(call)
     side, fewer = call.longest, max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
-    return drawn(next((other for other in others if error_of(model, other) is None), call), 1)
+    return drawn(next((other for other in others if _runs(model, other)), call), 1)
