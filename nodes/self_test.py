@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import comfy.model_management
@@ -12,12 +13,14 @@ import folder_paths
 from parallel_backend.acceptance.document import document_of, dumps
 from parallel_backend.acceptance.kit import run
 from parallel_backend.acceptance.report import describe, verdict
-from parallel_backend.acceptance.session import Host, Settings, at_least_two
+from parallel_backend.acceptance.session import Host, OwnModel, Settings, at_least_two
 from parallel_backend.client.registry import registry
+from parallel_backend.families.own_class.family import OwnClassFamily
 
-from .model.call_checks import check_has_family
 from .model.diffusion_model import remote_stub
 from .model.native_model import native_model
+from .model.own_calls import times_of
+from .model.patcher import RemoteModelPatcher
 from .ui.devices import check_one_kind_of_devices, is_auto, possible_devices
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
@@ -71,13 +74,11 @@ class ParallelSelfTest:
         return float("nan")  # equal to nothing: ComfyUI runs the node at every prompt
 
     def look(self, devices, model=None):
-        path = None
+        path, own = None, None
         if model is not None:
-            stub = remote_stub(model)
-            check_has_family(stub.setup, "Parallel Self-Test tries the files of", "Leave the input model empty.")
-            path = stub.checkpoint.path
+            path, own = remote_stub(model).checkpoint.path, own_model(model)
         chosen = possible_devices(devices)
-        settings = Settings(at_least_two(chosen) if is_auto(devices) else chosen, path)
+        settings = Settings(at_least_two(chosen) if is_auto(devices) else chosen, path, own)
         comfy.model_management.unload_all_models()
         registry().close()  # running ranks would share the GPUs with the ranks that the self-test starts
         comfy.model_management.soft_empty_cache()
@@ -92,6 +93,23 @@ class ParallelSelfTest:
         document = document_of(settings, results, time.perf_counter() - started)
         report = f"{describe(document)}\n{save(dumps(document))}"
         return {"ui": show_report(report, verdict(document)), "result": (report, json.dumps(document))}
+
+
+def own_model(model: RemoteModelPatcher) -> OwnModel | None:
+    """How a MODEL that runs as ComfyUI's own class is called. None: a family computes it. ValueError if it has not been
+    called yet."""
+    stub = remote_stub(model)
+    if stub.setup.own_class is None:
+        return None
+    family = stub.checkpoint.family
+    assert isinstance(family, OwnClassFamily)
+    if family.call is None:
+        raise ValueError(
+            f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, which is tested with its last call. Sample "
+            "with it once before, or leave this input empty."
+        )
+    sampling = model.get_model_object("model_sampling")
+    return OwnModel(replace(stub.setup.own_class, blocks=(), latent=None), family.call, times_of(sampling))
 
 
 def save(document: str) -> str:

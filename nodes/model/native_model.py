@@ -10,6 +10,8 @@ import torch
 from parallel_backend.acceptance.findings import NotLookedAt
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.sampling import Predict
+from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of
+from parallel_backend.families.own_class.family import OwnClassFamily
 
 NATIVE_NAMES = {"context": "context", "pooled": "y", "guidance": "guidance"}
 """Conditioning tensor -> argument of ComfyUI's model call. Families with other tensors are not compared."""
@@ -24,7 +26,10 @@ def native_model(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> It
     """
     if checkpoint.path.suffix not in READABLE:
         raise NotLookedAt("ComfyUI's own loader reads single safetensors files alone")
-    if others := tensors.keys() - NATIVE_NAMES.keys():
+    by_class = isinstance(checkpoint.family, OwnClassFamily)
+    if by_class and checkpoint.family.patching.companion is not None:
+        raise NotLookedAt("the node calls ComfyUI's model with one latent alone")
+    if not by_class and (others := tensors.keys() - NATIVE_NAMES.keys()):
         raise NotLookedAt(f"a {checkpoint.family.name} model needs {', '.join(sorted(others))}, which a node would make")
     try:
         patcher = comfy.sd.load_diffusion_model(str(checkpoint.path))
@@ -35,7 +40,11 @@ def native_model(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> It
 
     @torch.inference_mode()
     def predict(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        conditioning = {NATIVE_NAMES[name]: tensor.to(device, dtype) for name, tensor in tensors.items()}
+        if by_class:  # as ComfyUI has given them to it
+            given = {name: tensor.to(device) for name, tensor in tensors.items()}
+            conditioning = {OPTIONS: {}} | from_tensors(given, structure_of(tensors))
+        else:
+            conditioning = {NATIVE_NAMES[name]: tensor.to(device, dtype) for name, tensor in tensors.items()}
         try:
             output = patcher.model.diffusion_model(x.to(device, dtype), timestep.to(device).float(), **conditioning)
         except (TypeError, RuntimeError) as error:  # the model needs other arguments, or memory is short

@@ -3,21 +3,27 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.families.own_class.example import one_entry, with_example
+from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
+from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.families.own_class.trial import trial
 from parallel_backend.wire.sampling import RunStats
 
 from . import tiny_model
 from .findings import Findings, NotLookedAt
-from .session import SelfTestSession
+from .session import OwnModel, SelfTestSession
 
 TOKENS = {True: 4096, False: 256}
 """Image tokens on GPUs (True), and on CPU ranks."""
@@ -38,10 +44,12 @@ class Problem:
     noise: torch.Tensor | Latents
     tensors: dict[str, torch.Tensor]
     steps: int
+    timestep: float = 1.0
+    """The model's at sigma 1."""
 
     @property
     def prompt(self) -> Prompt:
-        return Prompt(self.tensors, self.tensors, 1.0)
+        return Prompt(self.tensors, self.tensors, 1.0, self.timestep)
 
 
 def problem_of(checkpoint: Checkpoint, tokens: int, steps: int) -> Problem:
@@ -57,6 +65,25 @@ def problem_of(checkpoint: Checkpoint, tokens: int, steps: int) -> Problem:
         return Problem(noise, family.inputs.example(config, TEXT_TOKENS), steps)
 
 
+def tried(session: SelfTestSession, model: OwnModel, path: Path) -> tuple[Checkpoint, Proof]:
+    """The checkpoint of a class, with its call as the family's example, and what a trial shows for all of the devices."""
+    call, world = one_entry(model.call), session.world
+    proof = trial(model.own, call, model.times, lambda _share: session.poll(), world > 1, world > 1, world)
+    own = replace(model.own, blocks=proof.blocks, latent=proof.latent)
+    checkpoint = open_own_class(path, own)
+    family = replace(with_example(own_class_family(own), call), file=checkpoint.family.file)
+    return replace(checkpoint, family=family), proof
+
+
+def problem_of_class(checkpoint: Checkpoint, model: OwnModel, steps: int) -> Problem:
+    """The call that the class was tried for, of its own size, with other noise."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        latents = checkpoint.family.noise((1, *model.call.latents[0].shape[1:]))
+    noise = latents[0] if len(latents) == 1 else latents
+    return Problem(noise, checkpoint.family.example(checkpoint.config, 0), steps, model.times[0])
+
+
 def modes_of(world: int) -> list[Degrees]:
     """One rank, then the modes of all ranks for one picture: exact modes first."""
     several = [Degrees(ulysses=world), Degrees(ring=world), Degrees(tensor=world), Degrees(pipe=world)]
@@ -67,9 +94,14 @@ def look_at_model_file(session: SelfTestSession, findings: Findings) -> None:
     settings = session.settings
     if settings.model is None:
         raise NotLookedAt("no model was named")
-    checkpoint = open_checkpoint(settings.model)
+    proof: Proof | None = None
+    if settings.own is None:
+        checkpoint = open_checkpoint(settings.model)
+        problem = problem_of(checkpoint, settings.tokens or TOKENS[settings.on_gpus], settings.steps)
+    else:
+        checkpoint, proof = tried(session, settings.own, settings.model)
+        problem = problem_of_class(checkpoint, settings.own, settings.steps)
     dtype = resolve_dtype("default", checkpoint.dtype, settings.devices, checkpoint.family.half_dtypes(checkpoint.config))
-    problem = problem_of(checkpoint, settings.tokens or TOKENS[settings.on_gpus], settings.steps)
     findings.note("file", checkpoint.path.name)
     findings.note("family", checkpoint.family.name)
     findings.note("weight_dtype", dtype)
@@ -96,6 +128,8 @@ def look_at_model_file(session: SelfTestSession, findings: Findings) -> None:
         findings.leave_out("the same model without ranks", str(why))
     for degrees in modes_of(session.world):
         with findings.of(str(degrees)):  # which is left out where the model cannot be cut so, or does not fit
+            if proof is not None:
+                proof.check(degrees, checkpoint.path.name)
             note(str(degrees), *_on_ranks(session, checkpoint, degrees, dtype, problem))
 
 
@@ -123,14 +157,17 @@ def _on_ranks(
     started = time.perf_counter()
     session.ranks(degrees.world)
     loading = time.perf_counter()
-    model = session.load(degrees, dtype, checkpoint.path)
+    family = checkpoint.family
+    own = family.own if isinstance(family, OwnClassFamily) else None
+    model = session.load(degrees, dtype, checkpoint.path, own=own)
+    in_bands = degrees.pipe > 1 and (own is None or own.latent is not None)
     loaded = time.perf_counter()
     stats: list[RunStats] = []
 
     def sample(steps: int) -> torch.Tensor:
         nonlocal stats
         inputs = model, problem.noise, linear_sigmas(steps), problem.prompt
-        if degrees.pipe > 1:
+        if in_bands:
             latent, stats = sample_in_bands(*inputs, 2 * degrees.pipe, 1, session.poll)
         else:
             latent = sample_whole(*inputs, session.poll)
@@ -147,7 +184,7 @@ def _on_ranks(
         "waited_seconds": [round(rank.wait_seconds, 3) for rank in stats],
         "sent_bytes": [sum(rank.bytes_sent.values()) for rank in stats],
     }
-    return latent, degrees.pipe == 1, figures
+    return latent, not in_bands, figures
 
 
 def _timed(sample: Callable[[int], torch.Tensor], steps: int) -> tuple[torch.Tensor, float]:

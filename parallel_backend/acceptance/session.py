@@ -22,7 +22,9 @@ from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
+from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
@@ -42,12 +44,23 @@ def at_least_two(devices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class OwnModel:
+    """A model that runs as ComfyUI's own class: the class, a call of it, and times of a run, the first one first."""
+
+    own: OwnClass
+    call: Call
+    times: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Settings:
     """The inputs of a self-test."""
 
     devices: tuple[str, ...]
     model: Path | None = None
     """The user's checkpoint, with which one rank and all ranks sample. None: no such check."""
+    own: OwnModel | None = None
+    """How that checkpoint is called, if no family computes it."""
     tokens: int | None = None
     """Image tokens for the user's model. None: 4,096 on GPUs, which is Flux at 1024 x 1024, and 256 on CPU ranks."""
     steps: int = STEPS
@@ -162,12 +175,14 @@ class SelfTestSession:
         path: Path | None = None,
         attention: str = "auto",
         graphs: bool = False,
+        own: OwnClass | None = None,
     ) -> RemoteTransformer:
-        """A model on the first ranks, in place of their present one. `path` None: the tiny model, by its class.
+        """A model on the first ranks, in place of their present one. `path` None: the tiny model, by its class. `own`: the
+        class by which ranks run `path`.
 
         ValueError if the model does not allow the degrees, or does not fit.
         """
-        setup = self.setup(degrees, dtype, path, attention, graphs)
+        setup = self.setup(degrees, dtype, path, attention, graphs, own)
         open_setup(setup).check_degrees(degrees)  # a refusal by the ranks would end them
         if setup != self._loaded:
             self._registry.unload()
@@ -181,9 +196,10 @@ class SelfTestSession:
         path: Path | None = None,
         attention: str = "auto",
         graphs: bool = False,
+        own: OwnClass | None = None,
     ) -> Setup:
-        """A model on the first ranks, cut evenly. `path`, ValueError: see `load`."""
-        own = tiny_model.tried(degrees.tensor) if path is None else None
+        """A model on the first ranks, cut evenly. `path`, `own`, ValueError: see `load`."""
+        own = tiny_model.tried(degrees.tensor) if path is None else own
         devices = self.settings.devices[: degrees.world]
         path = path or self.tiny_file
         return Setup(path, dtype, devices, degrees, attention, "even", cuda_graphs=graphs, own_class=own)

@@ -92,7 +92,6 @@ def test_a_lora_does_what_it_does_natively(found, model, mode):
             "ValueError: model: with a pipefusion_degree of 1 PipeFusion works for models that Parallel DiT computes itself",
         ),
         ("Parallel Doctor without a prompt", "ValueError: positive: aura.safetensors runs as ComfyUI's own class"),
-        ("Parallel Self-Test", "ValueError: model: Parallel Self-Test tries the files of models that"),
     ],
 )
 def test_what_it_does_not_do_is_refused_by_name(found, case, begins):

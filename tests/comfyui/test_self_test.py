@@ -54,6 +54,17 @@ def test_comfyuis_own_model_is_run_beside_the_ranks(looked, file, measured):
     assert exact >= EXACT
 
 
+def test_a_model_by_its_own_class_is_tested_with_its_last_call(looked):
+    found = looked["own class"]
+    assert "error" not in found, found.get("traceback")
+    assert found["refusal"].startswith("model: tiny.safetensors runs as ComfyUI's own class, which is tested with its last")
+    _, model = found["document"]["checks"]
+    assert model["status"] == "passed", found["text"]
+    _native, *runs = model["figures"]["runs"]
+    assert len(runs) == 5 and min(run["dB"] for run in runs[:-1]) >= EXACT, model
+    assert "2 ranks" in found["trace"] or "rank 0" in found["trace"], found["trace"]
+
+
 def self_test() -> dict:
     graph = Graph()
     graph.add("ParallelSelfTest", devices="cpu,cpu")

@@ -3,7 +3,8 @@
 import json
 from unittest.mock import patch
 
-from boot import BASE, Results, node, nodes, parallel
+import torch
+from boot import BASE, Results, by_own_class, ksampler, node, nodes, outputs_of, parallel
 
 FILES = ("tiny.safetensors", "tiny-sd3.safetensors")
 CHECKS = ("system", "model file")
@@ -15,8 +16,7 @@ def main(results: Results) -> None:
 
     kind = nodes.NODE_CLASS_MAPPINGS["ParallelSelfTest"]
 
-    def look(name: str) -> dict:
-        model = parallel(name)
+    def look(model) -> dict:
         pool = registry().pool_for(("cpu", "cpu"), lambda: None)
         chosen = patch.object(kit, "CHECKS", {check: kit.CHECKS[check] for check in CHECKS})
         with chosen, patch.dict(model_file.TOKENS, {False: 64}):
@@ -33,5 +33,21 @@ def main(results: Results) -> None:
             "again": list(again[0][0].shape),
         }
 
+    def own_class() -> dict:
+        """Before its first call, and after it."""
+        model = by_own_class(parallel, FILES[0], 1, devices="cpu")
+        try:
+            look(model)
+        except ValueError as refusal:
+            said = str(refusal)
+        g = torch.Generator().manual_seed(0)
+        shape = model.model.diffusion_model.checkpoint.shape
+        text, pooled = (shape(layer)[1] for layer in ("txt_in.weight", "vector_in.in_layer.weight"))
+        prompt = [[torch.randn(1, 9, text, generator=g), {"pooled_output": torch.randn(1, pooled, generator=g)}]]
+        ksampler(model, (prompt, prompt), torch.zeros(1, 16, 16, 16), cfg=1.0, steps=1)
+        trace = outputs_of("ParallelTrace", 800, "of_a_class")["result"][1]
+        return look(model) | {"refusal": said, "trace": trace}
+
     for name in FILES:
-        results.case(name, lambda name=name: look(name))
+        results.case(name, lambda name=name: look(parallel(name)))
+    results.case("own class", own_class)

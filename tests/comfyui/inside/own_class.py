@@ -247,4 +247,3 @@ def refusals(results: Results) -> None:
 
     results.case("Parallel Doctor without a prompt", doctor)
     results.case("Parallel Doctor", partial(doctor, positive=prompts[0]))
-    results.case("Parallel Self-Test", lambda: node("ParallelSelfTest", "auto", parallel(file)))
