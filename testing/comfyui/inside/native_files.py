@@ -94,7 +94,7 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
     "GenmoMochi": {
         "depth": 48, "patch_size": 2, "num_heads": 24, "hidden_size_x": 3072, "hidden_size_y": 1536, "mlp_ratio_x": 4.0,
         "mlp_ratio_y": 4.0, "in_channels": 12, "qk_norm": True, "qkv_bias": False, "t5_feat_dim": 4096,
-        "t5_token_length": 256, "use_t5": True,
+        "t5_token_length": 256, "use_t5": True, "learn_sigma": False,
     },
     "Trellis2": {"resolution": 64},
     "WAN21_Vace": {"vace_layers": 8, "vace_in_dim": 96},
