@@ -121,7 +121,7 @@ PUBLISHED = {
     "lens": image("Lens", (64, 4 * 2880), 128),
     "mage-flow": image("MageFlow", (64, 2560), 128),
     "joyimage": one_frame("JoyImage", (64, 4096), 16),
-    "mochi": video("GenmoMochi", T5, 12),
+    "mochi": video("GenmoMochi", T5, 12, attention_mask={"ones": (256,)}),
     "chroma-radiance": Published("ChromaRadiance", T5, ((3, 128, 128),), FLUX),
     "longcat-image": image("LongCatImage", (128, 3584), 16, {"depth": 10, "depth_single_blocks": 20}),
     "ernie-image": image("ErnieImage", (64, 3072), 128),
