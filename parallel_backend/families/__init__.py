@@ -1,8 +1,6 @@
 """The registry of families. Each family has a file in this folder and a row here."""
 
 from . import (
-    anima,
-    cosmos_predict2,
     flux,
     flux2,
     hidream,
@@ -11,7 +9,6 @@ from . import (
     ltx2,
     ltx_video,
     minimax_h3,
-    ovis_image,
     pixart,
     qwen_image,
     qwen_image21,
@@ -30,7 +27,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         flux.FLUX,
-        ovis_image.OVIS_IMAGE,
         flux2.FLUX2,
         sd3.SD3,
         pixart.PIXART,
@@ -49,7 +45,5 @@ FAMILIES: dict[str, Family] = {
         ltx2.LTX2,
         hidream.HIDREAM,
         seedvr2.SEEDVR2,
-        anima.ANIMA,
-        cosmos_predict2.COSMOS_PREDICT2,
     )
 }

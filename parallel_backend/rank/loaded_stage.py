@@ -114,7 +114,6 @@ class LoadedStage:
             axes,
             kernel,
             self.traffic,
-            family.forward.drops_mask,
             heads // key_heads,
             setup.transfer_dtype,
             heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
@@ -207,6 +206,6 @@ class LoadedStage:
     def _compile(self, checkpoint: Checkpoint, blocks: Mapping[str, nn.Module], ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second
 
-        widths, untraced = lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.family.forward.untraced
         wrap = None if self.own_link is None else blocks_to_compile(self.model)
+        widths, untraced = lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.family.forward.untraced
         return Compiler(blocks, widths, self.device, ranks, self.heartbeat, untraced, wrap)

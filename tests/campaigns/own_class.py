@@ -15,7 +15,6 @@ from typing import Any
 
 from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
-from testing.cases.anima import at_the_classes_sizes
 from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.test_families import CASES, has_class, save_case
 from tests.comfyui.test_own_classes import CLASSES, UNETS
@@ -39,8 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     comfyui = ComfyUI(checkout, find_python(checkout))
-    families = [at_the_classes_sizes() if case.name == "anima" else case for case in CASES]
-    cases = [case for case in families if has_class(comfyui, case) and (not options.only or case.name in options.only)]
+    cases = [case for case in CASES if has_class(comfyui, case) and (not options.only or case.name in options.only)]
     classes = [name for name in (*UNETS, *CLASSES) if not options.only or name in options.only]
     if options.only:
         cases.sort(key=lambda case: options.only.index(case.name))

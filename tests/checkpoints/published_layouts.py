@@ -153,14 +153,11 @@ ALL_IN_ONE = one_after_the_other(
     with_more("first_stage_model.decoder.conv_in.weight", "text_encoders.t5xxl.shared.weight", "model_ema.num_updates"),
 )
 TRAINING = ("model_ema.decay", "alphas_cumprod", "model_sampling.sigmas", "optimizer.state.0.exp_avg", "vae.decoder.a")
-NVIDIA = ("accum_video_sample_counter", "pos_embedder.seq", "blocks.0._extra_state")
 
 LAYOUTS = (
     # prefixes
     *(Layout(f"flux {prefix}", "flux-dev", under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
     Layout("flux unknown prefix", "flux-dev", under("dit."), refused="no diffusion transformer .*dit", native=False),
-    Layout("anima net.", "anima", under("net.")),
-    Layout("cosmos predict2 net.", "cosmos-predict2-video", one_after_the_other(with_more(*NVIDIA), under("net."))),
     Layout("auraflow-like model. leftover", "flux-dev", with_more("model.a"), refused="no diffusion", native=False),
     # several parts in one file
     Layout("flux all in one", "flux-dev", ALL_IN_ONE),

@@ -8,8 +8,6 @@ from tests.support import fake_cuda
 
 pytestmark = pytest.mark.comfyui
 
-NOT_IN_FP16 = ("anima", "cosmos-predict2")
-"""Whose hidden states ComfyUI keeps in fp32 where it computes in fp16. Ours are of one dtype, and leave fp16 out."""
 CARDS = [name for name, card in vars(fake_cuda).items() if isinstance(card, fake_cuda.Card)]
 
 
@@ -23,7 +21,7 @@ def test_families_can_be_computed_in_what_comfyui_says(found):
     newer = {case.family for case in all_cases() if case.native and case.native.newer}
     assert {kind.split()[0] for kind in supported} | newer == FAMILIES.keys()
     for kind, (theirs, ours) in supported.items():
-        assert ours == [dtype for dtype in theirs if dtype != "fp16" or not kind.startswith(NOT_IN_FP16)], kind
+        assert ours == theirs, kind
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -35,9 +33,6 @@ def test_files_are_computed_in_what_comfyui_would(found, card):
     halves, by_torch = got.pop("halves")
     assert by_torch == halves
     for what, (theirs, ours, stays) in got.items():
-        if what.startswith(NOT_IN_FP16) and theirs == "fp16":
-            assert ours in ("bf16", "fp32"), what
-            continue
         assert ours == (what.split()[-1] if stays else theirs), what
         assert ours in (*halves, "fp32")
 

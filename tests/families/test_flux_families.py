@@ -7,9 +7,9 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
 from testing import tiny
-from testing.cases import flux, flux2, ovis_image
+from testing.cases import flux, flux2
 
-KIN = (flux, flux2, ovis_image)
+KIN = (flux, flux2)
 CASES = {case.name: case for module in KIN for case in module.CASES}
 
 
@@ -48,7 +48,7 @@ def test_what_has_fluxs_blocks_is_not_taken_for_flux(file, instead_of, keys):
     assert detected(shapes) == []
 
 
-@pytest.mark.parametrize("name", ["flux-dev", "flux2-dev", "ovis-image"])
+@pytest.mark.parametrize("name", ["flux-dev", "flux2-dev"])
 def test_norms_by_their_other_name(file, name, tmp_path):
     """ComfyUI saves them by it."""
     state = load_file(file(name))

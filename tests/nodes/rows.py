@@ -96,10 +96,10 @@ PATCHER_STATE = rows(
 
 PATCHES = rows(
     # Where the native model runs the patch (`native` in the names), it is refused, and has no effect elsewhere.
-    refused="attn1_output_patch attn1_patch attn2_patch double_block mlp_patch noise_refiner post_input single_block",
+    refused="attn1_output_patch attn1_patch attn2_patch double_block noise_refiner post_input single_block",
     # Of UNets.
     harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
-    "middle_block_after_patch middle_patch output_block_patch",
+    "middle_block_after_patch middle_patch mlp_patch output_block_patch",
 )
 """Unknown functions in transformer_options["patches"]; known ones become data (block_patches.py)."""
 REPLACEMENTS = rows(refused="attn1 attn2 dit")
@@ -237,7 +237,6 @@ ALWAYS = rows(
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
     "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
-    "ovis-image": rows(passed="ref_latents ref_latents_method", harmless="guidance y", refused="attention_mask"),
     "flux2": rows(passed="guidance ref_latents ref_latents_method", harmless="y", refused="attention_mask"),
     "sd3": rows(passed="y"),
     "pixart": rows(passed="c_ar c_size", refused="y"),
@@ -279,8 +278,6 @@ CONDITIONING: Mapping[str, Rows] = {
         refused="attention_mask generated_keyframes y",
     ),
     "hidream-i1": rows(passed="encoder_hidden_states_llama3 image_cond y"),
-    "anima": rows(refused="t5xxl_ids t5xxl_weights y"),
-    "cosmos-predict2": rows(computed="denoise_mask", harmless="fps", refused="y"),
     "seedvr2": rows(passed="condition", refused="y"),
 }
 """Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""

@@ -34,7 +34,6 @@ BIG = 64
 
 NOT_KEPT = {
     "ltx-video": r"time_embed.*",
-    **dict.fromkeys(("anima", "cosmos-predict2"), r"transformer_blocks\.\d+\.norm\d\.linear_\d"),
 }
 """They have a time for each token where a video begins with a picture."""
 

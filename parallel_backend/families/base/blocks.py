@@ -124,10 +124,6 @@ class BlockList:
     prologue: bool = False
     """The whole list belongs to the first stage (refiners). Its blocks have no number among the model's blocks."""
 
-    needs_text: bool = False
-    """The blocks fail without text tokens. A rank without text passes one masked token. Only with
-    `Forward.whole_latent`."""
-
     def skips(self, done: int, count: int) -> int:
         """Long skips: after `done` of the list's `count` blocks, how many of the first blocks have an output that a later
         block still reads. Those outputs cross to the next stage with the hidden states."""

@@ -229,9 +229,6 @@ class Forward:
     """Submodules whose output is computed once for all micro-steps of a scope. Names: see `name_pattern`.
     tests/rank/test_module_cache.py finds modules that are missing here."""
 
-    drops_mask: ClassVar[bool] = False
-    """The forward makes an attention mask for the whole sequence, which is dropped: TEXT_MASK takes its place."""
-
     untraced: ClassVar[tuple[str, ...]] = ()
     """Modules of a block, by their names in it, that torch.compile cannot trace because sizes in them depend on values.
     Their output has the shape of their input."""

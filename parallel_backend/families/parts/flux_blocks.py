@@ -1,4 +1,4 @@
-"""What Flux.1, Flux.2 and Ovis-Image share: block names, key maps, tensor plans, sizes, arguments.
+"""What Flux.1 and Flux.2 share: block names, key maps, tensor plans, sizes, arguments.
 
 Key layouts: black-forest-labs/flux (which ComfyUI's
 files use) and diffusers'.

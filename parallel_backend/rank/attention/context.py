@@ -197,18 +197,17 @@ class AttentionContext:
         axes: dict[str, Axis],
         kernel: RankKernel,
         traffic: Traffic,
-        drops_mask: bool,
         sharing: int,
         transfer_dtype: str,
         heads: tuple[Span, ...] = (),
     ):
-        """`drops_mask`: see Family. `sharing`: query heads in a row that share a head of keys and values, which the class
+        """`sharing`: query heads in a row that share a head of keys and values, which the class
         repeats for each of them. `transfer_dtype`: how Ulysses and displaced patches pack what they send. `heads`: those of
         each Ulysses rank, where the ranks gather hidden states (gathered_heads.py).
         """
         self.patch, self.ring, self.ulysses, self.tensor = axes["patch"], axes["ring"], axes["ulysses"], axes["tensor"]
         self.naive = degrees.naive
-        self.kernel, self.traffic, self.drops_mask, self.sharing, self.heads = kernel, traffic, drops_mask, sharing, heads
+        self.kernel, self.traffic, self.sharing, self.heads = kernel, traffic, sharing, heads
         self.codec, self.changes = codec_for(transfer_dtype), changes_for(transfer_dtype)
         self.step: AttentionStep | None = None
         self.early_values: EarlyValues | None = None

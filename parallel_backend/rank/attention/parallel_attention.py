@@ -8,7 +8,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span, split
@@ -69,7 +68,7 @@ class ParallelAttention:
         """
         step = self.context.step
         assert step is not None, "attention outside of a micro-step"
-        assert mask is None or self.context.drops_mask, "this family's own forward passes an attention mask"
+        assert mask is None, "this family's own forward passes an attention mask"
         if self.over == CAUSAL_TEXT:
             return self._attend_causal(step, q_BQHD, k_BKHD, v_BKHD, scale)
         out_BQHD = self._attend(step.over(self.over), q_BQHD, k_BKHD, v_BKHD, scale)
@@ -101,13 +100,6 @@ class ParallelAttention:
         axis, heads = context.ulysses, q_BQHD.shape[2]
         ranks = context.ulysses_ranks(context.patch.index, context.ring.index)
         queries, keys = ([lengths[rank] for rank in ranks] for lengths in (step.query_lengths, step.lengths))
-        # More rows than tokens: the class needs text, and a band behind the first has none. The row that stands for the
-        # text (BlockList.needs_text) is cut off here, and its output is zero.
-        if (surplus := q_BQHD.shape[1] - queries[axis.index]) > 0:
-            sides = (surplus, 0) if step.text_first else (0, surplus)
-            kept = slice(sides[0], q_BQHD.shape[1] - sides[1])
-            out_BQHD = self._attend(step, q_BQHD[:, kept], k_BKHD[:, kept], v_BKHD[:, kept], scale)
-            return F.pad(out_BQHD, (0, 0, 0, 0, *sides))
         gate_BQHD = None if context.gate is None else context.gate.unflatten(-1, q_BQHD.shape[2:])
         context.gate = None
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered

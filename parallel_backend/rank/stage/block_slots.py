@@ -208,25 +208,15 @@ class BlockSlot:
             for name, make in self.spec.by_token.items():
                 value = values.get(name)
                 values[name] = stage_io.once(name, value, functools.partial(make, value, stage_io.inputs))
-        values = self._cut(values)
-        if self._lacks_text():  # attention ignores the token (ParallelAttention.attend)
-            values[self.spec.text] = F.pad(values[self.spec.text], (0, 0, 0, 1))
-        return values
+        return self._cut(values)
 
     def _after(self, out: Any) -> Any:
         """The block's results as the model's code expects them."""
-        if self._lacks_text():
-            text, image = self._parts(out)
-            out = self.results(text[:, :0], image)
         out = self.add_residual(out)
         # After the residual, since the model's later blocks read this block's output with it.
         if self.name in self.stage_io.leaving:
             self.stage_io.keep(self.name, *self._parts(out))
         return self.emit(*self._parts(out)) if self.last and self.stage_io.rows is not None else out
-
-    def _lacks_text(self) -> bool:
-        """Whether the block needs one text token in place of none."""
-        return self.spec.needs_text and self.stage_io.rows is not None and self.stage_io.text_tokens == 0
 
     def _parts(self, out: Any) -> tuple[Any, torch.Tensor]:
         """Text (None if the block returns None) and image of a block's results."""

@@ -84,8 +84,8 @@ def _(x, order, name, width):
 class GraphAttention:
     """Stands in for a ParallelAttention inside a graph. Not a dataclass: torch would compare the layer's number too."""
 
-    def __init__(self, attention: ParallelAttention, name: str, order: torch.Tensor):
-        self.name, self.order, self.drops_mask = name, order, attention.context.drops_mask
+    def __init__(self, name: str, order: torch.Tensor):
+        self.name, self.order = name, order
 
     def attend(
         self,
@@ -96,7 +96,7 @@ class GraphAttention:
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ParallelAttention.attend."""
-        assert mask is None or self.drops_mask, "this family's own forward passes an attention mask"
+        assert mask is None, "this family's own forward passes an attention mask"
         return torch.ops.parallel_dit.attend(query, key, value, self.order, self.name, scale)
 
 
@@ -200,7 +200,7 @@ class Compiler:
                 if isinstance(processor, SdpaProcessor):  # torch cannot trace through the wrapper: its work moves to a class
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
-                module.processor._parallel_config = GraphAttention(attention, name, self._order)
+                module.processor._parallel_config = GraphAttention(name, self._order)
             elif name in self._untraced or (name and self._stays_outside(module)):
                 is_layer = isinstance(module, (RankLinear, SharedRMSNorm))
                 form = _outside if is_layer or self._wrap is None else _between

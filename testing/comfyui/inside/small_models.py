@@ -3,7 +3,8 @@
 small_models.json has by name: `kind`, a class of ComfyUI's supported_models; `arguments` of its transformer, as its
 detection gives them for the file; `detected`, names of those that it takes for granted and that are others here, "all" of
 them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
-conditioning, as Published has them. `like` names another model, of which it has all that it does not say.
+conditioning, as Published has them, {"uniform": shape}, or so many {"ids"} or {"weights"} of tokens. `like` names another
+model, of which it has all that it does not say.
 """
 
 import json
@@ -83,6 +84,10 @@ def _value(shape: Any, g: torch.Generator) -> Any:
             return shape["is"]
         if "ones" in shape:
             return torch.ones(1, *shape["ones"], dtype=torch.long)
+        if "ids" in shape:
+            return torch.randint(0, 32000, (shape["ids"],), generator=g)
+        if "weights" in shape:
+            return 1 + torch.rand(shape["weights"], generator=g) / 2
         return torch.rand(1, *shape["uniform"], generator=g)
     if shape and isinstance(shape[0], list):
         return [torch.randn(1, *each, generator=g) for each in shape]

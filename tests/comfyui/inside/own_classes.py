@@ -13,7 +13,7 @@ from small_models import detected, entries, latent, prompts, write
 MODELS = BASE / "models" / "diffusion_models"
 UNETS = "SD15", "SDXL"
 MORE = {
-    "wan_s2v": {"audio_embed": (25, 32, 12)},
+    "wan_s2v": {"audio_embed": (25, 1024, 12)},
     "wan_humo": {"audio_embed": (3, 8, 5, 1280)},
     "wan_dancer": {"audio_embed": (9, 35)},
 }
