@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import architecture_picture, module_list, result_dates
+from scripts import architecture_picture
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = re.compile(r"`((?:[\w.-]+/)+\w+\.py)`")
@@ -40,41 +40,23 @@ INVENTED = "NAME"
 """Stands in a path for a name that the reader chooses."""
 
 
-@pytest.mark.parametrize("script", ["architecture_picture.py", "module_list.py", "result_dates.py"])
-def test_the_committed_page_is_the_one_of_this_code(script):
-    command = [sys.executable, f"scripts/{script}", "--check"]
+def test_the_committed_picture_is_the_one_of_this_code():
+    command = [sys.executable, "scripts/architecture_picture.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_result_has_its_date(tmp_path, monkeypatch):
-    """A page that lacks one is stale, and so is one with a result that is gone."""
-    whole = result_dates.PAGE.read_text(encoding="utf-8")
-    assert result_dates.listed(result_dates.PAGE) == {path.name for path in result_dates.results()}
+def test_a_stale_picture_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    stale = tmp_path / "picture.svg"
+    stale.write_text(architecture_picture.PICTURE.read_text(encoding="utf-8") + "x", encoding="utf-8")
+    monkeypatch.setattr(architecture_picture, "PICTURE", stale)
     monkeypatch.setattr(sys, "argv", ["script", "--check"])
-    first = next(line for line in whole.splitlines() if "json" in line)
-    for stale in (whole.replace(f"{first}\n", ""), f"{whole}{first.replace('.json', '-gone.json')}\n"):
-        page = tmp_path / "dates.md"
-        page.write_text(stale, encoding="utf-8")
-        monkeypatch.setattr(result_dates, "PAGE", page)
-        with pytest.raises(SystemExit, match=r"run python scripts/result_dates\.py"):
-            result_dates.main()
-
-
-@pytest.mark.parametrize("made", [(architecture_picture, "PICTURE"), (module_list, "PAGE")], ids=lambda made: made[1])
-def test_a_stale_page_is_named_with_the_command_that_makes_it(made, tmp_path, monkeypatch):
-    module, constant = made
-    stale = tmp_path / "docs" / "page"
-    stale.parent.mkdir()
-    stale.write_text(getattr(module, constant).read_text(encoding="utf-8") + "x", encoding="utf-8")
-    monkeypatch.setattr(module, constant, stale)
-    monkeypatch.setattr(sys, "argv", ["script", "--check"])
-    with pytest.raises(SystemExit, match=rf"run python scripts/{module.__name__.split('.')[-1]}\.py"):
-        module.main()
+    with pytest.raises(SystemExit, match=r"run python scripts/architecture_picture\.py"):
+        architecture_picture.main()
     monkeypatch.setattr(sys, "argv", ["script"])
-    module.main()
+    architecture_picture.main()
     monkeypatch.setattr(sys, "argv", ["script", "--check"])
-    module.main()
+    architecture_picture.main()
 
 
 def test_the_picture_has_every_room_and_every_import_is_an_arrow_or_named_in_a_box():
