@@ -134,7 +134,7 @@ class Checkpoint:
             degrees,
             heads=sizes.heads(config),
             blocks=self.family.blocks.total(config),
-            key_heads=sizes.key_heads(config),
+            key_heads=sizes.key_heads(config) or sizes.head_units(config) or None,
             tensor_degrees=self.tensor_degrees,
             can_gather=self.family.blocks.can_gather,
             file=short(self.path.name),

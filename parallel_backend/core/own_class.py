@@ -82,7 +82,9 @@ class OwnCut:
     kind: str
     """Value of base.tensor_plan.CutKind."""
     sizes: tuple[int, ...]
-    """Features of each part of the cut side, in order. Every rank has an equal share of every part."""
+    """Features of each part of the cut side, in order. Every rank has a share of every part."""
+    units: tuple[int, ...] = ()
+    """For each part, the equal units that it is cut between, as evenly as possible. Empty: each feature is one."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class OwnBlock:
     """(module in the block, its attribute): whole numbers, such as heads, of which tensor ranks have their part."""
     headed: tuple[tuple[int, int], ...] = ()
     """(number of a tensor as in OwnSlice, its axis of heads): arguments of which tensor ranks have their heads' part."""
+    units: tuple[int, ...] = ()
+    """For each of `divided`, as OwnCut.units; 0: each one is a unit. Empty: all are 0."""
+    head_units: int = 0
+    """Equal units of the block's heads that tensor ranks have whole, since heads may share keys, if they cannot share the
+    heads evenly. 0: they can."""
     local: tuple[int, ...] = ()
     """Streams of which a rank's own part leaves the last block: the class counts their tokens by what it got between its
     blocks."""
@@ -234,6 +241,12 @@ class OwnClass:
     def heads(self) -> int:
         """Fewest heads of a call of attention that sequence ranks share out. MANY where no trial has shown any."""
         return min((call.heads for call in self._shared_calls), default=MANY)
+
+    @property
+    def head_units(self) -> int:
+        """See OwnBlock, of one with `heads`."""
+        calls = ((block, call) for block in self.blocks for call in block.attention if call.keys)
+        return next((block.head_units for block, call in calls if call.heads == self.heads), 0)
 
     @property
     def head_size(self) -> int:

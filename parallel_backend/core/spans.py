@@ -54,6 +54,13 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
     return tuple(Span(a, b) for a, b in pairwise(edges))
 
 
+def split_units(span: Span, parts: int, units: int) -> tuple[Span, ...]:
+    """As `split`, of so many equal units, which stay whole."""
+    size, rest = divmod(len(span), units)
+    assert not rest, f"{len(span)} has no {units} equal units"
+    return tuple(Span(each.start * size, each.stop * size).shift(span.start) for each in split(Span(0, units), parts))
+
+
 def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
     """As `split`, if the first part also carries the load `carried`: the cut with the smallest largest load.
 

@@ -11,7 +11,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.block_residency import device_bytes, least_bytes, streamed_blocks
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span, split, split_units
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import Over
 from parallel_backend.families.base.tensor_plan import cut_of, cut_outside, gathered_plan
@@ -63,6 +63,8 @@ class ModelSizes:
     """See families.base.blocks.Blocks."""
     measured: float = 1.0
     """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
+    head_units: int = 0
+    """See families.base.family.Sizes."""
 
     @property
     def weight_bytes(self) -> int:
@@ -79,7 +81,7 @@ class ModelSizes:
             degrees,
             heads=self.heads,
             blocks=len(self.block_bytes),
-            key_heads=self.key_heads,
+            key_heads=self.key_heads or self.head_units or None,
             tensor_degrees=self.tensor_degrees,
             can_gather=bool(self.gathered),
         )
@@ -92,7 +94,7 @@ class ModelSizes:
         """
         groups = self.key_heads or self.heads
         sharing = self.heads // groups
-        tensor_heads = len(split(Span(0, groups), degrees.tensor)[at.tensor]) * sharing
+        tensor_heads = len(split_units(Span(0, groups), degrees.tensor, self.head_units or groups)[at.tensor]) * sharing
         heads = split(Span(0, tensor_heads), degrees.ulysses)[at.ulysses]
         return len(heads) if heads.start % sharing or heads.stop % sharing else len(heads) // sharing
 
@@ -155,6 +157,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
         gathered=_gathered_bytes(checkpoint, lists, dtype),
         whole_states=family.blocks.whole_states,
+        head_units=family.sizes.head_units(config),
     )
 
 

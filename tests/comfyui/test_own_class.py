@@ -20,6 +20,7 @@ def found(inside):
         "stages",
         "split batch",
         "tensor",
+        "tensor, three ranks",
         "tensor and stages",
         "again",
         "scaled fp8, stages",
@@ -83,7 +84,7 @@ def test_a_lora_does_what_it_does_natively(found, model, mode):
     ("case", "begins"),
     [
         (
-            "three tensor ranks",
+            "more tensor ranks than heads",
             "ValueError: tensor_parallel_degree: the layers of aura.safetensors cannot be shared out: its 4 heads",
         ),
         ("all-gather", "ValueError: ulysses_exchange: aura.safetensors runs as ComfyUI's own class"),

@@ -49,6 +49,10 @@ def comfyui():
 STAGES = Degrees(), Degrees(pipe=2), Degrees(pipe=3), Degrees(batch=2), Degrees(batch=2, pipe=2)
 TENSOR = Degrees(tensor=2), Degrees(tensor=4), Degrees(tensor=2, pipe=2), Degrees(tensor=2, batch=2)
 PRODUCTS = Degrees(tensor=2, ulysses=2), Degrees(tensor=2, ring=2)
+THREE = Degrees(tensor=3)
+"""Of four heads the first rank has two."""
+LARGEST = {"SharesThreeKeys": 2 / 3}
+"""A rank's part of blocks, if ranks do not share them evenly."""
 SEQUENCE = (
     Degrees(ulysses=2),
     Degrees(ulysses=3),
@@ -80,15 +84,16 @@ SEQUENCE = (
         ("MasksKeys", SEQUENCE[1:4]),
         ("Refines", SEQUENCE[4:6]),
         ("PacksQueries", TENSOR + PRODUCTS),
-        ("JoinsFeedForward", TENSOR[::2]),
-        ("NormsAllHeads", TENSOR[1:3] + PRODUCTS[:1]),
-        ("TablesByHead", TENSOR[:1] + PRODUCTS[:1]),
+        ("JoinsFeedForward", (THREE, TENSOR[2])),
+        ("NormsAllHeads", (THREE, TENSOR[2], PRODUCTS[0])),
+        ("TablesByHead", (THREE, PRODUCTS[0])),
         ("TwoStreams", PRODUCTS),
         ("ThisMonths", (STAGES[2], SEQUENCE[4], PRODUCTS[0])),
         pytest.param(
             "ThisMonths", (STAGES[4], *SEQUENCE[1:4], SEQUENCE[5], *TENSOR[::2], PRODUCTS[1]), marks=pytest.mark.full
         ),
         ("SharedKeys", TENSOR[:1]),
+        ("SharesThreeKeys", PRODUCTS),
     ],
 )
 def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
@@ -104,7 +109,8 @@ def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees,
             model = loaded(proven, path, degrees, pools(degrees.world))
             if degrees.tensor > 1 and degrees.pipe == 1:
                 held = max(model.weight_bytes) - (path.stat().st_size - of_blocks)
-                assert held <= 1.1 * of_blocks / degrees.tensor, "a rank has its part of the blocks"
+                most = 1 / 2 if degrees == THREE else LARGEST.get(name, 1 / degrees.tensor)
+                assert held <= 1.1 * most * of_blocks, "a rank has its part of the blocks"
             return [model.predict(call, nothing)]
 
         return run
@@ -164,7 +170,7 @@ DISPLACED = tuple(
         ("WordsLayer", "rows", BANDS),
         ("PictureFirst", "rows", BANDS[2:]),
         ("CountsWordsBetween", "rows", BANDS[2:]),
-        ("PacksQueries", "rows", (*TENSOR_BANDS, DISPLACED[4])),
+        ("SharesThreeKeys", "rows", (*TENSOR_BANDS, DISPLACED[4])),
         ("ThisMonths", "rows", (*TENSOR_BANDS, DISPLACED[4])),
         pytest.param("ThisMonths", "rows", (*BANDS[::2], BANDS[3], *DISPLACED[:4]), marks=pytest.mark.full),
         ("Tokens", "frames", DISPLACED[:4]),

@@ -134,6 +134,31 @@ class CountsHeadsItself(PacksQueries):
             return optimized_attention(q, k, v, HEADS)
 
 
+class SharesThreeKeys(PacksQueries):
+    """Pairs of six heads of queries share one of keys. The class repeats keys itself."""
+
+    class block(Packed):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.num_heads, self.key_heads = 6, 3
+            self.q, self.kv = layers.Linear(WIDTH, 6 * SIZE), layers.Linear(WIDTH, 6 * SIZE)
+            self.proj = layers.Linear(6 * SIZE, WIDTH)
+            del self.qkv
+
+        def attend(self, x, table):
+            q, kv = self.q(x).unflatten(-1, (self.num_heads, -1)), self.kv(x).unflatten(-1, (2, self.key_heads, -1))
+            k, v = (each.repeat_interleave(self.num_heads // self.key_heads, dim=2) for each in kv.unbind(2))
+            return optimized_attention(*(each.transpose(1, 2) for each in (q, k, v)), self.num_heads, skip_reshape=True)
+
+
+class HalvesOneHead(PacksQueries):
+    """Of three ranks with four heads, the last two have one alone."""
+
+    class block(Packed):
+        def attend(self, x, table):
+            return super().attend(x, table) * (0.5 if self.num_heads == 1 else 1)
+
+
 class ReadsWeight(PacksQueries):
     """Of a layer whose input is cut."""
 

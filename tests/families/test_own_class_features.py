@@ -11,7 +11,7 @@ from parallel_backend.families.own_class.feature_trial import Shares, why_not_sh
 from parallel_backend.families.own_class.plan import ListPlan, lists_of, of_json, to_json
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import draw_weights
-from tests.families.planted_tokens import SIZE, WIDTH, rows
+from tests.families.planted_tokens import HEADS, SIZE, WIDTH, rows
 from tests.families.test_own_class import TIMES, call
 from tests.families.test_own_class_bands import call as of_video
 from tests.support.planted_comfyui import planted as own
@@ -81,6 +81,41 @@ def test_a_block_with_layers_of_its_own_is_tried_beside_the_others():
     assert tuple(listed.whole(names)) == proof.blocks
 
 
+QKV_BY_HEADS = *QKV, (HEADS, HEADS, HEADS)
+UNEVEN = {
+    ("PacksQueries", 3): {"qkv": QKV_BY_HEADS, "proj": ("row", (WIDTH,), (HEADS,)), **FEED_FORWARD},
+    ("JoinsFeedForward", 3): {
+        "first": ("column", (WIDTH, WIDTH, WIDTH, 48), (HEADS, HEADS, HEADS, 48)),
+        "last": ("row", (WIDTH, 48), (HEADS, 48)),
+    },
+    ("NormsAllHeads", 3): {
+        **{layer: ("column", (WIDTH,), (HEADS,)) for layer in "qkv"},
+        "of_all": ("norm", (WIDTH,), (HEADS,)),
+        "proj": ("row", (WIDTH,), (HEADS,)),
+        **FEED_FORWARD,
+    },
+    ("TablesByHead", 3): {"qkv": QKV_BY_HEADS, "proj": ("row", (WIDTH,), (HEADS,)), **FEED_FORWARD},
+    ("SharesThreeKeys", 2): {
+        "q": ("column", (6 * SIZE,), (3,)),
+        "kv": ("column", (3 * SIZE, 3 * SIZE), (3, 3)),
+        "proj": ("row", (6 * SIZE,), (3,)),
+        "up": ("column", (48, 48), (3, 3)),
+        "down": ("row", (48,), (3,)),
+    },
+}
+"""(Class, ranks) -> kind, sizes and units of its layers. A feed-forward is even if it is not as wide as attention, whose
+width a class may know by the same number."""
+
+
+@pytest.mark.parametrize(("name", "ranks"), UNEVEN)
+def test_heads_that_ranks_cannot_share_evenly(name, ranks):
+    proof = proven(name, ranks)
+    assert (proof.stages, proof.tensor) == ("", "")
+    for block in proof.blocks:
+        found = {cut.layer: (cut.kind, cut.sizes, cut.units) for cut in block.cuts if cut.kind != "gather"}
+        assert found == {layer: (*cut, ())[:3] for layer, cut in UNEVEN[name, ranks].items()}
+
+
 @pytest.mark.parametrize("name", ["PacksQueries", "NormsAllHeads", "TwoStreams"])
 def test_as_many_ranks_as_heads(name):
     assert proven(name, 4).tensor == ""
@@ -89,7 +124,9 @@ def test_as_many_ranks_as_heads(name):
 @pytest.mark.parametrize(
     ("name", "ranks", "why"),
     [
-        ("PacksQueries", 3, "its 4 heads cannot be shared by 3 ranks evenly"),
+        ("PacksQueries", 5, "its 4 heads cannot be shared by 5 ranks"),
+        ("HalvesOneHead", 3, "the ranks' values of proj do not add up to the whole's"),
+        ("CountsHeadsItself", 3, "the ranks' values of proj do not add up to the whole's"),
         ("SharedKeys", 4, "neither its heads nor its features"),
         ("CentresAllHeads", 2, "neither its heads nor its features"),
         ("NormsByHand", 2, "neither its heads nor its features"),
@@ -133,6 +170,8 @@ WRONG = {
     "a sum that is gathered": lambda cut: replace(cut, kind="gather", sizes=(WIDTH,)) if cut.layer == "proj" else cut,
     "not gathered": lambda cut: replace(cut, kind="column") if cut.layer == "mod" else cut,
     "input whole": lambda cut: None if cut.layer == "down" else cut,
+    "heads cut evenly": lambda cut: replace(cut, units=()) if cut.layer in ("q", "proj") else cut,
+    "keys of heads cut evenly": lambda cut: replace(cut, units=()) if cut.layer == "kv" else cut,
     "a norm that is not shared": lambda cut: replace(cut, kind="gather") if cut.layer == "of_all" else cut,
 }
 
@@ -140,7 +179,7 @@ WRONG = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_the_proof_sees_a_wrong_cut_whoever_has_found_it(fault):
     """The rule may be wrong: nothing runs by it alone."""
-    name = "NormsAllHeads" if "norm" in fault else "PacksQueries"
+    name = "NormsAllHeads" if "norm" in fault else "SharesThreeKeys" if "heads" in fault else "PacksQueries"
     block, g = proven(name, 2).blocks[0], torch.Generator().manual_seed(0)
     cuts = [WRONG[fault](cut) for cut in block.cuts]
     model = build(own(name))
@@ -151,5 +190,7 @@ def test_the_proof_sees_a_wrong_cut_whoever_has_found_it(fault):
         with torch.no_grad():
             return model.blocks[0](x.clone(), emb, rows(6, x))
 
-    assert why_not_shared(model.blocks[0], Shares(block.cuts, block.divided), run, 2) == ""
-    assert why_not_shared(model.blocks[0], Shares(tuple(filter(None, cuts)), block.divided), run, 2)
+    units = block.units or (0,) * len(block.divided)
+    divided = tuple((*each, count) for each, count in zip(block.divided, units, strict=True))
+    assert why_not_shared(model.blocks[0], Shares(block.cuts, divided), run, 2) == ""
+    assert why_not_shared(model.blocks[0], Shares(tuple(filter(None, cuts)), divided), run, 2)

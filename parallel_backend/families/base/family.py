@@ -43,6 +43,9 @@ class Sizes:
     key_heads: Callable[[Config], int | None] = lambda _config: None
     """Heads of keys and values, with grouped-query attention. None: as many as `heads`."""
 
+    head_units: Callable[[Config], int] = lambda _config: 0
+    """Equal units of `heads` that tensor ranks have whole, if queries that share keys have them repeated. 0: each head."""
+
     head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
     """Channels of a head."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span, split, split_units
 
 from .blocks import BlockList, gathers
 
@@ -50,7 +50,9 @@ class LayerCut:
     parts: tuple[str, ...] = (WIDTH,)
     """Parts of the weight's cut side, in order: HEADS, KEY_HEADS, WIDTH. Each rank gets a share of every part."""
     sizes: tuple[int, ...] = ()
-    """Features of each part, where they are known: every part is then cut evenly. Empty: they follow from the heads."""
+    """Features of each part, if they are known. Empty: they follow from the heads."""
+    units: tuple[int, ...] = ()
+    """For each of `sizes`, the equal units that stay whole. Empty: each feature is one."""
 
 
 COLUMN_BY_HEADS = LayerCut(CutKind.COLUMN, (HEADS,))
@@ -114,8 +116,8 @@ def cut_side(
     """Spans of rank `index` on a weight's cut side of `size` features: one span for each part. `key_heads`: see Sizes."""
     if cut.sizes:
         assert sum(cut.sizes) == size, "the plan's parts do not make up the weight"
-        ends = itertools.accumulate(cut.sizes)
-        return tuple(split(Span(end - part, end), ranks)[index] for end, part in zip(ends, cut.sizes, strict=True))
+        parts = zip(itertools.accumulate(cut.sizes), cut.sizes, cut.units or cut.sizes, strict=True)
+        return tuple(split_units(Span(end - part, end), ranks, units)[index] for end, part, units in parts)
     key_heads = key_heads or heads
     rank_heads = split(Span(0, key_heads), ranks)[index]
     features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head

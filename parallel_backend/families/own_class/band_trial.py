@@ -25,6 +25,7 @@ from .band_tokens import ONE, BandTokens, Part, class_numbers
 from .held_against import TOLERANCE, HeldAgainst, is_part
 from .idle_layers import IdleLayers
 from .latent_tokens import companion_tokens, entering, find_latent, grid_of, reference_tokens
+from .noted_attention import TensorRank
 from .residuals import CONTROL
 from .shared_outputs import SharedOutputs, WatchedOutputs
 from .token_trial import WORDS, Runs
@@ -87,7 +88,7 @@ def why_not_in_bands(
 
 def runs_of_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
-) -> Iterator[Callable[[int | None], torch.Tensor]]:
+) -> Iterator[Callable[[TensorRank | None], torch.Tensor]]:
     """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
     runs = Runs(model, _bare(blocks))
     call = drawn(_odd(runs, blocks, actual, latent), 1)
@@ -242,7 +243,7 @@ class _Band:
         blocks: Sequence[OwnBlock],
         whole: WholeRun,
         outside: torch.Tensor,
-        tensor_rank: int | None = None,
+        tensor_rank: TensorRank | None = None,
     ) -> torch.Tensor:
         """[B, n]: its part of the output, with another latent outside of it."""
         out = self._result(runs, blocks, whole, outside, tensor_rank)
@@ -254,7 +255,7 @@ class _Band:
         blocks: Sequence[OwnBlock],
         whole: WholeRun,
         outside: torch.Tensor,
-        tensor_rank: int | None = None,
+        tensor_rank: TensorRank | None = None,
         watched: WatchedOutputs | None = None,
     ) -> torch.Tensor:
         """The whole output of its run, of which its part alone is right."""
@@ -301,7 +302,7 @@ class _InBand(HeldAgainst):
         blocks: Sequence[OwnBlock],
         whole: WholeRun,
         band: BandTokens,
-        tensor_rank: int | None,
+        tensor_rank: TensorRank | None,
         watched: WatchedOutputs | None,
     ):
         super().__init__(blocks, 0, whole, tensor_rank)

@@ -258,6 +258,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             hidden=lambda _config: max(set(widths), key=widths.count, default=1),
             heads=lambda _config: own.heads,
             head_size=lambda _config: own.head_size,
+            head_units=lambda _config: own.head_units,
         ),
         inputs=OwnInputs(
             conditioning=no_conditioning,

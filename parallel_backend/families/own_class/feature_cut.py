@@ -6,6 +6,7 @@ are cut with it, as in Megatron-LM (arXiv 1909.08053). What is found is no proof
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnCut
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span, split_units
 from parallel_backend.families.base.tensor_plan import CutKind, LayerCut
 
 from .attention_calls import attention_by, attention_call
@@ -29,13 +30,15 @@ ARGUMENT = "argument "
 """Beginning of the names of a block's tensor arguments among the leaves."""
 NORMS = F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm
 """That no module computes, or one that is no RMSNorm."""
+TOGETHER = 32
+"""Features that stay together if neither ranks nor heads divide a width: formats of weights pack as many."""
 Needs = dict[str, torch.Tensor]
 """Leaf or norm -> bool: the features [width] of a layer, of attention or of a norm, or all values of an argument."""
 
 
 def layer_cut(cut: OwnCut) -> LayerCut:
     """The cut as tensor plans have it."""
-    return LayerCut(CutKind(cut.kind), sizes=cut.sizes)
+    return LayerCut(CutKind(cut.kind), sizes=cut.sizes, units=cut.units)
 
 
 @dataclass
@@ -175,6 +178,8 @@ class Place:
 
     sizes: tuple[int, ...]
     """Of the parts of the input, see OwnCut. Empty: heads."""
+    units: tuple[int, ...]
+    """See OwnCut."""
     needs: tuple[Needs, ...]
     """Of each rank."""
 
@@ -200,32 +205,53 @@ class Place:
         return found
 
 
-def parts_of(features: torch.Tensor) -> tuple[int, ...] | None:
-    """Sizes of the parts of which each rank has its equal share, in order. `features`: bool [ranks, width], those of each
-    rank. None: they are no such shares."""
+def parts_of(features: torch.Tensor) -> list[tuple[int, int]] | None:
+    """(size, units) of the parts of which each rank has its share, in order, see OwnCut. `features`: bool [ranks, width],
+    those of each rank. None: they are no such shares."""
     if not bool((features.sum(0) == 1).all()):
         return None
     size = len(features)
     ranks, counts = torch.unique_consecutive(features.int().argmax(0), return_counts=True)
     if ranks.tolist() != list(range(size)) * (len(ranks) // size):
         return None
-    shares = counts.view(-1, size)
-    return tuple(shares.sum(1).tolist()) if bool((shares == shares[:, :1]).all()) else None
+    parts = []
+    for shares in counts.view(-1, size).tolist():
+        units, rest = divmod(total := sum(shares), max(shares) - min(shares) or 1)
+        if rest or shares != list(map(len, split_units(Span(0, total), size, units))):
+            return None
+        parts.append((total, units))
+    return parts
 
 
 def has_heads(needed: torch.Tensor) -> bool:
-    """Whether each rank needs its equal share along an axis of an argument. `needed`: bool [ranks, *shape]."""
+    """Whether each rank needs its share along an axis of an argument. `needed`: bool [ranks, *shape]."""
     by_axis = (needed.movedim(axis, 1).flatten(2).any(2) for axis in range(1, needed.ndim - 1))
-    return any(parts_of(features) == (features.shape[1],) for features in by_axis)
+    return any(len(parts_of(features) or ()) == 1 for features in by_axis)
+
+
+def units_of_heads(run: BlockRun, ranks: int) -> list[int]:
+    """Numbers of units that ranks may share the heads of all of a block's calls of attention in: even shares, then as many
+    units as possible, then fewer, since several heads may share keys. Empty: there are fewer than ranks."""
+    heads = math.gcd(*(tensors[0].shape[2] for tensors in run.heads.values()))
+    even = [ranks] if heads % ranks == 0 else []
+    return even + [units for units in range(heads, ranks, -1) if heads % units == 0 and units % ranks]
 
 
 @torch.enable_grad()
-def layers_to_cut(run: BlockRun, ranks: int) -> list[OwnCut]:
-    """The layers of a block that so many ranks can share. None of kind ROW: neither heads nor features can be cut."""
-    places = {name: place for name in run.heads if (place := _of_heads(run, name, ranks))}
+def layers_to_cut(run: BlockRun, ranks: int, choices: Sequence[int]) -> tuple[list[OwnCut], int]:
+    """The layers of a block that so many ranks can share, and the units of its heads, of these `choices`. No layer of kind
+    ROW: neither heads nor features can be cut."""
+    places: dict[str, Place] = {}
+    of_heads = choices[0]
+    for units in choices:
+        found_places = {name: place for name in run.heads if (place := _of_heads(run, name, ranks, units))}
+        if len(found_places) > len(places):
+            places, of_heads = found_places, units
+        if len(places) == len(run.heads):
+            break
     widths = [run.leaves[name][0].shape[-1] for name in run.heads]
     for name in run.inputs:
-        if (place := _of_input(run, name, ranks, widths)) is not None:
+        if (place := _of_input(run, name, ranks, of_heads, widths)) is not None:
             places[name] = place
     while True:
         cuts = {name: place.cut() or {} for name, place in places.items()}
@@ -246,16 +272,30 @@ def layers_to_cut(run: BlockRun, ranks: int) -> list[OwnCut]:
         if not dropped:
             break
         places = {name: place for name, place in places.items() if name not in dropped}
-    found = [OwnCut(name, CutKind.ROW.value, place.sizes) for name, place in places.items() if place.sizes]
-    for name, sizes in parts.items():
-        if name in run.inputs or name in run.norms:
+    found = [_cut(name, CutKind.ROW, place.sizes, place.units) for name, place in places.items() if place.sizes]
+    for name, shared in parts.items():
+        if shared and (name in run.inputs or name in run.norms):
             kind = CutKind.COLUMN if name in run.inputs else CutKind.NORM
-            found.append(OwnCut(name, kind.value, sizes or ()))
+            found.append(_cut(name, kind, tuple(size for size, _ in shared), tuple(count for _, count in shared)))
     known = {cut.layer for cut in found}
     for name in run.inputs:
-        if name not in known and (width := run.leaves[name][0].shape[-1]) % ranks == 0:
-            found.append(OwnCut(name, CutKind.GATHER.value, (width,)))
-    return found
+        width = run.leaves[name][0].shape[-1]
+        if name not in known and (count := _units_of(width, ranks, of_heads)):
+            found.append(_cut(name, CutKind.GATHER, (width,), (count,)))
+    return found, of_heads
+
+
+def _cut(layer: str, kind: CutKind, sizes: tuple[int, ...], units: tuple[int, ...]) -> OwnCut:
+    return OwnCut(layer, kind.value, sizes, () if units == sizes else units)
+
+
+def _units_of(size: int, ranks: int, of_heads: int, goes_with_heads: bool = False) -> int:
+    """Units of so many features, see OwnCut: even shares, or as the heads' units. 0: ranks cannot share them."""
+    if of_heads % ranks and size % of_heads == 0 and (goes_with_heads or size % ranks):
+        return of_heads
+    if size % ranks == 0:
+        return size
+    return size // TOGETHER if size % TOGETHER == 0 and size // TOGETHER >= ranks else 0
 
 
 def _dropped_of_sums(run: BlockRun, cuts: Mapping[str, Mapping[str, torch.Tensor]]) -> set[str]:
@@ -273,21 +313,18 @@ def _whole_values(run: BlockRun, places: Mapping[str, Place]) -> list[torch.Tens
     return found
 
 
-def _of_heads(run: BlockRun, name: str, ranks: int) -> Place | None:
-    """The heads of a call of attention. None: ranks cannot share them."""
+def _of_heads(run: BlockRun, name: str, ranks: int, units: int) -> Place | None:
+    """The heads of a call of attention, in so many units. None: ranks cannot share them."""
     tensors = run.heads[name]
-    heads = tensors[0].shape[2]
-    if heads % ranks:
-        return None
-    spans = split(Span(0, heads), ranks)
-    of_each = [Place((), tuple(run.needs([x[:, :, span.slice]]) for span in spans)) for x in tensors]
+    spans = split_units(Span(0, tensors[0].shape[2]), ranks, units)
+    of_each = (Place((), (), tuple(run.needs([x[:, :, span.slice]]) for span in spans)) for x in tensors)
     if not all(place.cut() for place in of_each):
         return None
-    place = Place((), tuple(run.needs(x[:, :, span.slice] for x in tensors) for span in spans))
+    place = Place((), (), tuple(run.needs(x[:, :, span.slice] for x in tensors) for span in spans))
     return place if place.cut() else None
 
 
-def _of_input(run: BlockRun, name: str, ranks: int, widths: Sequence[int]) -> Place | None:
+def _of_input(run: BlockRun, name: str, ranks: int, of_heads: int, widths: Sequence[int]) -> Place | None:
     """The input of a layer: whole, or with a part of attention's width at its beginning or end. None: it cannot be cut."""
     total = run.inputs[name][0].shape[-1]
     choices = [
@@ -295,15 +332,16 @@ def _of_input(run: BlockRun, name: str, ranks: int, widths: Sequence[int]) -> Pl
         *(pair for width in widths if width < total for pair in ((width, total - width), (total - width, width))),
     ]
     for sizes in dict.fromkeys(choices):
-        if any(size % ranks for size in sizes):
+        units = tuple(_units_of(size, ranks, of_heads, size in widths) for size in sizes)
+        if not all(units):
             continue
         needs: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         start = 0
-        for size in sizes:
-            for rank, span in enumerate(split(Span(start, start + size), ranks)):
+        for size, count in zip(sizes, units, strict=True):
+            for rank, span in enumerate(split_units(Span(start, start + size), ranks, count)):
                 needs[rank] += [x[..., span.slice] for x in run.inputs[name]]
             start += size
-        place = Place(sizes, tuple(map(run.needs, needs)))
+        place = Place(sizes, units, tuple(map(run.needs, needs)))
         if place.cut():
             return place
     return None

@@ -17,12 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, OwnCut
-from parallel_backend.core.spans import Span
+from parallel_backend.core.spans import Span, split_units
 from parallel_backend.families.base.tensor_plan import CutKind, cut_side
 
 from .block_order import Likes, whole_list
-from .feature_cut import layer_cut, layers_to_cut, run_noted
+from .feature_cut import layer_cut, layers_to_cut, run_noted, units_of_heads
 from .headed import axes_of_heads, give_heads
+from .noted_attention import TensorRank
 from .tried_calls import Call, copied, distance
 from .unproven import Unproven, first_line
 
@@ -36,10 +37,11 @@ LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Con
 
 Made = dict[str, list[torch.Tensor]]
 """Layer -> its output at each call; norm -> its input."""
-Divided = tuple[tuple[str, str], ...]
-Headed = tuple[tuple[str, int, int], ...]
-"""(module, number of a tensor among its arguments, axis of heads)."""
-Run = Callable[[int | None], Any]
+Divided = tuple[tuple[str, str, int], ...]
+"""(module, its attribute, units)."""
+Headed = tuple[tuple[str, int, int, int], ...]
+"""(module, number of a tensor among its arguments, axis of heads, units)."""
+Run = Callable[[TensorRank | None], Any]
 """Runs what is tried, as the whole (None) or as this tensor rank, and gives its result."""
 
 
@@ -49,19 +51,22 @@ class Shares:
 
     cuts: tuple[OwnCut, ...]
     divided: Divided = ()
-    """See OwnBlock.divided."""
     headed: Headed = ()
-    """See OwnBlock.headed."""
+    head_units: int = 0
+    """See OwnBlock, for these three."""
 
     def below(self, name: str) -> "Shares":
         """With the names in a module that has this one by the name."""
-        cuts = tuple(OwnCut(f"{name}.{cut.layer}", cut.kind, cut.sizes) for cut in self.cuts)
-        divided = tuple((f"{name}.{module}".rstrip("."), attribute) for module, attribute in self.divided)
+        cuts = tuple(replace(cut, layer=f"{name}.{cut.layer}") for cut in self.cuts)
+        divided = tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.divided)
         return Shares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
 
     def of_block(self, block: OwnBlock) -> OwnBlock:
         """The block, whose names these are, with what ranks share of it."""
-        return replace(block, cuts=self.cuts, divided=self.divided, headed=tuple(each[1:] for each in self.headed))
+        divided, headed = tuple(each[:2] for each in self.divided), tuple(each[1:3] for each in self.headed)
+        units = tuple(each[2] for each in self.divided)
+        block = replace(block, cuts=self.cuts, divided=divided, headed=headed)
+        return replace(block, units=units if any(units) else (), head_units=self.head_units)
 
 
 @dataclass
@@ -93,13 +98,13 @@ class Ranks:
                 elif cut.kind != CutKind.COLUMN.value:
                     hook = layer.register_forward_hook(functools.partial(self._made_up, cut, rank, calls))
                     stack.callback(hook.remove)
-            for path, attribute in self.shares.divided:
+            for path, attribute, units in self.shares.divided:
                 holder = self.module.get_submodule(path)
                 whole = getattr(holder, attribute)
-                setattr(holder, attribute, whole // self.count)
+                setattr(holder, attribute, len(split_units(Span(0, whole), self.count, units or whole)[rank]))
                 stack.callback(setattr, holder, attribute, whole)
-            for path, tensor, axis in self.shares.headed:
-                hook = give_heads(self.module.get_submodule(path), [(tensor, axis)], rank, self.count)
+            for path, tensor, axis, units in self.shares.headed:
+                hook = give_heads(self.module.get_submodule(path), [(tensor, axis, units)], rank, self.count)
                 stack.callback(hook.remove)
             yield
 
@@ -189,7 +194,7 @@ def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> s
         of_ranks = Ranks(module, shares, ranks, made)
         for rank in range(ranks):
             with of_ranks.one(rank):
-                out = run(rank)
+                out = run(TensorRank(rank, ranks))
             for own, of_whole in zip(_tensors(out), _tensors(whole), strict=True):
                 if own.shape != of_whole.shape or not (far := distance(own, of_whole)) <= TOLERANCE:
                     far = far if own.shape == of_whole.shape else float("inf")
@@ -246,10 +251,8 @@ class Sharing:
             shared = [b.of_block(a) for a, b in zip(of_list, shares, strict=True)]
             names = [block.name for block in blocks if _list_of(block) == name]
             shared_by |= {block.name: block for block in whole_list(shared, names, like[name])}
-        return tuple(
-            replace(each, cuts=of.cuts, divided=of.divided, headed=of.headed)
-            for each, of in ((each, shared_by[each.name]) for each in blocks)
-        )
+        fields = "cuts", "divided", "headed", "units", "head_units"
+        return tuple(replace(each, **{name: getattr(shared_by[each.name], name) for name in fields}) for each in blocks)
 
 
 def _list_of(block: OwnBlock) -> str:
@@ -279,47 +282,67 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
     """What ranks can share of a block that gets these arguments, or why nothing."""
     try:
         noted = run_noted(block, *given)
-        cuts = layers_to_cut(noted, ranks)
+        choices = units_of_heads(noted, ranks)
+        cuts, of_heads = layers_to_cut(noted, ranks, choices) if choices else ([], 0)
     except Exception as error:  # of any kind: its code is not known
         return f"what its layers are made of cannot be seen ({first_line(error)})"
-    if odd := [heads for tensors in noted.heads.values() if (heads := tensors[0].shape[2]) % ranks]:
-        return f"its {odd[0]} heads cannot be shared by {ranks} ranks evenly"
+    heads, head_sizes = ({tensors[0].shape[axis] for tensors in noted.heads.values()} for axis in (2, 3))
+    if not choices:
+        return f"its {min(heads)} heads cannot be shared by {ranks} ranks"
     if not any(cut.kind == CutKind.ROW.value for cut in cuts):
         return f"neither its heads nor its features can be shared by {ranks} ranks"
-    amounts = {amount for cut in cuts if cut.kind != CutKind.GATHER.value for amount in _in_a_row(cut.sizes)}
-    head_sizes = {tensors[0].shape[3] for tensors in noted.heads.values()}
-    amounts |= {amount // size for amount in amounts for size in head_sizes if amount % size == 0}
-    tables = axes_of_heads(*given, {tensors[0].shape[2] for tensors in noted.heads.values()})
+    amounts = _amounts(cuts, head_sizes, ranks)
+    head_units = of_heads if of_heads % ranks else 0
+    tables = axes_of_heads(*given, heads)
     failures = []
 
-    def run(_rank: int | None) -> Any:
+    def run(_rank: TensorRank | None) -> Any:
         args, kwargs = copied(given)
         return nn.Module.__call__(block, *args, **kwargs)
 
-    for divided, headed in itertools.islice(_settings(block, amounts, ranks, tables), MOST_SETTINGS):
-        shares = Shares(tuple(cuts), divided, headed)
+    for divided, headed in itertools.islice(_settings(block, amounts, tables), MOST_SETTINGS):
+        shares = Shares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
         if not (why := why_not_shared(block, shares, run, ranks)):
             return shares
         failures.append(why)
     return failures[0]
 
 
-def _in_a_row(sizes: Sequence[int]) -> set[int]:
-    """Of the parts of a cut side, all that a class may split it into: each, and those that follow each other together."""
-    return {sum(sizes[start:stop]) for start in range(len(sizes)) for stop in range(start + 1, len(sizes) + 1)}
+def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:
+    """Whole numbers of which ranks may have their part -> units, see OwnBlock: features that a class may split a cut
+    layer's side into, of a part or of those that follow each other together, and heads. Of two parts of a size the one in
+    fewer units counts, which are heads."""
+    parts: set[tuple[int, int]] = set()
+    for cut in cuts:
+        if cut.kind == CutKind.GATHER.value:
+            continue
+        in_units = cut.units or cut.sizes
+        for start, stop in itertools.combinations(range(len(cut.sizes) + 1), 2):
+            sizes, counts = cut.sizes[start:stop], in_units[start:stop]
+            if sizes == counts and not any(size % ranks for size in sizes):
+                parts.add((sum(sizes), sum(sizes)))
+            elif len(set(counts)) == 1:
+                parts.add((sum(sizes), counts[0]))
+    found: dict[int, int] = {}
+    for size, units in sorted(parts, key=lambda part: part[1]):
+        found.setdefault(size, 0 if size == units else units)
+        for heads in (size // each for each in head_sizes if size % each == 0):
+            if heads % (ranks if size == units else units) == 0:
+                found.setdefault(heads, 0 if units in (size, heads) else units)
+    return found
 
 
 def _settings(
-    block: nn.Module, amounts: set[int], ranks: int, tables: Mapping[int, Sequence[tuple[int, int]]]
-) -> Iterator[tuple[Divided, Headed]]:
+    block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
+) -> Iterator[tuple[Divided, tuple[tuple[str, int, int], ...]]]:
     """The attributes and the arguments of which ranks may have their part, as they are tried: all attributes that are of
     these amounts and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
-    by_name: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    by_name: dict[tuple[str, int], list[tuple[str, str, int]]] = {}
     for path, module in block.named_modules():
         if not isinstance(module, LAYERS):
             for attribute, value in vars(module).items():
-                if type(value) is int and value in amounts and value % ranks == 0:
-                    by_name.setdefault((attribute, value), []).append((path, attribute))
+                if type(value) is int and value in amounts:
+                    by_name.setdefault((attribute, value), []).append((path, attribute, amounts[value]))
     for changes in range(len(by_name) + len(tables) + 1):
         for taken in range(max(0, changes - len(by_name)), min(changes, len(tables)) + 1):
             attributes = itertools.combinations(by_name, len(by_name) - changes + taken)

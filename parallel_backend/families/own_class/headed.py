@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span, split_units
 
 from .token_cut import Arguments, tensor_places
 
@@ -23,17 +23,17 @@ def axes_of_heads(args: Sequence[Any], kwargs: Mapping[str, Any], heads: set[int
     return found
 
 
-def give_heads(block: nn.Module, places: Sequence[tuple[int, int]], rank: int, ranks: int) -> RemovableHandle:
-    """Have the block get a tensor rank's heads of the arguments at these places, see OwnBlock.headed."""
+def give_heads(block: nn.Module, places: Sequence[tuple[int, int, int]], rank: int, ranks: int) -> RemovableHandle:
+    """Have the block get a tensor rank's heads of the arguments at these places, see OwnBlock.headed, with the units of
+    each, see OwnBlock.head_units."""
 
     def cut(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = tensor_places(leaves)
-        for number, axis in places:
+        for number, axis, units in places:
             tensor = leaves[tensors[number]]
-            leaves[tensors[number]] = tensor[
-                (slice(None),) * axis + (split(Span(0, tensor.shape[axis]), ranks)[rank].slice,)
-            ]
+            heads = split_units(Span(0, size := tensor.shape[axis]), ranks, units or size)[rank]
+            leaves[tensors[number]] = tensor.narrow(axis, heads.start, len(heads))
         return pytree.tree_unflatten(leaves, structure)
 
     return block.register_forward_pre_hook(cut, with_kwargs=True)

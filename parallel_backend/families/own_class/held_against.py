@@ -9,7 +9,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 
 from .attention_calls import AttentionCall
-from .noted_attention import Noted
+from .noted_attention import Noted, TensorRank
 from .token_cut import Arguments, TokenCut
 from .unproven import Unproven
 from .whole_run import WholeRun
@@ -26,7 +26,7 @@ class HeldAgainst(TokenCut):
 
     `tensor_rank`: whose part of the layers is in place (feature_trial.py)."""
 
-    def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: int | None = None):
+    def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: TensorRank | None = None):
         super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))
         self._noted, self._tensor_rank = whole, tensor_rank
         self._attended = 0  # calls in the block that runs

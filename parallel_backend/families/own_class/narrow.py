@@ -35,9 +35,10 @@ CHANNELS = {"model_channels": 64}
 def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass, Call, int]]:
     """(narrower class, call for it, how many times fewer heads). Nothing for classes without heads among their arguments.
 
-    Sizes of heads stay, and as many heads as `tensor` ranks can share. Heads whose number the most of them do not go with,
-    such as those of layers for text alone, stay, and then not. Widths that go with the heads are as many times narrower.
-    First others are narrower too, which need not have anything to do with them, and last the text's stay.
+    Sizes of heads stay, and as many heads as `tensor` ranks can share: evenly if they so share all. Heads whose number the
+    most of them do not go with, such as those of layers for text alone, stay, and then not. Widths that go with the heads
+    are as many times narrower. First others are narrower too, which need not have anything to do with them, and last the
+    text's stay.
     """
     given = _numbers(own)
     heads = {name: value for name, value in given.items() if HEADS.search(name) and value > 0}  # -1: UNets' "not set"
@@ -71,8 +72,9 @@ def _factors(heads: Mapping[str, int], tensor: int) -> list[int]:
 
 
 def _fits(heads: int, factor: int, tensor: int) -> bool:
-    """Whether so many heads can be so many times fewer."""
-    return heads % factor == 0 and heads // factor >= FEWEST and heads // factor % tensor == 0
+    """Whether so many heads can be so many times fewer, and are shared evenly if all are."""
+    fewer, rest = divmod(heads, factor)
+    return not rest and fewer >= max(FEWEST, tensor) and bool(fewer % tensor) == bool(heads % tensor)
 
 
 def narrow_unet(unet: OwnClass) -> OwnClass:

@@ -8,6 +8,14 @@ from .attention_calls import AttentionCall
 
 
 @dataclass(frozen=True)
+class TensorRank:
+    """One of `count` tensor ranks."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Noted:
     """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
 
@@ -17,12 +25,17 @@ class Noted:
     key_mask: torch.Tensor | None
     """As AttentionCall has it. None, too, where its mask is not one of keys."""
 
-    def of_tensor_rank(self, rank: int, call: AttentionCall) -> "Noted":
+    def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "Noted":
         """With the heads of a tensor rank, whose `call` this is."""
 
         def part(whole_BSHD: torch.Tensor, own_BSHD: torch.Tensor) -> torch.Tensor:
-            heads = own_BSHD.shape[2]
-            return whole_BSHD if heads == whole_BSHD.shape[2] else whole_BSHD[:, :, rank * heads : (rank + 1) * heads]
+            whole, heads = whole_BSHD.shape[2], own_BSHD.shape[2]
+            if heads == whole:
+                return whole_BSHD
+            # Ranks with more heads come first: as many as this one has before it, or behind it if it has fewer.
+            behind = (rank.count - 1 - rank.index) * heads
+            start = rank.index * heads if heads * rank.count >= whole else whole - behind - heads
+            return whole_BSHD[:, :, start : start + heads]
 
         q, k, v = self.tensors
         parts = part(q, call.q_BQHD), part(k, call.k_BKHD), part(v, call.v_BKHD)

@@ -18,6 +18,7 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
 from .held_against import RANKS, TOLERANCE, HeldAgainst
+from .noted_attention import TensorRank
 from .stages import StageBlocks
 from .token_cut import TokenCut, list_ends
 from .token_learning import Learning
@@ -56,7 +57,7 @@ def why_not_cut(
 
 def runs_of_ranks(
     model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], actual: Call
-) -> Iterator[Callable[[int | None], Any]]:
+) -> Iterator[Callable[[TensorRank | None], Any]]:
     """Each sequence rank's runs of calls like `actual`, for tensor ranks to be tried in. They give the model's output."""
     runs = Runs(model, blocks)
     for number, size in enumerate(runs.sizes(actual), 1):
@@ -65,8 +66,8 @@ def runs_of_ranks(
         yield from (functools.partial(_of_rank, runs, one, cut, rank, whole) for rank in range(RANKS))
 
 
-def _of_rank(runs: "Runs", call: Call, cut: Sequence[OwnBlock], rank: int, whole: WholeRun, tensor_rank: int | None) -> Any:
-    return runs.run(call, HeldAgainst(cut, rank, whole, tensor_rank))
+def _of_rank(runs: "Runs", call: Call, cut: Sequence[OwnBlock], rank: int, whole: WholeRun, of: TensorRank | None) -> Any:
+    return runs.run(call, HeldAgainst(cut, rank, whole, of))
 
 
 def _cut_tokens(runs: "Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:

@@ -12,7 +12,7 @@ from parallel_backend.core import kitchen
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.sequence import SequenceCut
-from parallel_backend.core.spans import Span
+from parallel_backend.core.spans import Span, split_units
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of, timestep_of
 from parallel_backend.families.own_class.call_form import run
@@ -215,7 +215,8 @@ def without_values(block: nn.Module) -> None:
 
 def _divide(module: nn.Module, block: OwnBlock, axis: Axis) -> None:
     """Give a block of which this rank has its part the rank's part of its whole numbers, such as heads, and of arguments."""
-    for path, attribute in block.divided:
+    for (path, attribute), units in zip(block.divided, block.units or (0,) * len(block.divided), strict=True):
         holder = module.get_submodule(path)
-        setattr(holder, attribute, getattr(holder, attribute) // axis.size)
-    give_heads(module, block.headed, axis.index, axis.size)
+        whole = getattr(holder, attribute)
+        setattr(holder, attribute, len(split_units(Span(0, whole), axis.size, units or whole)[axis.index]))
+    give_heads(module, [(*place, block.head_units) for place in block.headed], axis.index, axis.size)

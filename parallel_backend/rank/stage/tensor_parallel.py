@@ -98,7 +98,9 @@ class TensorPlan:
             if cut.kind is CutKind.ROW:
                 module.register_forward_hook(lambda _module, _input, out: all_reduce(out, self.axis, traffic))
             elif cut.kind is CutKind.GATHER:
-                sizes = [len(span) for span in split(Span(0, module.out_features), self.axis.size)]
+                whole, ranks = module.out_features, self.axis.size
+                parts = (cut_side(cut, whole, self.heads, self.head_size, rank, ranks) for rank in range(ranks))
+                sizes = [sum(map(len, spans)) for spans in parts]
                 module.register_forward_hook(functools.partial(_gather, sizes, self.axis, traffic))
             module.out_features, module.in_features = module.weight_shape
 

@@ -134,6 +134,7 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
         "split batch": {"pipe": 1, "batch": 2},
         "one rank": {"pipe": 1, "devices": "cpu"},
         "tensor": {"pipe": 1, "tensor": 2},
+        "tensor, three ranks": {"pipe": 1, "tensor": 3, "devices": "cpu,cpu,cpu"},
         "tensor and stages": {"tensor": 2, "devices": "cpu,cpu,cpu,cpu"},
         "ulysses": {"pipe": 1, "config": sequence(ulysses=2)},
         "ring": {"pipe": 1, "config": sequence(ring=2)},
@@ -234,9 +235,11 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
 
 def refusals(results: Results) -> None:
     file = "aura.safetensors"
-    three = {"pipe": 1, "tensor": 3, "devices": "cpu,cpu,cpu"}
+    five = {"pipe": 1, "tensor": 5, "devices": ",".join(["cpu"] * 5)}
     prompts = [[[torch.zeros(1, 9, 2048), {}]]] * 2
-    results.case("three tensor ranks", lambda: ksampler(parallel(file, **three), prompts, torch.zeros(1, 4, 16, 24)))
+    results.case(
+        "more tensor ranks than heads", lambda: ksampler(parallel(file, **five), prompts, torch.zeros(1, 4, 16, 24))
+    )
     all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
     results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
     results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file, pipe=1, batch=2), 2, 1, True))
