@@ -33,22 +33,16 @@ class Sizes:
 
     latent_channels: Callable[[Config], int]
     """Channels of the latent, including those of pictures that are concatenated to it."""
-
     hidden: Callable[[Config], int] = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     """Channels of a token between blocks."""
-
     heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
     """Attention heads."""
-
     key_heads: Callable[[Config], int | None] = lambda _config: None
     """Heads of keys and values, with grouped-query attention. None: as many as `heads`."""
-
     head_units: Callable[[Config], int] = lambda _config: 0
     """Equal units of `heads` that tensor ranks have whole, if queries that share keys have them repeated. 0: each head."""
-
     head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
     """Channels of a head."""
-
     max_side: Callable[[Config], int | None] = lambda _config: None
     """Largest number of tokens along a side that has positions. None: any number."""
 
