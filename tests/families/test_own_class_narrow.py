@@ -42,3 +42,11 @@ def test_heads_and_widths_of_the_first_narrower_class(numbers, text, first):
         narrower, of_narrow, _ = next(narrow.narrowed(own, call, 2))
     assert json.loads(narrower.arguments) == first
     assert of_narrow.named["context"].shape[-1] == text[1]
+
+
+@pytest.mark.parametrize(("heads", "ranks", "fewer"), [(40, 3, 5), (24, 5, 6), (38, 4, 19), (24, 3, 3), (40, 8, 8)])
+def test_ranks_share_fewer_heads_evenly_if_they_share_all_so(heads, ranks, fewer):
+    own = dataclasses.replace(planted("Scaled"), arguments="{}")
+    with mock.patch.object(narrow, "_numbers", return_value={"heads": heads}):
+        narrower, _, _ = next(narrow.narrowed(own, Call(torch.zeros(1, 4, 2, 4, 6), torch.ones(1), {}), ranks))
+    assert json.loads(narrower.arguments) == {"heads": fewer}
