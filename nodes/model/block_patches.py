@@ -16,6 +16,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
 from parallel_backend.families.base.blocks import CAUSAL_TEXT
 from parallel_backend.families.base.step_inputs import Config
+from parallel_backend.families.own_class.skip_trial import BLOCKS
 
 from ..ui.other_nodes import is_known
 from . import sparse_attention as sparse_node
@@ -100,7 +101,7 @@ def _skipped(
             function = around if family.blocks.controlled_sequence is None else below_controls(around)
             if function is None:
                 continue
-            if name == "dit" and native is not None and is_known(SKIP, function):
+            if name == BLOCKS and native is not None and is_known(SKIP, function):
                 kind, index = block[:2]
                 if kind in native and index < counts[native[kind]]:
                     skipped.append(f"{native[kind]}.{index}")
@@ -109,6 +110,20 @@ def _skipped(
             elif not is_known(PERTURBED, function):
                 remaining.setdefault(name, {})[block] = function
     return tuple(sorted(skipped)), remaining, sparse
+
+
+def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[str, int], Any], dict[str, dict[Any, Any]]]:
+    """((kind, number) of each block that is skipped -> the function for it, the other replacements), for a class without a
+    family."""
+    skipped: dict[tuple[str, int], Any] = {}
+    remaining: dict[str, dict[Any, Any]] = {}
+    for name, functions in replaced.items():
+        for block, function in functions.items():
+            if name == BLOCKS and len(block) == 2 and is_known(SKIP, function):
+                skipped[block] = function
+            else:
+                remaining.setdefault(name, {})[block] = function
+    return skipped, remaining
 
 
 def _normalized(function: Callable[..., Any], prompts: list[int] | None, entries: int) -> NormalizedGuidance | None:

@@ -13,12 +13,14 @@ from parallel_backend.families.base.patching import Latents, Patching
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
 from parallel_backend.families.own_class.counts import counted
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.plan import Asked
 from parallel_backend.families.own_class.residuals import by_name, side_of
+from parallel_backend.families.own_class.skip_trial import REPLACED
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
 from .attention_choice import OVERRIDE, preferred_attention
-from .block_patches import kernel_of_call
+from .block_patches import kernel_of_call, skipped_keys
 from .controlnet import Control, refuse_control
 from .diffusion_model import HEEDS_FILES
 from .reach import is_plain, told_to_own_class
@@ -61,16 +63,21 @@ def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | No
 
 def changes_and_options(
     checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any]
-) -> tuple[BlockChanges, dict[str, Any]]:
-    """(how a call attends, what ranks get of its transformer_options: see told_to_own_class). `loaded`: see
-    chosen_attention. ValueError for what they do not get."""
+) -> tuple[BlockChanges, dict[tuple[str, int], Any], dict[str, Any]]:
+    """(how a call attends, blocks that it skips: see skipped_keys, what ranks get of its transformer_options: see
+    told_to_own_class). `loaded`: see chosen_attention. ValueError for what they do not get."""
     family, override = checkpoint.family, options.get(OVERRIDE)
+    assert isinstance(family, OwnClassFamily)
+    assert family.own is not None
     preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
     kernel, unknown = kernel_of_call(override, loaded, preferred)
     sparse = settings_of(override, None, family, checkpoint.config, options, {})
     if sparse is not None and sparse.sinks and family.native_classes[0] in HAS_SINKS:
         unknown = override
-    return BlockChanges(attention=kernel, sparse=sparse), told_to_own_class({**options, OVERRIDE: unknown}, family)
+    replaced = options.get(REPLACED) or {}
+    skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
+    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced}, family)
+    return BlockChanges(attention=kernel, sparse=sparse), skipped, told
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:

@@ -16,7 +16,6 @@ from parallel_backend.checkpoints.limits import check_own_arguments
 from parallel_backend.checkpoints.own_class import file_shapes
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
@@ -36,7 +35,7 @@ from parallel_backend.families.own_class.family import OwnClassFamily, own_class
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import CONTROL, for_trial
 from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, numbers_of, with_tensors_told, words_of
+from parallel_backend.families.own_class.tried_calls import Call, entry_of, numbers_of, with_tensors_told, words_of
 
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
@@ -51,6 +50,7 @@ from .native_call import NativeClass, class_arguments, native_config, on_meta
 from .own_calls import (
     asked,
     changes_and_options,
+    form,
     is_held,
     near,
     on_host,
@@ -61,6 +61,8 @@ from .own_calls import (
     structure,
     times_of,
 )
+from .own_degrees import shared_out
+from .own_skips import OwnSkips
 from .own_text import OwnText
 from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
@@ -72,6 +74,7 @@ log = logging.getLogger(__name__)
 PROVE_KEY = "parallel_dit_prove"
 """Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
 which ComfyUI may add others."""
+OTHER_CALL = "a patch calls the model in another way than the whole latent, which was tried"
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -146,29 +149,6 @@ def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError, convers
     return own
 
 
-def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
-    """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
-    ways = "split_batch_degree alone"
-    if not own.unet:
-        ways = f"pipefusion_degree, tensor_parallel_degree, patch_degree, ulysses_degree, ring_degree and {ways}"
-    runs = f"{name} runs as ComfyUI's own class, by {ways}"
-    if planned and own.unet:
-        raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
-    for widget, value in {
-        "tensor_parallel_degree": degrees.tensor if own.unet else 1,
-        "patch_degree": degrees.patch if own.unet else 1,
-        "pipefusion_degree": degrees.pipe if own.unet else 1,
-        "ulysses_degree": degrees.ulysses if own.unet else 1,
-        "ring_degree": degrees.ring if own.unet else 1,
-    }.items():
-        if value > 1:
-            raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
-    if degrees.gathers:
-        raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
-    if compiled and own.unet:
-        raise ValueError(f"compile: {runs}. Switch it off.")
-
-
 class OwnClassModel(RemoteDiffusionModel):
     """Hands each call to ComfyUI's own class on the ranks. A call of another structure than before is tried first."""
 
@@ -202,6 +182,10 @@ class OwnClassModel(RemoteDiffusionModel):
     @functools.cached_property
     def _text(self) -> NativeText:
         return OwnText(self.checkpoint, self.dtype)
+
+    @functools.cached_property
+    def _skips(self) -> OwnSkips:
+        return OwnSkips()
 
     @functools.cached_property
     def _proofs(self) -> dict[Any, Proof]:
@@ -247,7 +231,7 @@ class OwnClassModel(RemoteDiffusionModel):
             check_for_own_class(latents, axes)
         packed, timestep, told_form = in_form(x, timestep, axes)
         family, batch = self.checkpoint.family, len(packed)
-        changes, told = changes_and_options(self.checkpoint, self.setup.attention, options)
+        changes, skipped, told = changes_and_options(self.checkpoint, self.setup.attention, options)
         timestep = for_entries(timestep, {}, batch)
         if control is not None and self._own.unet:
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
@@ -269,6 +253,8 @@ class OwnClassModel(RemoteDiffusionModel):
                 self.run.unproven_bands = why_not_in_bands(proof, tokens) or self.run.unproven_bands
             channels = options[PROVE_KEY]
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
+        if skipped:
+            changes = dataclasses.replace(changes, skipped=self._skipped(skipped, proof, tried, sizes, band is None))
         if proof.options:
             named[OPTIONS] = told | {name: options[name] for name in proof.options}
             tensors = to_tensors(named, timestep, told_latent)
@@ -293,6 +279,24 @@ class OwnClassModel(RemoteDiffusionModel):
         if isinstance(out, torch.Tensor) and LATENTS in named:
             out = tuple(unpack(out, named[LATENTS]))
         return returned(latents_of(out))
+
+    def _skipped(
+        self, keys: Mapping[tuple[str, int], Any], proof: Proof, call: Call, sizes: tuple[int, ...], is_whole: bool
+    ) -> tuple[str, ...]:
+        """See OwnSkips.blocks. A band's are those of the whole latent's call. NotLocal if that is not known."""
+        call = with_tensors_told(call) if proof.options else call
+        if not is_whole:
+            assert isinstance(self.checkpoint.family, OwnClassFamily)
+            known = self.checkpoint.family.call
+            if known is None or form(known, sizes) != form(call, sizes):
+                raise NotLocal(OTHER_CALL)
+            call = known if proof.batch else entry_of(known, 0)
+        lists = block_lists(self._meta)
+        return self._skips.blocks(self._own, lists, proof, call, sizes, self._times(), keys)
+
+    def _times(self) -> tuple[float, ...]:
+        patcher = self.run.patcher()
+        return () if patcher is None else times_of(patcher.model.model_sampling)
 
     def _may_forecast(self, latents: Latents, options: dict[str, Any], is_whole: bool) -> bool:
         cache = self.run.cache
@@ -324,7 +328,7 @@ class OwnClassModel(RemoteDiffusionModel):
         """The proof for a band's call. NotLocal if it is not the one by which the model was loaded."""
         proof = self._kept_proof(self._key(call, sizes), numbers_of(call))
         if proof is None or (proof.blocks, proof.latent) != (self._own.blocks, self._own.latent):
-            raise NotLocal("a patch calls the model in another way than the whole latent, which was tried")
+            raise NotLocal(OTHER_CALL)
         if shapes(tensors) not in (self.run.whole_calls or ()):
             raise NotLocal("a patch has other conditioning than the whole latent")
         return proof
@@ -354,8 +358,7 @@ class OwnClassModel(RemoteDiffusionModel):
         proof = self._kept_proof(key, numbers, tried_sizes)
         if is_new := proof is None:
             call = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
-            patcher = self.run.patcher()
-            times = () if patcher is None else times_of(patcher.model.model_sampling)
+            times = self._times()
 
             def prove() -> Proof:
                 poll = Elapsed(f"trying {own.name}, ComfyUI's own class, before its weights are loaded")
@@ -370,6 +373,9 @@ class OwnClassModel(RemoteDiffusionModel):
             of_numbers = key, tuple(numbers.items())
             place = (*of_numbers, tried_sizes) if of_these else key if proof.is_of_all(numbers) else of_numbers
             self._proofs[place] = proof
+            if not proof.batch:  # each entry alone is proven, too: guidance calls the model with some of a batch
+                alone = structure(entry_of(call, 0), sizes), *key[1:]
+                self._proofs[alone if place == key else (alone, *place[1:])] = proof
             ways = "stages", "batch", "sequence", "bands", "tensor"
             shown = ", ".join(f"{way} {getattr(proof, way) or 'yes'}" for way in ways)
             log.info("Parallel DiT: proof of %s: %s", own.name, shown)
@@ -388,13 +394,7 @@ class OwnClassModel(RemoteDiffusionModel):
             family = with_example(own_class_family(self._own), example)
             self.checkpoint = dataclasses.replace(self.checkpoint, family=family)
         if is_new:
-            lines = [f"{own.name}, ComfyUI's own class, verified{how}{self._shared_out(proof, degrees)}"]
+            lines = [f"{own.name}, ComfyUI's own class, verified{how}{shared_out(proof, self._meta, degrees)}"]
             lines += [] if degrees.pipe == degrees.sequence == degrees.tensor == 1 else [share_of_work(self._own, call)]
             say("\n".join(f"Parallel DiT: {line}" for line in lines if line))
         return proof
-
-    def _shared_out(self, proof: Proof, degrees: Degrees) -> str:
-        """How many of the model's blocks the ranks share out, in words. The others run whole on every rank."""
-        if degrees.pipe == degrees.sequence == degrees.tensor == 1:
-            return ""
-        return f": {len(proof.blocks)} of {sum(map(len, block_lists(self._meta).values()))} blocks are shared out"

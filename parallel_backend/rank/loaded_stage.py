@@ -29,7 +29,13 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.own_class import OwnLink, attend_over_ranks, blocks_to_compile, build_own_stage
+from parallel_backend.rank.stage.own_class import (
+    OwnLink,
+    attend_over_ranks,
+    blocks_to_compile,
+    build_own_stage,
+    own_skippable,
+)
 from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
 from parallel_backend.rank.stage.store.weight_store import WeightStore
@@ -39,6 +45,7 @@ from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load
 
 if TYPE_CHECKING:
+    from parallel_backend.families.own_class.stages import StageBlocks
     from parallel_backend.rank.stage.compile import Compiler
 
 
@@ -127,7 +134,11 @@ class LoadedStage:
         elif not setup.compile:  # a compiled block cannot call a layer earlier than its code does
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
-        self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)
+        self.skippable: SkippableBlocks | StageBlocks
+        if setup.own_class is not None:
+            self.skippable = own_skippable(self.model)
+        else:
+            self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)
         blocks = stage.blocks
         self.compiler = self._compile(checkpoint, blocks, degrees.world) if setup.compile else None
         store.watch(blocks)

@@ -22,11 +22,11 @@ FORMATS_OF = {"aura": ("scaled fp8",), "wan-2.1-t2v": tuple(FORMATS)}
 EQUAL = (
     *("LoRA", "LoRA in bypass mode", "LoRA hooks", "LoRA hooks with keyframes", "mask of a prompt", "area of a prompt"),
     *("rotary options", "EasyCache", "step cache, threshold 0", "step cache, threshold 0.3"),
+    "Skip Layer Guidance",
 )
 REFUSED = {
     "attention override": "model: an attention kernel set on the MODEL",
     "ControlNet": "control_net: ",
-    "Skip Layer Guidance": "model: SkipLayerGuidanceDiT (attention replacement 'dit')",
     "NAG": "model: Normalized Attention Guidance (model patch 'attn1_output_patch')",
 }
 TOO_SMALL = "wan-2.1-t2v, area of a prompt, ulysses"

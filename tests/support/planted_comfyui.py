@@ -21,6 +21,7 @@ from tests.families import (
     planted_refiners,
     planted_residuals,
     planted_shared,
+    planted_skips,
     planted_tokens,
     planted_widths,
 )
@@ -39,6 +40,7 @@ MODULES = {
     "comfy.ldm.planted_widths": planted_widths,
     "comfy.ldm.planted_residuals": planted_residuals,
     "comfy.ldm.planted_shared": planted_shared,
+    "comfy.ldm.planted_skips": planted_skips,
 }
 
 

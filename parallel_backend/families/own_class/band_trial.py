@@ -50,7 +50,7 @@ def latent_of(
     the cut of their tokens."""
     if len(actual.latents) > 2:
         return None, "its latent has more than two parts"
-    runs = Runs(model, _bare(blocks))
+    runs = Runs(model, bare(blocks))
     try:
         call = _even(runs, blocks, smaller(actual, *runs.sizes(actual)[0]))
         latent = find_latent(runs, blocks, call)
@@ -77,7 +77,7 @@ def why_not_in_bands(
 ) -> str:
     """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Two bands are tried,
     which is less than `latent_of` does."""
-    runs = Runs(model, _bare(blocks))
+    runs = Runs(model, bare(blocks))
     try:
         call = _odd(runs, blocks, actual, latent, FEW_ROWS)
         _of_both(latent, find_latent(runs, blocks, call))
@@ -90,13 +90,14 @@ def runs_of_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
 ) -> Iterator[Callable[[TensorRank | None], torch.Tensor]]:
     """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
-    runs = Runs(model, _bare(blocks))
+    runs = Runs(model, bare(blocks))
     call = drawn(_odd(runs, blocks, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
     yield from (functools.partial(each.output, runs, blocks, whole, outside) for each in _bands(runs, blocks, latent, call))
 
 
-def _bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+def bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+    """The blocks without the cut of their tokens."""
     return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
 
 

@@ -192,3 +192,11 @@ def _note(
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
     """All blocks of a list with these names, see Likes."""
     return [dataclasses.replace(tried[number], name=name) for number, name in zip(like, names, strict=True)]
+
+
+def tried_blocks(
+    blocks: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]], like: Likes
+) -> list[OwnBlock]:
+    """Of all blocks of a model those that are tried, with the names that they have in its shorter lists: see `shortened`."""
+    names = {lists[at][like[at].index(number)]: name for at, of_list in kept.items() for number, name in enumerate(of_list)}
+    return [dataclasses.replace(block, name=names[block.name]) for block in blocks if block.name in names]

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,9 +85,18 @@ def narrow_unet(unet: OwnClass) -> OwnClass:
 
 def widened(blocks: Sequence[OwnBlock], factor: int) -> list[OwnBlock]:
     """Blocks of a narrower class, with so many times as many heads."""
+    return _with_heads(blocks, lambda heads: factor * heads)
+
+
+def narrowed_blocks(blocks: Sequence[OwnBlock], factor: int) -> list[OwnBlock]:
+    """The inverse of `widened`."""
+    return _with_heads(blocks, lambda heads: heads // factor)
+
+
+def _with_heads(blocks: Sequence[OwnBlock], of_heads: Callable[[int], int]) -> list[OwnBlock]:
     return [
         dataclasses.replace(
-            block, attention=tuple(dataclasses.replace(each, heads=factor * each.heads) for each in block.attention)
+            block, attention=tuple(dataclasses.replace(each, heads=of_heads(each.heads)) for each in block.attention)
         )
         for block in blocks
     ]

@@ -6,7 +6,7 @@ which another stage has shows as not finite. The stand-in before the stage's fir
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -81,9 +81,13 @@ class StageBlocks:
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
+        self._skipped: Collection[str] = ()  # blocks that return what they get
         self._forwards: dict[str, Callable[..., Any]] = {}  # by block: what it computes
+        self._before: dict[str, Callable[..., Any]] = {}  # by block: a forward that is not its class's
         for number, block in enumerate(blocks):
             module = model.get_submodule(block.name)
+            if (forward := vars(module).get("forward")) is not None:
+                self._before[block.name] = forward
             self._forwards[block.name], module.forward = module.forward, functools.partial(self._run, number)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,9 +120,20 @@ class StageBlocks:
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
 
     def remove(self) -> None:
-        """Make the model its class's again."""
+        """Make the model again what it was."""
         for block in self.blocks:
             del self._model.get_submodule(block.name).forward
+        for name, forward in self._before.items():
+            self._model.get_submodule(name).forward = forward
+
+    @contextmanager
+    def skipping(self, names: Collection[str]) -> Iterator[None]:
+        """Context in which the blocks of these names return what they get. skip_trial.py shows what a class makes of it."""
+        self._skipped = names
+        try:
+            yield
+        finally:
+            self._skipped = ()
 
     def wrap(self, block: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Have the block compute by `wrapper(its forward)`. What stages and ranks exchange stays outside of it."""
@@ -134,12 +149,15 @@ class StageBlocks:
         if number not in range(self._span.start, self._span.stop):
             out = self._stand_in(number, args, kwargs)
             return self._cut.leave(out, number == self._span.start - 1) if self._cut is not None and self._leaves else out
-        self.running = self.blocks[number].name
-        with nullcontext() if self._cut is None else self._cut.inside():
-            out = self._forwards[self.running](*args, **kwargs)
-        self.running = ""
-        values = (out,) if isinstance(out, torch.Tensor) else out
         block = self.blocks[number]
+        if block.name in self._skipped:
+            out = _pass(block, *args, **kwargs)
+        else:
+            self.running = block.name
+            with nullcontext() if self._cut is None else self._cut.inside():
+                out = self._forwards[self.running](*args, **kwargs)
+            self.running = ""
+        values = (out,) if isinstance(out, torch.Tensor) else out
         shapes = [None if value is None else value.shape for value in values]
         if shapes != [_argument(place, args, kwargs).shape if place else None for place in block.returns]:
             raise Unproven(f"{block.name} returns other values than in the trial")

@@ -27,17 +27,19 @@ from .block_order import (
     order_of,
     recorded_blocks,
     shortened,
+    tried_blocks,
     whole_list,
 )
 from .building import build
 from .call_form import LATENTS
 from .call_state import held, why_not_apart, why_not_without_options
 from .feature_trial import Sharing
-from .narrow import narrow_unet, narrowed, widened
+from .narrow import narrow_unet, narrowed, narrowed_blocks, widened
 from .other_calls import error_of, free_numbers, is_proven, noted_run
 from .product_trial import why_no_products
 from .proof import NOT_TRIED, Proof, Tried
 from .residuals import CONTROL
+from .skip_trial import Skips, tried_skips
 from .stage_trial import why_not_by_entry, why_not_staged
 from .token_trial import WORDS, Runs, Size, cut_tokens
 from .tried_calls import (
@@ -50,6 +52,7 @@ from .tried_calls import (
     with_whole_axes,
     words_of,
 )
+from .unproven import first_line
 
 SEED = 0
 FEW = 4, WORDS
@@ -115,6 +118,36 @@ def trial(
         raise given_up.__cause__ from None
 
 
+def trial_of_skips(
+    own: OwnClass,
+    proof: Proof,
+    call: Call,
+    times: Sequence[float],
+    kinds: Sequence[str],
+    poll: Callable[[float], None] = lambda _: None,
+) -> Skips:
+    """What skipped blocks are shown to be for calls like `call`, of which `proof` is. `kinds`: of the blocks, by the names
+    that other nodes give them. `poll`: as in `trial`."""
+    polled, found = _Poll(poll), Skips(why="it was not tried")
+    call = with_tensors_told(call) if proof.options else call
+    try:
+        with one_thread(), torch.inference_mode(False), torch.no_grad():
+            for kind, of_kind, factor in (*narrowed(own, call, 1), (own, call, 1)):
+                polled.begin(0, 1)
+                try:
+                    short = _short(kind, of_kind, polled)
+                    blocks = narrowed_blocks(tried_blocks(proof.blocks, short.lists, short.kept, short.like), factor)
+                    found = tried_skips(short.model, short.kept, proof, blocks, short.call, short.actual, times, kinds)
+                except Exception as error:  # of any kind: its code is not known, and may count on its own widths
+                    found = Skips(why=f"it does not run with skipped blocks ({first_line(error)})")
+                if not found.why:
+                    return found
+    except _GivenUp as given_up:
+        assert given_up.__cause__ is not None
+        raise given_up.__cause__ from None
+    return found
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Has torch compute with one thread. A trial's operations are so short that more threads wait for each other, two of
@@ -151,12 +184,24 @@ class _Poll:
             raise _GivenUp from error
 
 
-def _found(
-    own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool, bands: bool, tensor: int
-) -> Found:
-    if own.unet:
-        own = narrow_unet(own)
-    actual = call
+@dataclass(frozen=True)
+class _Short:
+    """A model with few blocks of each list."""
+
+    model: nn.Module
+    lists: Mapping[str, Sequence[str]]
+    """Names of all blocks of the class, by list."""
+    kept: Mapping[str, Sequence[str]]
+    """Of those that the model has."""
+    like: Likes
+    actual: Call
+    call: Call
+    """One like `actual` that is small."""
+    error: Exception | None
+    """With which `call` fails. None: it runs."""
+
+
+def _short(own: OwnClass, actual: Call, poll: Callable[..., None]) -> _Short:
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
     for whole in _counted_on(in_full, lists):
@@ -164,11 +209,22 @@ def _found(
         like = likes(model, lists) | {name: range(len(lists[name])) for name in whole}
         kept = shortened(model, lists, like)
         _give_weights(own, model, poll)
-        if LATENTS in call.named:
+        if LATENTS in actual.named:
             actual = with_whole_axes(actual, functools.partial(_runs, model))
         call, error = _first_that_runs(model, _tried_sizes(actual))
         if error is None:
             break
+    return _Short(model, lists, kept, like, actual, call, error)
+
+
+def _found(
+    own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool, bands: bool, tensor: int
+) -> Found:
+    if own.unet:
+        own = narrow_unet(own)
+    short = _short(own, call, poll)
+    model, lists, like, kept, actual, call = short.model, short.lists, short.like, short.kept, short.actual, short.call
+    error = short.error
     if error is not None:
         if call.named.get(CONTROL):
             raise ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")

@@ -1,0 +1,38 @@
+"""Degrees at which ComfyUI's own class runs on ranks, and how much of it they share out."""
+
+from torch import nn
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.block_order import block_lists
+from parallel_backend.families.own_class.proof import Proof
+
+
+def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
+    """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
+    ways = "split_batch_degree alone"
+    if not own.unet:
+        ways = f"pipefusion_degree, tensor_parallel_degree, patch_degree, ulysses_degree, ring_degree and {ways}"
+    runs = f"{name} runs as ComfyUI's own class, by {ways}"
+    if planned and own.unet:
+        raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
+    for widget, value in {
+        "tensor_parallel_degree": degrees.tensor if own.unet else 1,
+        "patch_degree": degrees.patch if own.unet else 1,
+        "pipefusion_degree": degrees.pipe if own.unet else 1,
+        "ulysses_degree": degrees.ulysses if own.unet else 1,
+        "ring_degree": degrees.ring if own.unet else 1,
+    }.items():
+        if value > 1:
+            raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
+    if degrees.gathers:
+        raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
+    if compiled and own.unet:
+        raise ValueError(f"compile: {runs}. Switch it off.")
+
+
+def shared_out(proof: Proof, model: nn.Module, degrees: Degrees) -> str:
+    """How many of the model's blocks the ranks share out, in words. The others run whole on every rank."""
+    if degrees.pipe == degrees.sequence == degrees.tensor == 1:
+        return ""
+    return f": {len(proof.blocks)} of {sum(map(len, block_lists(model).values()))} blocks are shared out"
