@@ -28,12 +28,14 @@ from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.own_class.attention_calls import attention_by
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.residuals import CONTROL, by_kind, for_trial
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
 from parallel_backend.rank.attention.own_class import RankTokens
 from parallel_backend.rank.stage.own_class import OwnLink
 from parallel_backend.rank.worker import Worker
 from tests.campaigns.transport.cases import nothing
+from tests.families.planted_classes import WIDTH
 from tests.support.cpu_and_gpu import Both, devices_of
 from tests.support.planted_comfyui import planted, planted_comfyui
 
@@ -118,6 +120,30 @@ def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees,
     for degrees in modes:
         (found,) = both.check(on(degrees))
         assert (found - whole).abs().max() <= 1e-5 * whole.abs().max(), degrees
+
+
+@pytest.mark.parametrize("name", ["Pooled", "AtTheEnd"])
+def test_residuals_of_all_tokens_on_sequence_ranks(both: Both, tmp_path: Path, name: str):
+    own, given, path, plain = saved(name, tmp_path)
+    residual = torch.randn(2, 2 * 4 * 6, WIDTH, generator=torch.Generator().manual_seed(1))
+    kinds = ("input", "output") if name == "AtTheEnd" else ("input",)
+    residuals = {f"{kind}.{number}": residual * (number + 1) for kind in kinds for number in range(2)}
+    model = build(own)
+    model.load_state_dict(load_file(path), assign=True)
+    with torch.no_grad():
+        whole = replace(given, named=given.named | {CONTROL: by_kind(residuals)}).run(model)
+    assert (whole - plain).abs().max() > 0.1 * plain.abs().max()
+    proof = trial(own, replace(given, named=given.named | {CONTROL: for_trial(residuals)}), (900.0, 1.0))
+    tensors = to_tensors({**given.named, CONTROL: None}, given.timestep, given.x.shape[1:])
+    call = ModelCall(given.x, given.timestep, tensors, residuals=residuals)
+    for degrees in (Degrees(ulysses=3), Degrees(ring=2)):
+
+        def run(_load: Callable[..., Any], pools: Callable[[int], Any], degrees=degrees) -> list[torch.Tensor]:
+            model = loaded(replace(own, blocks=proof.blocks), path, degrees, pools(degrees.world))
+            return [model.predict(call, nothing)]
+
+        (found,) = both.check(run)
+        assert (found - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 def saved(name: str, folder: Path, times: Sequence[float] = (700.0, 300.0)) -> tuple[OwnClass, Call, Path, torch.Tensor]:
