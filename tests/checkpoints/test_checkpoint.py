@@ -201,7 +201,7 @@ BROKEN_FOLDERS = {
     "no config": (None, "no readable config.json"),
     "no JSON": ("{", "no readable config.json"),
     "another class": (json.dumps({"_class_name": "UNet2DConditionModel"}), "UNet2DConditionModel"),
-    "a pipeline": (json.dumps({"transformer": ["diffusers", "FluxTransformer2DModel"]}), "which this version does not"),
+    "a pipeline": (json.dumps({"transformer": ["diffusers", "FluxTransformer2DModel"]}), "which is not read"),
     "no weights": (json.dumps({"_class_name": "FluxTransformer2DModel", **tiny.FLUX}), "lacks"),
 }
 
