@@ -178,6 +178,8 @@ const LINES = [
     [/^([\d.]+ [GM]B) of weights on (\d+) ranks$/, "$2 个进程上有 $1 权重"],
     [/^calibrating, about 10 s, once for this machine and kind of model, (\d+) s$/, "正在测量，约 10 秒，每种模型一次，已 $1 秒"],
     [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
+    [/^trying skipped blocks of (.*), ComfyUI's own class, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1 跳过的块，$2 %，已 $3 秒"],
+    [/^trying skipped blocks of (.*), ComfyUI's own class$/, "正在试算 ComfyUI 自己的类 $1 跳过的块"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1，$2 %，已 $3 秒"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded$/, "正在试算 ComfyUI 自己的类 $1"],
     [/^rank (\d+) compiles, (\d+) s$/, "进程 $1 正在编译，已 $2 秒"],
