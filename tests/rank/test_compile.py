@@ -264,23 +264,6 @@ ELSEWHERE = pytest.mark.full
 """Of two tensor ranks: three show the same, and more."""
 
 
-@pytest.fixture(scope="module")
-def tracing_pools():
-    """`tracing_pools(n)`: ranks that trace."""
-    made = {}
-
-    def get(world: int) -> Pool:
-        if world not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "rank_entry", lambda: tracing_rank.tracing)
-                made[world] = Pool(("cpu",) * world)
-        return made[world]
-
-    yield get
-    for ranks in made.values():
-        ranks.close()
-
-
 def load(ranks: Pool, path, degrees: Degrees, compile: bool = True, dtype: str = "fp32") -> RemoteTransformer:
     return on_ranks(ranks, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None, compile=compile)
 

@@ -19,10 +19,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.tried_calls import draw_weights
-from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from testing.models import on_ranks
-from tests.support import tracing_rank
 from tests.system.test_exactness import name
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -32,23 +30,6 @@ TOLERANCE = 1e-5
 
 def nobody() -> None:
     pass
-
-
-@pytest.fixture(scope="module")
-def tracing_pools():
-    """`tracing_pools(n)`: ranks that trace."""
-    made: dict[int, Pool] = {}
-
-    def get(world: int) -> Pool:
-        if world not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "rank_entry", lambda: tracing_rank.tracing)
-                made[world] = Pool(("cpu",) * world)
-        return made[world]
-
-    yield get
-    for ranks in made.values():
-        ranks.close()
 
 
 @pytest.fixture(scope="module")
