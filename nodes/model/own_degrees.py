@@ -16,13 +16,14 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     runs = f"{name} runs as ComfyUI's own class, by {ways}"
     if planned and own.unet:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
-    for widget, value in {
-        "tensor_parallel_degree": degrees.tensor if own.unet else 1,
-        "patch_degree": degrees.patch if own.unet else 1,
-        "pipefusion_degree": degrees.pipe if own.unet else 1,
-        "ulysses_degree": degrees.ulysses if own.unet else 1,
-        "ring_degree": degrees.ring if own.unet else 1,
-    }.items():
+    alone = {
+        "tensor_parallel_degree": degrees.tensor,
+        "patch_degree": degrees.patch,
+        "pipefusion_degree": degrees.pipe,
+        "ulysses_degree": degrees.ulysses,
+        "ring_degree": degrees.ring,
+    }
+    for widget, value in alone.items() if own.unet else ():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
     if degrees.gathers:
