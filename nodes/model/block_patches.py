@@ -121,7 +121,7 @@ def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[
         for block, function in functions.items():
             if name == BLOCKS and len(block) == 2 and is_known(SKIP, function):
                 skipped[block] = function
-            else:
+            elif not is_known(PERTURBED, function):
                 remaining.setdefault(name, {})[block] = function
     return skipped, remaining
 

@@ -58,22 +58,36 @@ class ControlsHere:
 
         `tensors`: the call's conditioning tensors. `along`: see `controlnet.residuals`.
         """
-        family, config, latents = self._checkpoint.family, self._checkpoint.config, call.latents
-        layers = self.models(call.options, [run.patches, run.bypass_patches], run.hook_patches.values(), run.patches_uuid)
-        if of_picture := fun_controls(family, call.options):
-            context = call.others["context"]
-            assert context is not None  # `Inputs.conditioning` has refused a call without one
-            added = self._fun_control.additions(
-                layers[0], of_picture, latents[0], call.timestep, context, dict(call.options)
-            )
-            control = (control or {}) | added
+        family, config, latents, options = self._checkpoint.family, self._checkpoint.config, call.latents, call.options
+        control = self.with_fun(control, latents[0], call.timestep, call.others["context"], options, run)
         of_blocks = residuals(family, config, control, tuple(latents[0].shape), along)
-        if of_sequence := sequence_controls(family, call.options):
+        if of_sequence := sequence_controls(family, options):
             assert not of_blocks, "a family with controls of all tokens takes no ControlNet, which is refused above"
             return self._sequence_control.residuals(
-                layers[0], of_sequence, latents, call.timestep, call.others, call.options, tensors
+                self._layers(options, run), of_sequence, latents, call.timestep, call.others, options, tensors
             )
         return of_blocks
+
+    def with_fun(
+        self,
+        control: Control | None,
+        latent: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None,
+        options: Mapping[str, Any],
+        run: SamplingRun,
+    ) -> Control | None:
+        """The outputs of ControlNets, with what a picture's Fun controls in transformer_options add to a native call."""
+        if not (controls := fun_controls(self._checkpoint.family, options)):
+            return control
+        assert context is not None, "calls of these models have a text"
+        layers = self._layers(options, run)
+        added = self._fun_control.additions(layers, controls, latent, timestep, context, dict(options))
+        return (control or {}) | added
+
+    def _layers(self, options: Mapping[str, Any], run: SamplingRun) -> comfy.model_patcher.ModelPatcher:
+        patches = [run.patches, run.bypass_patches]
+        return self.models(options, patches, run.hook_patches.values(), run.patches_uuid)[0]
 
     def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:
         """A family has at most one of the two kinds."""

@@ -25,18 +25,30 @@ from .layers_here import LayersHere
 from .native_call import NativeClass
 
 REFINERS, BLOCKS = "noise_refiner", "double_block"
-"""Kinds of patch that the node puts on a MODEL, and also kinds of residuals (Blocks.residuals)."""
+"""Kinds of patch that the node puts on a MODEL, and also kinds of residuals."""
+TAKES = "ZImage"
+"""Class of ComfyUI's supported_models that calls such patches."""
 EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_pad_token")
 
 
 def fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Kind of patch -> the Fun controls in a call's transformer_options. Empty: none for this family."""
-    by_kind = {
+    of_kind = {
         kind: [each for each in functions if is_known(FUN_CONTROL, type(each))]
         for kind, functions in options.get("patches", {}).items()
-        if kind in family.blocks.residuals
+        if kind in (REFINERS, BLOCKS) and TAKES in family.native_classes
     }
-    return {kind: controls for kind, controls in by_kind.items() if controls}
+    return {kind: controls for kind, controls in of_kind.items() if controls}
+
+
+def without_fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, Any]:
+    """transformer_options without them."""
+    controls = fun_controls(family, options)
+    patches = {
+        kind: [each for each in functions if each not in controls.get(kind, ())]
+        for kind, functions in options.get("patches", {}).items()
+    }
+    return {**options, "patches": patches} if controls else dict(options)
 
 
 class FunControl:
@@ -91,7 +103,7 @@ class FunControl:
         arguments = {"img_input": picture, "txt": text, "pe": positions[:, text_tokens:].to(x.device)}
         arguments |= {"vec": time, "x": x, "transformer_options": inside}
         zeros = torch.zeros_like(picture)
-        for index in range(self._checkpoint.family.blocks.total(self._checkpoint.config)):
+        for index in range(self._unet_config["n_layers"]):
             add(BLOCKS, arguments | {"img": zeros, "block_index": index})
             if residuals[BLOCKS][-1] is not None:  # the controls have written into the zeros
                 zeros = torch.zeros_like(picture)

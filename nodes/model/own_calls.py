@@ -23,6 +23,7 @@ from .attention_choice import OVERRIDE, preferred_attention
 from .block_patches import kernel_of_call, skipped_keys
 from .controlnet import Control, refuse_control
 from .diffusion_model import HEEDS_FILES
+from .fun_control import without_fun_controls
 from .reach import is_plain, told_to_own_class
 from .sparse_attention import HAS_SINKS, settings_of
 
@@ -76,7 +77,7 @@ def changes_and_options(
         unknown = override
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
-    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced}, family)
+    told = told_to_own_class({**without_fun_controls(family, options), OVERRIDE: unknown, REPLACED: replaced}, family)
     return BlockChanges(attention=kernel, sparse=sparse), skipped, told
 
 

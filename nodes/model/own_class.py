@@ -235,6 +235,7 @@ class OwnClassModel(RemoteDiffusionModel):
         timestep = for_entries(timestep, {}, batch)
         if control is not None and self._own.unet:
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
+        control = self.controls_here.with_fun(control, latents[0], timestep, context, options, self.run)
         residuals = own_residuals(control, latents[0], None if band is None else band.run.patching)
         named = {"context": context, CONTROL: None, OPTIONS: told, **sent(family.native_classes[0], extra), **told_form}
         sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
@@ -273,8 +274,7 @@ class OwnClassModel(RemoteDiffusionModel):
             exact = float(options["sigmas"].max()) > band.exact_above
             own_rows = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
             return returned(latents_of(own_rows))
-        text_tokens = 1 if context is None else context.shape[1]
-        shape = CallShape(tuple(latents[0].shape), text_tokens)
+        shape = CallShape(tuple(latents[0].shape), 1 if context is None else context.shape[1])
         out = self._predict(call, shape, steps_of(options), evaluation)
         if isinstance(out, torch.Tensor) and LATENTS in named:
             out = tuple(unpack(out, named[LATENTS]))

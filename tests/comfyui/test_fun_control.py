@@ -2,13 +2,11 @@
 
 import pytest
 
-from testing.cases import z_image
 from tests.comfyui.conftest import unselected
 
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
-SIZES = {"n_layers": 3, "n_refiner_layers": 1}
 CASES = {"pipe 2": ("inpaint", "two"), "ulysses 2": ("inpaint",), "displaced": ("inpaint",), "tensor 2": ("two",)}
 WHOLE_BECAUSE = {"pipe 2": ["Z-Image's Fun control looks at the whole latent"], "displaced": [None]}
 """Of modes that a wrapper around the sampler runs."""
@@ -20,13 +18,9 @@ TRIED = [(mode, name) for mode, names in CASES.items() for name in names]
 
 
 @pytest.fixture(scope="module")
-def found(request, inside, base):
-    case = z_image.CASES[0]
-    config = case.native.config | SIZES
-    case.save(case.model(config), base / "models/diffusion_models/z-image-fun.safetensors", config)
-    detected = z_image.DETECTED | {"n_refiner_layers": SIZES["n_refiner_layers"]}
+def found(request, inside):
     skip = unselected(request, "name", "mode", of=[(name, mode) for mode, name in TRIED])
-    return inside.run("fun_control", detected=detected, text=config["cap_feat_dim"], skip=skip)[0]
+    return inside.run("fun_control", skip=skip)[0]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,16 @@ from typing import Any
 
 import torch
 
+from .call_arguments import OPTIONS
+
 CONTROL = "control"
 """Argument of a call: kind of residuals -> [B, n, hidden] or None for each block, of the latent's n tokens in order."""
 KINDS = "input", "middle", "output"
-"""As ComfyUI names them."""
+"""As ComfyUI names them, of what the class adds itself."""
+PATCHED = "noise_refiner", "double_block"
+"""Kinds of patches of ComfyUI's that add to a block's tokens. The class calls them behind the block."""
+PATCHES = "patches"
+"""Entry of transformer_options that has ComfyUI's patches by kind."""
 TRIED = 4
 """Residuals of a kind in a trial: at least as many as a tried list has blocks, so that all are added."""
 SIDES = 1, 2, 4, 8, 16, 32
@@ -27,9 +33,36 @@ class ReadResiduals(list[Any]):
         return self._read(residual) if isinstance(residual, torch.Tensor) else residual
 
 
+class AddResiduals:
+    """A patch that adds one of the residuals to the tokens "img" [B, n + m, hidden] behind the block "block_index". `read`:
+    see ReadResiduals. The m tokens behind those of the latent fill it up."""
+
+    def __init__(self, residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]):
+        self._residuals, self._read = residuals, read
+
+    def __call__(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        index, img_BSD = arguments["block_index"], arguments["img"]
+        if index >= len(self._residuals) or (residual := self._residuals[index]) is None:
+            return {}
+        added_BND = self._read(residual)
+        rest_BSD = img_BSD[:, added_BND.shape[1] :]
+        return {"img": torch.cat((img_BSD[:, : added_BND.shape[1]] + added_BND, rest_BSD), dim=1)}
+
+
+def with_patches(
+    named: Mapping[str, Any], read: Callable[[torch.Tensor], torch.Tensor] = lambda residual: residual
+) -> dict[str, Any]:
+    """A call's arguments, with patches in transformer_options that add the residuals of PATCHED. `read`: see ReadResiduals."""
+    control = named.get(CONTROL) or {}
+    patches = {kind: [AddResiduals(control[kind], read)] for kind in PATCHED if control.get(kind)}
+    return {**named, OPTIONS: {**named.get(OPTIONS, {}), PATCHES: patches}} if patches else dict(named)
+
+
 def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
     """Residuals behind each of a trial's blocks, of every kind that has any. `residuals`: see `by_name`."""
-    of_kind = {kind: [each for name, each in residuals.items() if name.startswith(f"{kind}.")] for kind in KINDS}
+    of_kind = {
+        kind: [each for name, each in residuals.items() if name.startswith(f"{kind}.")] for kind in (*KINDS, *PATCHED)
+    }
     return {kind: each[:1] * TRIED for kind, each in of_kind.items()}
 
 
@@ -45,7 +78,7 @@ def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, t
 
 def by_kind(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
     """The inverse of `by_name`."""
-    control: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in KINDS}
+    control: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in (*KINDS, *PATCHED)}
     for name, residual in residuals.items():
         kind, _, index = name.partition(".")
         control[kind] += [None] * (int(index) + 1 - len(control[kind]))

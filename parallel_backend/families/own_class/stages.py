@@ -17,7 +17,7 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
 from .attention_calls import Attend, attention_by
-from .residuals import CONTROL, ReadResiduals
+from .residuals import CONTROL, ReadResiduals, with_patches
 from .token_cut import TokenCut
 from .unproven import Unproven
 
@@ -98,7 +98,7 @@ class StageBlocks:
             self._cut.begin()
         if kwargs.get(CONTROL) is not None:
             read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
-            kwargs = {**kwargs, CONTROL: read}
+            kwargs = {**with_patches(kwargs, self._residual), CONTROL: read}
         attend = self.attend if self._cut is None else self._cut.attend
         try:
             with nullcontext() if attend is None else attention_by(attend):

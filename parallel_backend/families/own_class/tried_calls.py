@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .call_arguments import OPTIONS, SIGMAS, from_tensors, structure_of, to_tensors
 from .call_form import LATENTS, TIMES, pack, run, unpack
-from .residuals import CONTROL, smaller_residuals
+from .residuals import CONTROL, smaller_residuals, with_patches
 
 SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
@@ -41,7 +41,7 @@ class Call:
         named = copied(dict(self.named))
         if options:
             named[OPTIONS] = named.get(OPTIONS, {}) | copied(dict(self.options))
-        return run(model, self.x.clone(), self.timestep.clone(), {OPTIONS: {}} | named)
+        return run(model, self.x.clone(), self.timestep.clone(), with_patches({OPTIONS: {}} | named))
 
     @property
     def latents(self) -> list[torch.Tensor]:

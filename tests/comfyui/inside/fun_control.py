@@ -1,19 +1,20 @@
 """ZImageFunControlnet on the parallel MODEL, against ComfyUI's own model with the same. Run by serve.py.
 
-The test process has put `z-image-fun.safetensors` into models/diffusion_models. The control networks are ComfyUI's own class
-as ModelPatchLoader makes it of the three kinds of files, but for their width, with random weights.
+The control networks are ComfyUI's own class as ModelPatchLoader makes it of the three kinds of files, but for their width,
+with random weights.
 """
 
 import asyncio
 from functools import partial
 
-from boot import BASE, CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, torch
 from controlnet import FakeVAE, randomise
 from families import detecting
+from small_models import detected, small_model, write
 
 import nodes
 
-FILE = "z-image-fun.safetensors"
+MODEL = "z-image"
 PATCHED = ("noise_refiner.0.feed_forward.w2.weight", "layers.0.feed_forward.w2.weight")
 """By a LoRA: a layer that is run in ComfyUI's process too, and one that is not."""
 USED = 2
@@ -45,19 +46,20 @@ def network(width: int, heads: int, seed: int, kind: dict, used: int = USED):
     return comfy.model_patcher.ModelPatcher(randomise(model, seed).to(torch.bfloat16), load_device=cpu, offload_device=cpu)
 
 
-def main(results: Results, detected: dict, text: int) -> None:
+def main(results: Results) -> None:
     file = CHECKOUT / "comfy_extras" / "nodes_model_patch.py"
     assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
     generator = torch.Generator().manual_seed(0)
-    texts = {name: [torch.randn(1, length, text, generator=generator) for length in (9, 9)] for name in ("inpaint", "two")}
+    words = small_model(MODEL)["text"]
+    texts = {name: [torch.randn(1, *words, generator=generator) for _ in range(2)] for name in ("inpaint", "two")}
     texts["two"][1] = texts["two"][1][:, :5]  # two calls a step
     picture, behind = (torch.rand(1, 96, 96, 3, generator=generator) for _ in range(2))
+    fitting = torch.rand(1, 8 * 18, 8 * 14, 3, generator=generator)
     mask = (torch.rand(1, 96, 96, generator=generator) > 0.5).float()
     latent = torch.zeros(1, 16, 18, 13)
-    with detecting(detected):
-        native = comfy.sd.load_diffusion_model(
-            str(BASE / "models" / "diffusion_models" / FILE), model_options={"dtype": torch.float32}
-        )
+    with detecting(detected(MODEL)):
+        path = write(MODEL, more_blocks=1)
+        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
         config = native.model.model_config.unet_config
         networks = {
             name: network(config["dim"], config["n_heads"], seed, kind) for seed, (name, kind) in enumerate(KINDS.items())
@@ -75,7 +77,8 @@ def main(results: Results, detected: dict, text: int) -> None:
             return controlled(clone, "refining", 0.8, image=picture, inpaint_image=behind, mask=mask)
 
         def two(model):
-            return controlled(controlled(model, "first", 0.8, image=picture), "broken", 0.5, image=picture)
+            """A picture of the latent's size: a control that encodes another one drops the other control's state, once."""
+            return controlled(controlled(model, "first", 0.8, image=fitting), "broken", 0.5, image=fitting)
 
         apply = {"inpaint": inpaint, "two": two}
 
@@ -102,10 +105,10 @@ def main(results: Results, detected: dict, text: int) -> None:
         for name in apply:
             results.case(f"{name}, native", partial(native_of, name))
         modes = {
-            "pipe 2": (node("ApplyPipeFusion", parallel(FILE, stage_split="even"), 3, 1, True), ("inpaint", "two")),
-            "ulysses 2": (parallel(FILE, pipe=1, config=sequence(ulysses=2)), ("inpaint",)),
-            "displaced": (parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1000)), ("inpaint",)),
-            "tensor 2": (parallel(FILE, pipe=1, tensor=2), ("two",)),
+            "pipe 2": (node("ApplyPipeFusion", parallel(path.name, stage_split="even"), 3, 1, True), ("inpaint", "two")),
+            "ulysses 2": (parallel(path.name, pipe=1, config=sequence(ulysses=2)), ("inpaint",)),
+            "displaced": (parallel(path.name, pipe=1, config=sequence(1, 1, "displaced", 2, 1000)), ("inpaint",)),
+            "tensor 2": (parallel(path.name, pipe=1, tensor=2), ("two",)),
         }
         for mode, (model, names) in modes.items():
             for name in names:
