@@ -52,7 +52,7 @@ class AddResiduals:
 def with_patches(
     named: Mapping[str, Any], read: Callable[[torch.Tensor], torch.Tensor] = lambda residual: residual
 ) -> dict[str, Any]:
-    """A call's arguments, with patches in transformer_options that add the residuals of PATCHED. `read`: see ReadResiduals."""
+    """A call's arguments, with patches in transformer_options that add residuals of PATCHED. `read`: see ReadResiduals."""
     control = named.get(CONTROL) or {}
     patches = {kind: [AddResiduals(control[kind], read)] for kind in PATCHED if control.get(kind)}
     return {**named, OPTIONS: {**named.get(OPTIONS, {}), PATCHES: patches}} if patches else dict(named)
