@@ -16,6 +16,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
 from parallel_backend.families.base.blocks import CAUSAL_TEXT
 from parallel_backend.families.base.step_inputs import Config
+from parallel_backend.families.own_class.guided_attention import OUTPUT
 from parallel_backend.families.own_class.skip_trial import BLOCKS
 
 from ..ui.other_nodes import is_known
@@ -57,7 +58,7 @@ def block_changes(
         if name not in family.blocks.native_patches:
             continue
         for function in functions:
-            if name == "attn1_output_patch" and guidance is None and is_known(NORMALIZED, function):
+            if name == OUTPUT and guidance is None and is_known(NORMALIZED, function):
                 guidance = _normalized(function, options.get("cond_or_uncond"), entries)
             elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
                 patches.setdefault(name, []).append(function)
@@ -124,6 +125,20 @@ def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[
             elif not is_known(PERTURBED, function):
                 remaining.setdefault(name, {})[block] = function
     return skipped, remaining
+
+
+def normalized_guidance(
+    options: Mapping[str, Any], entries: int
+) -> tuple[Callable[..., Any] | None, NormalizedGuidance | None, dict[str, list[Any]]]:
+    """(NAG's function in the transformer_options of a call with so many entries, its settings, the other patches), for a
+    class without a family."""
+    patches = {name: list(functions) for name, functions in options.get("patches", {}).items()}
+    functions = patches.get(OUTPUT, [])
+    nag = next((function for function in functions if is_known(NORMALIZED, function)), None)
+    if nag is None:
+        return None, None, patches
+    functions.remove(nag)
+    return nag, _normalized(nag, options.get("cond_or_uncond"), entries), patches
 
 
 def _normalized(function: Callable[..., Any], prompts: list[int] | None, entries: int) -> NormalizedGuidance | None:

@@ -1,13 +1,14 @@
 """What a call of ComfyUI's own class is to a trial: what it can hold, and which calls are alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import Residuals
-from parallel_backend.core.block_changes import BlockChanges
+from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.base.patching import Latents, Patching
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
@@ -15,12 +16,12 @@ from parallel_backend.families.own_class.call_form import LATENTS, TIMES
 from parallel_backend.families.own_class.counts import counted
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.plan import Asked
-from parallel_backend.families.own_class.residuals import by_name, side_of
+from parallel_backend.families.own_class.residuals import PATCHES, by_name, side_of
 from parallel_backend.families.own_class.skip_trial import REPLACED
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
 from .attention_choice import OVERRIDE, preferred_attention
-from .block_patches import kernel_of_call, skipped_keys
+from .block_patches import kernel_of_call, normalized_guidance, skipped_keys
 from .controlnet import Control, refuse_control
 from .diffusion_model import HEEDS_FILES
 from .fun_control import without_fun_controls
@@ -62,11 +63,26 @@ def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | No
     return {name: packed[id(each)] for name, each in residuals.items()}
 
 
+@dataclass(frozen=True)
+class NodeChanges:
+    """What other nodes ask for inside the class in a call."""
+
+    skipped: Mapping[tuple[str, int], Any] = field(default_factory=dict)
+    """(kind, number) of each block -> the function in its place."""
+    nag: Callable[..., torch.Tensor] | None = None
+    """NAG's function."""
+    guidance: NormalizedGuidance | None = None
+    """Its settings. None: it leaves the call alone."""
+
+    def __bool__(self) -> bool:
+        return bool(self.skipped) or self.guidance is not None
+
+
 def changes_and_options(
-    checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any]
-) -> tuple[BlockChanges, dict[tuple[str, int], Any], dict[str, Any]]:
-    """(how a call attends, blocks that it skips: see skipped_keys, what ranks get of its transformer_options: see
-    told_to_own_class). `loaded`: see chosen_attention. ValueError for what they do not get."""
+    checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any], entries: int
+) -> tuple[BlockChanges, NodeChanges, dict[str, Any]]:
+    """(how a call of so many batch entries attends, what other nodes change in it, what ranks get of its
+    transformer_options: see told_to_own_class). `loaded`: see chosen_attention. ValueError for what they do not get."""
     family, override = checkpoint.family, options.get(OVERRIDE)
     assert isinstance(family, OwnClassFamily)
     assert family.own is not None
@@ -77,8 +93,9 @@ def changes_and_options(
         unknown = override
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
-    told = told_to_own_class({**without_fun_controls(family, options), OVERRIDE: unknown, REPLACED: replaced}, family)
-    return BlockChanges(attention=kernel, sparse=sparse), skipped, told
+    nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
+    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family)
+    return BlockChanges(attention=kernel, sparse=sparse), NodeChanges(skipped, nag, guidance), told
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:

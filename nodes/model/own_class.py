@@ -43,14 +43,14 @@ from ..ui.node_text import say
 from .band import BAND_KEY, Band
 from .call_checks import check_for_own_class, for_entries
 from .class_code import modules_named_by
-from .concurrent_conds import EVALUATION_KEY, Evaluation
+from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass, class_arguments, native_config, on_meta
 from .own_calls import (
+    NodeChanges,
     asked,
     changes_and_options,
-    form,
     is_held,
     near,
     on_host,
@@ -61,8 +61,8 @@ from .own_calls import (
     structure,
     times_of,
 )
+from .own_changes import OTHER_CALL, OwnChanges, whole_call
 from .own_degrees import shared_out
-from .own_skips import OwnSkips
 from .own_text import OwnText
 from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
@@ -74,7 +74,6 @@ log = logging.getLogger(__name__)
 PROVE_KEY = "parallel_dit_prove"
 """Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
 which ComfyUI may add others."""
-OTHER_CALL = "a patch calls the model in another way than the whole latent, which was tried"
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -184,8 +183,8 @@ class OwnClassModel(RemoteDiffusionModel):
         return OwnText(self.checkpoint, self.dtype)
 
     @functools.cached_property
-    def _skips(self) -> OwnSkips:
-        return OwnSkips()
+    def _changes(self) -> OwnChanges:
+        return OwnChanges()
 
     @functools.cached_property
     def _proofs(self) -> dict[Any, Proof]:
@@ -231,7 +230,7 @@ class OwnClassModel(RemoteDiffusionModel):
             check_for_own_class(latents, axes)
         packed, timestep, told_form = in_form(x, timestep, axes)
         family, batch = self.checkpoint.family, len(packed)
-        changes, skipped, told = changes_and_options(self.checkpoint, self.setup.attention, options)
+        changes, by_nodes, told = changes_and_options(self.checkpoint, self.setup.attention, options, batch)
         timestep = for_entries(timestep, {}, batch)
         if control is not None and self._own.unet:
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
@@ -254,8 +253,8 @@ class OwnClassModel(RemoteDiffusionModel):
                 self.run.unproven_bands = why_not_in_bands(proof, tokens) or self.run.unproven_bands
             channels = options[PROVE_KEY]
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
-        if skipped:
-            changes = dataclasses.replace(changes, skipped=self._skipped(skipped, proof, tried, sizes, band is None))
+        if by_nodes:
+            changes = dataclasses.replace(changes, **self._changed(by_nodes, proof, tried, sizes, band is None))
         if proof.options:
             named[OPTIONS] = told | {name: options[name] for name in proof.options}
             tensors = to_tensors(named, timestep, told_latent)
@@ -280,19 +279,19 @@ class OwnClassModel(RemoteDiffusionModel):
             out = tuple(unpack(out, named[LATENTS]))
         return returned(latents_of(out))
 
-    def _skipped(
-        self, keys: Mapping[tuple[str, int], Any], proof: Proof, call: Call, sizes: tuple[int, ...], is_whole: bool
-    ) -> tuple[str, ...]:
-        """See OwnSkips.blocks. A band's are those of the whole latent's call. NotLocal if that is not known."""
+    def _changed(
+        self, asked: NodeChanges, proof: Proof, call: Call, sizes: tuple[int, ...], is_whole: bool
+    ) -> dict[str, Any]:
+        """See OwnChanges.of. A band's are those of the whole latent's call."""
         call = with_tensors_told(call) if proof.options else call
         if not is_whole:
             assert isinstance(self.checkpoint.family, OwnClassFamily)
-            known = self.checkpoint.family.call
-            if known is None or form(known, sizes) != form(call, sizes):
-                raise NotLocal(OTHER_CALL)
-            call = known if proof.batch else entry_of(known, 0)
-        lists = block_lists(self._meta)
-        return self._skips.blocks(self._own, lists, proof, call, sizes, self._times(), keys)
+            call = whole_call(call, self.checkpoint.family.call, sizes, proof, asked)
+        lists, tensor = block_lists(self._meta), self.setup.degrees.tensor
+        found = self._changes.of(self._own, lists, proof, call, sizes, self._times(), tensor, asked)
+        if found.get("guidance"):
+            tell_if_together(self)
+        return found
 
     def _times(self) -> tuple[float, ...]:
         patcher = self.run.patcher()

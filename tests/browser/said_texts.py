@@ -50,6 +50,8 @@ LINES = (
     "one GPU would take about 8.1 s (see Parallel Doctor)",
     "trying skipped blocks of AuraFlow, ComfyUI's own class",
     "trying skipped blocks of AuraFlow, ComfyUI's own class, 45 %, 12 s",
+    "trying NAG of Flux, ComfyUI's own class",
+    "trying NAG of Flux, ComfyUI's own class, 45 %, 12 s",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 45 %, 12 s",
     "AuraFlow, ComfyUI's own class, verified",

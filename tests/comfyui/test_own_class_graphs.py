@@ -22,12 +22,11 @@ FORMATS_OF = {"aura": ("scaled fp8",), "wan-2.1-t2v": tuple(FORMATS)}
 EQUAL = (
     *("LoRA", "LoRA in bypass mode", "LoRA hooks", "LoRA hooks with keyframes", "mask of a prompt", "area of a prompt"),
     *("rotary options", "EasyCache", "step cache, threshold 0", "step cache, threshold 0.3"),
-    "Skip Layer Guidance",
+    *("Skip Layer Guidance", "NAG"),
 )
 REFUSED = {
     "attention override": "model: an attention kernel set on the MODEL",
     "ControlNet": "control_net: ",
-    "NAG": "model: Normalized Attention Guidance (model patch 'attn1_output_patch')",
 }
 TOO_SMALL = "wan-2.1-t2v, area of a prompt, ulysses"
 """The small video's area has too few tokens for a trial of three sequence ranks."""

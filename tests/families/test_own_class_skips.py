@@ -2,8 +2,8 @@
 
 import pytest
 
-from parallel_backend.families.own_class.skip_trial import Skips
-from parallel_backend.families.own_class.trial import trial, trial_of_skips
+from parallel_backend.families.own_class.skip_trial import Skips, trial_of_skips
+from parallel_backend.families.own_class.trial import trial
 from tests.families.test_own_class_bands import call
 from tests.support.planted_comfyui import planted, planted_comfyui
 

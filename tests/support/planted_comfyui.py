@@ -16,6 +16,7 @@ from tests.families import (
     planted_classes,
     planted_features,
     planted_forms,
+    planted_guided,
     planted_new,
     planted_references,
     planted_refiners,
@@ -41,6 +42,7 @@ MODULES = {
     "comfy.ldm.planted_residuals": planted_residuals,
     "comfy.ldm.planted_shared": planted_shared,
     "comfy.ldm.planted_skips": planted_skips,
+    "comfy.ldm.planted_guided": planted_guided,
 }
 
 

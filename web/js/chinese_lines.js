@@ -180,6 +180,8 @@ const LINES = [
     [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
     [/^trying skipped blocks of (.*), ComfyUI's own class, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1 跳过的块，$2 %，已 $3 秒"],
     [/^trying skipped blocks of (.*), ComfyUI's own class$/, "正在试算 ComfyUI 自己的类 $1 跳过的块"],
+    [/^trying NAG of (.*), ComfyUI's own class, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1 的 NAG，$2 %，已 $3 秒"],
+    [/^trying NAG of (.*), ComfyUI's own class$/, "正在试算 ComfyUI 自己的类 $1 的 NAG"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1，$2 %，已 $3 秒"],
     [/^trying (.*), ComfyUI's own class, before its weights are loaded$/, "正在试算 ComfyUI 自己的类 $1"],
     [/^rank (\d+) compiles, (\d+) s$/, "进程 $1 正在编译，已 $2 秒"],

@@ -24,6 +24,7 @@ from .call_form import LATENTS, pack, unpack
 from .call_form import run as run_in_form
 from .counts import counted, counts_of
 from .feature_cut import layer_cut
+from .guided_attention import GUIDED
 from .residuals import CONTROL, by_kind
 from .stages import StageBlocks
 from .token_cut import entries_of
@@ -193,6 +194,8 @@ class OwnClassFamily(Family):
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
         named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
+        if (guided := stage.guided()) is not None:
+            named[OPTIONS][GUIDED] = guided
         if residuals := stage.residuals():
             named[CONTROL] = by_kind(residuals)
         timestep = timestep_of(step.timestep, structure)

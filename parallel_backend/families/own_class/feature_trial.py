@@ -114,7 +114,7 @@ class Ranks:
             if cut.kind != CutKind.ROW.value:
                 continue
             whole, sums = self.made.get(cut.layer, []), self.sums.get(cut.layer, [])
-            if len(whole) != len(sums) or any(not _close(a, b) for a, b in zip(sums, whole, strict=True)):
+            if len(whole) != len(sums) or any(not close(a, b) for a, b in zip(sums, whole, strict=True)):
                 raise Unproven(f"the ranks' values of {cut.layer} do not add up to the whole's")
 
     def _spans(self, cut: OwnCut, size: int, rank: int) -> tuple[Span, ...]:
@@ -143,7 +143,7 @@ class Ranks:
         """Forward hook of a layer whose outputs are added up or gathered."""
         number, whole = self._whole(cut, calls)
         if cut.kind == CutKind.GATHER.value:
-            if not _close(out, self._part(cut, whole, rank), whole):
+            if not close(out, self._part(cut, whole, rank), whole):
                 raise Unproven(f"a rank's values of {cut.layer} are no part of the whole's")
             return whole.clone()
         if out.shape != whole.shape:
@@ -159,13 +159,13 @@ class Ranks:
     ) -> torch.Tensor:
         """In place of an RMSNorm of which each rank has its features: with the whole's sum of squares."""
         whole = self._whole(cut, calls)[1]
-        if not _close(x, self._part(cut, whole, rank), whole):
+        if not close(x, self._part(cut, whole, rank), whole):
             raise Unproven(f"a rank's values of {cut.layer} are no part of the whole's")
         assert norm.eps is not None
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
     """Whether the two are equal but for rounding, by the largest value of `whole`, or else of `b`."""
     if a.shape != b.shape or not a.numel():  # a sequence rank may have no token of a stream
         return a.shape == b.shape

@@ -55,7 +55,8 @@ def with_patches(
     """A call's arguments, with patches in transformer_options that add residuals of PATCHED. `read`: see ReadResiduals."""
     control = named.get(CONTROL) or {}
     patches = {kind: [AddResiduals(control[kind], read)] for kind in PATCHED if control.get(kind)}
-    return {**named, OPTIONS: {**named.get(OPTIONS, {}), PATCHES: patches}} if patches else dict(named)
+    options = named.get(OPTIONS, {})
+    return {**named, OPTIONS: {**options, PATCHES: options.get(PATCHES, {}) | patches}} if patches else dict(named)
 
 
 def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:

@@ -5,22 +5,24 @@ Such a node replaces a block by a function, which the class calls in place of it
 the class as ever, and a skipped block passes its arguments on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from parallel_backend.core.own_class import OwnBlock
+from parallel_backend.core.own_class import OwnBlock, OwnClass
 
 from .band_trial import bare
 from .call_state import held
+from .change_trial import trial_of_change
 from .other_calls import is_proven
 from .proof import NOT_TRIED, Proof
 from .stage_trial import TOLERANCE
 from .stages import passing_through
 from .token_trial import Runs
+from .trial import Short
 from .tried_calls import Call, distance, drawn, smaller
 
 REPLACED, BLOCKS = "patches_replace", "dit"
@@ -39,18 +41,28 @@ class Skips:
     """Why they are not proven. Empty: they are."""
 
 
-def tried_skips(
-    model: nn.Module,
-    kept: Mapping[str, Sequence[str]],
+def trial_of_skips(
+    own: OwnClass,
     proof: Proof,
-    blocks: Sequence[OwnBlock],
     call: Call,
-    actual: Call,
     times: Sequence[float],
     kinds: Sequence[str],
+    poll: Callable[[float], None] = lambda _: None,
 ) -> Skips:
-    """What skipped blocks of these kinds are. `kept`: the model's blocks, by list. `blocks`: those that ranks share out,
-    with the cut of their tokens. `call`: one with which the model runs, like `actual`."""
+    """What skipped blocks are shown to be for calls like `call`, of which `proof` is. `kinds`: of the blocks, by the names
+    that other nodes give them. `poll`: as in `trial`."""
+
+    def tried(short: Short, blocks: Sequence[OwnBlock]) -> Skips:
+        return _tried(short, blocks, proof, times, kinds)
+
+    def failed(why: str) -> Skips:
+        return Skips(why=f"it does not run with skipped blocks ({why})")
+
+    return trial_of_change(own, proof, call, tried, failed, poll)
+
+
+def _tried(short: Short, blocks: Sequence[OwnBlock], proof: Proof, times: Sequence[float], kinds: Sequence[str]) -> Skips:
+    model, kept, call, actual = short.model, short.kept, short.call, short.actual
     calls = [drawn(call, 1), *(drawn(call, 3, time) for time in times)]
     before = held(model)
     lists: dict[str, str] = {}

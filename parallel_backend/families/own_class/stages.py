@@ -17,6 +17,8 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
 from .attention_calls import Attend, attention_by
+from .call_arguments import OPTIONS
+from .guided_attention import GUIDED, Guide, Guided
 from .residuals import CONTROL, ReadResiduals, with_patches
 from .token_cut import TokenCut
 from .unproven import Unproven
@@ -74,10 +76,13 @@ class StageBlocks:
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Of the present call, by name."""
+        self.guided: Callable[[], Guided | None] = lambda: None
+        """How attention of the present call is guided. None: it is not."""
         self.attend: Attend | None = None
         """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
         self.running = ""
         """Name of the block that computes. Empty: none does."""
+        self._guide = Guide()
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
@@ -99,6 +104,8 @@ class StageBlocks:
         if kwargs.get(CONTROL) is not None:
             read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
             kwargs = {**with_patches(kwargs, self._residual), CONTROL: read}
+        if GUIDED in (options := kwargs.get(OPTIONS) or {}):
+            kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut)}
         attend = self.attend if self._cut is None else self._cut.attend
         try:
             with nullcontext() if attend is None else attention_by(attend):

@@ -82,6 +82,7 @@ class TokenCut(ABC):
         self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
+        self._latest: OwnAttention | None = None  # that call in the block that runs whose tokens are cut
         # Of this call: a whole table, and its part.
         self._parts: dict[tuple[int, OwnSlice], tuple[torch.Tensor, torch.Tensor]] = {}
         self._keys: dict[int, tuple[Any, list[int | str] | None]] = {}  # by block: form of its call, see _keys_of
@@ -213,7 +214,7 @@ class TokenCut(ABC):
             if next(self._coming, None) is not None:
                 raise Unproven(f"{self.block.name} attends less often than in the trial")
         finally:
-            self._coming = None
+            self._coming = self._latest = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """In place of the function. Unproven if the tokens are not those of the trial."""
@@ -222,6 +223,7 @@ class TokenCut(ABC):
         spec = next(self._coming, None)
         if spec is None:
             raise Unproven(f"{self.block.name} attends more often than in the trial")
+        self._latest = spec if spec.keys else None
         if not spec.keys:
             return self.attend_whole(function, *args, **kwargs)
         call = attention_call(function, *args, **kwargs)
@@ -238,6 +240,18 @@ class TokenCut(ABC):
         if mask_bK.shape[1] != self.lengths(streams)[self.index]:
             raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
         return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
+
+    def which_own(self, tokens: Span, rows: int, device: torch.device) -> torch.Tensor | None:
+        """[rows] bool: which rows of what the latest call of attention has given are these tokens, if the class numbers them
+        among all ranks'. None: it has counted them among the `rows` of this rank, or these are not cut. Unproven for other
+        numbers."""
+        if self._latest is None or tokens.stop == rows:
+            return None
+        streams = self._latest.queries
+        if tokens.stop != sum(self.tokens[stream] for stream in streams):
+            raise Unproven(f"{self.block.name} counts the tokens of its image in another way than in the trial")
+        numbers_s = self.rows(streams, self.index, device)
+        return (numbers_s >= tokens.start) & (numbers_s < tokens.stop)
 
     def rows(self, streams: Sequence[int], rank: int, device: torch.device = HOST) -> torch.Tensor:
         """A rank's rows of a tensor with all tokens of these streams."""

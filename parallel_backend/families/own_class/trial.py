@@ -27,19 +27,17 @@ from .block_order import (
     order_of,
     recorded_blocks,
     shortened,
-    tried_blocks,
     whole_list,
 )
 from .building import build
 from .call_form import LATENTS
 from .call_state import held, why_not_apart, why_not_without_options
 from .feature_trial import Sharing
-from .narrow import narrow_unet, narrowed, narrowed_blocks, widened
+from .narrow import narrow_unet, narrowed, widened
 from .other_calls import error_of, free_numbers, is_proven, noted_run
 from .product_trial import why_no_products
 from .proof import NOT_TRIED, Proof, Tried
 from .residuals import CONTROL
-from .skip_trial import Skips, tried_skips
 from .stage_trial import why_not_by_entry, why_not_staged
 from .token_trial import WORDS, Runs, Size, cut_tokens
 from .tried_calls import (
@@ -52,7 +50,6 @@ from .tried_calls import (
     with_whole_axes,
     words_of,
 )
-from .unproven import first_line
 
 SEED = 0
 FEW = 4, WORDS
@@ -98,7 +95,7 @@ def trial(
     `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model or a block,
     with the share that is done, about. It raises to give up. ValueError, too, where host memory has no room.
     """
-    polled, asked = _Poll(poll), (sequence, bands, tensor)
+    polled, asked = Poll(poll), (sequence, bands, tensor)
     try:
         # A sampler calls in inference mode, whose tensors do not say when they are written to.
         with one_thread(), torch.inference_mode(False), torch.no_grad():
@@ -113,39 +110,9 @@ def trial(
                     return proof
             polled.begin(0, 1)
             return _found(own, call, times, polled, *asked).proof
-    except _GivenUp as given_up:
+    except GivenUp as given_up:
         assert given_up.__cause__ is not None
         raise given_up.__cause__ from None
-
-
-def trial_of_skips(
-    own: OwnClass,
-    proof: Proof,
-    call: Call,
-    times: Sequence[float],
-    kinds: Sequence[str],
-    poll: Callable[[float], None] = lambda _: None,
-) -> Skips:
-    """What skipped blocks are shown to be for calls like `call`, of which `proof` is. `kinds`: of the blocks, by the names
-    that other nodes give them. `poll`: as in `trial`."""
-    polled, found = _Poll(poll), Skips(why="it was not tried")
-    call = with_tensors_told(call) if proof.options else call
-    try:
-        with one_thread(), torch.inference_mode(False), torch.no_grad():
-            for kind, of_kind, factor in (*narrowed(own, call, 1), (own, call, 1)):
-                polled.begin(0, 1)
-                try:
-                    short = _short(kind, of_kind, polled)
-                    blocks = narrowed_blocks(tried_blocks(proof.blocks, short.lists, short.kept, short.like), factor)
-                    found = tried_skips(short.model, short.kept, proof, blocks, short.call, short.actual, times, kinds)
-                except Exception as error:  # of any kind: its code is not known, and may count on its own widths
-                    found = Skips(why=f"it does not run with skipped blocks ({first_line(error)})")
-                if not found.why:
-                    return found
-    except _GivenUp as given_up:
-        assert given_up.__cause__ is not None
-        raise given_up.__cause__ from None
-    return found
 
 
 @contextlib.contextmanager
@@ -160,11 +127,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _GivenUp(BaseException):
+class GivenUp(BaseException):
     """Because of the error that caused it. No error of the class: those are caught, whatever they are."""
 
 
-class _Poll:
+class Poll:
     """Tells `poll` how far a trial is, by the runs so far and those that most models take."""
 
     def __init__(self, poll: Callable[[float], None]):
@@ -181,11 +148,11 @@ class _Poll:
         try:
             self._poll(self._start + (self._end - self._start) * done)
         except Exception as error:
-            raise _GivenUp from error
+            raise GivenUp from error
 
 
 @dataclass(frozen=True)
-class _Short:
+class Short:
     """A model with few blocks of each list."""
 
     model: nn.Module
@@ -201,7 +168,8 @@ class _Short:
     """With which `call` fails. None: it runs."""
 
 
-def _short(own: OwnClass, actual: Call, poll: Callable[..., None]) -> _Short:
+def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
+    """A model of the class for calls like `actual`, with weights. `poll` is called before each run of it or a block."""
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
     for whole in _counted_on(in_full, lists):
@@ -214,7 +182,7 @@ def _short(own: OwnClass, actual: Call, poll: Callable[..., None]) -> _Short:
         call, error = _first_that_runs(model, _tried_sizes(actual))
         if error is None:
             break
-    return _Short(model, lists, kept, like, actual, call, error)
+    return Short(model, lists, kept, like, actual, call, error)
 
 
 def _found(
@@ -222,7 +190,7 @@ def _found(
 ) -> Found:
     if own.unet:
         own = narrow_unet(own)
-    short = _short(own, call, poll)
+    short = short_model(own, call, poll)
     model, lists, like, kept, actual, call = short.model, short.lists, short.like, short.kept, short.actual, short.call
     error = short.error
     if error is not None:
