@@ -29,7 +29,6 @@ NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("HunyuanDiT", "HunyuanDiT1"), "hydit.models:HunYuanDiT"),
     "ZImage": "lumina.model:NextDiT",
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
-    "HiDream": "hidream.model:HiDreamImageTransformer2DModel",
     "Krea2": "krea2.model:SingleStreamDiT",
     "LTXAV": "lightricks.av_model:LTXAVModel",
     "LTXV": "lightricks.model:LTXVModel",

@@ -146,6 +146,9 @@ class OwnLatent:
     layout: tuple[str, ...] = ()
     """The kinds of tokens in `stream`, each once and in order, if there are tokens of references, which bands share out.
     Empty: there are none, or they run with the first band."""
+    beside: bool = False
+    """References stand beside a picture: behind each row of the latent's tokens come as many of theirs, and `layout` has
+    them behind the latent's."""
     shared: tuple[str, ...] = ()
     """Modules whose output all bands of a call share, see base.family.name_pattern."""
     idle: tuple[str, ...] = ()

@@ -3,7 +3,6 @@
 from . import (
     flux,
     flux2,
-    hidream,
     hunyuan_dit,
     krea2,
     ltx2,
@@ -43,7 +42,6 @@ FAMILIES: dict[str, Family] = {
         wan_scail.WAN_SCAIL,
         ltx_video.LTX_VIDEO,
         ltx2.LTX2,
-        hidream.HIDREAM,
         seedvr2.SEEDVR2,
     )
 }

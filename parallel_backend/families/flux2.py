@@ -102,7 +102,7 @@ FLUX2 = Family(
     ),
     blocks=replace(
         flux_blocks.BLOCKS,
-        lists=(BlockList(flux_blocks.DOUBLE), BlockList(flux_blocks.SINGLE, joined=True, values=None)),
+        lists=(BlockList(flux_blocks.DOUBLE), BlockList(flux_blocks.SINGLE, joined=True, values_first=False)),
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -199,7 +199,11 @@ LTX2 = Family(
         settings=ltx2_text.SETTINGS,
     ),
     blocks=Blocks(
-        lists=(BlockList(BLOCKS, returns=("image", "text"), text="audio_hidden_states", attention=ATTENTIONS, values=None),),
+        lists=(
+            BlockList(
+                BLOCKS, returns=("image", "text"), text="audio_hidden_states", attention=ATTENTIONS, values_first=False
+            ),
+        ),
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("proj_in", "audio_proj_in"),
         epilogue=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),

@@ -178,7 +178,7 @@ SEEDVR2 = Family(
         key_map=_key_map,
     ),
     blocks=Blocks(
-        lists=(BlockList(BLOCKS, returns=("image", "text"), attention={"attn": WINDOWS}, values=None),),
+        lists=(BlockList(BLOCKS, returns=("image", "text"), attention={"attn": WINDOWS}, values_first=False),),
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("vid_in", "txt_in"),
         epilogue=("vid_out_norm", "vid_out_ada", "vid_out"),

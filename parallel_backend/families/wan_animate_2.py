@@ -85,7 +85,7 @@ WAN_ANIMATE_2 = replace(
             replace(
                 WAN.blocks.lists[0],
                 attention={"attn1": PAIRED},
-                values=None,
+                values_first=False,
                 cuts=CUTS | dict.fromkeys(("pose_rotary_emb", "reference"), CUTS["rotary_emb"]),
             ),
         ),

@@ -8,7 +8,7 @@ from statistics import fmean
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.core.validate import against_gathering
-from parallel_backend.families.base.blocks import BlockList
+from parallel_backend.families.base.blocks import TEXT_VALUES, BlockList
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of
 from parallel_backend.placement.expected_request import expected_request
@@ -190,7 +190,5 @@ def _sums(block: str, spec: BlockList, plan: LayerCuts, shapes: Shapes, hidden: 
         return SUMS
     width = max(widths)
     rows = widths.count(width) * width / hidden
-    separate = spec.values is not None and any(
-        f"{block}.{module}.{spec.values.text}.weight" in weights for module in spec.attention
-    )
+    separate = spec.values_first and any(f"{block}.{module}.{TEXT_VALUES}.weight" in weights for module in spec.attention)
     return rows / (2 if separate else 1)

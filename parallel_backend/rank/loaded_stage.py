@@ -218,5 +218,8 @@ class LoadedStage:
         from parallel_backend.rank.stage.compile import Compiler  # takes a second
 
         wrap = None if self.own_link is None else blocks_to_compile(self.model)
-        widths, untraced = lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.family.forward.untraced
-        return Compiler(blocks, widths, self.device, ranks, self.heartbeat, untraced, wrap)
+
+        def width(layer: str) -> int:
+            return checkpoint.shape(f"{layer}.weight")[0]
+
+        return Compiler(blocks, width, self.device, ranks, self.heartbeat, wrap)

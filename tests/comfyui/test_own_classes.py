@@ -14,7 +14,7 @@ OTHERS = (
     *("kandinsky-5-video", "kandinsky-5-image", "cogvideox-5b", "cogvideox-1.5", "cogvideox-1.5-i2v", "wan-2.2-camera"),
     *("hunyuan-video", "hunyuan-video-i2v", "hunyuan-video-1.5", "hunyuan-video-1.5-sr"),
     *("hunyuan-image-2.1", "hunyuan-image-2.1-distilled", "hunyuan-image-2.1-refiner"),
-    *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima"),
+    *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima", "hidream-i1", "hidream-e1"),
 )
 CLASSES = *DEFAULT, *OTHERS
 FAR = {"zimage_pixel": 2, "chroma": 0.6, "hunyuan-video": 0.4}

@@ -156,3 +156,64 @@ class SoundAndReferences(SoundToo):
         stream = torch.cat((*self.first, s, h), 1)
         left = self.mixed(stream, None, emb, None)[:, -s.shape[1] - h.shape[1] :]
         return left[:, s.shape[1] :], left[:, : s.shape[1]]
+
+
+class Beside(Banded):
+    """As HiDream-E1: the picture stands at the right of the latent."""
+
+    def forward(self, x, timestep, context=None, image_cond=None, **_extra):
+        self.picture = image_cond
+        out = super().forward(x, timestep, context)
+        del self.picture
+        return out
+
+    def latent(self, x, t):
+        return torch.cat((x, self.between(self.picture, x, t)), -1)
+
+    def between(self, picture, x, t):
+        return picture
+
+    def leaving(self, h, x):
+        both = h.transpose(1, 2).reshape(*x.shape[:-1], -1)
+        return self.left(both[..., : x.shape[-1]], both[..., x.shape[-1] :])
+
+    def left(self, x, picture):
+        return x
+
+
+class LastRowFirstBeside(Beside):
+    def between(self, picture, x, t):
+        return picture.flip(-2)
+
+
+class BesideLeft(Beside):
+    def latent(self, x, t):
+        return torch.cat((self.picture, x), -1)
+
+    def leaving(self, h, x):
+        return h.transpose(1, 2).reshape(*x.shape[:-1], -1)[..., -x.shape[-1] :]
+
+
+class LatentBeside(Beside):
+    def between(self, picture, x, t):
+        return picture + 0.1 * x.roll(1, -2)
+
+
+class LatentBesideLate(LatentBeside):
+    def between(self, picture, x, t):
+        return picture if float(t[0]) >= LATE else super().between(picture, x, t)
+
+
+class BesideBehind(Beside):
+    """What the blocks make of the picture goes into the output: of the same row, which a band has."""
+
+    def left(self, x, picture):
+        return x + 0.1 * picture.roll(1, -2)[..., :1]
+
+
+class BesideAndBehind(Beside):
+    """The picture stands behind the rows, too."""
+
+    def mixed(self, h, words, emb, t):
+        behind = self.inp(self.picture.flatten(2).transpose(1, 2))
+        return super().mixed(torch.cat((h, behind), 1), words, emb, t)[:, : h.shape[1]]

@@ -78,6 +78,22 @@ class SharedKeys(Tokens):
         key_heads = HEADS // 2
 
 
+class Experts(Tokens):
+    """A token's values decide which layer it passes."""
+
+    class block(Mixing):
+        def __init__(self, layers: Any):
+            super().__init__(layers)
+            self.experts = nn.ModuleList(layers.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x, emb, table):
+            x = super().forward(x, emb, table)
+            kinds, out = x[..., : len(self.experts)].argmax(-1), torch.empty_like(x)
+            for kind, expert in enumerate(self.experts):
+                out[kinds == kind] = expert(x[kinds == kind])
+            return x + out
+
+
 class Crossed(Tokens):
     """Its tokens attend to words too, which every rank has."""
 

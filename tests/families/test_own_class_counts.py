@@ -73,6 +73,14 @@ def test_an_exact_call_counts_tokens_and_no_cells_of_the_latent():
     assert found.text == 0
 
 
+def test_tokens_pass_one_expert_each():
+    """Which one depends on values."""
+    plain, experts = (counted(proven(name), call()) for name in ("Tokens", "Experts"))
+    assert plain is not None
+    assert experts is not None
+    assert experts.blocks[0].layers - plain.blocks[0].layers == 2 * CELLS * WIDTH * WIDTH
+
+
 def test_a_class_that_looks_at_values_is_not_counted():
     own, given = proven("Tokens"), call()
     looks = replace(given, named={**given.named, "context": given.named["context"][..., :1]})

@@ -101,6 +101,44 @@ def test_what_goes_wrong_with_references_is_not_proven(name, why):
     assert found.bands.startswith(why), found.bands
 
 
+def beside(name: str, x: torch.Tensor):
+    """Its proof, with a picture of the latent's size at the latent's right."""
+    given = replace(call(), x=x, named={**call().named, "image_cond": torch.randn(x.shape)})
+    own = replace(planted(name), video=x.ndim == 5)
+    return own, trial(own, given, (1.0,), sequence=False, bands=True), given
+
+
+@pytest.mark.parametrize("name", ["Beside", "LastRowFirstBeside"])
+def test_a_picture_beside_the_latent_is_cut_with_its_rows(name):
+    own, found, given = beside(name, torch.randn(1, 4, 6, 5))
+    expected = replace(latent("latent", "references", words=False), beside=True)
+    assert (found.bands, replace(found.latent, shared=(), idle=())) == ("", expected)
+    tensors = to_tensors(given.named, given.timestep, given.x.shape[1:])
+    counted = own_class_family(replace(own, blocks=found.blocks, latent=found.latent)).counted((6, 5), 1, tensors)
+    assert (counted.references, counted.text) == (6 * 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("BesideLeft", "other tokens than references' stand beside its latent's rows"),
+        ("LatentBeside", MIXED),
+        ("LatentBesideLate", ATTENDS),
+        ("BesideBehind", OTHER),
+        ("BesideAndBehind", "other tokens than references' stand beside its latent's rows"),
+    ],
+)
+def test_what_goes_wrong_with_a_picture_beside_is_not_proven(name, why):
+    _, found, _ = beside(name, torch.randn(1, 4, 6, 5))
+    assert found.latent is None
+    assert found.bands.startswith(why), found.bands
+
+
+def test_a_picture_beside_a_video_is_not_proven():
+    _, found, _ = beside("Beside", torch.randn(1, 4, 3, 4, 5))
+    assert (found.latent, found.bands) == (None, MIXED)
+
+
 @pytest.mark.parametrize("along", ["rows", "frames"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_bands_and_ranks_have_each_token_once(along, ranks):

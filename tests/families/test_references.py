@@ -10,7 +10,6 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
-from parallel_backend.families.hidream import reference_picture
 from parallel_backend.families.parts.references import reference_tensors, reference_tokens
 from testing import tiny
 from testing.cases import all_cases
@@ -30,12 +29,6 @@ def test_reference_latents(family: str, pictures: list[torch.Tensor]):
     row, given = FAMILIES[family], {"ref_latents": pictures}
     assert reference_tokens(row, given) == reference_tensors(row.patching, given, "index")[REFERENCES].shape[1]
     assert reference_tokens(row, {}) == reference_tokens(row, {"ref_latents": []}) == 0
-
-
-def test_a_picture_beside_the_latent():
-    picture, row = torch.zeros(1, 16, 8, 6), FAMILIES["hidream-i1"]
-    assert reference_tokens(row, {"image_cond": picture}) == reference_picture(picture, 8)[REFERENCES].shape[1]
-    assert reference_tokens(row, {"image_cond": None}) == reference_tokens(row, {}) == 0
 
 
 def test_references_and_keyframes_of_minimax_without_those_of_sound():

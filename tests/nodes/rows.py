@@ -277,7 +277,6 @@ CONDITIONING: Mapping[str, Rows] = {
         computed="audio_denoise_mask denoise_mask",
         refused="attention_mask generated_keyframes y",
     ),
-    "hidream-i1": rows(passed="encoder_hidden_states_llama3 image_cond y"),
     "seedvr2": rows(passed="condition", refused="y"),
 }
 """Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""

@@ -17,7 +17,6 @@ from parallel_backend.families.own_class.trial import trial
 from parallel_backend.rank.block_probe import probe
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
 from testing import tiny
-from testing.cases import all_cases
 from testing.quantised import KINDS, quantise_blocks
 from tests.checkpoints.test_formats import make_gguf
 from tests.emulated.test_own_class import saved
@@ -65,13 +64,6 @@ def test_comfyuis_formats_are_timed_as_they_are_computed(flux_file, tmp_path, mo
     save_file(quantise_blocks(load_file(flux_file), kind, 16)[0], tmp_path / "model.safetensors")
     probe(0, open_checkpoint(tmp_path / "model.safetensors"), torch.device("cpu"), "fp32", (4, 1))
     assert used == {(KINDS[kind][0], kind != "nvfp4")}
-
-
-def test_blocks_whose_texts_are_listed_for_all_blocks_are_timed(tmp_path):
-    case = next(case for case in all_cases() if case.name == "hidream-i1")
-    path = case.save(case.model(case.native.config), tmp_path / "model.safetensors", case.native.config)
-    found = probe(0, open_checkpoint(path), torch.device("cpu"), "fp32", (4, 1))
-    assert set(found.blocks) == {"double_stream_blocks", "single_stream_blocks"}
 
 
 @pytest.mark.parametrize("name", ["TwoStreams", "Crossed"])

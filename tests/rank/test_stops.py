@@ -27,11 +27,6 @@ MODES = (
     *(Degrees(ring=2), Degrees(ulysses=2), Degrees(tensor=2), Degrees(pipe=2)),
     Degrees(patch=2, patch_mode="displaced"),
 )
-OF_DIFFUSERS = {
-    **dict.fromkeys(("hidream-i1", "hidream-e1"), "transformer_hidream_image.py"),
-}
-"""Case -> the file in diffusers whose modules stop the host themselves, in each micro-step, for the
-tokens of each expert."""
 AROUND = " close_run"
 """The function by which a run's figures are read, after its micro-steps."""
 MARKS = {"ltx-video-0.9.5": ()} | dict.fromkeys(("flux-kontext", "qwen-image-masked-text"), pytest.mark.slow)
@@ -69,10 +64,7 @@ def stops_of_ranks(pool: Pool, path: Path, degrees: Degrees, case: Case) -> list
 @pytest.mark.parametrize("case", CASES)
 def test_a_micro_step_stops_no_rank(case, gpu_pool, tmp_path):
     path = case.save(case.model(), tmp_path / "model.safetensors")
-    stops = stops_of_ranks(gpu_pool, path, MODES[0], case)
-    ours = [stop for stop in stops if OF_DIFFUSERS.get(case.name, "none") not in stop]
-    assert ours == []
-    assert bool(stops) == (case.name in OF_DIFFUSERS)
+    assert stops_of_ranks(gpu_pool, path, MODES[0], case) == []
 
 
 @pytest.mark.parametrize(

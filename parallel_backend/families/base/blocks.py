@@ -26,6 +26,11 @@ itself except its frame 0, which is empty. The first stream attends to itself an
 second. Heads of one stream's width attend as JOINT."""
 
 
+QUERIES, VALUES, TEXT_VALUES = "to_q", "to_v", "add_v_proj"
+"""Layers of an attention module. TEXT_VALUES: of a text stream of its own. A module without it gets all tokens as one
+stream, and calls QUERIES, with the same input, before VALUES."""
+
+
 class StreamKeys(NamedTuple):
     """In place of JOINT ... PAIRED: the keys of an attention layer of a class whose streams a trial has numbered."""
 
@@ -40,25 +45,6 @@ Over = str | StreamKeys
 """The tokens that an attention layer is over."""
 Windows = tuple[tuple[Span, ...], ...]
 """A cut of a video into windows: for each axis the spans of its tokens. Every product of spans is a window."""
-
-
-@dataclass(frozen=True)
-class Values:
-    """How an attention module computes its values: names of layers in the module, and of arguments of its forward.
-
-    Each layer's output [B, n, heads x D] must be the values that attention reads, with nothing applied in between. Ulysses
-    ranks compute values before queries and keys, so that their exchange overlaps (rank/attention/early_values.py).
-    """
-
-    image: str = "to_v"
-    """Layer for the image stream, or for all tokens where the module gets them as one sequence."""
-    query: str = "to_q"
-    """Layer with the same input that the module calls before `image`. Read only for modules without `text`."""
-    text: str = "add_v_proj"
-    """Layer for a separate text stream. A module without this layer has no such stream."""
-    image_argument: str = "hidden_states"
-    text_argument: str = "encoder_hidden_states"
-    """Arguments of the module's forward that are the inputs of `image` and `text`, where the module has both layers."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +100,10 @@ class BlockList:
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
     """Attention module of a block -> the tokens that it mixes: one of JOINT ... PAIRED."""
 
-    values: Values | None = Values()
-    """How the modules in `attention` that are JOINT or IMAGE compute their values. None: a layer computes them together with
-    something else, or they change before attention."""
+    values_first: bool = True
+    """VALUES and TEXT_VALUES of the modules in `attention` that are JOINT or IMAGE give the values that attention reads,
+    with nothing applied in between: [B, n, heads x D]. Ulysses ranks compute values before queries and keys, so that their
+    exchange overlaps (rank/attention/early_values.py)."""
 
     projections: Projections | None = None
     """Those of the modules in `attention` that are JOINT or IMAGE. None: Ulysses ranks cannot gather their inputs."""

@@ -226,10 +226,6 @@ class Forward:
     """Submodules whose output is computed once for all micro-steps of a scope. Names: see `name_pattern`.
     tests/rank/test_module_cache.py finds modules that are missing here."""
 
-    untraced: ClassVar[tuple[str, ...]] = ()
-    """Modules of a block, by their names in it, that torch.compile cannot trace because sizes in them depend on values.
-    Their output has the shape of their input."""
-
     weight_readers: ClassVar[tuple[str, ...]] = ()
     """Submodules that pass the weights of their linear layers to a function of torch instead of calling the layers. LoRA is
     merged into those weights, since a low-rank path in a layer's forward would not run."""

@@ -41,12 +41,6 @@ def text_then_image(call: CallTokens) -> list[Segment]:
     return [Segment(Span(0, call.text), of_image=False), _image(call)]
 
 
-def image_then_text(call: CallTokens) -> list[Segment] | None:
-    if call.reference_tokens:  # HiDream-E1 has them beside the picture, in the same rows
-        return None
-    return [_image(call), Segment(Span(0, call.text), of_image=False)]
-
-
 def image_alone(call: CallTokens) -> list[Segment]:
     """References in `CallTokens.references` are in front of the video, all others behind it."""
     if not call.references:

@@ -110,7 +110,7 @@ class BandTokens:
 
     def _rows(self, own: Span, starts: Mapping[str, int]) -> Pick:
         """Rows of a stream at these places. `starts`: by kind of tokens, their first row."""
-        if self.numbers is None:
+        if self.numbers is None or self.latent.beside:  # rows of both are in the order of bands
             return own.shift(starts[LATENT])
         numbers, image = self.numbers[own.slice], self.order.image
         rows = numbers + starts[LATENT]

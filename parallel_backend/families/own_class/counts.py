@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 
@@ -115,7 +116,11 @@ _LOCK = threading.Lock()
 
 class _AnyNumbers(TorchDispatchMode):
     """A number that a class reads off a tensor of floats, such as a time, is 0.5, and what it compares is true. Others would
-    be sizes: an error."""
+    be sizes: an error. Whole numbers that it works out, such as each token's expert, are all 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._masks = WeakTensorKeyDictionary()  # of whole numbers that are equal to one -> whether it is 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -123,7 +128,12 @@ class _AnyNumbers(TorchDispatchMode):
                 return True
             if args[0].is_floating_point():
                 return 0.5
-        return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index.Tensor and (mask := args[1][0]) is not None and mask in self._masks:
+            return args[0].new_empty((self._masks[mask] * mask.numel(), *args[0].shape[mask.ndim :]))
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.eq.Scalar and _is_whole(args[0]):
+            self._masks[out] = args[1] == 0
+        return out
 
 
 class _Counting:

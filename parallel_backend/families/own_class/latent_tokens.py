@@ -91,12 +91,15 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
     layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
     frames = found.patch[0] if len(found.patch) == 3 else 1
     others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(more)) - references
+    if found.beside and not layout:
+        raise Unproven("other tokens than references' stand beside its latent's rows")
     before = bool(set(layout[: layout.index(LATENT)]) - {REFERENCES}) if layout else found.start > 0
     if not layout and found.start and found.behind:
         raise Unproven("other tokens come before and behind its latent's")
     patch = frames, found.patch[-2], found.patch[-1]
     words = others > len(companions.rows)
-    return OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
+    latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
+    return replace(latent, beside=found.beside > 0)
 
 
 Streams = Mapping[int, torch.Tensor]
@@ -107,17 +110,31 @@ Changed = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Raster:
-    """The latent's `count` tokens in a stream, with as many others before and `behind`. `patch`: what a token has of it."""
+    """The latent's tokens in a stream, with as many others before and `behind`. `patch`: what a token has of it. `grid`: its
+    tokens by axis. `beside`: other tokens behind each row of a picture's, of which `behind` has none."""
 
     stream: int
     start: int
-    count: int
     behind: int
     patch: tuple[int, ...]
+    grid: tuple[int, ...]
+    beside: int
 
     @property
-    def rows(self) -> range:
-        return range(self.start, self.start + self.count)
+    def count(self) -> int:
+        """The latent's tokens."""
+        return math.prod(self.grid)
+
+    @property
+    def rows(self) -> list[int]:
+        """Of the latent's tokens."""
+        return self._numbers().flatten().tolist()
+
+    def _numbers(self) -> torch.Tensor:
+        """Row of each token, by axis."""
+        *lines, columns = self.grid
+        along = torch.arange(math.prod(lines))[:, None] * (columns + self.beside) + torch.arange(columns)
+        return along.view(self.grid) + self.start
 
     @staticmethod
     def of(changed: Sequence[Sequence[Changed]], first: Mapping[int, torch.Tensor], streams: set[int]) -> "_Raster":
@@ -132,14 +149,18 @@ class _Raster:
                 raise Unproven("its tokens have unequal parts of the latent, or are mixed before its blocks")
             patch.append(groups[0][1])
             rows_by_axis.append([rows for rows, _ in groups])
-        grid = [len(rows) for rows in rows_by_axis]
-        count, start = math.prod(grid), min(rows_by_axis[0][0])
-        raster = torch.arange(count).view(grid) + start
+        grid = tuple(len(rows) for rows in rows_by_axis)
+        start = min(rows_by_axis[0][0])
+        lines = [min(rows) for rows in rows_by_axis[-2]]
+        beside = lines[1] - lines[0] - grid[-1] if len(grid) == 2 and len(lines) > 1 else 0
+        tokens = math.prod(grid[:-1]) * (grid[-1] + beside)
+        raster = _Raster(stream, start, first[stream].shape[1] - start - tokens, tuple(patch), grid, beside)
+        numbers = raster._numbers()
         for axis, of_rows in enumerate(rows_by_axis):
             for index, rows in enumerate(of_rows):
-                if sorted(raster.select(axis, index).flatten().tolist()) != list(rows):
+                if beside < 0 or sorted(numbers.select(axis, index).flatten().tolist()) != list(rows):
                     raise Unproven("its latent's tokens are not in raster order, or are mixed before its blocks")
-        return _Raster(stream, start, count, first[stream].shape[1] - start - count, tuple(patch))
+        return raster
 
 
 def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
@@ -210,6 +231,12 @@ def _kinds(
     for kind, rows in ((REFERENCES, pictures), (COMPANION, of_companion), (LATENT, found.rows)):
         for row in rows:
             kinds[row] = kind
+    if found.beside:
+        lines, columns = found.grid
+        stop, others = found.start + lines * (columns + found.beside), [REFERENCES] * found.beside
+        if kinds[found.start : stop] != ([LATENT] * columns + others) * lines or REFERENCES in kinds[stop:]:
+            return []
+        kinds[found.start : stop] = [LATENT] * found.count + others * lines
     is_known = kinds.count(WORDS) in (0, words_of(call)) and REFERENCES in kinds
     return kinds if is_known and len(list(itertools.groupby(kinds))) == len(set(kinds)) else []
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel_backend.core.signatures import method_parameters
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, BlockList, Values
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, QUERIES, TEXT_VALUES, VALUES, BlockList
 from parallel_backend.rank.comm.staging import staged
 
 from .computed_layer import adopted
@@ -24,17 +24,15 @@ from .ulysses import start_sequence_to_heads
 class ValuesFirst:
     """Hooks around one attention module."""
 
-    def __init__(
-        self, module: nn.Module, over: str, values: Values, context: AttentionContext, head_size: int, text_first: bool
-    ):
+    def __init__(self, module: nn.Module, over: str, context: AttentionContext, head_size: int, text_first: bool):
         """`over`: JOINT, IMAGE, or CAUSAL_TEXT, where the text does not run."""
         self._over, self._context, self._head_size, self._text_first = over, context, head_size, text_first
-        self._layers, self._arguments = [adopted(getattr(module, values.image))], [values.image_argument]
-        if getattr(module, values.text, None) is None:
-            getattr(module, values.query).register_forward_pre_hook(lambda _layer, inputs: self._begin(inputs))
+        self._layers, self._arguments = [adopted(getattr(module, VALUES))], ["hidden_states"]
+        if getattr(module, TEXT_VALUES, None) is None:
+            getattr(module, QUERIES).register_forward_pre_hook(lambda _layer, inputs: self._begin(inputs))
             return
-        self._layers.append(adopted(getattr(module, values.text)))
-        self._arguments.append(values.text_argument)
+        self._layers.append(adopted(getattr(module, TEXT_VALUES)))
+        self._arguments.append("encoder_hidden_states")
         if text_first:  # the order of tokens in attention
             self._layers.reverse()
             self._arguments.reverse()
@@ -91,5 +89,5 @@ def install_early_values(
     if context.ulysses.size == 1 or context.tensor.size > 1:
         return
     for module, over, spec, _ in modules:
-        if spec.values is not None and over in (JOINT, IMAGE, CAUSAL_TEXT):
-            ValuesFirst(module, over, spec.values, context, head_size, text_first)
+        if spec.values_first and over in (JOINT, IMAGE, CAUSAL_TEXT):
+            ValuesFirst(module, over, context, head_size, text_first)

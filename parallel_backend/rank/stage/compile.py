@@ -1,10 +1,9 @@
 """torch.compile of a stage's blocks: one graph per block class and shape, as in diffusers' `compile_repeated_blocks`.
 
 A block's hooks (block_slots.py) stay outside its graph. Inside the graph these are opaque operations: attention (the
-layer's ParallelAttention), layers with a hook of tensor parallelism, packed weights, cached modules (module_cache.py),
-modules that torch cannot trace (Forward.untraced). An operation has its module's name in the block and looks the module up
-when it runs. So all blocks of a class share their graphs, and no graph contains a layer's number, a transfer or a K/V
-buffer.
+layer's ParallelAttention), layers with a hook of tensor parallelism, packed weights, cached modules (module_cache.py). An
+operation has its module's name in the block and looks the module up when it runs. So all blocks of a class share their
+graphs, and no graph contains a layer's number, a transfer or a K/V buffer.
 
 All operations declare that they write to one tensor, which keeps them in the code's order. A compiler may reorder
 independent operations, and ranks with different shapes would then wait in different transfers.
@@ -165,16 +164,15 @@ class Compiler:
         device: torch.device,
         ranks: int,
         heartbeat: Heartbeat,
-        untraced: tuple[str, ...] = (),
         wrap: Wrap | None = None,
     ):
         """`blocks` by name in the model, with weights, tensor plan and parallel attention in place.
 
         `widths(layer)`: output features of a linear layer over all ranks. `ranks`: ranks that share the machine.
-        `heartbeat` says while a graph is compiled. `untraced`: see Forward. `wrap`: of blocks of ComfyUI's own class, in
-        which attention is the class's functions, and modules may take and return anything.
+        `heartbeat` says while a graph is compiled. `wrap`: of blocks of ComfyUI's own class, in which attention is the
+        class's functions, and modules may take and return anything.
         """
-        self.graphs, self._failed, self._widths, self._untraced = 0, False, widths, untraced
+        self.graphs, self._failed, self._widths = 0, False, widths
         self._heartbeat, self._wrap = heartbeat, wrap
         self._order = _order(device)
         if wrap is not None:
@@ -201,7 +199,7 @@ class Compiler:
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(name, self._order)
-            elif name in self._untraced or (name and self._stays_outside(module)):
+            elif name and self._stays_outside(module):
                 is_layer = isinstance(module, (RankLinear, SharedRMSNorm))
                 form = _outside if is_layer or self._wrap is None else _between
                 if form is _outside:
