@@ -26,7 +26,6 @@ NATIVE: Mapping[str, str] = {
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
     "WAN21_SCAIL": "wan.model:SCAILWanModel",
     "WAN21_SCAIL2": "wan.model:SCAIL2WanModel",
-    **dict.fromkeys(("HunyuanDiT", "HunyuanDiT1"), "hydit.models:HunYuanDiT"),
     "ZImage": "lumina.model:NextDiT",
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
     "Krea2": "krea2.model:SingleStreamDiT",

@@ -99,12 +99,7 @@ def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], 
         family.fuse(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        readers = family.forward.weight_readers
-        large = {
-            name
-            for name, layer in linear.items()
-            if cut_outside(family.tensor_plan, name, tuple(layer.weight.shape), readers)
-        }
+        large = {name for name, layer in linear.items() if cut_outside(family.tensor_plan, name, tuple(layer.weight.shape))}
         weights = {f"{name}.weight" for name in linear} | {f"{name}.bias" for name in large}
         whole = weights | _cut(family, config, shapes)
         try:

@@ -119,6 +119,9 @@ class OwnBlock:
     head_units: int = 0
     """Equal units of the block's heads that tensor ranks have whole, since heads may share keys, if they cannot share the
     heads evenly. 0: they can."""
+    until: str = ""
+    """The last block of its list that reads what this one returns, such as by a long skip, if it is not the next one. Stages
+    up to that block's get it. Empty: none does."""
     local: tuple[int, ...] = ()
     """Streams of which a rank's own part leaves the last block: the class counts their tokens by what it got between its
     blocks."""

@@ -3,7 +3,6 @@
 from . import (
     flux,
     flux2,
-    hunyuan_dit,
     krea2,
     ltx2,
     ltx_video,
@@ -29,7 +28,6 @@ FAMILIES: dict[str, Family] = {
         flux2.FLUX2,
         sd3.SD3,
         pixart.PIXART,
-        hunyuan_dit.HUNYUAN_DIT,
         qwen_image.QWEN_IMAGE,
         qwen_image21.QWEN_IMAGE_21,
         krea2.KREA2,

@@ -202,7 +202,7 @@ def _is_cut(checkpoint: Checkpoint, target: str) -> bool:
     matrix = leaf == "weight" and len(shape) == 2
     # A class of no family has no lists, and its layers outside of blocks stay whole.
     outside = matrix and bool(family.blocks.lists)
-    return outside and cut_outside(family.tensor_plan, layer, shape, family.forward.weight_readers)
+    return outside and cut_outside(family.tensor_plan, layer, shape)
 
 
 def ends_bytes(

@@ -159,11 +159,11 @@ def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str,
                 axes[axis][rank] += counts[rank]
         if degrees.pipe > 1:
             entries = len(split(Span(0, workload.entries), degrees.batch)[at.batch])
-            axes["pipe"][rank] = entries * sum(_handed_on(workload, mode, cut, rank, kind) for kind in kinds)
+            axes["pipe"][rank] = entries * sum(_handed_on(workload, mode, rank, kind) for kind in kinds)
     return {axis: tuple(map(round, counts)) for axis, counts in axes.items() if any(counts)}
 
 
-def _handed_on(workload: Workload, mode: Mode, cut: Balance, rank: int, kind: StepKind) -> float:
+def _handed_on(workload: Workload, mode: Mode, rank: int, kind: StepKind) -> float:
     """Bytes of one batch entry's hidden states that a rank sends to the next stage."""
     degrees, at = mode.degrees, mode.degrees.coordinate(rank)
     if at.pipe == degrees.pipe - 1:
@@ -174,7 +174,7 @@ def _handed_on(workload: Workload, mode: Mode, cut: Balance, rank: int, kind: St
     image = workload.image if kind is StepKind.EXACT else workload.band_image(mode.bands, kind is StepKind.FIRST_BAND)
     share = image / workload.image
     tokens = len(sequence.text(text)[place]) + share * len(sequence.image(Span(0, workload.image))[place])
-    return tokens * (1 + workload.carried[cut.stage_blocks[at.pipe].stop]) * workload.sizes.token_bytes
+    return tokens * workload.sizes.token_bytes
 
 
 def _kind(step: MicroStep) -> StepKind:
@@ -206,7 +206,7 @@ def _seconds(costs: Costs, mode: Mode, cut: Balance, held: Sequence[Holding]) ->
         together = 1 if kind is StepKind.EXACT else entries
 
         def seconds(rank: int) -> float:
-            return links.send(rank, rank + next_stage, together * _handed_on(workload, mode, cut, rank, kind))
+            return links.send(rank, rank + next_stage, together * _handed_on(workload, mode, rank, kind))
 
         return [max(map(seconds, ranks)) for ranks in stages[:-1]] + [0.0]
 

@@ -43,8 +43,6 @@ class Workload:
     """Image tokens along each axis."""
     text: int
     """Text tokens that run through the blocks, with the padding of text and image."""
-    carried: tuple[int, ...]
-    """By number of blocks before a boundary of stages: how many earlier outputs cross it with the hidden states."""
     band_dim: int = -2
     """Axis of `grid` that bands cut."""
     padding: int = 0
@@ -146,7 +144,6 @@ def workload_of(
         sizes=sizes,
         grid=request.grid,
         text=request.text,
-        carried=tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(names) + 1)),
         band_dim=request.band_dim,
         padding=request.padding,
         looked_at=request.looked_at,

@@ -44,8 +44,7 @@ class StageForward:
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
         """Shape of the tensor that the previous stage sends for the micro-step, see StageIO.outgoing."""
         text, image = (shards[self._stage.place] for shards in self._shards(step, conditioning))
-        tensors = 1 + len(self._stage.stage_io.arriving)
-        return tensors * len(step.entries), len(text) + len(image), self._stage.hidden
+        return len(step.entries), len(text) + len(image), self._stage.hidden
 
     def compute(
         self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None, received: torch.Tensor | None

@@ -13,9 +13,9 @@ def all_cases() -> list[Case]:
 
 
 OF_EACH_FORM = (
-    *("flux", "sd3", "qwen-image", "qwen-image-2.1", "krea2", "z-image", "pixart", "hunyuan-dit"),
+    *("flux", "sd3", "qwen-image", "qwen-image-2.1", "krea2", "z-image", "pixart"),
     *("wan", "wan-vace", "ltx-2", "minimax-h3"),
 )
 """Families that together have every form of blocks, text and latents: separate streams in either order, a joint stream, text
-by cross-attention, text that every rank has whole, text that runs once a run, long skips, a second stream of the
+by cross-attention, text that every rank has whole, text that runs once a run, a second stream of the
 picture, videos, sound."""

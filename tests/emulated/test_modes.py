@@ -20,8 +20,8 @@ DEFAULT = (
 )
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
 QUICK_FAMILIES = ("wan-2.1-t2v",)
-DEFAULT_FAMILIES = ("ltx-2.3", "hunyuan-dit-1.2")
-"""Sound, and long skips. Others make the same transfers as one of these,
+DEFAULT_FAMILIES = ("ltx-2.3",)
+"""Sound. Others make the same transfers as one of these,
 and the strict transport has all of them."""
 
 

@@ -70,6 +70,7 @@ SEQUENCE = (
     ("name", "modes"),
     [
         ("InPlace", STAGES),
+        ("LongSkips", (*STAGES[2:4], SEQUENCE[5])),
         ("Registers", STAGES[2:4]),
         ("Fused", STAGES[2:4]),
         ("PoolsBatch", STAGES[3:]),
@@ -186,6 +187,7 @@ DISPLACED = tuple(
         ("OnAxes", "rows", (*BANDS[::2], DISPLACED[0])),
         ("ChangingWords", "rows", (*BANDS[1:3], DISPLACED[0])),
         ("Crossed", "rows", BANDS[:1]),
+        ("LongSkips", "rows", BANDS[1:3]),
         ("SharedKeys", "rows", BANDS[2:3]),
         ("TwoRows", "rows", BANDS[:1]),
         ("FillsUp", "rows", BANDS[:1]),

@@ -94,6 +94,42 @@ class Experts(Tokens):
             return x + out
 
 
+class LongSkips(Tokens):
+    """As HunyuanDiT: later blocks read what earlier ones have returned."""
+
+    class block(Mixing):
+        reads = False
+
+        def forward(self, x, emb, table, skip=None):
+            return super().forward(x - 0.5 * skip if self.reads else x, emb, table)
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device, blocks=6)
+        for block in self.blocks[4:]:
+            block.reads = True
+
+    def mixed(self, h, words, emb, t):
+        table, skips = rows(h.shape[1], h), []
+        for number, block in enumerate(self.blocks):
+            h = block(h, emb, table, self.skip(skips, t) if number > 3 else None)
+            if number < 2:
+                skips.append(h)
+        return h
+
+    def skip(self, skips, t):
+        return skips.pop()
+
+
+class ScaledSkips(LongSkips):
+    def skip(self, skips, t):
+        return 2 * skips.pop()
+
+
+class OtherSkipsLate(LongSkips):
+    def skip(self, skips, t):
+        return skips.pop(0 if float(t[0]) < LATE else -1)
+
+
 class Crossed(Tokens):
     """Its tokens attend to words too, which every rank has."""
 

@@ -58,7 +58,6 @@ def with_(family: Family, name: str) -> Iterator[tuple[Any, Call]]:
 
 
 NEEDED = {
-    "hunyuan-dit": ("text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5", "image_meta_size"),
     "pixart": ("c_size", "c_ar"),
     "wan-vace": ("vace_context", "vace_strength"),
     "seedvr2": ("condition",),

@@ -240,9 +240,6 @@ CONDITIONING: Mapping[str, Rows] = {
     "flux2": rows(passed="guidance ref_latents ref_latents_method", harmless="y", refused="attention_mask"),
     "sd3": rows(passed="y"),
     "pixart": rows(passed="c_ar c_size", refused="y"),
-    "hunyuan-dit": rows(
-        passed="encoder_hidden_states_t5 image_meta_size text_embedding_mask text_embedding_mask_t5", refused="y"
-    ),
     "qwen-image": rows(passed="attention_mask ref_latents ref_latents_method", refused="y"),
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
     "krea2": rows(passed="ref_latents ref_latents_method", refused="y"),

@@ -68,7 +68,6 @@ def workload(heads: int = 24, count: int = 57, **changes) -> Workload:
         sizes=sizes,
         grid=(64, 64),
         text=512,
-        carried=(0,) * (count + 1),
     )
     return dataclasses.replace(known, **changes)
 

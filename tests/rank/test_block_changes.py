@@ -98,7 +98,6 @@ def guiding(words: int, text_first: bool):
     [
         ("flux-dev", Degrees(pipe=2), ("transformer_blocks.1", "single_transformer_blocks.4")),
         ("sd3.5-medium", Degrees(batch=2), ("transformer_blocks.0", "transformer_blocks.3")),
-        ("hunyuan-dit-1.2", Degrees(pipe=2), ("blocks.1", "blocks.3", "blocks.6")),  # where long skips begin and end
         ("flux-dev", Degrees(tensor=2), ("single_transformer_blocks.2",)),
     ],
     ids=str,

@@ -90,9 +90,9 @@ class Runs:
         return outputs
 
 
-QUICK = ("flux", "sd3", "z-image", "hunyuan-dit", "wan", "minimax-h3")
-"""Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; with refiners, long
-skips, a video and experts."""
+QUICK = ("flux", "sd3", "z-image", "wan", "minimax-h3")
+"""Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; with
+refiners and a video."""
 
 
 @pytest.fixture(scope="module", params=of_each_form(CASES, quick=QUICK))

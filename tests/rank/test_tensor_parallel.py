@@ -115,7 +115,6 @@ def test_large_layers_outside_of_the_blocks_are_cut_and_the_memory_model_knows(f
     sizes = model_sizes(checkpoint, "fp32", "cpu")
     foretold = [memory_of(sizes, degrees, (Span(0, 8),), rank, ()).weights for rank in range(ranks)]
     assert held == pytest.approx(foretold, rel=0.03)
-    assert not plan(0, ranks).with_outside(flux_model, ("norm_out",)).outside & {"norm_out.linear"}  # its weight is read
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,6 @@ class BlockList:
     prologue: bool = False
     """The whole list belongs to the first stage (refiners). Its blocks have no number among the model's blocks."""
 
-    def skips(self, done: int, count: int) -> int:
-        """Long skips: after `done` of the list's `count` blocks, how many of the first blocks have an output that a later
-        block still reads. Those outputs cross to the next stage with the hidden states."""
-        return 0
-
 
 def gathers(over: str, spec: BlockList) -> bool:
     """Whether Ulysses ranks can gather the inputs of the list's attention modules that mix `over`."""
@@ -227,7 +222,7 @@ class Blocks:
         """List -> range of its blocks, by their indices in the list, that are among the model's blocks `span`.
 
         Lists of the prologue belong to the first stage. The bounds of an empty range are 0 if the stage is before the list's
-        blocks and the number of its blocks if after: `carried` reads them.
+        blocks and the number of its blocks if after.
         """
         owned, start, counts = {}, 0, self.counts(config)
         for spec in self.lists:
@@ -238,12 +233,3 @@ class Blocks:
             owned[spec.name] = range(*sorted(min(max(edge - start, 0), count) for edge in (span.start, span.stop)))
             start += count
         return owned
-
-    def carried(self, config: Config, boundary: int) -> tuple[str, ...]:
-        """Blocks "<list>.<index>" whose outputs cross the boundary before block `boundary`, for long skips."""
-        done, counts = self.owned(config, Span(0, boundary)), self.counts(config)
-        return tuple(
-            f"{name}.{index}"
-            for name, skips in ((spec.name, spec.skips) for spec in self.lists if not spec.prologue)
-            for index in range(skips(done[name].stop, counts[name]))
-        )

@@ -226,10 +226,6 @@ class Forward:
     """Submodules whose output is computed once for all micro-steps of a scope. Names: see `name_pattern`.
     tests/rank/test_module_cache.py finds modules that are missing here."""
 
-    weight_readers: ClassVar[tuple[str, ...]] = ()
-    """Submodules that pass the weights of their linear layers to a function of torch instead of calling the layers. LoRA is
-    merged into those weights, since a low-rank path in a layer's forward would not run."""
-
     def prepare(self, model: nn.Module, step: StepInputs) -> None:
         """Passes to modules of the model, before the forward, values that the forward has no argument for."""
 

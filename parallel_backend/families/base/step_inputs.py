@@ -212,8 +212,3 @@ class Rows:
 
 ArgumentCut = Callable[[Any, Rows], Any]
 """(argument of a block for the whole sequence, rows) -> the argument for the rank's tokens."""
-
-
-def image_tables(dim: int) -> ArgumentCut:
-    """Cut of an argument that is a tuple of tables, each with all image tokens along `dim`."""
-    return lambda tables, rows: tuple(rows.of_image(table, dim) for table in tables)

@@ -101,13 +101,10 @@ def gathered_plan(plan: LayerCuts, lists: Iterable[BlockList]) -> dict[str, dict
     return cuts
 
 
-def cut_outside(plan: LayerCuts, layer: str, shape: tuple[int, ...], weight_readers: tuple[str, ...]) -> bool:
-    """Whether the linear layer with a weight of `shape` is cut by GATHER: it is large and outside of the plan's lists.
-
-    A layer whose weight is read instead of called (Forward.weight_readers) is not cut.
-    """
+def cut_outside(plan: LayerCuts, layer: str, shape: tuple[int, ...]) -> bool:
+    """Whether the linear layer with a weight of `shape` is cut by GATHER: it is large and outside of the plan's lists."""
     rows, columns = shape
-    return layer.partition(".")[0] not in plan and layer.rpartition(".")[0] not in weight_readers and rows * columns >= LARGE
+    return layer.partition(".")[0] not in plan and rows * columns >= LARGE
 
 
 def cut_side(

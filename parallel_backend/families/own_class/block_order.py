@@ -94,15 +94,22 @@ def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes)
 
 @dataclass(frozen=True)
 class Ran:
-    """A block in a call. `returns`: for each value, the arguments of its shape and dtype; none for None."""
+    """A block in a call. `returns`: for each value, the arguments of its shape and dtype; none for None. `reads`: earlier
+    blocks of its list whose output is among its arguments."""
 
     name: str
     returns: tuple[frozenset[str] | None, ...]
     alone: bool
+    reads: frozenset[str]
 
     def with_another(self, other: "Ran") -> OwnBlock | None:
         """The block, by a call of another size too. None: a value is like no argument in both."""
-        if (self.name, len(self.returns), self.alone) != (other.name, len(other.returns), other.alone):
+        if (self.name, len(self.returns), self.alone, self.reads) != (
+            other.name,
+            len(other.returns),
+            other.alone,
+            other.reads,
+        ):
             return None
         places = []
         for one, two in zip(self.returns, other.returns, strict=True):
@@ -125,8 +132,10 @@ def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls:
     odd: dict[str, str] = {}
     for call in calls:
         order: list[Ran] = []
+        outputs: list[tuple[str, Any]] = []
+        note = functools.partial(_note, order, odd, outputs)
         hooks = [
-            model.get_submodule(name).register_forward_hook(functools.partial(_note, order, odd, name), with_kwargs=True)
+            model.get_submodule(name).register_forward_hook(functools.partial(note, name), with_kwargs=True)
             for blocks in lists.values()
             for name in blocks
         ]
@@ -155,24 +164,32 @@ def order_of(
     if names != [block for name in ran for block in lists[name]] or names != [block.name for block in orders[1]]:
         return "its blocks do not run list by list"
     found: dict[str, list[OwnBlock]] = {name: [] for name in ran}
-    for one, two in zip(*orders, strict=True):
+    until = {name: block.name for block in orders[0] for name in block.reads}
+    for at, (one, two) in enumerate(zip(*orders, strict=True)):
         if (block := one.with_another(two)) is None:
             return f"its block {one.name} returns values that are like none of its arguments in calls of two sizes"
-        found[block.name.rpartition(".")[0]].append(block)
+        last = until.get(one.name, "")
+        lasting = dataclasses.replace(block, until=last if names[at + 1 : at + 2] != [last] else "")
+        found[block.name.rpartition(".")[0]].append(lasting)
     return found or next(iter(odd.values()), "it has no list of blocks")
 
 
 def _note(
     order: list[Ran],
     odd: dict[str, str],
+    outputs: list[tuple[str, Any]],
     name: str,
     _block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     out: Any,
 ) -> None:
-    """A hook that notes the block's call; in `odd`, by list, why a list's blocks cannot have stand-ins."""
+    """A hook that notes the block's call; in `odd`, by list, why a list's blocks cannot have stand-ins; and what blocks have
+    returned."""
     given = by_place(args, kwargs)
+    of_block = {id(value): other for other, value in outputs}
+    read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
+    reads = frozenset(other for other in read if other.rpartition(".")[0] == name.rpartition(".")[0])
     returns: list[frozenset[str] | None] = []
     for value in (out,) if isinstance(out, torch.Tensor) else out:
         like = frozenset(
@@ -186,7 +203,9 @@ def _note(
             odd.setdefault(name.rpartition(".")[0], f"its block {name} returns a value that is like none of its arguments")
             return
         returns.append(None if value is None else like)
-    order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor)))
+        if isinstance(value, torch.Tensor):
+            outputs.append((name, value))
+    order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor), reads))
 
 
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:

@@ -5,6 +5,7 @@ which another stage has shows as not finite. The stand-in before the stage's fir
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -89,6 +90,8 @@ class StageBlocks:
         self._skipped: Collection[str] = ()  # blocks that return what they get
         self._forwards: dict[str, Callable[..., Any]] = {}  # by block: what it computes
         self._before: dict[str, Callable[..., Any]] = {}  # by block: a forward that is not its class's
+        self._received, self._sent = (crossing(blocks, at) if at < len(blocks) else [] for at in (span.start, span.stop))
+        self._values: dict[int, Sequence[torch.Tensor]] = {}  # of this call, by number: what such blocks return
         for number, block in enumerate(blocks):
             module = model.get_submodule(block.name)
             if (forward := vars(module).get("forward")) is not None:
@@ -112,6 +115,8 @@ class StageBlocks:
                 out = self._model(*args, **kwargs)
         except LaterStages:
             return None
+        finally:
+            self._values.clear()
         if self._next < len(self.blocks):
             raise Unproven(f"{self._next} of {len(self.blocks)} blocks ran")
         return out
@@ -168,11 +173,12 @@ class StageBlocks:
         shapes = [None if value is None else value.shape for value in values]
         if shapes != [_argument(place, args, kwargs).shape if place else None for place in block.returns]:
             raise Unproven(f"{block.name} returns other values than in the trial")
+        if number in self._sent:
+            self._values[number] = [value for value in values if value is not None]
         if number == self._span.stop - 1 and self._span.stop < len(self.blocks):
             assert self._link is not None
-            for tensor in values:
-                if tensor is not None:
-                    self._link.send(tensor)
+            for tensor in itertools.chain.from_iterable(self._values[each] for each in self._sent):
+                self._link.send(tensor)
             raise LaterStages
         return self._cut.leave(out) if self._cut is not None and self._leaves else out
 
@@ -180,12 +186,30 @@ class StageBlocks:
         block = self.blocks[number]
         likes = [_argument(place, args, kwargs) for place in block.returns if place]
         if number == self._span.start - 1:
-            assert self._link is not None
-            values = iter(self._link.receive([(like.shape, like.dtype) for like in likes]))
+            own = self._receive([(like.shape, like.dtype) for like in likes])
         else:
-            values = (torch.full_like(like, math.nan) for like in likes)
+            own = [torch.full_like(like, math.nan) for like in likes]
+        if number in self._received:
+            self._values[number] = own
+        values = iter(own)
         found = [next(values) if place else None for place in block.returns]
         return found[0] if block.alone else tuple(found)
+
+    def _receive(self, last: Sequence[Wanted]) -> list[torch.Tensor]:
+        """What the block in front of the stage's first returns, of these shapes. What earlier ones have returned gets its
+        values, too: the class has had it, and reads it later."""
+        assert self._link is not None
+        earlier = list(itertools.chain.from_iterable(self._values[each] for each in self._received[:-1]))
+        values = self._link.receive([*((each.shape, each.dtype) for each in earlier), *last])
+        for tensor, value in zip(earlier, values[: len(earlier)], strict=True):
+            tensor.copy_(value)
+        return values[len(earlier) :]
+
+
+def crossing(blocks: Sequence[OwnBlock], at: int) -> list[int]:
+    """Numbers of the blocks in front of number `at` whose output a stage that begins there gets, in order."""
+    coming = {block.name for block in blocks[at:]}
+    return [number for number, block in enumerate(blocks[:at]) if block.until in coming or number == at - 1]
 
 
 def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:

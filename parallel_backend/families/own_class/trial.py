@@ -58,6 +58,7 @@ RUNS, AT_WIDTH = 600, 80
 """Runs of models and blocks in a trial, and in that at the class's own width, which takes the other HALF of the time."""
 HALF = 0.5
 NO_LIST = "it has no list of blocks"
+LONG_SKIPS = "its blocks read others' outputs in more ways than were tried"
 LEAST_SHARE = 0.75
 """Of the blocks' parameters: fewer are not shared out for the sake of bands, since the others run whole on every stage."""
 
@@ -226,8 +227,11 @@ def _found(
             proofs.append((Proof((), found, batch, found), [], found))
             continue
         blocks = [block for blocks in found.values() for block in blocks]
-        stages = why_not_staged(model, blocks, wholes)
+        skips = any(block.until for at in found if len(kept[at]) < len(lists[at]) for block in found[at])
+        stages = LONG_SKIPS if skips else why_not_staged(model, blocks, wholes)
         cut = cut_tokens(model, blocks, actual, times) if sequence or bands else NOT_TRIED
+        if not isinstance(cut, str) and any(block.until and (block.leaving or block.placed) for block in cut):
+            cut = LONG_SKIPS
         latent, why = None, cut if isinstance(cut, str) else NOT_TRIED
         if not isinstance(cut, str):
             places = {block.name: block for block in cut}

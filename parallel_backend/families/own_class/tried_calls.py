@@ -133,8 +133,9 @@ def copied(value: Any) -> Any:
 
 def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
     """The call with at most `side` latent rows, columns and frames and `words` tokens of text, in all tensors that have
-    them. A sequence: by axis of the first latent, and the most of them in others."""
-    latents, text = call.latents, words_of(call)
+    them. A sequence: by axis of the first latent, and the most of them in others. If each cell of the latent has a time,
+    times and other values of cells are fewer, too."""
+    latents, text, of_cells = call.latents, words_of(call), _has_times_of_cells(call)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         for number, latent in enumerate(latents):
@@ -149,15 +150,39 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
                     most = side if isinstance(side, int) else max(side) if number else side[axis]
                     tensor = tensor.narrow(at, 0, by * min(most, size))
             return tensor
-        return tensor[:, :words] if tensor.ndim > 1 and tensor.shape[1] == text else tensor
+        if tensor.ndim > 1 and tensor.shape[1] == text:
+            return tensor[:, :words]
+        return _of_cells(tensor, latents[0].shape[2:], side) if of_cells else tensor
 
     control = call.named.get(CONTROL)
     others = {name: value for name, value in call.named.items() if name != CONTROL}
     named, parts = pytree.tree_map_only(torch.Tensor, cut, others), [cut(latent) for latent in latents]
+    timestep = _of_cells(call.timestep, latents[0].shape[2:], side) if of_cells else call.timestep
     if CONTROL in call.named:
         sizes, smaller_sizes = latents[0].shape[2:], parts[0].shape[2:]
         named[CONTROL] = None if control is None else smaller_residuals(control, sizes, smaller_sizes)
-    return dataclasses.replace(call, named=named).with_latents(parts)
+    return dataclasses.replace(call, named=named, timestep=timestep).with_latents(parts)
+
+
+def _has_times_of_cells(call: Call) -> bool:
+    """Whether each cell of its latent has a time of its own, as of an LTX video with a mask."""
+    cells = call.latents[0].shape[2:]
+    return call.timestep.ndim > 1 and call.timestep.shape[1] == math.prod(cells) > cells[0]
+
+
+def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[int]) -> torch.Tensor:
+    """A tensor with values for each cell of a latent of these sizes, or of some of its frames: for those of a smaller one,
+    whose frames are not all among the some. Others stay."""
+    sizes, most = (1, *sizes)[-3:], (side,) * 3 if isinstance(side, int) else (1, *side)[-3:]
+    (frames, *cells), (fewer, *fewer_cells) = sizes, map(min, sizes, most)
+    for axis in range(1, tensor.ndim):
+        own, rest = divmod(tensor.shape[axis], math.prod(cells))
+        if not rest and 0 < own <= frames:
+            tensor = tensor.unflatten(axis, (own, *cells))
+            for at, count in enumerate((fewer if own == frames else min(own, max(1, fewer - 1)), *fewer_cells)):
+                tensor = tensor.narrow(axis + at, 0, count)
+            return tensor.flatten(axis, axis + 2)
+    return tensor
 
 
 def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> int | None:

@@ -29,26 +29,16 @@ def check_learned_variance(model: str, learned: bool) -> None:
         raise ValueError(f"model_name: this {model} predicts no variance, as ComfyUI's does. Use another {model} file.")
 
 
-def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -> torch.Tensor:
-    """Rotary embedding of positions [n, axes]: complex64 [n, sum(widths) / 2]. Axis i rotates `widths[i]` channels."""
-    angles = _angles(positions, widths, theta)
-    return torch.polar(torch.ones_like(angles), angles)
-
-
 def rotations(positions: torch.Tensor, widths: Sequence[int], theta: float) -> torch.Tensor:
-    """As `rotary_table`, as matrices [1, n, 1, sum(widths) / 2, 2, 2] float32 (families/models/fused.py)."""
-    angles = _angles(positions, widths, theta)[None, :, None]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
-
-
-def _angles(positions: torch.Tensor, widths: Sequence[int], theta: float) -> torch.Tensor:
-    """[n, axes] -> radians [n, sum(widths) / 2]."""
+    """Rotary embedding of positions [n, axes] as matrices [1, n, 1, sum(widths) / 2, 2, 2] float32
+    (families/models/fused.py). Axis i rotates `widths[i]` channels."""
     axes = [
         torch.outer(axis, 1 / theta ** (torch.arange(0, width, 2, device=positions.device) / width))
         for axis, width in zip(positions.T, widths, strict=True)
     ]
-    return torch.cat(axes, dim=1)
+    angles = torch.cat(axes, dim=1)[None, :, None]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
 
 
 def text(model: str, width: int, call: dict[str, Any]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Blocks that read the text by cross-attention (Wan, LTX-Video, PixArt, HunyuanDiT).
+"""Blocks that read the text by cross-attention (Wan, LTX-Video, PixArt).
 
 Their `attn1` is self-attention over the image's tokens, their `attn2` looks at the text.
 """
@@ -24,14 +24,12 @@ def block_list(name: str, **others: Any) -> BlockList:
     return BlockList(name, returns=("image",), attention={"attn1": JOINT}, **others)
 
 
-def block_plan(feed_forward: str, norms: bool = True) -> dict[str, LayerCut]:
-    """Tensor plan of a block with cross-attention. `feed_forward`: name of that module in the block.
-
-    `norms`: whether norms of queries and keys, if there are any, are taken over all heads together.
-    """
+def block_plan(feed_forward: str) -> dict[str, LayerCut]:
+    """Tensor plan of a block with cross-attention. `feed_forward`: name of that module in the block. Norms of queries and
+    keys are taken over all heads together."""
     return {
         **dict.fromkeys([*_COLUMNS, "attn2.add_k_proj", "attn2.add_v_proj"], COLUMN_BY_HEADS),
-        **dict.fromkeys([*_NORMS, "attn2.norm_added_k"] if norms else (), NORM_BY_HEADS),
+        **dict.fromkeys([*_NORMS, "attn2.norm_added_k"], NORM_BY_HEADS),
         **dict.fromkeys(("attn1.to_out.0", "attn2.to_out.0"), ROW_BY_HEADS),
         f"{feed_forward}.net.0.proj": COLUMN,
         f"{feed_forward}.net.2": ROW,

@@ -41,10 +41,6 @@ class StageIO:
     """Input and output of a stage in the micro-step under way: b batch entries, t text and n image tokens of the rank."""
 
     text_first: bool
-    arriving: tuple[str, ...] = ()
-    """"<list>.<index>" of earlier stages' blocks whose outputs come along with the hidden states (BlockList.skips)."""
-    leaving: tuple[str, ...] = ()
-    """"<list>.<index>" of blocks whose outputs are sent along with the hidden states."""
     text_hidden: int | None = None
     """Channels of the text stream, see Sizes. For sending, the text is padded to the image's channels."""
     received: torch.Tensor | None = None
@@ -59,8 +55,6 @@ class StageIO:
     """Inputs of the forward. None outside of a micro-step, where the model is called as its class is."""
     whole_text: int = field(default=0, init=False)
     """Text tokens of all ranks, as the list's first slot saw them."""
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
-    """[b, t + n, hidden] of blocks in `arriving` and `leaving`."""
     _made: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
     def once(self, name: str, value: Any, make: Callable[[], Any]) -> Any:
@@ -77,32 +71,18 @@ class StageIO:
         residuals: dict[str, Residual] | None = None,
     ) -> None:
         """A micro-step begins. `received`: the result of `outgoing` on the stage before."""
-        self.outputs.clear()
-        if received is not None and self.arriving:
-            received, *outputs = received.chunk(1 + len(self.arriving))
-            self.outputs.update(zip(self.arriving, outputs, strict=True))
         self.received, self.text_tokens, self.rows, self.residuals = received, text_tokens, rows, residuals or {}
         self._made.clear()
 
-    def output_of(self, block: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text and image that stand for an earlier stage's block: its output if that came along, else `received`."""
-        tokens = self.outputs.get(block, self.received)
-        assert tokens is not None
-        return tokens[:, : self.text_tokens, : self.text_hidden], tokens[:, self.text_tokens :]
-
-    def keep(self, block: str, text: torch.Tensor, image: torch.Tensor) -> None:
-        """Keep a block's output if it is in `leaving`."""
-        if block in self.leaving and block not in self.outputs:
-            self.outputs[block] = self._together(text, image)
-
-    def outgoing(self, done: StageDone) -> torch.Tensor:
-        """[(1 + k) b, t + n, hidden] to send: hidden states and the outputs of k blocks `leaving`, concatenated."""
-        hidden = self._together(done.text, done.image)
-        return torch.cat((hidden, *(self.outputs[block] for block in self.leaving))) if self.leaving else hidden
+    def streams_received(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and image of `received`, which stand for the output of an earlier stage's block."""
+        assert self.received is not None
+        return self.received[:, : self.text_tokens, : self.text_hidden], self.received[:, self.text_tokens :]
 
     @staticmethod
-    def _together(text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-        """[b, t + n, hidden]"""
+    def outgoing(done: StageDone) -> torch.Tensor:
+        """[b, t + n, hidden] to send."""
+        text, image = done.text, done.image
         return torch.cat((F.pad(text, (0, image.shape[-1] - text.shape[-1])), image), dim=1)
 
 
@@ -213,9 +193,6 @@ class BlockSlot:
     def _after(self, out: Any) -> Any:
         """The block's results as the model's code expects them."""
         out = self.add_residual(out)
-        # After the residual, since the model's later blocks read this block's output with it.
-        if self.name in self.stage_io.leaving:
-            self.stage_io.keep(self.name, *self._parts(out))
         return self.emit(*self._parts(out)) if self.last and self.stage_io.rows is not None else out
 
     def _parts(self, out: Any) -> tuple[Any, torch.Tensor]:

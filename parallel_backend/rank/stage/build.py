@@ -66,7 +66,7 @@ def build_stage(
     dtype = compute_dtype(dtype_name, device)
     kitchen.try_kernels(dtype, device)
     model = meta_model(family, config)
-    plan = None if plan is None else plan.with_outside(model, family.forward.weight_readers)
+    plan = None if plan is None else plan.with_outside(model)
     owned = family.blocks.owned(config, span)
     skipped = (() if first else family.blocks.prologue) + (() if last else family.blocks.epilogue)
     blocks = [
@@ -93,9 +93,7 @@ def build_stage(
             setattr(model, name, nn.ModuleDict(dict.fromkeys(module, placeholder)))
         else:  # a refiner's blocks need no stand-ins, other modules' outputs must have the right shape
             setattr(model, name, nn.ModuleList() if isinstance(module, nn.ModuleList) else placeholder)
-    arriving = () if first else family.blocks.carried(config, span.start)
-    leaving = () if last else family.blocks.carried(config, span.stop)
-    stage_io, attention = StageIO(family.blocks.text_first, arriving, leaving, family.sizes.text_hidden(config)), []
+    stage_io, attention = StageIO(family.blocks.text_first, family.sizes.text_hidden(config)), []
     for spec in family.blocks.lists:
         attention += fill_slots(model, spec, stage_io, owned[spec.name], family.forward.whole_latent, only)
     return Stage(model, attention, stage_io, plan, own_blocks(model, family.blocks.lists))

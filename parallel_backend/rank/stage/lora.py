@@ -170,9 +170,7 @@ class Adapters:
         name, _, leaf = part.parameter.rpartition(".")
         layer = self._model.get_submodule(name)
         up = part.up.to(self._device, torch.float32) * part.scale
-        # A weight that the model reads without calling its layer has to hold the addition itself.
-        called = name.rpartition(".")[0] not in self._checkpoint.family.forward.weight_readers
-        if isinstance(layer, RankLinear) and leaf == "weight" and called:
+        if isinstance(layer, RankLinear) and leaf == "weight":
             dtype = self._checkpoint.compute_dtype(part.parameter, self._dtype)
             down = None if part.down is None else part.down.to(self._device, dtype)
             self._low_rank.append(_LowRank(layer, (up.to(dtype), down), part.group))

@@ -26,9 +26,7 @@ class Upstream(_BlockStandIn):
         slot, stage_io = self.slot, self.slot.stage_io
         if stage_io.rows is not None and slot.first:
             slot.note_text(slot.named(args, kwargs), stage_io.rows)
-        text, image = stage_io.output_of(slot.name)
-        stage_io.keep(slot.name, text, image)
-        return slot.emit(text, image)
+        return slot.emit(*stage_io.streams_received())
 
 
 class Downstream(_BlockStandIn):

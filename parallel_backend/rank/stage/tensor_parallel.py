@@ -35,12 +35,12 @@ class TensorPlan:
     cuts_outside: bool = True
     """False: layers outside of the plan's lists are whole."""
 
-    def with_outside(self, model: nn.Module, weight_readers: tuple[str, ...]) -> "TensorPlan":
+    def with_outside(self, model: nn.Module) -> "TensorPlan":
         """The plan for `model`, whose large linear layers outside of the blocks are cut too (base/tensor_plan.py)."""
         if not self.cuts_outside:
             return self
         layers = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
-        cut = (name for name, layer in layers if cut_outside(self.plan, name, tuple(layer.weight.shape), weight_readers))
+        cut = (name for name, layer in layers if cut_outside(self.plan, name, tuple(layer.weight.shape)))
         return replace(self, outside=frozenset(cut))
 
     def layer_cut(self, parameter: str) -> LayerCut | None:

@@ -1,4 +1,4 @@
-"""PixArt and HunyuanDiT: folders of older versions, and what is refused."""
+"""PixArt: folders of older versions, and what is refused."""
 
 import json
 
@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
 from testing import tiny
-from testing.cases import hunyuan_dit, pixart
+from testing.cases import pixart
 
 pytestmark = pytest.mark.threads
 
 ALPHA, SIGMA = pixart.CASES
-CASES = (*pixart.CASES, *hunyuan_dit.CASES)
 OLD = {"_class_name": "Transformer2DModel", "norm_type": "ada_norm_single"}
 
 
@@ -26,7 +25,7 @@ def shapes_of(path):
 def files(tmp_path_factory):
     """Case -> its single file."""
     base = tmp_path_factory.mktemp("files")
-    return {case.name: case.save(case.model(), base / f"{case.name}.safetensors") for case in CASES}
+    return {case.name: case.save(case.model(), base / f"{case.name}.safetensors") for case in pixart.CASES}
 
 
 def folder_of(case, base, **changes):
@@ -37,7 +36,7 @@ def folder_of(case, base, **changes):
     return base / "folder"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", pixart.CASES, ids=lambda case: case.name)
 def test_one_family_alone_takes_the_file(case, files):
     shapes = shapes_of(files[case.name])
     assert [family.name for family in FAMILIES.values() if family.file.detect(shapes)] == [case.family]
@@ -69,25 +68,7 @@ def test_a_table_of_positions_says_what_the_model_was_trained_for(files):
 
 
 def test_models_that_predict_no_variance_are_refused(files):
-    for name, key in {"pixart-sigma": "final_layer.linear.weight", "hunyuan-dit-1.2": "final_layer.linear.weight"}.items():
-        case = next(case for case in CASES if case.name == name)
-        shapes = shapes_of(files[name])
-        halved = (shapes[key][0] // 2, shapes[key][1])
-        with pytest.raises(ValueError, match=r"model_name: this .* predicts no variance"):
-            case.row.file.key_map(case.row.file.configure(shapes | {key: halved}))
-
-
-def test_texts_that_hunyuan_dit_cannot_use_are_refused():
-    case = hunyuan_dit.CASES[1]
-    tensors = case.inputs()[2]
-
-    def conditioning(**given):
-        return case.row.inputs.conditioning(case.config, given)
-
-    assert conditioning(**tensors).keys() == tensors.keys()
-    for name in ("encoder_hidden_states_t5", "text_embedding_mask", "text_embedding_mask_t5"):
-        with pytest.raises(ValueError, match="positive, negative: this conditioning lacks T5's text or a mask"):
-            conditioning(**{other: value for other, value in tensors.items() if other != name})
-    longer = torch.cat((tensors["context"], tensors["context"]), dim=1)
-    with pytest.raises(ValueError, match="the prompt has 10 tokens of CLIP and 6 of T5, this model takes 5 and 6"):
-        conditioning(**tensors | {"context": longer})
+    shapes, key, file = shapes_of(files["pixart-sigma"]), "final_layer.linear.weight", SIGMA.row.file
+    halved = (shapes[key][0] // 2, shapes[key][1])
+    with pytest.raises(ValueError, match=r"model_name: this .* predicts no variance"):
+        file.key_map(file.configure(shapes | {key: halved}))
