@@ -30,7 +30,6 @@ NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
     "Krea2": "krea2.model:SingleStreamDiT",
     "LTXAV": "lightricks.av_model:LTXAVModel",
-    "LTXV": "lightricks.model:LTXVModel",
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",
     "QwenImage": "qwen_image.model:QwenImageTransformer2DModel",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",

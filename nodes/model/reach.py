@@ -32,7 +32,7 @@ BOOKKEEPING = frozenset(
 
 READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("stg_self_attn_blocks", "a2v_cross_attn", "v2a_cross_attn", "run_vx", "run_ax"), frozenset({"LTXAV"})),
-    "stg_skip_self_attn": frozenset({"LTXAV", "LTXV"}),
+    "stg_skip_self_attn": frozenset({"LTXAV"}),
     **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset({"MiniMaxH3"})),
     # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),

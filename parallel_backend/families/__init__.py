@@ -5,7 +5,6 @@ from . import (
     flux2,
     krea2,
     ltx2,
-    ltx_video,
     minimax_h3,
     pixart,
     qwen_image,
@@ -38,7 +37,6 @@ FAMILIES: dict[str, Family] = {
         wan_vace.WAN_VACE,
         minimax_h3.MINIMAX_H3,
         wan_scail.WAN_SCAIL,
-        ltx_video.LTX_VIDEO,
         ltx2.LTX2,
         seedvr2.SEEDVR2,
     )

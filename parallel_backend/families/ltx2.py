@@ -21,7 +21,7 @@ from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROTATION_B
 from .parts import ltx2_inputs, ltx2_text
 from .parts.conditioning import count_blocks
 from .parts.key_map import BOTH, WEIGHT, KeyMap
-from .parts.ltx import FRAME_RATE, PIXELS, TIME, Patchifier
+from .parts.ltx2_inputs import FRAME_RATE, PIXELS, TIME, Patchifier
 
 HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""

@@ -17,7 +17,6 @@ from testing.cases import all_cases
 
 DAMAGED = {
     "ltx-2": {"audio_cross_attention_dim": None},
-    "ltx-video-0.9": {"activation_fn": None},
     "minimax-h3": {"rope_freq_dim": 4},
 }
 """Case -> settings that only its class shows to be wrong. Most are of forwards that look at values of tensors."""

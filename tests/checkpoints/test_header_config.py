@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from testing.cases import all_cases, flux, ltx2, ltx_video, wan, wan_animate_2, wan_vace
+from testing.cases import all_cases, flux, ltx2, wan, wan_animate_2, wan_vace
 from testing.gguf_files import write_gguf
 
-CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
+CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "flux": flux.CASES[0]}
 CASES |= {case.family: case for case in all_cases() if case.name == "z-image"}
 
 
@@ -42,8 +42,6 @@ def files(tmp_path_factory):
         ("wan", {"num_heads": 7}, "its num_heads is 7"),
         ("wan-vace", {"model_type": "t2v"}, 'its model_type is "t2v"'),
         ("wan", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
-        ("ltx-video", {"positional_embedding_theta": 1000.0}, "its positional_embedding_theta is 1000.0"),
-        ("ltx-video", {"rope_type": "split"}, 'its rope_type is "split"'),
         ("z-image", {"image_model": "ming_image"}, 'its image_model is "ming_image"'),
     ],
 )
@@ -57,7 +55,6 @@ def test_another_model_than_the_tensors_show_is_refused(files, family, said, wor
     [
         ("wan", {"model_type": "i2v", "causal_ar": False}),
         ("wan", {"model_type": "flow_rvs"}),
-        ("ltx-video", {"causal_temporal_positioning": True, "qk_norm": "rms_norm", "_class_name": "Transformer3DModel"}),
         ("z-image", {"image_model": "lumina2", "other": 1}),
         ("flux", {"model_type": "whatever"}),  # ComfyUI reads no header for it
     ],
@@ -93,7 +90,7 @@ def test_a_config_that_is_no_json_counts_where_comfyui_reads_it(files, family, t
             open_checkpoint(path)
 
 
-@pytest.mark.parametrize("family", ["wan", "wan-vace", "ltx-video"])
+@pytest.mark.parametrize("family", ["wan", "wan-vace"])
 def test_all_that_the_weights_show_may_be_said(files, family):
     config = open_checkpoint(files(family, {})).config
     values = {entry: known(config) for entry, known in FAMILIES[family].file.header.values.items()}

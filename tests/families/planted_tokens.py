@@ -78,6 +78,17 @@ class SharedKeys(Tokens):
         key_heads = HEADS // 2
 
 
+class TimePerCell(Tokens):
+    """As an LTX video with a mask and keyframes: each cell has a time, and those of the last frames a place of their own."""
+
+    def forward(self, x, timestep, context=None, places=None, **_extra):
+        h = self.inp(x.flatten(2).transpose(1, 2)) + torch.tanh(self.time(timestep / 1000.0))
+        pos = self.pos[:, : h.shape[1]].repeat(len(x), 1, 1)
+        pos[:, -places.shape[2] :] = places.mean((1, 3))[..., None]
+        h = self.mixed(h + pos, None, self.text(context).mean(1), None)
+        return self.out(h).transpose(1, 2).reshape(x.shape)
+
+
 class Experts(Tokens):
     """A token's values decide which layer it passes."""
 

@@ -13,6 +13,7 @@ from parallel_backend.families.own_class.adapters import (
     pixart_attention,
     pixart_cross_attention,
     qwen_image_block,
+    sent,
     wan_block,
 )
 from tests.families.planted_tokens import optimized_attention
@@ -39,6 +40,17 @@ def test_frames_times_reach_each_token_of_a_part(tokens):
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         found = block.forward(x[:, part], e=Indexed(data, index[part], count), freqs=freqs[:, part])
         assert torch.equal(found, plain[:, part])
+
+
+@pytest.mark.parametrize("kind", ["LTXV", "LTXAV"])
+def test_guides_that_change_no_attention_are_not_sent(kind):
+    plain, weighted = ({"pre_filter_count": 6, "strength": each, "pixel_mask": None} for each in (1.0, 0.5))
+    masked = plain | {"pixel_mask": torch.ones(1)}
+    given = {"frame_rate": 25, "guide_attention_entries": [plain, plain]}
+    assert sent(kind, given) == {"frame_rate": 25}
+    for other in (weighted, masked):
+        told = given | {"guide_attention_entries": [plain, other]}
+        assert sent(kind, told).keys() == told.keys()
 
 
 WIDTH, HEADS = 12, 4

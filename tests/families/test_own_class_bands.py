@@ -10,7 +10,7 @@ from parallel_backend.families.own_class.band_trial import why_not_in_bands
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights, smaller
 from tests.families.test_own_class import nested
 from tests.support.planted_comfyui import planted, planted_comfyui
 
@@ -110,6 +110,16 @@ def test_bands_of_a_class_that_needs_a_large_latent_are_proven():
     wide = Call(torch.randn(1, 4, 1, 2, 14), given.timestep, given.named)
     found = trial(planted("NeedsColumns"), wide, (1.0,), sequence=False, bands=True)
     assert (found.bands, replace(found.latent, shared=(), idle=())) == ("", ALONE)
+
+
+def test_times_and_places_of_cells_go_with_the_latent():
+    given = call()
+    named = {**given.named, "places": torch.rand(1, 3, 2 * 4 * 6, 2)}
+    timed = Call(given.x, torch.full((1, 3 * 4 * 6, 1), 700.0), named)
+    found = trial(planted("TimePerCell"), timed, (1.0,), bands=True)
+    assert (found.stages, found.sequence, found.bands) == ("", "", "")
+    less = smaller(timed, 2, 3)
+    assert (less.timestep.shape, less.named["places"].shape) == ((1, 2 * 2 * 2, 1), (1, 3, 2 * 2, 2))
 
 
 MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"

@@ -1,7 +1,5 @@
 """What is peculiar to video: a time for each frame or token, bands of rows or of frames, variants that are refused."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,12 +13,12 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.families.parts.wan import MARKS, PROMPT
 from parallel_backend.families.wan import VARIANTS
 from testing import tiny
-from testing.cases import ltx2, ltx_video, wan, wan_animate_2
+from testing.cases import ltx2, wan, wan_animate_2
 
 pytestmark = pytest.mark.threads
 
-CASES = {case.name: case for each in (wan, wan_animate_2, ltx_video, ltx2) for case in each.CASES}
-IN_BANDS = ["wan-2.1-t2v", "wan-2.2-5b", "wan-animate-2", "ltx-video-0.9.5"]
+CASES = {case.name: case for each in (wan, wan_animate_2, ltx2) for case in each.CASES}
+IN_BANDS = ["wan-2.1-t2v", "wan-2.2-5b", "wan-animate-2"]
 OTHER_MODES = [Degrees(ulysses=2), Degrees(tensor=2), Degrees(patch=2, patch_mode="displaced")]
 
 
@@ -78,9 +76,8 @@ def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees,
     assert tiny.relative(changed, expected) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["wan-2.2-5b", "ltx-video-0.9.5"])
-def test_every_frame_has_its_own_time(name, pools, saved):
-    case = CASES[name]
+def test_every_frame_has_its_own_time(pools, saved):
+    case = CASES["wan-2.2-5b"]
     _, file = saved(case)
     x, timestep, tensors = case.inputs()
     remote = pools.load(file, Degrees())
@@ -105,28 +102,10 @@ def test_variants_of_wan_are_refused_by_name(kind, saved, tmp_path):
 
 
 def test_no_other_family_takes_a_video_model_for_its_own(saved):
-    for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-video-0.9", "ltx-2.3"):
+    for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-2.3"):
         shapes = {key: tuple(value.shape) for key, value in load_file(saved(CASES[name])[1]).items()}
         found = [family for family in FAMILIES.values() if family.file.detect(shapes) and family.file.takes_header({})]
         assert [family.name for family in found] == [CASES[name].family]
-
-
-def test_how_frames_are_counted_comes_from_the_header_else_from_the_size(saved, tmp_path):
-    def causal(path):
-        return open_checkpoint(path).config["causal_temporal_positioning"]
-
-    case = CASES["ltx-video-0.9"]
-    _, file = saved(case)
-    path = tmp_path / "model.safetensors"
-    assert causal(file) is False
-    for stated in (True, False):
-        header = {"config": json.dumps({"transformer": {"causal_temporal_positioning": stated}})}
-        save_file(load_file(file), path, header)
-        assert causal(path) is stated
-    deep = case.config | {"num_layers": 48}
-    assert causal(case.save(case.model(deep), path, deep)) is True
-    case.model().save_pretrained(tmp_path / "folder")
-    assert causal(tmp_path / "folder") is False
 
 
 def wan_of(name):
@@ -151,28 +130,6 @@ def test_a_wan_without_layers_for_it_ignores_clip_as_the_native_model_does():
     assert conditioning(config, {"context": torch.zeros(1, 7, 24), "clip_fea": torch.zeros(1, 5, 1280)}).keys() == {
         "context"
     }
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attention_mask": torch.ones(1, 7)}, "a text mask of weights cannot be forwarded"),
-        ({"guide_attention_entries": [{"strength": 0.5, "pixel_mask": None}]}, "a guide with a mask, or a strength other"),
-        ({"guide_attention_entries": [{"strength": 1.0, "pixel_mask": torch.ones(1)}]}, "a guide with a mask, or a"),
-        ({"denoise_mask": torch.full((1, 1, 2, 3, 3), -1.0)}, "a guide of a lower resolution"),
-    ],
-)
-def test_ltx_video_refuses_guides_with_an_attention_of_their_own(given, message):
-    whole = {
-        "context": torch.zeros(1, 7, 24),
-        "keyframe_idxs": torch.zeros(1, 3, 9, 2, dtype=torch.long),
-        "denoise_mask": torch.ones(1, 1, 2, 3, 3),
-        "guide_attention_entries": [{"strength": 1.0, "pixel_mask": None}],
-    }
-    conditioning, config = FAMILIES["ltx-video"].inputs.conditioning, ltx_video.LTX
-    assert conditioning(config, whole).keys() == {"context", "frame_rate", "keyframes"}
-    with pytest.raises(ValueError, match=f"^positive, negative: {message}"):
-        conditioning(config, whole | given)
 
 
 @pytest.mark.parametrize(

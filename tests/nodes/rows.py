@@ -131,7 +131,7 @@ READ: Mapping[str, Rows] = {
     "v2a_cross_attn": rows(passed="LTXAV"),
     "run_vx": rows(refused="LTXAV"),
     "run_ax": rows(refused="LTXAV"),
-    "stg_skip_self_attn": rows(refused="LTXAV LTXV"),
+    "stg_skip_self_attn": rows(refused="LTXAV"),
     # Caches, and where a block is: no result depends on them.
     "animate2_cache": rows(harmless="WAN_Animate2"),
     "context_window": rows(harmless="WAN_Animate2"),
@@ -264,11 +264,6 @@ CONDITIONING: Mapping[str, Rows] = {
         refused="context_latents time_dim_concat y",
     ),
     "minimax-h3": rows(passed="audio_denoise_mask denoise_mask minimax_payload", refused="y"),
-    "ltx-video": rows(
-        passed="attention_mask frame_rate keyframe_idxs",
-        computed="denoise_mask",
-        refused="generated_keyframes guide_attention_entries y",  # entries of the usual strength have no effect
-    ),
     "ltx-2": rows(
         passed="frame_rate guide_attention_entries keyframe_idxs ref_audio",
         computed="audio_denoise_mask denoise_mask",

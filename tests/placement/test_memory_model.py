@@ -41,7 +41,6 @@ from parallel_backend.rank.stage.store import device_copies
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.cases import OF_EACH_FORM, all_cases
-from testing.cases.ltx_video import WithKeyframes
 from testing.cases.wan import TimePerFrame
 from testing.models import conditioning_of, on_ranks
 from tests.campaigns.faults.census import settle
@@ -223,8 +222,7 @@ def peak_bytes(work) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-TIMES_OF_TOKENS = (TimePerFrame, WithKeyframes)
-ONE_OF_EACH = list({(case.family, isinstance(case, TIMES_OF_TOKENS)): case for case in reversed(CASES)}.values())
+ONE_OF_EACH = list({(case.family, isinstance(case, TimePerFrame)): case for case in reversed(CASES)}.values())
 
 
 @pytest.mark.slow

@@ -32,12 +32,6 @@ BIG = 64
 """Values of the largest weight from which on a module counts in these tiny models."""
 
 
-NOT_KEPT = {
-    "ltx-video": r"time_embed.*",
-}
-"""They have a time for each token where a video begins with a picture."""
-
-
 class Runs:
     """One family's whole model in this process, and micro-steps for it."""
 
@@ -157,7 +151,7 @@ def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept
         elif name and same(first, second) and any(t.numel() for t in tensors_of(first)):
             inside = any(name.startswith(f"{other}.") for other in planned)
             weights = max((p.numel() for p in model.get_submodule(name).parameters()), default=0)
-            if not inside and weights >= BIG and not re.fullmatch(NOT_KEPT.get(runs.family.name, ""), name):
+            if not inside and weights >= BIG:
                 left_out.append(name)
     assert not left_out
     assert planned

@@ -25,9 +25,6 @@ class CutKind(Enum):
     NORM = "norm"
     """An RMSNorm over the output of a COLUMN layer. Its mean square is taken over all ranks' features."""
 
-    TABLE = "table"
-    """Not a layer: a module that returns tensors whose last axis matches the features of a COLUMN layer (rotary tables)."""
-
     ROTATION = "rotation"
     """Not a layer: a module that returns a tensor [b, n, heads, ...], a rotation for each of a COLUMN layer's heads."""
 
@@ -62,7 +59,6 @@ COLUMN = LayerCut(CutKind.COLUMN)
 ROW = LayerCut(CutKind.ROW)
 GATHER = LayerCut(CutKind.GATHER)
 NORM_BY_HEADS = LayerCut(CutKind.NORM, (HEADS,))
-TABLE_BY_HEADS = LayerCut(CutKind.TABLE, (HEADS,))
 ROTATION_BY_HEADS = LayerCut(CutKind.ROTATION, (HEADS,))
 
 LARGE = 1 << 22

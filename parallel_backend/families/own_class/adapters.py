@@ -23,6 +23,8 @@ class Adapter:
     forms: Mapping[str, Callable[..., type[nn.Module]]]
     unsent: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Argument that is a dictionary -> keys of objects that the class makes anew if they are missing."""
+    idle: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    """Argument -> whether its value changes nothing, and is not sent."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -37,12 +39,15 @@ def adapt(kind: str, model: nn.Module) -> None:
 def sent(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments without what is not sent."""
     adapter = ADAPTERS.get(kind)
-    left_out = {} if adapter is None else adapter.unsent
+    if adapter is None:
+        return dict(arguments)
+    left_out = adapter.unsent
     return {
         name: {key: each for key, each in value.items() if key not in left_out[name]}
         if name in left_out and isinstance(value, dict)
         else value
         for name, value in arguments.items()
+        if name not in adapter.idle or not adapter.idle[name](value)
     }
 
 
@@ -104,6 +109,11 @@ def indexed(value: Any) -> Any:
         return value.data
     tokens = torch.arange(value.num_frames, device=value.data.device).repeat_interleave(value.patches_per_frame)
     return Indexed(value.data, tokens, len(tokens))
+
+
+def without_weights(entries: Any) -> bool:
+    """Whether LTX's guides change no attention: their entries then say only how many tokens each guide has."""
+    return not any(each["strength"] != 1.0 or each.get("pixel_mask") is not None for each in entries or ())
 
 
 @functools.cache
@@ -235,10 +245,12 @@ def _attention(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
     return function
 
 
+GUIDES = {"guide_attention_entries": without_weights}
 PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter("blocks", {"": minimax_h3_block}, {"minimax_payload": frozenset({"layout"})}),
-    "LTXAV": Adapter("transformer_blocks", {"": ltx_block}),
+    "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
+    "LTXAV": Adapter("transformer_blocks", {"": ltx_block}, idle=GUIDES),
     "WAN22_T2V": Adapter("blocks", {"": wan_block}),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "Krea2": Adapter("blocks", {"": krea2_block}),

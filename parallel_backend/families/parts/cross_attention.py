@@ -1,4 +1,4 @@
-"""Blocks that read the text by cross-attention (Wan, LTX-Video, PixArt).
+"""Blocks that read the text by cross-attention (Wan, PixArt).
 
 Their `attn1` is self-attention over the image's tokens, their `attn2` looks at the text.
 """

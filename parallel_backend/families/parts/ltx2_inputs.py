@@ -4,6 +4,7 @@ The sound's tokens are those of the companion latent, then those of a reference 
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,16 @@ import torch.nn.functional as F
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 
+from ..base.patching import Companion, Patching
 from ..base.step_inputs import Config, StepInputs
 from .conditioning import text
-from .ltx import FRAME_RATE, PIXELS, TIME
 
+PIXELS = (8, 32, 32)
+"""Frames, rows and columns of pixels that a video token stands for."""
+FRAME_RATE = 25.0
+"""Frames per second, as in ComfyUI, if the conditioning names none."""
+TIME = 1000.0
+"""Factor between ComfyUI's sigma and the model's timestep."""
 SOUND = (4, 160, 16000)
 """Spectrogram columns of a sound token, samples between two columns, samples per second."""
 STG, TO_VIDEO, TO_SOUND = OPTIONS = ("stg_self_attn_blocks", "a2v_cross_attn", "v2a_cross_attn")
@@ -29,6 +36,18 @@ VECTORS = (
 EXACT = ("seconds", "keyframes", "guide_weights", "left_out")
 UNSEEN = -30000.0
 """Added to the scores of a key that is left out. Finite in fp16 too, so that a row without other keys gives numbers."""
+
+
+@dataclass(frozen=True)
+class Patchifier:
+    """Stand-in for an attribute of ComfyUI's native models, with which BaseModel makes a time for each token."""
+
+    patching: Patching | Companion
+
+    def patchify(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Tokens [B, N, C] of a latent, a video's in the order of frames, rows, columns."""
+        frames_first = self.patching.cut("frames") if isinstance(self.patching, Patching) else self.patching
+        return frames_first.pack(latent), None
 
 
 class Times(NamedTuple):

@@ -88,9 +88,6 @@ class TensorPlan:
             if cut.kind is CutKind.NORM:
                 SharedRMSNorm.adopt(module, self.axis, traffic)
                 continue
-            if cut.kind is CutKind.TABLE:
-                module.register_forward_hook(functools.partial(self._cut_table, cut))
-                continue
             if cut.kind is CutKind.ROTATION:
                 heads = split(Span(0, self.heads), self.axis.size)[self.axis.index].slice
                 module.register_forward_hook(lambda _module, _input, turns, heads=heads: turns[:, :, heads].contiguous())
@@ -107,14 +104,6 @@ class TensorPlan:
     def _cuts_any(self, name: str, module: nn.Module) -> bool:
         """Whether a layer of `module` is cut."""
         return any(self.layer_cut(f"{name}.{layer}.weight") for layer, _ in module.named_modules() if layer)
-
-    def _cut_table(
-        self, cut: LayerCut, _module: nn.Module, _input: tuple, tables: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        """Forward hook: each [..., features] -> [..., this rank's features]."""
-        width, axis = tables[0].shape[-1], self.axis
-        spans = cut_side(cut, width, self.heads, self.head_size, axis.index, axis.size, self.key_heads)
-        return tuple(torch.cat([table[..., span.slice] for span in spans], dim=-1) for table in tables)
 
 
 class SharedRMSNorm(nn.RMSNorm):

@@ -83,10 +83,10 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
         "axes_lens": [300, 512, 512], "ffn_dim_multiplier": 4.0,
     },
     "HiDream": {
-        "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 2, "num_single_layers": 2,
+        "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 16, "num_single_layers": 32,
         "attention_head_dim": 128, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
         "num_routed_experts": 4, "num_activated_experts": 2, "axes_dims_rope": (64, 32, 32), "max_resolution": (128, 128),
-        "llama_layers": [31] * 4,
+        "llama_layers": [*range(32), *[31] * 16],
     },
     "SeedVR2": {
         "vid_dim": 2560, "heads": 20, "num_layers": 32, "norm_eps": 1e-5, "mlp_type": "swiglu", "vid_out_norm": True,

@@ -3,9 +3,9 @@
 small_models.json has by name: `kind`, a class of ComfyUI's supported_models; `arguments` of its transformer, as its
 detection gives them for the file; `detected`, names of those that it takes for granted and that are others here, "all" of
 them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
-conditioning, as Published has them, {"uniform": shape}, a mask of
-{"ones": shape} with so many {"zeros"} at its end, or so many {"ids"} or {"weights"} of tokens. `like` names another
-model, of which it has all that it does not say.
+conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shape} with so many {"zeros"} at its end,
+{"whole": shape} numbers {"below"} one, or so many {"ids"} or {"weights"} of tokens. `like` names another model, of which it
+has all that it does not say.
 """
 
 import json
@@ -87,6 +87,8 @@ def _value(shape: Any, g: torch.Generator) -> Any:
             mask = torch.ones(1, *shape["ones"], dtype=torch.long)
             mask[:, shape["ones"][0] - shape.get("zeros", 0) :] = 0
             return mask
+        if "whole" in shape:
+            return torch.randint(0, shape["below"], (1, *shape["whole"]), generator=g)
         if "ids" in shape:
             return torch.randint(0, 32000, (shape["ids"],), generator=g)
         if "weights" in shape:
