@@ -20,6 +20,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.families.own_class.second_text import LAYERS
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
@@ -52,7 +53,7 @@ from .output_masks import masked
 from .patch_trial import Patch
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, SamplingRun, steps_of
-from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
+from .text_guidance import GUIDANCE_KEY, TextLayers, takes_second_text
 from .text_model import TEXT_METHOD, NativeText
 
 log = logging.getLogger(__name__)
@@ -169,9 +170,9 @@ class RemoteDiffusionModel(torch.nn.Module):
                 return self._preprocess_text
             if name in family.node_tensors:
                 return text_values(self.checkpoint, name, self.dtype, torch.device("cpu"))[""]
-            if name == LAYERS and TEXT_GUIDANCE in family.inputs.options:
-                return TextLayers(self.checkpoint, tensors, f"{LAYERS}.")
-            return NativeNames(self.checkpoint, tensors, "").at(name)
+            found = NativeNames(self.checkpoint, tensors, "").at(name)
+            is_text = name == LAYERS and takes_second_text(family)
+            return TextLayers(self.checkpoint, tensors, f"{LAYERS}.") if is_text else found
 
     def _preprocess_text(self, *arguments: Any, **named: Any) -> torch.Tensor:
         """NativeText.preprocess with the run's LoRAs."""

@@ -27,6 +27,7 @@ from .diffusion_model import HEEDS_FILES
 from .fun_control import without_fun_controls
 from .reach import is_plain, told_to_own_class
 from .sparse_attention import HAS_SINKS, settings_of
+from .text_guidance import GUIDANCE_KEY, TextGuidance
 
 
 def is_held(value: Any) -> bool:
@@ -73,9 +74,16 @@ class NodeChanges:
     """NAG's function."""
     guidance: NormalizedGuidance | None = None
     """Its settings. None: it leaves the call alone."""
+    text: TextGuidance | None = None
+    """WanVideoNAG's."""
+
+    @property
+    def of_batch(self) -> bool:
+        """Entries of a call have their parts in it."""
+        return self.guidance is not None or self.text is not None
 
     def __bool__(self) -> bool:
-        return bool(self.skipped) or self.guidance is not None
+        return bool(self.skipped) or self.of_batch
 
 
 def changes_and_options(
@@ -95,7 +103,11 @@ def changes_and_options(
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
     nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
     told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family)
-    return BlockChanges(attention=kernel, sparse=sparse), NodeChanges(skipped, nag, guidance), told
+    return (
+        BlockChanges(attention=kernel, sparse=sparse),
+        NodeChanges(skipped, nag, guidance, options.get(GUIDANCE_KEY)),
+        told,
+    )
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:

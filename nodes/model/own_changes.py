@@ -15,12 +15,15 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.own_class.guided_attention import IMAGE, Guide, Guided
 from parallel_backend.families.own_class.guided_trial import PROMPTS, Guidance, trial_of_guidance
 from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.families.own_class.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
+from parallel_backend.families.own_class.second_text_trial import trial_of_second_text
 from parallel_backend.families.own_class.skip_trial import Skips, trial_of_skips
 from parallel_backend.families.own_class.tried_calls import Call, entry_of, numbers_of
 
 from ..ui.loading_bar import Elapsed
 from .own_calls import NodeChanges, form, on_host, structure
 from .reach import Unread, refuse_unread
+from .text_guidance import forward_of_node, tried_guidance
 
 OTHER_CALL = "a patch calls the model in another way than the whole latent, which was tried"
 CLOSE = 1e-5
@@ -45,19 +48,20 @@ class OwnChanges:
         times: Sequence[float],
         tensor: int,
         asked: NodeChanges,
-    ) -> dict[str, Any]:
-        """Fields of BlockChanges for a `call`, of which `proof` is. `lists`: all blocks of the class; `tensor`: ranks that
-        share its layers. ValueError, with the node, if ranks are not proven to do what is `asked`."""
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(fields of BlockChanges, further arguments) of a `call`, of which `proof` is. `lists`: all blocks of the class;
+        `tensor`: ranks that share its layers. ValueError, with the node, if ranks are not proven to do what is `asked`."""
         given = own, proof, call, times
         of_call = structure(call, sizes), tuple(numbers_of(call).items()), proof
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         if keys := asked.skipped:
             kinds = tuple(sorted({kind for kind, _ in keys}))
             skips = self._found((of_call, kinds), partial(trial_of_skips, kinds=kinds), "skipped blocks", *given)
             if skips.why:
                 refuse_unread(Unread(f"skipped blocks: {skips.why}", function) for function in keys.values())
             of_list = ((lists[skips.lists[kind]], number) for kind, number in keys if kind in skips.lists)
-            found["skipped"] = tuple(sorted(names[number] for names, number in of_list if number < len(names)))
+            fields["skipped"] = tuple(sorted(names[number] for names, number in of_list if number < len(names)))
         if (guidance := asked.guidance) is not None and asked.nag is not None:
             prompts = guidance.positive, guidance.negative
             trial = partial(trial_of_guidance, prompts=prompts, tensor=tensor)
@@ -65,8 +69,20 @@ class OwnChanges:
             why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something else")
             if why or asked.skipped:
                 refuse_unread([Unread(f"guided attention: {why or 'blocks are skipped, too'}", asked.nag)])
-            found["guidance"] = replace(guidance, whole_heads=shown.whole_heads) if shown.has_effect else None
-        return found
+            fields["guidance"] = replace(guidance, whole_heads=shown.whole_heads) if shown.has_effect else None
+        if (text := asked.text) is not None:
+            tried = tried_guidance(text)
+            settings = tried.of(len(call.x))[1]
+            node = partial(forward_of_node, tried)
+            trial = partial(trial_of_second_text, settings=settings, node=node, tensor=tensor)
+            key = of_call, type(text.node), tuple(settings.flatten().tolist()), tensor
+            shown = self._found(key, trial, "WanVideoNAG", *given)
+            if shown.why or asked.skipped or asked.guidance:
+                why = shown.why or "another node changes the blocks, too"
+                refuse_unread([Unread(f"a second text: {why}", text.function)])
+            values = text.of(len(call.x))
+            named[SECOND] = {TEXT: values[0], SETTINGS: values[1], WHOLE_HEADS: shown.whole_heads}
+        return fields, named
 
     def _found(
         self,
@@ -88,9 +104,9 @@ class OwnChanges:
 
 def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Proof, asked: NodeChanges) -> Call:
     """The whole latent's call for that of a band. `known`: the one that was tried, if any. NotLocal if it is another one."""
-    if known is None or form(known, sizes) != form(call, sizes) or (asked.guidance and len(known.x) != len(call.x)):
+    if known is None or form(known, sizes) != form(call, sizes) or (asked.of_batch and len(known.x) != len(call.x)):
         raise NotLocal(OTHER_CALL)
-    return known if proof.batch or asked.guidance else entry_of(known, 0)
+    return known if proof.batch or asked.of_batch else entry_of(known, 0)
 
 
 def computes(function: Callable[..., torch.Tensor], guidance: NormalizedGuidance, call: Call) -> bool:

@@ -253,10 +253,10 @@ class OwnClassModel(RemoteDiffusionModel):
                 self.run.unproven_bands = why_not_in_bands(proof, tokens) or self.run.unproven_bands
             channels = options[PROVE_KEY]
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
-        if by_nodes:
-            changes = dataclasses.replace(changes, **self._changed(by_nodes, proof, tried, sizes, band is None))
-        if proof.options:
-            named[OPTIONS] = told | {name: options[name] for name in proof.options}
+        fields, more = self._changed(by_nodes, proof, tried, sizes, band is None) if by_nodes else ({}, {})
+        changes = dataclasses.replace(changes, **fields)
+        if proof.options or more:
+            named |= {OPTIONS: told | {name: options[name] for name in proof.options}} | more
             tensors = to_tensors(named, timestep, told_latent)
         in_parts = LATENTS in named and self.checkpoint.family.patching.companion is not None
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
@@ -281,7 +281,7 @@ class OwnClassModel(RemoteDiffusionModel):
 
     def _changed(
         self, asked: NodeChanges, proof: Proof, call: Call, sizes: tuple[int, ...], is_whole: bool
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See OwnChanges.of. A band's are those of the whole latent's call."""
         call = with_tensors_told(call) if proof.options else call
         if not is_whole:
@@ -289,7 +289,7 @@ class OwnClassModel(RemoteDiffusionModel):
             call = whole_call(call, self.checkpoint.family.call, sizes, proof, asked)
         lists, tensor = block_lists(self._meta), self.setup.degrees.tensor
         found = self._changes.of(self._own, lists, proof, call, sizes, self._times(), tensor, asked)
-        if found.get("guidance"):
+        if found[0].get("guidance"):
             tell_if_together(self)
         return found
 

@@ -4,14 +4,18 @@ The node replaces the `forward` of each block's cross-attention by a function wi
 settings become conditioning for the ranks.
 """
 
+import copy
 import inspect
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.families.own_class.guided_trial import SETTINGS
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 
 from ..ui.other_nodes import is_known
@@ -19,8 +23,6 @@ from .native_names import NativeNames
 
 GUIDANCE_KEY = "parallel_dit_text_guidance"
 """Key in `transformer_options` under which a MODEL carries its TextGuidance."""
-LAYERS = "text_embedding"
-"""Attribute of the native model that embeds the text."""
 CROSS_ATTENTION = re.compile(r"diffusion_model\.blocks\.\d+\.cross_attn\.forward")
 GUIDED = re.compile(r"model_optimization_nodes\.WanCrossAttentionPatch\.__get__\.<locals>\.wrapped_attention")
 
@@ -47,6 +49,10 @@ class TextGuidance:
     """Whether all of a call's entries are guided, or only the first half of them (the positive prompt's)."""
     attends_to_picture: bool
     """Whether the model's cross-attention attends to CLIP's picture too: then only a call of two entries has halves."""
+    node: Any = None
+    """The node's object that makes the functions."""
+    function: Any = None
+    """One of them."""
     _by_entries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextGuidance":
@@ -66,15 +72,29 @@ class TextGuidance:
         return self._by_entries[entries]
 
 
+def takes_second_text(family: Family) -> bool:
+    """Whether ranks may be led away from a second text. A trial says it of ComfyUI's own class."""
+    return TEXT_GUIDANCE in family.inputs.options or isinstance(family, OwnClassFamily)
+
+
+def tried_guidance(guidance: TextGuidance) -> TextGuidance:
+    """With settings of which each counts."""
+    scale, tau, alpha = SETTINGS
+    return replace(guidance, scale=scale, tau=tau, alpha=alpha)
+
+
+def forward_of_node(guidance: TextGuidance, module: torch.nn.Module, text: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The node's `forward` of a native cross-attention, with these settings and a `text` [1, T, hidden], embedded."""
+    node = copy.copy(guidance.node)
+    node.nag_context, node.nag_scale, node.nag_tau, node.nag_alpha = text, guidance.scale, guidance.tau, guidance.alpha
+    return node.__get__(module, type(module))
+
+
 def text_guidance(family: Family, name: str, patch: Any) -> TextGuidance | None:
     """The TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch or family."""
     function = getattr(patch, "__func__", patch)
-    if (
-        TEXT_GUIDANCE not in family.inputs.options
-        or CROSS_ATTENTION.fullmatch(name) is None
-        or not is_known(GUIDED, function)
-    ):
+    if not takes_second_text(family) or CROSS_ATTENTION.fullmatch(name) is None or not is_known(GUIDED, function):
         return None
     node = inspect.getclosurevars(function).nonlocals["self"]
     scale, tau, alpha = float(node.nag_scale), float(node.nag_tau), float(node.nag_alpha)
-    return TextGuidance(node.nag_context, scale, tau, alpha, node.input_type == "batch", bool(node.i2v))
+    return TextGuidance(node.nag_context, scale, tau, alpha, node.input_type == "batch", bool(node.i2v), node, function)

@@ -21,6 +21,7 @@ from tests.families import (
     planted_references,
     planted_refiners,
     planted_residuals,
+    planted_second,
     planted_shared,
     planted_skips,
     planted_tokens,
@@ -43,6 +44,7 @@ MODULES = {
     "comfy.ldm.planted_shared": planted_shared,
     "comfy.ldm.planted_skips": planted_skips,
     "comfy.ldm.planted_guided": planted_guided,
+    "comfy.ldm.planted_second": planted_second,
 }
 
 

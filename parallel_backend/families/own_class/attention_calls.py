@@ -28,6 +28,11 @@ Traced = Callable[..., torch.Tensor]
 """(name of a replacement, *its arguments) -> what it returns, in a form that torch.compile takes as one operation."""
 
 
+def call_itself(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attend by the function."""
+    return function(*args, **kwargs)
+
+
 def is_attention(value: Any) -> bool:
     """Whether it is one of the functions."""
     functions = FUNCTIONS.get(value.__module__) if inspect.isfunction(value) else None

@@ -22,6 +22,7 @@ from .attention_calls import attention_by, attention_call
 from .building import build
 from .call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
 from .call_form import LATENTS
+from .second_text import SECOND
 from .stages import passing_through
 from .token_cut import tensor_places
 from .token_rows import token_count
@@ -86,7 +87,7 @@ def _counts_of(
     for name, values in numbers:
         like = tensors[name]
         tensors[name] = torch.frombuffer(bytearray(values), dtype=like.dtype).view(like.shape)
-    named = from_tensors(tensors, structure)
+    named = {name: value for name, value in from_tensors(tensors, structure).items() if name != SECOND}
     if not (LATENTS in named or structure[LATENT]):
         return None
     values = sum(math.prod(shape) for shape in named.get(LATENTS, ()))

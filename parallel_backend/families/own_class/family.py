@@ -24,8 +24,9 @@ from .call_form import LATENTS, pack, unpack
 from .call_form import run as run_in_form
 from .counts import counted, counts_of
 from .feature_cut import layer_cut
-from .guided_attention import GUIDED
+from .guided_attention import GUIDED, Guided, own_sums
 from .residuals import CONTROL, by_kind
+from .second_text import ADD_UP, SECOND, WHOLE_HEADS
 from .stages import StageBlocks
 from .token_cut import entries_of
 from .tried_calls import Call
@@ -194,8 +195,10 @@ class OwnClassFamily(Family):
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
         named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
-        if (guided := stage.guided()) is not None:
-            named[OPTIONS][GUIDED] = guided
+        if (guidance := stage.guidance()) is not None:
+            named[OPTIONS][GUIDED] = Guided(guidance, own_sums if guidance.whole_heads else stage.add_up)
+        if (second := named.get(SECOND)) is not None:
+            second[ADD_UP] = own_sums if second[WHOLE_HEADS] else stage.add_up
         if residuals := stage.residuals():
             named[CONTROL] = by_kind(residuals)
         timestep = timestep_of(step.timestep, structure)

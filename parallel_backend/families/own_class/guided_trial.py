@@ -27,11 +27,11 @@ from .other_calls import is_proven
 from .product_trial import why_no_products
 from .proof import NOT_TRIED, Proof
 from .residuals import PATCHES
-from .stage_trial import TOLERANCE
+from .stage_trial import TOLERANCE, Wholes
 from .stages import StageBlocks
 from .token_trial import Runs
 from .trial import Short
-from .tried_calls import Call, distance, drawn, smaller
+from .tried_calls import Call, distance, drawn, entry_of, smaller
 from .unproven import Unproven
 
 PROMPTS = "cond_or_uncond"
@@ -157,7 +157,7 @@ def _tried(
     guidance: NormalizedGuidance,
     tensor: int,
 ) -> Guidance:
-    model, actual = short.model, short.actual
+    model = short.model
     calls = [drawn(short.call, 1), *(drawn(short.call, 3, time) for time in times)]
     before, native = held(model), _Native(guidance, short.call.options[PROMPTS])
     wholes = [(each, _with(each, native).run(model)) for each in calls]
@@ -166,12 +166,30 @@ def _tried(
     if not native.calls:
         far = max(distance(whole, each.run(model, options=False)) for each, whole in wholes)
         return Guidance(why="" if far <= TOLERANCE else "it gives another result with a function that it does not call")
-    whole_proof = replace(proof, batch=TOGETHER)
+    proof = replace(proof, batch=TOGETHER)
+    return guided_on_ranks(short, blocks, proof, times, wholes, partial(_guided, guidance), tensor)
+
+
+def guided_on_ranks(
+    short: Short,
+    blocks: Sequence[OwnBlock],
+    proof: Proof,
+    times: Sequence[float],
+    wholes: Wholes,
+    on_ranks: Callable[[Call, Sum], Call],
+    tensor: int,
+) -> Guidance:
+    """What ranks are shown to give. `wholes`: calls at no time and at the `times`, and what the class gives guided.
+    `on_ranks`: a call as ranks get it, with Guided.add_up."""
+    model, actual = short.model, short.actual
     cut = list(blocks) if not proof.sequence else NOT_TRIED
-    like, sizes = _guided(actual, guidance), () if proof.sequence else Runs(model, bare(blocks)).sizes(actual)
+    like, sizes = on_ranks(actual, own_sums), () if proof.sequence else Runs(model, bare(blocks)).sizes(actual)
+    whole_proof = replace(proof, batch=TOGETHER)
     for (call, whole), time in zip(wholes, (None, *times), strict=True):
-        guided = _guided(call, guidance)
-        if not (far := distance(_run(model, blocks, guided), whole)) <= TOLERANCE:
+        guided = on_ranks(call, own_sums)
+        alone = () if proof.batch else range(len(call.x))
+        runs = [(guided, whole), *((entry_of(guided, each), whole[each : each + 1]) for each in alone)]
+        if not (far := max(distance(_run(model, blocks, each), out) for each, out in runs)) <= TOLERANCE:
             return Guidance(why=f"ranks that guide it give another result (by {far:.1e} of the largest value)")
         at = () if time is None else (time,)
         tokens = [drawn(smaller(like, *size), 1, *at) for size in sizes]
@@ -179,32 +197,30 @@ def _tried(
             return Guidance(why="ranks give another result where it is guided")
     if tensor == 1 or proof.tensor:
         return Guidance(has_effect=True)
-    sharing = _GuidedSharing(model, bare(blocks), calls[0], tensor)
-    why = _why_not_shared(sharing, model, blocks, proof, calls, actual, guidance)
+    sharing = _GuidedSharing(model, bare(blocks), wholes[0][0], tensor)
+    why = _why_not_shared(sharing, short, blocks, proof, [call for call, _ in wholes], on_ranks)
     return Guidance(has_effect=True, why=why, whole_heads=PARTS not in sharing.held.ways)
 
 
 def _why_not_shared(
     sharing: _GuidedSharing,
-    model: nn.Module,
+    short: Short,
     blocks: Sequence[OwnBlock],
     proof: Proof,
     calls: Sequence[Call],
-    actual: Call,
-    guidance: NormalizedGuidance,
+    on_ranks: Callable[[Call, Sum], Call],
 ) -> str:
     """Why ranks that share layers, alone and with a part of the tokens each, are not right. Empty: they are."""
-    add_up = sharing.held.add_up
+    model, add_up = short.model, sharing.held.add_up
     found = sharing.of_all(tuple(blocks), {name: range(len(names)) for name, names in _by_list(blocks).items()})
     if sharing.why or any(_layers(a) != _layers(b) for a, b in zip(found, blocks, strict=True)):
         return sharing.why or "its layers are shared in another way than in the trial"
     for call in calls:
-        guided = _guided(call, guidance, add_up)
-        if why := sharing.why_not_in(partial(_run_of_rank, model, blocks, guided)):
+        if why := sharing.why_not_in(partial(_run_of_rank, model, blocks, on_ranks(call, add_up))):
             return why
     if proof.sequence:
         return ""
-    like = _guided(actual, guidance, add_up)
+    like = on_ranks(short.actual, add_up)
     of_ranks, of_bands = why_no_products(sharing, model, bare(blocks), blocks, proof.latent, like, sequence=True)
     return of_ranks or of_bands
 
@@ -226,7 +242,7 @@ def _with(call: Call, native: _Native) -> Call:
     return replace(call, options={**call.options, PATCHES: {OUTPUT: [native]}})
 
 
-def _guided(call: Call, guidance: NormalizedGuidance, add_up: Sum = own_sums) -> Call:
+def _guided(guidance: NormalizedGuidance, call: Call, add_up: Sum) -> Call:
     """The call as ranks get it."""
     return replace(call, named={**call.named, OPTIONS: {**call.named.get(OPTIONS, {}), GUIDED: Guided(guidance, add_up)}})
 

@@ -8,19 +8,21 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 
-from .attention_calls import Attend, attention_by
+from .attention_calls import Attend, attention_by, call_itself
 from .call_arguments import OPTIONS
-from .guided_attention import GUIDED, Guide, Guided
+from .guided_attention import GUIDED, Guide, Sum, own_sums
 from .residuals import CONTROL, ReadResiduals, with_patches
+from .second_text import SECOND, SecondText
 from .token_cut import TokenCut
 from .unproven import Unproven
 
@@ -77,13 +79,15 @@ class StageBlocks:
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Of the present call, by name."""
-        self.guided: Callable[[], Guided | None] = lambda: None
-        """How attention of the present call is guided. None: it is not."""
+        self.guidance: Callable[[], NormalizedGuidance | None] = lambda: None
+        """Of the present call. None: other nodes' functions guide no attention in it."""
+        self.add_up: Sum = own_sums
+        """Adds up over ranks with other heads, where attention is guided."""
         self.attend: Attend | None = None
         """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
         self.running = ""
         """Name of the block that computes. Empty: none does."""
-        self._guide = Guide()
+        self._guide, self._second = Guide(), SecondText(model)
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
@@ -110,8 +114,9 @@ class StageBlocks:
         if GUIDED in (options := kwargs.get(OPTIONS) or {}):
             kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut)}
         attend = self.attend if self._cut is None else self._cut.attend
+        second = kwargs.pop(SECOND, None)
         try:
-            with nullcontext() if attend is None else attention_by(attend):
+            with nullcontext() if attend is None else attention_by(attend), self._led_away(second, kwargs):
                 out = self._model(*args, **kwargs)
         except LaterStages:
             return None
@@ -125,6 +130,14 @@ class StageBlocks:
         """Whether words run in the present call."""
         return self.tokens is None or self.tokens.has_words
 
+    def _led_away(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Context of a call with a second text, if there is one."""
+        if second is None:
+            return nullcontext()
+        whole = self.attend or call_itself
+        cut = (whole, whole) if self._cut is None else (self._cut.attend, self._cut.attend_whole)
+        return self._second.of_call(second, named["context"], *cut)
+
     def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
         """Of a residual that the class is about to add: the rows of the tokens that it then has."""
         if self._cut is None:
@@ -133,6 +146,7 @@ class StageBlocks:
 
     def remove(self) -> None:
         """Make the model again what it was."""
+        self._second.remove()
         for block in self.blocks:
             del self._model.get_submodule(block.name).forward
         for name, forward in self._before.items():

@@ -19,7 +19,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 
-from .attention_calls import Attend, AttentionCall, attention_call
+from .attention_calls import Attend, AttentionCall, attention_call, call_itself
 from .band_tokens import BandTokens, Pick, numbers, shift
 from .token_rows import TokenAxes, in_rows, token_count
 from .unproven import Unproven
@@ -75,7 +75,7 @@ class TokenCut(ABC):
         """Tokens of each stream that has entered."""
         self.alone = False
         """Each rank has a naive patch."""
-        self.attend_whole: Attend = lambda function, *args, **kwargs: function(*args, **kwargs)
+        self.attend_whole: Attend = call_itself
         """Attention over what every rank has all of."""
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""

@@ -1,6 +1,5 @@
 """Builds a pipeline stage of ComfyUI's own class (families/own_class/). Every stage has its prologue and epilogue."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of, timestep_of
 from parallel_backend.families.own_class.call_form import run
 from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
-from parallel_backend.families.own_class.guided_attention import Guided
 from parallel_backend.families.own_class.headed import give_heads
 from parallel_backend.families.own_class.idle_layers import IdleLayers
 from parallel_backend.families.own_class.stages import StageBlocks, Wanted, pass_through
@@ -126,16 +124,10 @@ def attend_over_ranks(model: nn.Module, context: AttentionContext, ranks: Sequen
     stage: StageBlocks = vars(model)[STAGE]
     kernels = OwnKernels(context, lambda: stage.running)
     stage.attend = kernels.attend
-    stage.guided = functools.partial(_guided, context)
+    stage.guidance = lambda: None if context.step is None else context.step.guidance
+    if context.tensor.size > 1:  # a token's norm is over the channels of all heads
+        stage.add_up = lambda sums: all_reduce(sums, context.tensor, context.traffic)
     stage.tokens = None if ranks is None else RankTokens(stage.blocks, context, ranks, kernels)
-
-
-def _guided(context: AttentionContext) -> Guided | None:
-    """How the present call is guided. A token's norm is over the channels of all heads, which tensor ranks share."""
-    guidance = None if context.step is None else context.step.guidance
-    if guidance is None or guidance.whole_heads or context.tensor.size == 1:
-        return None if guidance is None else Guided(guidance)
-    return Guided(guidance, lambda sums: all_reduce(sums, context.tensor, context.traffic))
 
 
 def blocks_to_compile(model: nn.Module) -> Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]:

@@ -18,16 +18,24 @@ class WanCrossAttentionPatch:
         self.i2v, self.input_type = i2v, input_type
 
     def __get__(self, layer, kind=None):
-        def wrapped_attention(layer, x: torch.Tensor, context: torch.Tensor, **_named: Any) -> torch.Tensor:
-            query = layer.norm_q(layer.q(x))
+        def wrapped_attention(
+            layer, x: torch.Tensor, context: torch.Tensor, context_img_len: int | None = None, **_named: Any
+        ) -> torch.Tensor:
+            query, of_picture = layer.norm_q(layer.q(x)), 0
+            if self.i2v:
+                picture, context = context[:, :context_img_len], context[:, context_img_len:]
+                keys, values = layer.norm_k_img(layer.k_img(picture)), layer.v_img(picture)
+                of_picture = comfy.ldm.modules.attention.optimized_attention(query, keys, values, heads=layer.num_heads)
             out = attend(layer, query, context)
-            guided = len(x) if self.input_type == "batch" or len(x) == 1 else len(x) // 2
+            halves = len(x) == 2 or (len(x) > 2 and not self.i2v)
+            guided = len(x) // 2 if halves and (self.i2v or self.input_type != "batch") else len(x)
             positive = out[:guided]
             away = self.nag_scale * positive
             away = away - (self.nag_scale - 1) * attend(layer, query[:guided], self.nag_context.expand(guided, -1, -1))
             before, after = (each.norm(p=1, dim=-1, keepdim=True) for each in (positive, away))
             away = torch.where(after / before > self.nag_tau, away * before * self.nag_tau / after, away)
-            return layer.o(torch.cat((self.nag_alpha * away + (1 - self.nag_alpha) * positive, out[guided:])))
+            guided_out = torch.cat((self.nag_alpha * away + (1 - self.nag_alpha) * positive, out[guided:]))
+            return layer.o(guided_out + of_picture)
 
         return types.MethodType(wrapped_attention, layer or self)
 

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import model_optimization_nodes
 from block_patches import ALL, SOME, extra, load_extras
 from boot import BASE, Results, by_own_class, comfy, difference, ksampler, parallel, sharing_small_lists, torch
 from families import detecting, read
@@ -35,14 +36,20 @@ def of_model(results: Results, name: str, texts: Any, latent: Any, changes: dict
     native = comfy.sd.load_diffusion_model(
         str(BASE / "models" / "diffusion_models" / file), model_options={"dtype": torch.float32}
     )
+    width = texts[0][0][0].shape[-1]
+    second = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(3))  # of another length than the prompts'
+    changes_of = CHANGES | {
+        f"WanVideoNAG {kind}": partial(model_optimization_nodes.nag, text=second, input_type=kind)
+        for kind in ("default", "batch")
+    }
     plain = ksampler(native, texts, latent, steps=2)
     expected: dict[str, torch.Tensor] = {}
 
     def compare(change: str, mode: str) -> dict:
         if change not in expected:
-            expected[change] = ksampler(CHANGES[change](native), texts, latent, steps=2)
+            expected[change] = ksampler(changes_of[change](native), texts, latent, steps=2)
         model = by_own_class((MODES | COMPILED)[mode], file)
-        found = ksampler(CHANGES[change](model), texts, latent, steps=2)
+        found = ksampler(changes_of[change](model), texts, latent, steps=2)
         wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
         largest = float(expected[change].abs().max())
         return {
