@@ -72,7 +72,7 @@ class OwnChanges:
             fields["guidance"] = replace(guidance, whole_heads=shown.whole_heads) if shown.has_effect else None
         if (text := asked.text) is not None:
             tried = tried_guidance(text)
-            settings = tried.of(len(call.x))[1]
+            settings = tried.settings(len(call.x))
             node = partial(forward_of_node, tried)
             trial = partial(trial_of_second_text, settings=settings, node=node, tensor=tensor)
             key = of_call, type(text.node), tuple(settings.flatten().tolist()), tensor

@@ -64,12 +64,16 @@ class TextGuidance:
         Calls of one size get the same tensors: the client then sends them once, without comparing their values.
         """
         if entries not in self._by_entries:
-            has_halves = entries == 2 or (entries > 2 and not self.attends_to_picture)
-            all_guided = (self.guides_all and not self.attends_to_picture) or not has_halves
-            settings = torch.tensor([(self.scale, self.tau, self.alpha)] * entries, dtype=torch.float32)
-            settings[entries if all_guided else -(-entries // 2) :, 2] = 0.0
-            self._by_entries[entries] = self.text.expand(entries, -1, -1).contiguous(), settings
+            self._by_entries[entries] = self.text.expand(entries, -1, -1).contiguous(), self.settings(entries)
         return self._by_entries[entries]
+
+    def settings(self, entries: int) -> torch.Tensor:
+        """[entries, 3], see `of`."""
+        has_halves = entries == 2 or (entries > 2 and not self.attends_to_picture)
+        all_guided = (self.guides_all and not self.attends_to_picture) or not has_halves
+        settings = torch.tensor([(self.scale, self.tau, self.alpha)] * entries, dtype=torch.float32)
+        settings[entries if all_guided else -(-entries // 2) :, 2] = 0.0
+        return settings
 
 
 def takes_second_text(family: Family) -> bool:

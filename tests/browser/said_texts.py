@@ -51,7 +51,7 @@ LINES = (
     "trying skipped blocks of AuraFlow, ComfyUI's own class",
     "trying skipped blocks of AuraFlow, ComfyUI's own class, 45 %, 12 s",
     "trying NAG of Flux, ComfyUI's own class",
-    "trying NAG of Flux, ComfyUI's own class, 45 %, 12 s",
+    "trying WanVideoNAG of WanModel, ComfyUI's own class, 45 %, 12 s",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 45 %, 12 s",
     "AuraFlow, ComfyUI's own class, verified",
