@@ -185,36 +185,6 @@ QWEN_IMAGE_21 = {
 }
 
 
-Z_IMAGE = {
-    "in_channels": 16,
-    "dim": 3840,
-    "n_layers": 30,
-    "n_refiner_layers": 2,
-    "n_heads": 30,
-    "n_kv_heads": 30,
-    "cap_feat_dim": 2560,
-    "axes_dims": (32, 48, 48),
-    "axes_lens": (1536, 512, 512),
-}
-
-
-def _flux2(doubles: int, singles: int, heads: int, text: int, guidance: bool) -> RealModel:
-    """Flux.2 with so many blocks of each kind."""
-    config = {
-        "patch_size": 1,
-        "in_channels": 128,
-        "num_layers": doubles,
-        "num_single_layers": singles,
-        "guidance_embeds": guidance,
-        "attention_head_dim": 128,
-        "num_attention_heads": heads,
-        "joint_attention_dim": text,
-        "axes_dims_rope": (32, 32, 32, 32),
-    }
-    depths = ("num_layers", "num_single_layers")
-    return RealModel("flux2", config, "picture, 1024 x 1024", ((128, 64, 64),), (512, text), depths=depths)
-
-
 def _qwen_image_21(references: int) -> RealModel:
     """Made with so many given pictures of the new one's size."""
     given = {
@@ -264,18 +234,6 @@ REAL_MODELS = {
         call={"frame_rate": 24.0},
         metadata={"config": json.dumps({"transformer": ltx_headers.LTX_23})},
     ),
-    "z-image": RealModel(
-        "z-image",
-        Z_IMAGE,
-        "picture, 1024 x 1024",
-        ((16, 128, 128),),
-        (200, 2560),
-        call={"num_tokens": 200},
-        depths=("n_layers",),
-    ),
-    "flux2-dev": _flux2(8, 48, 48, 15360, guidance=True),
-    "flux2-klein-9b": _flux2(8, 24, 32, 12288, guidance=False),
-    "flux2-klein-4b": _flux2(5, 20, 24, 7680, guidance=False),
     "wan-2.2-5b": RealModel(
         "wan",
         WAN_5B,

@@ -100,7 +100,6 @@ class Model:
             block_bytes=(each,) * self.layers,
             ends=(outer, outer, 0),
             attention=((JOINT if self.joint else IMAGE,),) * self.layers,
-            prologue=(),
             heads=self.heads,
             key_heads=self.key_heads,
             head_size=self.hidden // self.heads,

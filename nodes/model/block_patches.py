@@ -29,8 +29,6 @@ SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 PERTURBED = re.compile(r"nodes_pag\.PerturbedAttentionGuidance\.\w+\.<locals>\.perturbed_attention")
 """A replacement for the attention of a UNet's middle block, which no transformer has."""
 NORMALIZED = re.compile(r"nodes_nag\.NAGuidance\.\w+\.<locals>\.nag_attention_output_patch")
-FUN_CONTROL = re.compile(r"nodes_model_patch\.ZImageControlPatch")
-"""Class of Z-Image's Fun control, whose residuals are computed in this process (fun_control.py)."""
 
 POSITIVE, NEGATIVE = 0, 1
 """ComfyUI's numbers for the prompts in `cond_or_uncond`."""
@@ -60,7 +58,7 @@ def block_changes(
         for function in functions:
             if name == OUTPUT and guidance is None and is_known(NORMALIZED, function):
                 guidance = _normalized(function, options.get("cond_or_uncond"), entries)
-            elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
+            else:
                 patches.setdefault(name, []).append(function)
     override = options.get(OVERRIDE)
     sparse = sparse_node.settings_of(override, of_blocks, family, config, options, arguments)

@@ -32,7 +32,7 @@ def residuals(
         name = family.blocks.residuals.get(kind)
         if name is None and any(tensor is not None for tensor in tensors):
             refuse_control(f"it has '{kind}' outputs, which {family.name} takes none of on several devices")
-        for index, tensor in enumerate(tensors[: counts.get(name)] if name else ()):  # a prologue's list has no count
+        for index, tensor in enumerate(tensors[: counts[name]] if name else ()):
             if tensor is None:
                 continue
             if tensor.shape != size:

@@ -86,7 +86,7 @@ class ControlsHere:
         return (control or {}) | added
 
     def _layers(self, options: Mapping[str, Any], run: SamplingRun) -> comfy.model_patcher.ModelPatcher:
-        patches = [run.patches, run.bypass_patches]
+        patches: list[Patches] = [run.patches, run.bypass_patches]
         return self.models(options, patches, run.hook_patches.values(), run.patches_uuid)[0]
 
     def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:

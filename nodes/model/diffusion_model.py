@@ -18,7 +18,6 @@ from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.setup import Setup, TensorSizes
-from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.own_class.second_text import LAYERS
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
@@ -132,11 +131,6 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def enlarged(self, sizes: TensorSizes) -> "RemoteDiffusionModel":
         """The model in which a LoRA enlarges these tensors. ValueError if the ranks cannot compute it."""
-        if self.setup.own_class is not None:
-            raise ValueError(
-                f"model: a LoRA that enlarges {short(sizes[0][0])} cannot run on ranks, where this model runs as ComfyUI's "
-                "own class. Load the model with ComfyUI's own loader for it."
-            )
         larger = enlarge(self.checkpoint.smaller or self.checkpoint, sizes)
         setup, weights = replace(self.setup, enlarged=sizes), self.weights.enlarged(sizes)
         return type(self)(larger, setup, self.devices, self.comm_overlap, weights, self.native_kind, self.unet_config)

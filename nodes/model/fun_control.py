@@ -6,6 +6,7 @@ output. So all residuals of a call can be computed before the ranks begin. The f
 too, and the patch is called with zeros, to which it adds the residual.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +20,12 @@ from parallel_backend.checkpoints.reader import original_values
 from parallel_backend.families import Family
 
 from ..ui.other_nodes import is_known
-from .block_patches import FUN_CONTROL
 from .controlnet import Control
 from .layers_here import LayersHere
 from .native_call import NativeClass
 
+FUN_CONTROL = re.compile(r"nodes_model_patch\.ZImageControlPatch")
+"""Class of the node's patch."""
 REFINERS, BLOCKS = "noise_refiner", "double_block"
 """Kinds of patch that the node puts on a MODEL, and also kinds of residuals."""
 TAKES = "ZImage"

@@ -140,6 +140,12 @@ def form(call: Call, sizes: tuple[int, ...]) -> str:
     return repr((single, call.timestep.dtype, named))
 
 
+def widths_of(call: Call) -> frozenset[tuple[str, int]]:
+    """Channels of the call's tensors, by name."""
+    named = call.named.items()
+    return frozenset((name, each.shape[-1]) for name, each in named if isinstance(each, torch.Tensor) and each.ndim)
+
+
 def asked(call: Call, sizes: tuple[int, ...], times: Sequence[float], sequence: bool, bands: bool, tensor: int) -> Asked:
     """What a shipped plan has to prove for this call. `times`: the model's. `sizes`: see form."""
     names = frozenset(map(str, call.options))

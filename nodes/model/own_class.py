@@ -1,52 +1,50 @@
-"""Models that no family computes: ComfyUI's own class runs on ranks, once a trial has shown how it can be shared out."""
+"""A MODEL of ComfyUI's own class, which runs on ranks once a trial has shown how it can be shared out."""
 
 import dataclasses
 import functools
 import inspect
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import comfy.model_base
 import torch
 
-from parallel_backend.checkpoints.limits import check_own_arguments
-from parallel_backend.checkpoints.own_class import file_shapes
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
-from parallel_backend.core.devices import device_kind
-from parallel_backend.core.meta_parameters import meta_parameters
-from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
-from parallel_backend.core.setup import Conversion
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
-from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.base.step_inputs import Shapes
-from parallel_backend.families.others import TO_COME, UNET, other_model
 from parallel_backend.families.own_class.adapters import sent
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
+from parallel_backend.families.own_class.counts import misfit
 from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import CONTROL, for_trial
 from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, entry_of, numbers_of, with_tensors_told, words_of
+from parallel_backend.families.own_class.tried_calls import (
+    Call,
+    does_not_run,
+    entry_of,
+    numbers_of,
+    with_tensors_told,
+    words_of,
+)
 
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
 from .band import BAND_KEY, Band
 from .call_checks import check_for_own_class, for_entries
-from .class_code import modules_named_by
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
-from .native_call import NativeClass, class_arguments, native_config, on_meta
+from .native_call import NativeClass
 from .own_calls import (
     NodeChanges,
     asked,
@@ -60,11 +58,13 @@ from .own_calls import (
     share_of_work,
     structure,
     times_of,
+    widths_of,
 )
 from .own_changes import OTHER_CALL, OwnChanges, whole_call
+from .own_class_file import own_class
 from .own_degrees import shared_out
 from .own_text import OwnText
-from .reach import OURS, is_plain, refuse_what_does_not_reach_the_ranks
+from .reach import OURS, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
 from .shipped_plans import shipped_proof
 from .text_model import TEXT_METHOD, NativeText
@@ -74,78 +74,6 @@ log = logging.getLogger(__name__)
 PROVE_KEY = "parallel_dit_prove"
 """Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
 which ComfyUI may add others."""
-HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def has_family(shapes: Shapes, stated: Mapping[str, Any] | None) -> bool:
-    """Whether a family computes the model that ComfyUI takes a file with these tensors for. True where it knows none."""
-    try:
-        config = native_config(on_meta(shapes), stated)
-    except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
-        return True
-    kinds = {kind for family in FAMILIES.values() for kind in family.native_classes}
-    return config is None or type(config).__name__ in kinds
-
-
-def own_class(path: Path, devices: tuple[str, ...], unknown: ValueError, conversion: Conversion = ()) -> OwnClass:
-    """The class by which ComfyUI would compute this file. `unknown`, the refusal of a file that no family takes, is raised
-    where it has none that ranks can run: for sound, solids and tools, too."""
-    shapes, stated = file_shapes(path, conversion)
-    other = other_model(shapes)
-    if other is not None and other.what not in (TO_COME, UNET):
-        raise unknown
-    tensors = on_meta(shapes)
-    try:
-        config = native_config(tensors, stated)
-        if config is None:
-            raise unknown
-        config.set_inference_dtype(torch.float32, None)
-    except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
-        raise unknown from None
-    stated_arguments = {name: value for name, value in config.unet_config.items() if name in (stated or {})}
-    check_own_arguments(short(path.name), stated_arguments, list(shapes.values()))
-    try:
-        with meta_parameters():
-            native = config.get_model(tensors, "").diffusion_model
-        renamed = {key: config.process_unet_state_dict({key: tensor}) for key, tensor in tensors.items()}
-    except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not, or a single tensor
-        raise unknown from None
-    kind = type(native)
-    arguments = class_arguments(config.unet_config)
-    unet = isinstance(native, comfy.model_base.UNetModel)
-    if not kind.__module__.startswith(ROOT) or (other is not None and (other.what == UNET) != unet):
-        raise unknown
-    arguments = {
-        name: f"{DTYPE}{str(value).removeprefix('torch.')}" if isinstance(value, torch.dtype) else value
-        for name, value in arguments.items()
-    }
-    if not is_plain(arguments):
-        raise unknown
-    keys = {next(iter(names)): key for key, names in renamed.items() if len(names) == 1}
-    own = OwnClass(
-        kind=type(config).__name__,
-        folder=str(Path(comfy.model_base.__file__).resolve().parents[1]),
-        module=kind.__module__,
-        name=kind.__qualname__,
-        arguments=json.dumps(arguments),
-        settings=(
-            ("comfy.cli_args", "args.cpu", device_kind(devices[0]) == "cpu"),
-            ("comfy.cli_args", "args.use_pytorch_cross_attention", True),
-        ),
-        imports=modules_named_by(kind),
-        keys=tuple((name, key) for name, key in keys.items() if name != key),
-        halves=tuple(HALVES[dtype] for dtype in config.supported_inference_dtypes if dtype in HALVES),
-        video=config.latent_format.latent_dimensions == 3,
-        unet=unet,
-    )
-    try:
-        own_class_family(own)  # kept for the file that is opened next
-    except Exception as error:  # of any kind: its code is not known
-        raise ValueError(
-            f"model_name: {path.name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: "
-            f"{error}). Load it with ComfyUI's own loader, on one card."
-        ) from error
-    return own
 
 
 class OwnClassModel(RemoteDiffusionModel):
@@ -162,6 +90,22 @@ class OwnClassModel(RemoteDiffusionModel):
     def __class__(self) -> type:
         """As RemoteDiffusionModel's."""
         return self.native
+
+    def enlarged(self, sizes: TensorSizes) -> RemoteDiffusionModel:
+        """As RemoteDiffusionModel.enlarged: the class that ComfyUI's detection finds for tensors of these sizes."""
+        named = ", ".join(f"{short(key)} to {list(shape)}" for key, shape in sizes)
+        refusal = ValueError(
+            f"model: a LoRA that enlarges {named} cannot run on ranks: ComfyUI has no class {self._own.name} of that size. "
+            "Use a LoRA that was made for the model."
+        )
+        path, conversion = self.setup.path, self.setup.conversion
+        try:
+            own = own_class(path, self.devices, refusal, conversion, sizes)
+            larger = open_own_class(path, own, conversion, sizes)
+        except ValueError:
+            raise refusal from None
+        setup, weights = dataclasses.replace(self.setup, own_class=own, enlarged=sizes), self.weights.enlarged(sizes)
+        return type(self)(larger, setup, self.devices, self.comm_overlap, weights, self.native_kind, self.unet_config)
 
     @property
     def _own(self) -> OwnClass:
@@ -185,6 +129,11 @@ class OwnClassModel(RemoteDiffusionModel):
     @functools.cached_property
     def _changes(self) -> OwnChanges:
         return OwnChanges()
+
+    @functools.cached_property
+    def _fitting(self) -> set[Any]:
+        """Widths of a call's tensors that fit the class's layers."""
+        return set()
 
     @functools.cached_property
     def _proofs(self) -> dict[Any, Proof]:
@@ -392,6 +341,10 @@ class OwnClassModel(RemoteDiffusionModel):
             example = with_tensors_told(call) if proof.options else call
             family = with_example(own_class_family(self._own), example)
             self.checkpoint = dataclasses.replace(self.checkpoint, family=family)
+        if not own.unet and (widths := widths_of(call)) not in self._fitting:
+            if error := misfit(self._own, call):
+                raise does_not_run(own, call, error)
+            self._fitting.add(widths)
         if is_new:
             lines = [f"{own.name}, ComfyUI's own class, verified{how}{shared_out(proof, self._meta, degrees)}"]
             lines += [] if degrees.pipe == degrees.sequence == degrees.tensor == 1 else [share_of_work(self._own, call)]

@@ -143,7 +143,7 @@ def _run_once(block: nn.Module) -> nn.Module:
 def _run(family: Family, config: Config, model: nn.Module) -> None:
     """A call of the forward. Raises UNFIT if it fails, or if its output is no latent."""
     for spec in family.blocks.lists:
-        if not spec.prologue and (blocks := getattr(model, spec.name)):
+        if blocks := getattr(model, spec.name):
             setattr(model, spec.name, nn.ModuleList([_run_once(blocks[0])] * len(blocks)))
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (SIDE, SIDE)

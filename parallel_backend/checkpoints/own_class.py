@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Conversion, Setup
+from parallel_backend.core.setup import Conversion, Setup, TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
@@ -21,7 +21,7 @@ def open_setup(setup: Setup) -> Checkpoint:
     """The checkpoint of a model that the client has opened, as `open_checked`."""
     if setup.own_class is None:
         return enlarge(open_checked(setup.path, setup.conversion), setup.enlarged)
-    return open_own_class(setup.path, setup.own_class, setup.conversion)
+    return open_own_class(setup.path, setup.own_class, setup.conversion, setup.enlarged)
 
 
 def file_shapes(path: Path, conversion: Conversion = ()) -> tuple[dict[str, tuple[int, ...]], dict[str, Any] | None]:
@@ -39,9 +39,11 @@ def with_class(checkpoint: Checkpoint, own: OwnClass) -> Checkpoint:
     return replace(checkpoint, family=replace(with_example(own_class_family(own), family.call), file=family.file))
 
 
-def open_own_class(path: Path, own: OwnClass, conversion: Conversion = ()) -> Checkpoint:
+def open_own_class(path: Path, own: OwnClass, conversion: Conversion = (), enlarged: TensorSizes = ()) -> Checkpoint:
     """A single file in the layout of ComfyUI's own class. ValueError as `open_checkpoint`, and if the file lacks a parameter
-    of the class, or has one of another shape. What the class has no use for is left out, as ComfyUI leaves it out."""
+    of the class, or has one of another shape. What the class has no use for is left out, as ComfyUI leaves it out.
+
+    `enlarged`: by key, sizes of tensors that a LoRA enlarges, with zeros behind the file's values."""
     with refusals(path):
         family = own_class_family(own)
         entries, stated, attention = entries_of(path, conversion)
@@ -54,6 +56,9 @@ def open_own_class(path: Path, own: OwnClass, conversion: Conversion = ()) -> Ch
         entries = {key: entry for key, entry in entries.items() if 0 not in entry.shape}
         family = replace(family, file=replace(family.file, key_map=lambda _config: key_map))
         opened = Checkpoint(path, family, {}, key_map, entries, stated or {}, attention=attention, conversion=conversion)
+        if enlarged:
+            entries = entries | {key: replace(entries[key], shape=shape) for key, shape in enlarged}
+            opened = replace(opened, entries=entries, smaller=opened)
         checkpoint = checked(opened, sized=False)
         for target, source in key_map.items():
             found, needed = checkpoint.shape(target), family.shapes[target]

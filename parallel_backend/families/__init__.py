@@ -2,7 +2,6 @@
 
 from . import (
     flux,
-    flux2,
     krea2,
     ltx2,
     minimax_h3,
@@ -16,7 +15,6 @@ from . import (
     wan_animate_2,
     wan_scail,
     wan_vace,
-    z_image,
 )
 from .base.family import Family
 
@@ -24,13 +22,11 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         flux.FLUX,
-        flux2.FLUX2,
         sd3.SD3,
         pixart.PIXART,
         qwen_image.QWEN_IMAGE,
         qwen_image21.QWEN_IMAGE_21,
         krea2.KREA2,
-        z_image.Z_IMAGE,
         wan_animate_2.WAN_ANIMATE_2,
         wan.WAN,
         wan_animate.WAN_ANIMATE,

@@ -214,7 +214,6 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
     """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates; for exact calls those of
     texts that run once a run (prefix_keys.py)."""
     layers = [over for block in sizes.attention[span.slice] for over in block]
-    layers += sizes.prologue if span.start == 0 else ()
     image, copies = request.image, request.kept
     itemsize: float = sizes.itemsize
     if not copies:

@@ -29,8 +29,6 @@ class ModelSizes:
     """Bytes of the other weights: see ends_bytes."""
     attention: tuple[tuple[Over, ...], ...]
     """For each block, the tokens that each of its attention layers is over (families.base.blocks)."""
-    prologue: tuple[str, ...]
-    """The same for the attention layers that the first stage runs before the blocks."""
     heads: int
     key_heads: int | None
     """Heads of keys and values. None: as many as `heads`."""
@@ -134,14 +132,12 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family, config = checkpoint.family, checkpoint.config
     lists = block_lists(checkpoint)
-    attention, prologue = family.blocks.attention(checkpoint.key_map)
     on_gpus, text_hidden = "cuda" in device, family.sizes.text_hidden(config)
     computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
         ends_bytes(checkpoint, dtype),
-        attention,
-        prologue,
+        family.blocks.attention(checkpoint.key_map),
         family.sizes.heads(config),
         family.sizes.key_heads(config),
         family.sizes.head_size(config),
@@ -210,14 +206,13 @@ def ends_bytes(
 ) -> tuple[int, int, int]:
     """Bytes of the weights outside the blocks: on the first stage, on the last, and on every stage.
 
-    `which`: the parameters that count. Blocks before the stages' blocks (a prologue list) are weights of the first stage.
+    `which`: the parameters that count.
     """
     family = checkpoint.family
-    prologue = {*family.blocks.prologue, *(spec.name for spec in family.blocks.lists if spec.prologue)}
     first = last = shared = 0
     for target in filter(which, checkpoint.key_map):
         top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
-        if top in prologue:
+        if top in family.blocks.prologue:
             first += size
         elif top in family.blocks.epilogue:
             last += size

@@ -149,7 +149,7 @@ class CalibratedCosts:
         request = self.workload.request(mode.exact, mode.bands)
         if kind is not StepKind.FIRST_BAND or not request.kept:
             return 0
-        index, sizes = self.workload.blocks.index(block), replace(self.workload.sizes, prologue=())
+        index, sizes = self.workload.blocks.index(block), self.workload.sizes
         at = mode.degrees.coordinate(rank)
         return buffer_bytes(sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
 

@@ -129,9 +129,8 @@ def _to_time(family: Family, config: Config) -> tuple[nn.Module, dict[str, nn.Mo
     """The model with the first block of each list alone, and those blocks by list."""
     model, blocks = meta_model(family, config), {}
     for spec in family.blocks.lists:
-        if not spec.prologue:
-            blocks[spec.name] = getattr(model, spec.name)[0]
-            setattr(model, spec.name, nn.ModuleList([blocks[spec.name]]))
+        blocks[spec.name] = getattr(model, spec.name)[0]
+        setattr(model, spec.name, nn.ModuleList([blocks[spec.name]]))
     return model, blocks
 
 

@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 from parallel_backend.families.parts.references import AT_ZERO, UXO, reference_tensors
-from testing.cases import flux, flux2, krea2, qwen_image
+from testing.cases import flux, krea2, qwen_image
 
 SIZES, VIDEO_SIZES = ((6, 8), (9, 5)), ((1, 8, 8), (1, 12, 4))
 
@@ -94,7 +94,6 @@ CASES = (
         odd=None,
         full=True,
     ),
-    _with_references(flux2.CASES[0], "flux2-references", "index", 10.0),
     _with_references(qwen_image.CASES[0], "qwen-image-edit", "index", 1.0, VIDEO_SIZES, centred=True),
     _with_references(
         qwen_image.CASES[0],

@@ -178,15 +178,6 @@ LAYOUTS = (
     Layout("wan leftover", "wan-2.1-t2v", with_more("freqs", "teacher.0.weight"), unused=("freqs", "teacher.0.weight")),
     # tensors that ComfyUI's class has, or detects a model by, and that ranks do not use
     Layout(
-        "z-image omni",
-        "z-image",
-        with_more("siglip_embedder.0.weight"),
-        refused="holds siglip_embedder",
-        detected={"siglip_feat_dim": 2},
-        by_comfyui=True,
-        native=False,
-    ),
-    Layout(
         "wan reference",
         "wan-2.1-t2v",
         with_more("ref_conv.weight", shape=(2, 16, 2, 2)),
@@ -211,7 +202,6 @@ LAYOUTS = (
     Layout("flux diffusers", "flux-dev", diffusers("flux-dev"), by_comfyui=True, sampled=True),
     Layout("flux diffusers prefixed", "flux-dev", one_after_the_other(diffusers("flux-dev"), under(WHOLE)), by_comfyui=True),
     Layout("sd3 diffusers", "sd3.5-large", diffusers("sd3.5-large"), by_comfyui=True, sampled=True),
-    Layout("z-image diffusers", "z-image", diffusers("z-image"), by_comfyui=True, sampled=True),
     # quantised
     Layout("flux fp8", "flux-dev", fp8),
     Layout(

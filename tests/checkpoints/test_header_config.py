@@ -8,11 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from testing.cases import all_cases, flux, ltx2, wan, wan_animate_2, wan_vace
+from testing.cases import flux, ltx2, wan, wan_animate_2, wan_vace
 from testing.gguf_files import write_gguf
 
 CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "flux": flux.CASES[0]}
-CASES |= {case.family: case for case in all_cases() if case.name == "z-image"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,6 @@ def files(tmp_path_factory):
         ("wan", {"num_heads": 7}, "its num_heads is 7"),
         ("wan-vace", {"model_type": "t2v"}, 'its model_type is "t2v"'),
         ("wan", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
-        ("z-image", {"image_model": "ming_image"}, 'its image_model is "ming_image"'),
     ],
 )
 def test_another_model_than_the_tensors_show_is_refused(files, family, said, words):
@@ -55,7 +53,6 @@ def test_another_model_than_the_tensors_show_is_refused(files, family, said, wor
     [
         ("wan", {"model_type": "i2v", "causal_ar": False}),
         ("wan", {"model_type": "flow_rvs"}),
-        ("z-image", {"image_model": "lumina2", "other": 1}),
         ("flux", {"model_type": "whatever"}),  # ComfyUI reads no header for it
     ],
 )

@@ -400,13 +400,6 @@ def test_a_tensor_of_another_shape_than_the_own_classes_is_refused(tmp_path, sha
             open_own_class(path, planted("Right"))
 
 
-def test_a_list_is_held_to_the_limit_of_its_setting(tmp_path, flux_model):
-    """A table of positions along each axis is made from it: far less than other settings may be is too much."""
-    lengths = [4096, MAX_SETTING // 8, 512]
-    config = json.dumps({"_class_name": "ZImageTransformer2DModel", "axes_lens": lengths})
-    refused(diffusers_folder(tmp_path / "folder", flux_model, config), "says that its axes_lens is")
-
-
 def test_the_folder_itself_is_sound(tmp_path, flux_model):
     """The control."""
     assert open_checkpoint(diffusers_folder(tmp_path / "folder", flux_model, flux_config())).family.name == "flux"

@@ -345,7 +345,7 @@ def test_outputs_belong_to_the_blocks_of_their_number():
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("flux", "middle"), ("sd3", "input"), ("qwen-image", "output"), ("z-image", "input"), ("wan", "output")],
+    [("flux", "middle"), ("sd3", "input"), ("qwen-image", "output"), ("wan", "output")],
 )
 def test_outputs_that_the_family_takes_none_of_are_refused_by_name(family, kind):
     case = next(case for case in all_cases() if case.family == family)

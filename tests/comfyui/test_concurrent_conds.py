@@ -9,9 +9,9 @@ from tests.comfyui.test_families import save_case
 
 pytestmark = pytest.mark.comfyui
 
-CASES = [case for case in all_cases() if case.name in ("pixart-sigma", "z-image", "qwen-image")]
-DEFAULT = ("z-image",)
-"""What happens is the same for all. Z-Image's prompts are padded; others' have masks, or are padded too."""
+CASES = [case for case in all_cases() if case.name in ("pixart-sigma", "qwen-image")]
+DEFAULT = ("qwen-image",)
+"""What happens is the same for all: prompts have masks."""
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.full) for case in CASES]
 )

@@ -7,10 +7,9 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
 from testing import tiny
-from testing.cases import flux, flux2
+from testing.cases import flux
 
-KIN = (flux, flux2)
-CASES = {case.name: case for module in KIN for case in module.CASES}
+CASES = {case.name: case for case in flux.CASES}
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +47,20 @@ def test_what_has_fluxs_blocks_is_not_taken_for_flux(file, instead_of, keys):
     assert detected(shapes) == []
 
 
-@pytest.mark.parametrize("name", ["flux-dev", "flux2-dev"])
-def test_norms_by_their_other_name(file, name, tmp_path):
+def test_norms_by_their_other_name(file, tmp_path):
     """ComfyUI saves them by it."""
-    state = load_file(file(name))
+    state = load_file(file("flux-dev"))
     usual, other = ".scale", ".weight"
     renamed = {key.removesuffix(usual) + other if key.endswith(usual) else key: v for key, v in state.items()}
     assert renamed.keys() != state.keys()
     save_file(renamed, tmp_path / "renamed.safetensors")
-    found, expected = (tiny.whole_model(path).state_dict() for path in (tmp_path / "renamed.safetensors", file(name)))
+    found, expected = (tiny.whole_model(path).state_dict() for path in (tmp_path / "renamed.safetensors", file("flux-dev")))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [
-        ("flux2-dev", {}, "needs text conditioning"),
-        ("flux2-dev", {"context": torch.zeros(1, 7, 25)}, "width 25, this model needs 24"),
         ("flux-dev", {"context": torch.zeros(1, 7, 24), "y": torch.zeros(1, 12)}, "guidance is switched off"),
     ],
 )
@@ -72,13 +68,6 @@ def test_conditioning_that_cannot_be_forwarded_is_refused_by_name(file, name, gi
     checkpoint = open_checkpoint(file(name))
     with pytest.raises(ValueError, match=f"^positive, negative: .*{words}"):
         checkpoint.family.inputs.conditioning(checkpoint.config, given)
-
-
-def test_guidance_that_a_model_has_no_use_for_is_left_out(file):
-    given = {"context": torch.zeros(1, 7, 24), "y": torch.zeros(1, 12), "guidance": torch.tensor([3.5])}
-    for name, names in (("flux2-dev", {"context", "guidance"}), ("flux2-klein", {"context"})):
-        checkpoint = open_checkpoint(file(name))
-        assert checkpoint.family.inputs.conditioning(checkpoint.config, given).keys() == names
 
 
 def test_flux_without_pooled_text_takes_zeros(file):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.families.own_class.proof import Proof
-from parallel_backend.families.own_class.residuals import by_kind, by_name, for_trial, side_of
+from parallel_backend.families.own_class.residuals import KINDS, PATCHED, by_kind, by_name, for_trial, side_of
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call
 from tests.families.planted_classes import WIDTH
@@ -80,9 +80,10 @@ def test_residuals_that_are_of_the_whole_batch_keep_it_together():
 
 def test_residuals_come_back_by_their_names():
     one, two = torch.ones(1, 6, 3), torch.zeros(1, 6, 3)
-    control = {"input": [None, one], "middle": [], "output": [two, None, one]}
+    none = {kind: [] for kind in (*KINDS, *PATCHED)}
+    control = none | {"input": [None, one], "output": [two, None, one], "double_block": [one]}
     assert by_kind(by_name(control)) == control
-    assert by_kind({}) == {"input": [], "middle": [], "output": []}
+    assert by_kind({}) == none
 
 
 def test_the_side_of_a_token_is_found_from_a_residuals_rows():

@@ -13,9 +13,9 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES_AT_ZERO, TEXT_MASK
 from parallel_backend.families.others import OTHERS
 from parallel_backend.families.parts.references import AT_ZERO
-from testing.cases import krea2, qwen_image, z_image
+from testing.cases import krea2, qwen_image
 
-CASES = {"qwen-image": qwen_image.CASES[0], "z-image": z_image.CASES[0]}
+CASES = {"qwen-image": qwen_image.CASES[0]}
 WIDTH = 24  # of their text
 
 
@@ -67,17 +67,9 @@ def test_text_that_does_not_fit_is_refused(conditioning, family):
         conditioning(family, context=torch.zeros(1, 5, WIDTH + 1))
 
 
-@pytest.mark.parametrize(("family", "longest"), [("z-image", 4064)])
-def test_a_prompt_longer_than_the_models_positions_is_refused(conditioning, family, longest):
-    conditioning(family, context=torch.zeros(1, longest, WIDTH))
-    with pytest.raises(ValueError, match=f"the prompt has {longest + 1} tokens, this model's positions end at {longest}"):
-        conditioning(family, context=torch.zeros(1, longest + 1, WIDTH))
-
-
 def test_masks_reach_the_ranks_where_comfyui_uses_them(conditioning):
     given = {"context": torch.zeros(1, 3, WIDTH), "attention_mask": torch.tensor([[1, 1, 0]])}
     assert conditioning("qwen-image", **given)[TEXT_MASK].tolist() == [[True, True, False]]
-    assert TEXT_MASK not in conditioning("z-image", **given)
 
 
 def test_krea_has_references_where_a_method_is_given():

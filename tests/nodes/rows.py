@@ -96,10 +96,11 @@ PATCHER_STATE = rows(
 
 PATCHES = rows(
     # Where the native model runs the patch (`native` in the names), it is refused, and has no effect elsewhere.
-    refused="attn1_output_patch attn1_patch attn2_patch double_block noise_refiner post_input single_block",
+    refused="attn1_output_patch attn1_patch attn2_patch double_block post_input single_block",
     # Of UNets.
     harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
-    "middle_block_after_patch middle_patch mlp_patch output_block_patch",
+    "middle_block_after_patch middle_patch mlp_patch output_block_patch "
+    "noise_refiner",  # of a class without a family, which is asked on ranks
 )
 """Unknown functions in transformer_options["patches"]; known ones become data (block_patches.py)."""
 REPLACEMENTS = rows(refused="attn1 attn2 dit")
@@ -117,10 +118,9 @@ OPTIONS = rows(
     "stg_skip_self_attn v2a_cross_attn k6_magcache prism_attention prism_cdf_threshold prism_sparsity qwen_image21_cache",
 )
 """Entries of transformer_options, for a native model that does not read them."""
-ROPE_REFUSED = "ZImage WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
+ROPE_REFUSED = "WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
 ROPE_PASSED = (
-    "Flux FluxInpaint FluxSchnell Flux2 WAN21_T2V WAN21_I2V "
-    "WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN21_Vace WAN22_Animate"
+    "Flux FluxInpaint FluxSchnell WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN21_Vace WAN22_Animate"
 )
 READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
@@ -237,15 +237,11 @@ ALWAYS = rows(
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
     "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
-    "flux2": rows(passed="guidance ref_latents ref_latents_method", harmless="y", refused="attention_mask"),
     "sd3": rows(passed="y"),
     "pixart": rows(passed="c_ar c_size", refused="y"),
     "qwen-image": rows(passed="attention_mask ref_latents ref_latents_method", refused="y"),
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
     "krea2": rows(passed="ref_latents ref_latents_method", refused="y"),
-    "z-image": rows(
-        harmless="attention_mask clip_text_pooled num_tokens", refused="ref_contexts ref_latents siglip_feats y"
-    ),
     "wan": rows(passed="clip_fea context_latents reference_latent", computed="denoise_mask", refused="time_dim_concat y"),
     "wan-animate": rows(
         passed="clip_fea face_pixel_values pose_latents", refused="context_latents reference_latent time_dim_concat y"

@@ -48,7 +48,6 @@ def workload(heads: int = 24, count: int = 57, **changes) -> Workload:
         block_bytes=(400 * 10**6,) * count,
         ends=(10**8, 10**8, 0),
         attention=((JOINT,),) * count,
-        prologue=(),
         heads=heads,
         key_heads=None,
         head_size=3072 // heads,

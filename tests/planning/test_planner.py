@@ -466,14 +466,6 @@ def test_keeping_keys_takes_time_in_every_call_that_keeps_them(mode, layers):
     assert more == pytest.approx((what.steps - 1) * a_call, rel=0.05)
 
 
-def test_what_refiners_keep_is_not_counted_for_every_block():
-    what, on = workload(text=512), devices(2)
-    slower = replace(on, costs=tuple(replace(cost, keeping=1e-12) for cost in on.costs))
-    refined = replace(what, sizes=replace(what.sizes, prologue=(JOINT, JOINT)))
-    mode = Mode(Degrees(patch=2, patch_mode="displaced"))
-    assert seconds(slower, refined, mode) == seconds(slower, what, mode)
-
-
 def test_auto_leaves_devices_out_that_only_slow_it_down():
     """Two that are linked well, and two more that are not."""
     on = devices(4, Link(1e-5, 300e9))

@@ -302,7 +302,7 @@ DEFAULT = ((Degrees(ulysses=2), "wan-2.1-t2v"),)
             marks=() if (degrees, family) in DEFAULT else pytest.mark.full,
         )
         for degrees in (Degrees(tensor=2), Degrees(ulysses=2))
-        for family in ("sd3.5-medium", "wan-2.1-t2v", "pixart-alpha", "z-image")
+        for family in ("sd3.5-medium", "wan-2.1-t2v", "pixart-alpha")
     ],
 )
 def test_modes_of_other_families(tracing_pools, pools, tmp_path, degrees, family):

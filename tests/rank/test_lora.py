@@ -31,7 +31,7 @@ REFERENCES = {"flux": tiny.reference, "sd3": tiny.sd3_reference}
 LIMIT = 1e-5
 FAMILIES = {case.family: case for case in reversed(all_cases())}
 """The first case of each."""
-DEFAULT = ("flux", "krea2", "minimax-h3", "qwen-image", "wan", "z-image")
+DEFAULT = ("flux", "krea2", "minimax-h3", "qwen-image", "wan")
 """Of these: what layers are in the file alone, fused, cut by heads, and of a class of ours."""
 SHOWS = 0.01
 """Relative change of the output that says that a delta was not just rounding."""

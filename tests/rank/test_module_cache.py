@@ -84,9 +84,9 @@ class Runs:
         return outputs
 
 
-QUICK = ("flux", "sd3", "z-image", "wan", "minimax-h3")
-"""Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; with
-refiners and a video."""
+QUICK = ("flux", "sd3", "wan", "minimax-h3")
+"""Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; a
+video."""
 
 
 @pytest.fixture(scope="module", params=of_each_form(CASES, quick=QUICK))

@@ -1,6 +1,5 @@
 """The blocks of a model: their lists, the modules around them, and which blocks a pipeline stage has."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -108,9 +107,6 @@ class BlockList:
     projections: Projections | None = None
     """Those of the modules in `attention` that are JOINT or IMAGE. None: Ulysses ranks cannot gather their inputs."""
 
-    prologue: bool = False
-    """The whole list belongs to the first stage (refiners). Its blocks have no number among the model's blocks."""
-
 
 def gathers(over: str, spec: BlockList) -> bool:
     """Whether Ulysses ranks can gather the inputs of the list's attention modules that mix `over`."""
@@ -119,7 +115,7 @@ def gathers(over: str, spec: BlockList) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A model's blocks and the modules around them. Blocks are numbered consecutively through all lists without `prologue`.
+    """A model's blocks and the modules around them. Blocks are numbered consecutively through all lists.
 
     Used by the ranks' stages, by placement and memory on the client, and by ControlNet.
     """
@@ -131,7 +127,7 @@ class Blocks:
     """In the order in which they run."""
 
     counts: Callable[[Config], dict[str, int]]
-    """Constructor arguments -> {list: number of its blocks}, without lists of the prologue."""
+    """Constructor arguments -> {list: number of its blocks}."""
 
     epilogue: tuple[str, ...]
     """Modules outside the lists that only the last stage has."""
@@ -151,8 +147,7 @@ class Blocks:
     i modulo their number."""
 
     residuals: Mapping[str, str] = field(default_factory=dict)
-    """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list after whose blocks it is added. For Z-Image
-    the kinds are those of patches of ComfyUI's native model, and lists of the prologue count."""
+    """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list after whose blocks it is added."""
 
     controlled_sequence: Segments | None = None
     """The order of the joint sequence in ComfyUI's native model, for controls that add to all of its tokens (Fun control of
@@ -172,10 +167,10 @@ class Blocks:
     @property
     def joint(self) -> bool:
         """Text tokens run through the blocks with the image's."""
-        return any(spec.joined or "text" in spec.returns for spec in self.lists if not spec.prologue)
+        return any(spec.joined or "text" in spec.returns for spec in self.lists)
 
-    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[Over, ...], ...], tuple[str, ...]]:
-        """For each block, the tokens that each of its attention layers is over; the same for all prologue lists together.
+    def attention(self, targets: Iterable[str]) -> tuple[tuple[Over, ...], ...]:
+        """For each block, the tokens that each of its attention layers is over.
 
         `targets`: names of the model's parameters.
         """
@@ -188,16 +183,11 @@ class Blocks:
             kinds = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
             return tuple(tokens for kind in kinds for tokens in kept.get(kind, (kind,)))
 
-        numbered: list[tuple[str, ...]] = []
-        prologue: list[str] = []
+        by_block: list[tuple[str, ...]] = []
         for spec in self.lists:
             indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
-            by_block = [layers(f"{spec.name}.{index}", spec.attention) for index in indices]
-            if spec.prologue:
-                prologue += [tokens for block in by_block for tokens in block]
-            else:
-                numbered += by_block
-        return tuple(numbered), tuple(prologue)
+            by_block += [layers(f"{spec.name}.{index}", spec.attention) for index in indices]
+        return tuple(by_block)
 
     @property
     def can_gather(self) -> bool:
@@ -215,20 +205,15 @@ class Blocks:
     def place(self, target: str) -> tuple[str, int] | None:
         """(list, index) of the numbered block that a parameter is in. None: it is in none."""
         name, _, rest = target.partition(".")
-        counted = any(name == spec.name and not spec.prologue for spec in self.lists)
-        return (name, int(rest.partition(".")[0])) if counted else None
+        return (name, int(rest.partition(".")[0])) if any(name == spec.name for spec in self.lists) else None
 
     def owned(self, config: Config, span: Span) -> dict[str, range]:
         """List -> range of its blocks, by their indices in the list, that are among the model's blocks `span`.
 
-        Lists of the prologue belong to the first stage. The bounds of an empty range are 0 if the stage is before the list's
-        blocks and the number of its blocks if after.
+        The bounds of an empty range are 0 if the stage is before the list's blocks and the number of its blocks if after.
         """
         owned, start, counts = {}, 0, self.counts(config)
         for spec in self.lists:
-            if spec.prologue:
-                owned[spec.name] = range(sys.maxsize) if span.start == 0 else range(sys.maxsize, sys.maxsize)
-                continue
             count = counts[spec.name]
             owned[spec.name] = range(*sorted(min(max(edge - start, 0), count) for edge in (span.start, span.stop)))
             start += count

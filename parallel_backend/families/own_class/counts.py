@@ -111,6 +111,22 @@ def counted(own: OwnClass, call: Call) -> Counts | None:
     return None
 
 
+MISFITS = "cannot be multiplied", "same reduction dim", "normalized_shape"
+"""Parts of what torch says of a tensor whose size is none of a layer's."""
+
+
+def misfit(own: OwnClass, call: Call) -> str:
+    """What a layer says of a tensor of the call that does not fit it, such as the text of another encoder. Empty: all fit,
+    or the class does not run without values."""
+    try:
+        with _LOCK:
+            _Counting(own, call, with_numbers=True)
+    except Exception as error:  # of any kind: its code is not known, and may look at values
+        said = str(error)
+        return said if any(each in said for each in MISFITS) else ""
+    return ""
+
+
 _LOCK = threading.Lock()
 """Bands call on several threads, and share the counted models."""
 

@@ -54,14 +54,14 @@ class OwnBlocks(Blocks):
     def joint(self) -> bool:
         return self.own.joint
 
-    def attention(self, targets: Iterable[str]) -> tuple[tuple[tuple[Over, ...], ...], tuple[str, ...]]:
+    def attention(self, targets: Iterable[str]) -> tuple[tuple[Over, ...], ...]:
         """As Blocks.attention: of calls whose tokens are cut, since the others keep no keys."""
         latent = None if self.own.latent is None else set(self.own.latent.streams)
 
         def over(call: OwnAttention) -> StreamKeys:
             return StreamKeys(latent is None or bool(latent & set(call.keys)), call.keys, call.head_size)
 
-        return tuple(tuple(over(call) for call in block.attention if call.keys) for block in self.own.blocks), ()
+        return tuple(tuple(over(call) for call in block.attention if call.keys) for block in self.own.blocks)
 
     def names(self, config: Config) -> list[str]:
         return [block.name for block in self.own.blocks]

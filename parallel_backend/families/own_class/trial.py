@@ -37,12 +37,12 @@ from .narrow import narrow_unet, narrowed, widened
 from .other_calls import error_of, free_numbers, is_proven, noted_run
 from .product_trial import why_no_products
 from .proof import NOT_TRIED, Proof, Tried
-from .residuals import CONTROL
 from .stage_trial import why_not_by_entry, why_not_staged
 from .token_trial import WORDS, Runs, Size, cut_tokens
 from .tried_calls import (
     SIZES,
     Call,
+    does_not_run,
     draw_weights,
     drawn,
     smaller,
@@ -195,13 +195,7 @@ def _found(
     model, lists, like, kept, actual, call = short.model, short.lists, short.like, short.kept, short.actual, short.call
     error = short.error
     if error is not None:
-        if call.named.get(CONTROL):
-            raise ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
-        text, encoder = call.named.get("context"), ""
-        if isinstance(text, torch.Tensor):
-            encoder = f" Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."
-        what = f"ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."
-        raise ValueError(f"positive, negative: {what}{encoder}")
+        raise does_not_run(own, call, str(error))
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
     if why := why_not_apart(own, model, like, calls):
         return Found(Proof((), why, why, why, tensor=why))

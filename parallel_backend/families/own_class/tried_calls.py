@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from parallel_backend.core.own_class import OwnClass
+
 from .call_arguments import OPTIONS, SIGMAS, from_tensors, structure_of, to_tensors
 from .call_form import LATENTS, TIMES, pack, run, unpack
 from .residuals import CONTROL, smaller_residuals, with_patches
@@ -124,6 +126,17 @@ def words_of(call: Call) -> int:
     """Tokens of text. 0: it has none."""
     context = call.named.get("context")
     return context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
+
+
+def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
+    """The refusal of a call with which the class ends in this error."""
+    if call.named.get(CONTROL):
+        return ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
+    text, encoder = call.named.get("context"), ""
+    if isinstance(text, torch.Tensor):
+        encoder = f" Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."
+    what = f"ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."
+    return ValueError(f"positive, negative: {what}{encoder}")
 
 
 def copied(value: Any) -> Any:

@@ -73,7 +73,7 @@ def build_stage(
         name
         for spec in family.blocks.lists
         for index in range(len(getattr(model, spec.name)))
-        if index in owned[spec.name] and ((name := f"{spec.name}.{index}") in only or spec.prologue or not only)
+        if index in owned[spec.name] and ((name := f"{spec.name}.{index}") in only or not only)
     ]
 
     def is_local(target: str) -> bool:

@@ -77,7 +77,7 @@ def fill_slots(
     attention = []
     for index, block in enumerate(blocks):
         slot = BlockSlot(spec, stage_io, type(block), index, len(blocks))
-        if index in local and only and not spec.prologue and slot.name not in only:
+        if index in local and only and slot.name not in only:
             blocks[index] = Skipped(slot)
         elif index in local:
             slot.attach(block, whole_latent)

@@ -122,13 +122,6 @@ FAMILY_MUTANTS = (
         "features[HEADS] = size // heads",
         ("tests/rank/test_tensor_parallel.py", "-k", "heads"),
     ),
-    Mutant(
-        "z-image's padding ends too early",
-        FAMILIES + "z_image.py",
-        "return tokens + -tokens % MULTIPLE",
-        "return tokens",
-        ("tests/families/test_families.py", "-k", "z-image and diffusers"),
-    ),
 )
 
 CHECKPOINT_MUTANTS = (

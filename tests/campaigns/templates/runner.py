@@ -27,8 +27,6 @@ def _changed(case: Case, name: str, **config: Any) -> Case:
 
 MODELS |= {
     "fasth3": _changed(MODELS["minimax-h3-pruned"], "fasth3", gate_compress=True),
-    # ComfyUI's Fun control keeps what it has computed from one call to the next in a model of two blocks.
-    "z-image": _changed(MODELS["z-image"], "z-image", n_layers=3),
     "wan-fun-control": _changed(MODELS["wan-2.2-fun-control"], "wan-fun-control", in_channels=48),
 }
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")

@@ -58,7 +58,7 @@ def main(results: Results) -> None:
     mask = (torch.rand(1, 96, 96, generator=generator) > 0.5).float()
     latent = torch.zeros(1, 16, 18, 13)
     with detecting(detected(MODEL)):
-        path = write(MODEL, more_blocks=1)
+        path = write(MODEL)
         native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
         config = native.model.model_config.unet_config
         networks = {
