@@ -106,24 +106,28 @@ class Experts(Tokens):
 
 
 class LongSkips(Tokens):
-    """As HunyuanDiT: later blocks read what earlier ones have returned."""
+    """As HunyuanDiT: later blocks, of another kind, read what earlier ones have returned. It notes how many there are."""
 
     class block(Mixing):
-        reads = False
+        def __init__(self, layers: Any):
+            super().__init__(layers)
+            self.joins = None
 
         def forward(self, x, emb, table, skip=None):
-            return super().forward(x - 0.5 * skip if self.reads else x, emb, table)
+            x = x if self.joins is None else self.joins(torch.cat((x, skip), -1))
+            return super().forward(x, emb, table)
 
     def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device, blocks=6)
-        for block in self.blocks[4:]:
-            block.reads = True
+        super().__init__(operations, dtype, device, blocks=8)
+        self.depth = 8
+        for block in self.blocks[5:]:
+            block.joins = operations.Linear(2 * WIDTH, WIDTH)
 
     def mixed(self, h, words, emb, t):
         table, skips = rows(h.shape[1], h), []
         for number, block in enumerate(self.blocks):
-            h = block(h, emb, table, self.skip(skips, t) if number > 3 else None)
-            if number < 2:
+            h = block(h, emb, table, self.skip(skips, t) if number > self.depth // 2 else None)
+            if number < self.depth // 2 - 1:
                 skips.append(h)
         return h
 
@@ -136,7 +140,31 @@ class ScaledSkips(LongSkips):
         return 2 * skips.pop()
 
 
-class OtherSkipsLate(LongSkips):
+class ScaledSkipsOfMany(LongSkips):
+    """Few blocks do not show it."""
+
+    def skip(self, skips, t):
+        return skips.pop() * (1 if self.depth < 8 else 2)
+
+
+class AllSkips(LongSkips):
+    """It does not note how many blocks there are, so that all are tried."""
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        self.depth = (8,)
+
+    def mixed(self, h, words, emb, t):
+        (depth,) = self.depth
+        table, skips = rows(h.shape[1], h), []
+        for number, block in enumerate(self.blocks):
+            h = block(h, emb, table, self.skip(skips, t) if number > depth // 2 else None)
+            if number < depth // 2 - 1:
+                skips.append(h)
+        return h
+
+
+class OtherSkipsLate(AllSkips):
     def skip(self, skips, t):
         return skips.pop(0 if float(t[0]) < LATE else -1)
 

@@ -10,7 +10,7 @@ from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, timestep_of, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.stages import StageBlocks, Unproven, crossing
-from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.trial import short_model, trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights, drawn, smaller, with_whole_axes
 from tests.support.planted_comfyui import planted as own
 from tests.support.planted_comfyui import planted_comfyui
@@ -48,12 +48,15 @@ def test_streams_of_one_length_are_told_apart():
     assert blocks["streams.stream0"].returns == ("0", "1", "")
 
 
-def test_long_skips_go_to_the_stages_that_read_them():
-    proof = trial(own("LongSkips"), call(), TIMES)
+@pytest.mark.parametrize(("name", "tried"), [("LongSkips", 6), ("AllSkips", 8)])
+def test_long_skips_go_to_the_stages_that_read_them(name, tried):
+    proof = trial(own(name), call(), TIMES)
     assert (proof.stages, proof.sequence) == ("", "")
     until = {block.name: block.until for block in proof.blocks if block.until}
-    assert until == {"blocks.0": "blocks.5", "blocks.1": "blocks.4"}
-    assert [crossing(proof.blocks, at) for at in range(1, 6)] == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4]]
+    assert until == {"blocks.0": "blocks.7", "blocks.1": "blocks.6", "blocks.2": "blocks.5"}
+    found = [crossing(proof.blocks, at) for at in range(1, 8)]
+    assert found == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5], [0, 6]]
+    assert len(short_model(own(name), call(), lambda *_: None).kept["blocks"]) == tried
 
 
 @pytest.mark.parametrize("name", ["PoolsBatch", "PoolsFramesOfBatch", "PoolsBatchLate"])
@@ -71,6 +74,7 @@ def test_entries_that_look_at_each_other_stay_together(name):
         ("HiddenSkipLate", "stages give another result"),
         ("ScaledSkips", "stages give another result"),
         ("OtherSkipsLate", "stages give another result"),
+        ("ScaledSkipsOfMany", "stages give another result"),
         ("SkipsBlockLate", "blocks.2 ran as block 2, and as 3 in the trial"),
         ("OtherOrder", "its blocks do not run list by list"),
         ("Twice", "a block runs more than once in a call"),

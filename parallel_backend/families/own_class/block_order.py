@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,12 @@ from .tried_calls import Call
 
 KEPT_BLOCKS = 3
 """Blocks in the tried model of its only list: the first two and the last."""
+FIRST, LATER = 4, 2
+"""Of a list with two kinds of blocks, how many of both are tried at least."""
 FEWEST_BLOCKS = 2
 """The first and the last."""
+DEPTH = re.compile("depth|layers|blocks")
+"""Names of a model's attributes that are numbers of blocks."""
 Likes = Mapping[str, Sequence[int]]
 """List -> for each of its blocks, the number of the one that is tried in its place among those that are."""
 
@@ -70,12 +76,28 @@ def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT
     return found
 
 
+def ends(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
+    """As `likes`, of a class whose later blocks are of another kind than its first ones, and read what those return: the
+    first of both kinds are tried, and the last. None: lists are shorter, or have other kinds of blocks."""
+    found: dict[str, Sequence[int]] = {}
+    for name, blocks in lists.items():
+        kinds = [_parameters(model.get_submodule(block)) for block in blocks]
+        later = kinds.index(kinds[-1])
+        if later < FIRST or len(kinds) - later < LATER or kinds != [kinds[0]] * later + [kinds[-1]] * (len(kinds) - later):
+            return None
+        firsts, laters = [*range(FIRST), *[FIRST - 1] * (later - FIRST)], [FIRST] * (len(kinds) - later - 1)
+        found[name] = [*firsts, *laters, FIRST + LATER - 1]
+    return found
+
+
 def _parameters(block: nn.Module) -> frozenset[tuple[str, torch.Size]]:
     return frozenset((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
 def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes) -> dict[str, list[str]]:
-    """Take the blocks that are not tried out of the model's lists. The names of those that it still has."""
+    """Take the blocks that are not tried out of the model's lists. The names of those that it still has.
+
+    Numbers of blocks that the model notes become those that it has."""
     kept = {}
     for name, blocks in lists.items():
         module = model.get_submodule(name)
@@ -88,6 +110,9 @@ def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes)
             members = [module._modules.pop(key) for key in stay]
             stay = [str(index) for index in range(len(members))]
             module._modules.update(zip(stay, members, strict=True))
+        for attribute, value in vars(model).items():
+            if type(value) is int and value == len(keys) and DEPTH.search(attribute):
+                setattr(model, attribute, len(stay))
         kept[name] = [f"{name}.{key}" for key in stay]
     return kept
 
@@ -164,14 +189,19 @@ def order_of(
     if names != [block for name in ran for block in lists[name]] or names != [block.name for block in orders[1]]:
         return "its blocks do not run list by list"
     found: dict[str, list[OwnBlock]] = {name: [] for name in ran}
-    until = {name: block.name for block in orders[0] for name in block.reads}
-    for at, (one, two) in enumerate(zip(*orders, strict=True)):
+    until = last_readers(orders[0])
+    for one, two in zip(*orders, strict=True):
         if (block := one.with_another(two)) is None:
             return f"its block {one.name} returns values that are like none of its arguments in calls of two sizes"
-        last = until.get(one.name, "")
-        lasting = dataclasses.replace(block, until=last if names[at + 1 : at + 2] != [last] else "")
-        found[block.name.rpartition(".")[0]].append(lasting)
+        found[block.name.rpartition(".")[0]].append(dataclasses.replace(block, until=until.get(one.name, "")))
     return found or next(iter(odd.values()), "it has no list of blocks")
+
+
+def last_readers(order: Sequence[Ran]) -> dict[str, str]:
+    """OwnBlock.until of the blocks that have one."""
+    following = {block.name: after.name for block, after in itertools.pairwise(order)}
+    until = {name: block.name for block in order for name in block.reads}
+    return {name: last for name, last in until.items() if following.get(name) != last}
 
 
 def _note(

@@ -23,6 +23,8 @@ from .block_order import (
     Likes,
     block_lists,
     choices,
+    ends,
+    last_readers,
     likes,
     order_of,
     recorded_blocks,
@@ -58,7 +60,7 @@ RUNS, AT_WIDTH = 600, 80
 """Runs of models and blocks in a trial, and in that at the class's own width, which takes the other HALF of the time."""
 HALF = 0.5
 NO_LIST = "it has no list of blocks"
-LONG_SKIPS = "its blocks read others' outputs in more ways than were tried"
+LONG_SKIPS = "its blocks read others' outputs, and it counts on all tokens between them"
 LEAST_SHARE = 0.75
 """Of the blocks' parameters: fewer are not shared out for the sake of bands, since the others run whole on every stage."""
 
@@ -173,9 +175,8 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
     """A model of the class for calls like `actual`, with weights. `poll` is called before each run of it or a block."""
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
-    for whole in _counted_on(in_full, lists):
+    for like in _tried_likes(in_full, lists):
         model = build(own)
-        like = likes(model, lists) | {name: range(len(lists[name])) for name in whole}
         kept = shortened(model, lists, like)
         _give_weights(own, model, poll)
         if LATENTS in actual.named:
@@ -221,8 +222,7 @@ def _found(
             proofs.append((Proof((), found, batch, found), [], found))
             continue
         blocks = [block for blocks in found.values() for block in blocks]
-        skips = any(block.until for at in found if len(kept[at]) < len(lists[at]) for block in found[at])
-        stages = LONG_SKIPS if skips else why_not_staged(model, blocks, wholes)
+        stages = why_not_staged(model, blocks, wholes)
         cut = cut_tokens(model, blocks, actual, times) if sequence or bands else NOT_TRIED
         if not isinstance(cut, str) and any(block.until and (block.leaving or block.placed) for block in cut):
             cut = LONG_SKIPS
@@ -233,6 +233,8 @@ def _found(
             if bands:
                 latent, why = latent_of(model, cut, actual, times)
         order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at], like[at]))
+        if not stages and len(order) > len(blocks) and any(block.until for block in blocks):
+            order, stages = _of_all_blocks(own, {at: lists[at] for at in found}, order, calls[0], poll)
         proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
         proofs.append((proof, blocks, cut))
         is_enough = is_enough or (not stages and not (sequence and isinstance(cut, str)))
@@ -256,6 +258,19 @@ def _found(
     return Found(proof, best, sizes, actual.whole_axes, kept, like, idle)
 
 
+def _of_all_blocks(
+    own: OwnClass, lists: Mapping[str, Sequence[str]], order: Sequence[OwnBlock], call: Call, poll: Callable[..., None]
+) -> tuple[tuple[OwnBlock, ...], str]:
+    """The class's blocks `order`, of which some read others' output, with those that do; and why stages of all are not
+    proven. Few blocks do not show which of all read what."""
+    model = build(own)
+    _give_weights(own, model, poll)
+    (ran,), _ = recorded_blocks(model, lists, [call])
+    until = last_readers(ran)
+    blocks = tuple(dataclasses.replace(block, until=until.get(block.name, "")) for block in order)
+    return blocks, why_not_staged(model, blocks, [(call, call.run(model))])
+
+
 def _at_width(
     own: OwnClass,
     found: Found,
@@ -272,6 +287,8 @@ def _at_width(
     model = build(own)
     lists = block_lists(model)
     like = likes(model, lists, FEWEST_BLOCKS) | {at: each for at, each in found.like.items() if isinstance(each, range)}
+    if any(block.until for block in found.proof.blocks):
+        like = dict(found.like)
     kept = shortened(model, lists, like)
     proof, tried, tried_cut = found.best
     places = {
@@ -328,13 +345,19 @@ def _worth(proof: Proof, sequence: bool) -> tuple[bool, ...]:
     return bool(proof.blocks), not proof.stages, not (sequence and proof.sequence), proof.latent is not None
 
 
-def _counted_on(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """Lists of which a class may count on all blocks, as they are tried: none, one alone, the smallest first, and all."""
-    yield ()
+def _tried_likes(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Likes]:
+    """Which blocks are tried, until the class runs with them: few of each list, or other few, or of lists on whose blocks it
+    may count all: of one alone, the smallest first, and of all lists."""
+    few = likes(model, lists)
+    yield few
+    if lists and (of_ends := ends(model, lists)) is not None:
+        yield of_ends
     if len(lists) > 1:
-        yield from ((name,) for name in sorted(lists, key=lambda name: _values(model.get_submodule(name))))
+        yield from (
+            few | {name: range(len(lists[name]))} for name in sorted(lists, key=lambda at: _values(model.get_submodule(at)))
+        )
     if lists:
-        yield tuple(lists)
+        yield {name: range(len(blocks)) for name, blocks in lists.items()}
 
 
 def _tried_sizes(call: Call) -> list[Call]:
