@@ -15,6 +15,8 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool
 
+from .mini import for_tensor, own_of
+
 
 def on_ranks(
     pool: Pool,
@@ -31,7 +33,12 @@ def on_ranks(
     only: Sequence[str] = (),
     **others: Any,
 ) -> RemoteTransformer:
-    """The checkpoint's model on the ranks of `pool`, see loading.load_model. `others`: further fields of Setup."""
+    """The checkpoint's model on the ranks of `pool`, see loading.load_model. `others`: further fields of Setup.
+
+    A checkpoint of the mini class (mini.opened) may be one of other tensor ranks."""
+    if "own_class" not in others:
+        checkpoint = for_tensor(checkpoint, degrees.tensor)
+        others["own_class"] = own_of(checkpoint)
     setup = Setup(checkpoint.path, dtype, pool.devices, degrees, attention, stage_split, **others)
     return load_model(pool, checkpoint, setup, poll, progress, make_room, expected, keep_others, only)
 

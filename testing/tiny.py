@@ -1,6 +1,6 @@
 """Tiny random models with the real classes and key layouts, and a reference: diffusers' forward in this process.
 
-The tiny Flux's file is also one of the self-test's tiny model, whose class ranks run as they run ComfyUI's classes.
+Tests that any model will do for take the mini class (mini.py).
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from parallel_backend.acceptance.tiny_model import Call, on_ranks, tried
+from parallel_backend.acceptance.tiny_model import Call
 from parallel_backend.acceptance.tiny_model import relative as relative
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.core.degrees import Degrees
@@ -124,11 +124,6 @@ SD3 = {
     "dual_attention_layers": (),
     "qk_norm": "rms_norm",
 }
-
-own_call = on_ranks
-"""A call of ranks that run the class of FLUX's file, with the arguments of `inputs`."""
-own_flux = tried
-"""The class, by the number of tensor ranks."""
 
 
 def random_sd3(config: dict = SD3, seed: int = 0) -> torch.nn.Module:

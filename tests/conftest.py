@@ -1,4 +1,4 @@
-"""Pools of CPU ranks and a tiny Flux, made once for the whole session: starting eight ranks takes longer than any test.
+"""Pools of CPU ranks and a tiny model, made once for the whole session: starting eight ranks takes longer than any test.
 
 A pool loads one model after another, as it does between prompts, so tests share ranks but no state: what would leak
 from one test into the next is a defect that test_requests.py looks for.
@@ -26,7 +26,7 @@ from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.wire.rank_settings import StartSettings
-from testing import tiny
+from testing import mini, tiny
 from testing.cases.case import Case
 from testing.fork_server import fork_server, started_by
 from testing.models import on_ranks
@@ -213,6 +213,10 @@ class Pools:
             self._models[degrees.world] = key, model
         return model
 
+    def mini(self, path: Path, degrees: Degrees, dtype: str = "fp32", fresh: bool = False) -> RemoteTransformer:
+        """The model of a file of the mini class on ranks."""
+        return self.load(path, degrees, dtype, fresh, mini.proven(mini.config_of(path), degrees.tensor))
+
     def forget(self, world: int) -> None:
         """The next `load` is a real one: what is on these ranks now was not put there by `load`."""
         self._models.pop(world, None)
@@ -264,7 +268,19 @@ def flux_file(flux_model, tmp_path_factory) -> Path:
     return tiny.save_original(flux_model, tiny.FLUX, tmp_path_factory.mktemp("flux") / "tiny.safetensors")
 
 
+@pytest.fixture(scope="session")
+def mini_model() -> torch.nn.Module:
+    """The tiny model of the mini class, with random weights: the reference."""
+    return mini.random_model()
+
+
+@pytest.fixture(scope="session")
+def mini_file(mini_model, tmp_path_factory) -> Path:
+    """The same weights as a file."""
+    return mini.save(mini_model, tmp_path_factory.mktemp("mini") / "tiny.safetensors")
+
+
 @pytest.fixture(scope="module")
-def remote(pools, flux_file) -> Callable[..., RemoteTransformer]:
-    """`remote(Degrees(...), dtype=..., fresh=...)`: the tiny Flux on ranks."""
-    return functools.partial(pools.load, flux_file)
+def remote(pools, mini_file) -> Callable[..., RemoteTransformer]:
+    """`remote(Degrees(...), dtype=..., fresh=...)`: the tiny model on ranks."""
+    return functools.partial(pools.mini, mini_file)

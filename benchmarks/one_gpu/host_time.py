@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
@@ -31,13 +31,13 @@ from parallel_backend.rank.worker import Worker
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.rank_settings import RankSettings
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
 
 from .kept import keep, parser
 
-CONFIG = tiny.FLUX | {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 4}
+CONFIG = mini.CONFIG | {"double_blocks": 19, "single_blocks": 38, "width": 64}
 MODES = {
     "one": (Degrees(), 0),
     "ulysses": (Degrees(ulysses=2), 0),
@@ -82,7 +82,7 @@ class FakePeers:
         return contextlib.nullcontext()
 
 
-def recorded(checkpoint: Checkpoint, call: tiny.Call, degrees: Degrees, bands: int, **setup: Any) -> list[Any]:
+def recorded(checkpoint: Checkpoint, call: mini.Call, degrees: Degrees, bands: int, **setup: Any) -> list[Any]:
     """The messages of a run to the first rank. `setup`: further fields of Setup."""
     log, handle = [], Worker._handle
 
@@ -144,11 +144,11 @@ def main() -> None:
     rows: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "flux.safetensors"
-        tiny.save_original(tiny.random_flux(CONFIG), CONFIG, file)
+        mini.save(mini.random_model(CONFIG), file)
         for name in given.modes:
             degrees, bands = MODES[name]
-            call = tiny.inputs(CONFIG, batch=1, height=8, width=8, text=8)
-            rows[name] = replayed(recorded(open_checkpoint(file), call, degrees, bands), degrees, given.device)
+            call = mini.inputs(CONFIG, batch=1, height=8, width=8, text=8)
+            rows[name] = replayed(recorded(mini.opened(file), call, degrees, bands), degrees, given.device)
             said = ", ".join(f"{mode} {row['host_ms']}" for mode, row in rows.items())
             keep(given.out, {"summary": f"host ms a step of 57 blocks: {said}", "modes": rows})
 

@@ -16,20 +16,19 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool, RankError
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 from . import shared_card
 from .kept import keep, parser
 
-CONFIG = tiny.FLUX | {"num_layers": 1, "num_single_layers": 3, "num_attention_heads": 8, "attention_head_dim": 16}
+CONFIG = mini.CONFIG | {"double_blocks": 1, "single_blocks": 3}
 """A block for each of four stages, a head for each of eight ranks."""
 SIZES: dict[str, int] = {"height": 16, "width": 16, "text": 5}
 PATCHES: dict[str, Any] = {"patch_mode": "displaced"}
@@ -37,7 +36,7 @@ PRODUCTS = {
     4: (
         *(Degrees(**{axis: 4}) for axis in ("ulysses", "ring", "tensor", "pipe")),
         *(Degrees(patch=4, **PATCHES), Degrees(pipe=2, ulysses=2), Degrees(pipe=2, tensor=2), Degrees(ring=2, ulysses=2)),
-        *(Degrees(ulysses=2, tensor=2), Degrees(batch=2, pipe=2), Degrees(pipe=2, ulysses=2, exchange="all-gather")),
+        *(Degrees(ulysses=2, tensor=2), Degrees(batch=2, pipe=2)),
         Degrees(patch=2, ulysses=2, **PATCHES),
     ),
     8: (
@@ -54,7 +53,7 @@ def nothing() -> None:
 
 def outputs(model: RemoteTransformer, degrees: Degrees) -> tuple[torch.Tensor, float]:
     """A call's output, with a run's where half of its steps use old keys, and milliseconds of a call."""
-    x, timestep, tensors = tiny.inputs(CONFIG, **SIZES)
+    x, timestep, tensors = mini.inputs(CONFIG, **SIZES)
     call = lambda: model.predict(ModelCall(x, timestep, tensors), nothing)  # noqa: E731
     found = call()
     if degrees.pipe > 1 or degrees.displaced:
@@ -68,7 +67,7 @@ def outputs(model: RemoteTransformer, degrees: Degrees) -> tuple[torch.Tensor, f
 
 def killed(model: RemoteTransformer, pid: int) -> dict[str, Any]:
     """Seconds from the end of one rank to the error of a call of all."""
-    x, timestep, tensors = tiny.inputs(CONFIG, **SIZES)
+    x, timestep, tensors = mini.inputs(CONFIG, **SIZES)
     model.predict(ModelCall(x, timestep, tensors), nothing)
     os.kill(pid, signal.SIGKILL)
     began = time.perf_counter()
@@ -83,7 +82,7 @@ def killed(model: RemoteTransformer, pid: int) -> dict[str, Any]:
 def run(ranks: int, how: str, device: str, folder: Path, out: Path | None) -> None:
     devices, cuda = (device,) * ranks, device != "cpu"
     file = folder / "flux.safetensors"
-    tiny.save_original(tiny.random_flux(CONFIG), CONFIG, file)
+    mini.save(mini.random_model(CONFIG), file)
     version = ".".join(map(str, shared_card.version())) if cuda else "none: Gloo twice"
     result: dict[str, Any] = {"ranks": ranks, "how": how, "nccl": version, "products": {}}
     products = PRODUCTS[ranks]
@@ -97,7 +96,7 @@ def run(ranks: int, how: str, device: str, folder: Path, out: Path | None) -> No
         for degrees in products:
             found, ms = {}, {}
             for name, pool in pools.items():
-                model = on_ranks(pool, open_checkpoint(file), degrees, "bf16" if cuda else "fp32", "sdpa", nothing)
+                model = on_ranks(pool, mini.opened(file), degrees, "bf16" if cuda else "fp32", "sdpa", nothing)
                 found[name], ms[name] = outputs(model, degrees)
             result["products"][str(degrees)] = {"same": torch.equal(found["gloo"], found["nccl"]), "ms": ms}
             same = sum(each["same"] for each in result["products"].values())

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 from .kept import keep, parser
@@ -29,8 +28,8 @@ def call(pool: Pool, file: Path, side: int) -> dict[str, Any]:
     """The call's seconds, and its error, if it has one."""
     began = time.perf_counter()
     try:
-        model = on_ranks(pool, open_checkpoint(file), Degrees(), "bf16", "sdpa", lambda: None)
-        x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1, height=side, width=side)
+        model = on_ranks(pool, mini.opened(file), Degrees(), "bf16", "sdpa", lambda: None)
+        x, timestep, tensors = mini.inputs(batch=1, height=side, width=side)
         model.predict(ModelCall(x, timestep, tensors), lambda: None)
         error = None
     except RuntimeError as failed:
@@ -43,7 +42,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "flux.safetensors"
-        tiny.save_original(tiny.random_flux(tiny.FLUX), tiny.FLUX, file)
+        mini.save(mini.random_model(), file)
         pool = Pool(("cuda:0",), threads=1)
         try:
             result["before"] = call(pool, file, 16)

@@ -234,8 +234,6 @@ def open_checkpoint(path: str | Path, conversion: Conversion = ()) -> Checkpoint
 def open_checked(path: str | Path, conversion: Conversion = ()) -> Checkpoint:
     """As `open_checkpoint`, for a file that another process has held to its class already."""
     path = Path(path)
-    if not path.is_dir() and not path.is_file():  # reading a pipe could block for ever
-        raise ValueError(f"model_name: {short(path.name)} does not exist at {short(path.parent, 300)}.")
     with refusals(path):
         checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path, conversion)
         return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))

@@ -54,9 +54,11 @@ def entries_of(path: Path, conversion: Conversion = ()) -> tuple[dict[str, Entry
 
     The stated configuration is None if the header has one that cannot be read.
 
-    ValueError for a file of another kind, and for weights that are packed in a way that ComfyUI does not read.
+    ValueError for no file, one of another kind, and for weights that are packed in a way that ComfyUI does not read.
     """
     name = short(path.name)
+    if not path.is_file():  # reading a pipe could block for ever
+        raise ValueError(f"model_name: {name} does not exist at {short(path.parent, 300)}.")
     if path.suffix.lower() not in SAFETENSORS + GGUF:
         raise ValueError(
             f"model_name: {name} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never opened."

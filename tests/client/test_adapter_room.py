@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client import adapter_room
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.residency import ALL, offload_of
 from parallel_backend.rank.stage.lora import Adapters
-from testing import tiny
+from testing import mini
 from testing.emulated_device import EmulatedDevice
 from testing.models import on_ranks
 from tests.conftest import Pools
@@ -66,20 +65,18 @@ def overfull(monkeypatch) -> list[int]:
 
 def output(model: RemoteTransformer) -> torch.Tensor:
     model.begin_timeline()
-    return model.predict(ModelCall(*tiny.inputs(tiny.FLUX, batch=1)), nobody)
+    return model.predict(ModelCall(*mini.inputs(batch=1)), nobody)
 
 
 def load(pools: Pools, path: Path, degrees: Degrees, offload: str = "auto") -> RemoteTransformer:
-    return on_ranks(
-        pools(degrees.world), open_checkpoint(path), degrees, "fp32", "sdpa", nobody, offload=offload_of(offload)
-    )
+    return on_ranks(pools(degrees.world), mini.opened(path), degrees, "fp32", "sdpa", nobody, offload=offload_of(offload))
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2)], ids=str)
-def test_weights_give_way_to_a_lora_and_come_back(degrees, thread_pools, devices, flux_file, overfull):
-    state = load_file(flux_file)
+def test_weights_give_way_to_a_lora_and_come_back(degrees, thread_pools, devices, mini_file, overfull):
+    state = load_file(mini_file)
     deltas = [*lora(state, rank=RANK), *(delta for delta in diffs(state) if delta.up.ndim == 1)]
-    roomy = thread_pools.load(flux_file, degrees)
+    roomy = thread_pools.mini(mini_file, degrees)
     largest = max(roomy.weight_bytes)
     plain = output(roomy)
     roomy.adapt("a LoRA", deltas, nobody)
@@ -89,7 +86,7 @@ def test_weights_give_way_to_a_lora_and_come_back(degrees, thread_pools, devices
 
     budget = int(largest / 0.85) + ROOM  # weights take up to 0.85 of a device where no run is known
     assert max(map(sum, zip(roomy.weight_bytes, added, strict=True))) > budget
-    model = load(devices(budget), flux_file, degrees)
+    model = load(devices(budget), mini_file, degrees)
     whole = model.weight_bytes
     assert set(model.resident.limits) == {ALL}
     overfull[0] = budget
@@ -104,17 +101,17 @@ def test_weights_give_way_to_a_lora_and_come_back(degrees, thread_pools, devices
     assert set(model.resident.limits) == {ALL}
 
 
-def test_no_more_gives_way_than_is_needed_and_others_first(devices, flux_file, overfull):
-    deltas = lora(load_file(flux_file), rank=RANK)
+def test_no_more_gives_way_than_is_needed_and_others_first(devices, mini_file, overfull):
+    deltas = lora(load_file(mini_file), rank=RANK)
     size = sum(4 * (delta.up.numel() + delta.down.numel()) for delta in deltas)
-    model = load(devices(30_000_000), flux_file, Degrees())
+    model = load(devices(30_000_000), mini_file, Degrees())
     total = model.weight_bytes[0]
     model.adapt("a LoRA", deltas, nobody)
     assert model.weight_bytes == [total]  # there is room
     model.adapt(None, (), nobody)
 
     budget = int(total / 0.85) + ROOM
-    model = load(devices(budget), flux_file, Degrees())
+    model = load(devices(budget), mini_file, Degrees())
     asked: list[int] = []
     model._memory.make_room = lambda device, missing: asked.append(missing) or 0
     model.adapt("a LoRA", deltas, nobody)
@@ -136,11 +133,11 @@ def test_no_more_gives_way_than_is_needed_and_others_first(devices, flux_file, o
     assert model.weight_bytes == [total]  # another program has given it
 
 
-def test_where_weights_may_not_be_streamed_nothing_moves(devices, flux_file, overfull):
-    model = load(devices(40_000_000), flux_file, Degrees(), "none")
+def test_where_weights_may_not_be_streamed_nothing_moves(devices, mini_file, overfull):
+    model = load(devices(40_000_000), mini_file, Degrees(), "none")
     asked: list[int] = []
     model._memory.make_room = lambda device, missing: asked.append(missing) or 0
-    model.adapt("a LoRA", lora(load_file(flux_file), rank=8 * RANK), nobody)
+    model.adapt("a LoRA", lora(load_file(mini_file), rank=8 * RANK), nobody)
     assert len(asked) == 1  # which was in vain
     assert set(model.resident.limits) == {ALL}
     assert model.on_ranks

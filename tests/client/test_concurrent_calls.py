@@ -11,7 +11,7 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, e
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.sampling import linear_sigmas
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from testing.models import conditioning_of
 
 pytestmark = pytest.mark.threads
@@ -24,21 +24,21 @@ def micro_steps(model) -> list[int]:
 
 def prompts(batch: int = 1):
     """A latent, a timestep, and conditioning of two lengths."""
-    x, timestep, short = tiny.inputs(tiny.FLUX, batch=batch, text=3)
-    return x, timestep, (short, tiny.inputs(tiny.FLUX, batch=batch, text=7, seed=2)[2])
+    x, timestep, short = mini.inputs(batch=batch, text=3)
+    return x, timestep, (short, mini.inputs(batch=batch, text=7, seed=2)[2])
 
 
 @pytest.mark.parametrize(
     ("batch", "first_replica", "expected"), [(1, 0, [1, 0]), (1, 1, [0, 1]), (1, 2, [1, 0]), (3, 1, [1, 1])]
 )
-def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, first_replica, expected):
+def test_a_call_begins_on_its_home_replica(remote, mini_model, batch, first_replica, expected):
     model = remote(Degrees(batch=2))
     micro_steps(model)
     x, timestep, (tensors, _) = prompts(batch)
     output = model.predict(ModelCall(x, timestep, tensors, first_replica=first_replica), lambda: None)
     assert micro_steps(model) == expected
     assert torch.equal(output, model.predict(ModelCall(x, timestep, tensors), lambda: None))
-    assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5
+    assert mini.relative(output, mini.reference(mini_model, x, timestep, tensors)) <= 1e-5
 
 
 @pytest.mark.parametrize(("first_replica", "shares"), [(0, [2, 1]), (1, [1, 2]), (2, [2, 1])])

@@ -25,7 +25,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini
 from testing.cases import all_cases
 from tests.support.emulated_gpu import emulated
 from tests.support.fake_cuda import HOPPER
@@ -35,14 +35,9 @@ pytestmark = pytest.mark.threads
 TOLERANCE = 1e-5
 PATIENCE = 20.0
 """Seconds after which a run that should have ended counts as hanging."""
-NAMES = ("flux-dev", "flux-kontext", "sd3.5-large", "sd3.5-medium", "qwen-image")
-CASES = [case for case in all_cases() if case.name in NAMES]
-DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
-BOTH = {DOUBLE: "controlnet_block_samples", SINGLE: "controlnet_single_block_samples"}
+CASES = [case for case in all_cases() if case.name == "qwen-image"]
 DIFFUSERS = {
-    "flux": BOTH,
-    "sd3": {DOUBLE: "block_controlnet_hidden_states"},
-    "qwen-image": {DOUBLE: "controlnet_block_samples"},
+    "qwen-image": {"transformer_blocks": "controlnet_block_samples"},
 }
 """Family -> block list -> the argument of diffusers' forward, a list with one tensor for each block; None: it has none, and
 they are added to the image that a block gives."""
@@ -56,16 +51,7 @@ MODES = (
     Degrees(batch=2),
     Degrees(patch=2, patch_mode="displaced"),
 )
-SHOWN = {*MODES[2:4], Degrees(tensor=2), Degrees(batch=2)}
-"""Those that other families than the first have in the default tier; the others put residuals on ranks by the same code."""
-assert {case.name for case in CASES} == set(NAMES)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
-first_in_quick = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case is not CASES[0])) for case in CASES],
-    indirect=True,
-)
-"""Every case, the first one alone in the quick tier."""
 
 
 def node_module(name: str):
@@ -103,10 +89,9 @@ def made(tmp_path_factory):
 
 
 def blocks(case) -> list[str]:
-    """Those that take residuals, in order. diffusers leaves SD3's last one out, behind which no ControlNet adds anything."""
+    """Those that take residuals, in order."""
     counts = case.row.blocks.counts(case.config)
-    names = [f"{name}.{index}" for name in DIFFUSERS[case.family] for index in range(counts[name])]
-    return names[:-1] if case.family == "sd3" else names
+    return [f"{name}.{index}" for name in DIFFUSERS[case.family] for index in range(counts[name])]
 
 
 def random_residuals(case, x: torch.Tensor, names: list[str], of_each: int = 1, seed: int = 7) -> dict[str, torch.Tensor]:
@@ -142,26 +127,8 @@ def nothing() -> None:
     """A poll that has nothing to look at."""
 
 
-def in_tiers(degrees: Degrees) -> list[pytest.MarkDecorator]:
-    """Marks of a mode's row, of a case that is not the first: one mode is in the quick tier, that with most borders."""
-    return [pytest.mark.slow] * (degrees != Degrees(pipe=3)) + [pytest.mark.full] * (degrees not in SHOWN)
-
-
-@pytest.mark.parametrize(
-    ("case", "degrees"),
-    [
-        pytest.param(
-            case,
-            degrees,
-            id=f"{case.name}-{degrees}",
-            marks=() if case is CASES[0] else in_tiers(degrees),
-        )
-        for case in CASES
-        for degrees in MODES
-        if degrees.pipe <= case.row.blocks.total(case.config)  # a stage has a block
-    ],
-    indirect=["case"],
-)
+@pytest.mark.parametrize("degrees", MODES, ids=str)
+@every_case
 def test_residuals_give_diffusers_forward_with_them(case, degrees, pools, made, measured):
     model, file = made(case)
     remote = pools.load(file, degrees)
@@ -169,13 +136,13 @@ def test_residuals_give_diffusers_forward_with_them(case, degrees, pools, made, 
         given = case.inputs(latent=latent)
         residuals = random_residuals(case, given[0], blocks(case))
         expected = reference(case, model, *given, residuals)
-        error = tiny.relative(remote.predict(ModelCall(*given, residuals=residuals), nothing), expected)
+        error = mini.relative(remote.predict(ModelCall(*given, residuals=residuals), nothing), expected)
         measured(f"relative error with residuals, {case.name}", error)
         assert error <= TOLERANCE
-        assert tiny.relative(remote.predict(ModelCall(*given), nothing), expected) > 0.05  # the control: they do something
+        assert mini.relative(remote.predict(ModelCall(*given), nothing), expected) > 0.05  # the control: they do something
 
 
-@first_in_quick
+@every_case
 def test_each_blocks_residual_is_added_once_whatever_the_stage(case, pools, made):
     """At a border it is the sending stage that adds it: none twice, none never."""
     model, file = made(case)
@@ -184,8 +151,8 @@ def test_each_blocks_residual_is_added_once_whatever_the_stage(case, pools, made
     plain = remote.predict(ModelCall(*given), nothing)
     for name, residual in random_residuals(case, given[0], blocks(case)).items():
         found = remote.predict(ModelCall(*given, residuals={name: residual}), nothing)
-        assert tiny.relative(found, reference(case, model, *given, {name: residual})) <= TOLERANCE, name
-        assert tiny.relative(found, plain) > 1e-3, name
+        assert mini.relative(found, reference(case, model, *given, {name: residual})) <= TOLERANCE, name
+        assert mini.relative(found, plain) > 1e-3, name
 
 
 class Steps:
@@ -209,11 +176,11 @@ class Steps:
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=3), Degrees(ulysses=2), Degrees(batch=2)], ids=str)
 def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees, pools, made, monkeypatch):
-    case = named("flux-dev")
+    case = named("qwen-image")
     model, file = made(case)
     given = case.inputs()
     remote = pools.load(file, degrees)
-    residuals = random_residuals(case, given[0], blocks(case), of_each=2)  # blocks 0 and 1, double 2 and single 0, ...
+    residuals = random_residuals(case, given[0], blocks(case), of_each=2)  # blocks 0 and 1, 2 and 3
     one = next(iter(residuals.values())).nbytes
     apart = {name: tensor.clone() for name, tensor in residuals.items()}
     found = {}
@@ -221,7 +188,7 @@ def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees,
         with monkeypatch.context() as patched:
             steps = Steps(patched, remote)
             output = remote.predict(ModelCall(*given, residuals=added), nothing)
-            assert tiny.relative(output, reference(case, model, *given, residuals)) <= TOLERANCE
+            assert mini.relative(output, reference(case, model, *given, residuals)) <= TOLERANCE
         found[given_as] = steps.bytes()
         for rank, sent in steps.by_rank.items():
             stage = degrees.coordinate(rank).pipe
@@ -234,7 +201,7 @@ def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees,
 
 
 def test_without_a_controlnet_nothing_is_sent(pools, made, monkeypatch):
-    case = named("flux-dev")
+    case = named("qwen-image")
     remote = pools.load(made(case)[1], Degrees(pipe=2))
     steps = Steps(monkeypatch, remote)
     remote.predict(ModelCall(*case.inputs()), nothing)
@@ -299,13 +266,13 @@ def test_pipefusion_that_only_warms_up_equals_diffusers(case, size, degrees, poo
 
     prompt = Prompt(tensors, {}, 1.0)
     expected, without = (euler(functools.partial(whole, added), x, sigmas, prompt) for added in (residuals, {}))
-    error = tiny.relative(in_bands(pools.load(file, degrees), case, x, sigmas, tensors, residuals, 2), expected)
+    error = mini.relative(in_bands(pools.load(file, degrees), case, x, sigmas, tensors, residuals, 2), expected)
     measured(f"relative error of PipeFusion's warm-up with residuals, {case.name}", error)
     assert error <= TOLERANCE
-    assert tiny.relative(without, expected) > 0.02
+    assert mini.relative(without, expected) > 0.02
 
 
-@first_in_quick
+@every_case
 def test_bands_with_old_keys_depend_on_the_schedule_alone(case, pools, made):
     _, file = made(case)
     x, sigmas, tensors, residuals = sampling(case, case.odd, 4)
@@ -313,10 +280,10 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(case, pools, made):
         in_bands(pools.load(file, degrees), case, x, sigmas, tensors, residuals, 1)
         for degrees in (Degrees(), Degrees(pipe=2))
     )
-    error = tiny.relative(piped, alone)
+    error = mini.relative(piped, alone)
     assert error <= TOLERANCE
     exact, without = (in_bands(pools.load(file, Degrees()), case, x, sigmas, tensors, r, 4) for r in (residuals, {}))
-    assert max(TOLERANCE, 10 * error) < tiny.relative(alone, exact) < tiny.relative(without, exact)
+    assert max(TOLERANCE, 10 * error) < mini.relative(alone, exact) < mini.relative(without, exact)
 
 
 # What ComfyUI's `get_control` gives -> residuals.
@@ -329,15 +296,15 @@ def outputs(case, shape, count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def test_outputs_belong_to_the_blocks_of_their_number():
-    case, shape = named("flux-dev"), (2, 16, 16, 12)
-    assert case.row.blocks.residuals == {"input": "transformer_blocks", "output": "single_transformer_blocks"}
+    case, shape = named("qwen-image"), (2, 16, 1, 16, 12)
+    assert case.row.blocks.residuals == {"input": "transformer_blocks"}
     a, b, c = outputs(case, shape, 3)
-    control = {"input": [a, None, a, b, c], "output": [None, c], "middle": [None]}  # one more than there are double blocks
+    control = {"input": [a, None, a, b, c], "middle": [None]}  # one more than there are blocks
     found = model_control.residuals(case.row, case.config, control, shape)
     assert {name: id(tensor) for name, tensor in found.items()} == {
         "transformer_blocks.0": id(a),
         "transformer_blocks.2": id(a),
-        "single_transformer_blocks.1": id(c),
+        "transformer_blocks.3": id(b),
     }
     for empty in (None, {}, {"input": [], "middle": [], "output": []}):
         assert model_control.residuals(case.row, case.config, empty, shape) == {}
@@ -345,7 +312,7 @@ def test_outputs_belong_to_the_blocks_of_their_number():
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("flux", "middle"), ("sd3", "input"), ("qwen-image", "output"), ("wan", "output")],
+    [("qwen-image", "output"), ("wan", "output")],
 )
 def test_outputs_that_the_family_takes_none_of_are_refused_by_name(family, kind):
     case = next(case for case in all_cases() if case.family == family)
@@ -358,8 +325,8 @@ def test_outputs_that_the_family_takes_none_of_are_refused_by_name(family, kind)
     "change", [lambda t: t[:1], lambda t: t[:, 1:], lambda t: t[..., 1:], lambda t: t.unflatten(1, (8, 6))]
 )
 def test_outputs_for_another_model_are_refused_before_they_reach_a_rank(change):
-    case, shape = named("flux-dev"), (2, 16, 16, 12)
-    with pytest.raises(ValueError, match=r"^control_net: .* where the model's blocks have \[2, 48, 128\]"):
+    case, shape = named("qwen-image"), (2, 16, 1, 16, 12)
+    with pytest.raises(ValueError, match=r"^control_net: .* where the model's blocks have \[2, 48, 64\]"):
         model_control.residuals(case.row, case.config, {"input": [change(outputs(case, shape, 1)[0])]}, shape)
 
 
@@ -586,11 +553,12 @@ def test_nobody_is_held_up_while_it_computes():
     assert ended == [True]
 
 
-def test_controlnets_that_copy_layers_of_the_model_find_them_under_their_native_names(made):
+def test_controlnets_that_copy_layers_of_the_model_find_them_under_their_native_names(tmp_path):
     """Stability's for SD3.5 take the first layer; the others here are cut, fused or swapped in diffusers' layout."""
-    model, file = made(named("sd3.5-medium"))
-    model.save_pretrained(folder := file.parent / "folder")
-    expected = load_file(file)
+    case = next(case for case in all_cases() if case.name == "sd3.5-medium")
+    model = case.model()
+    expected = load_file(file := case.save(model, tmp_path / "model.safetensors"))
+    model.save_pretrained(folder := tmp_path / "folder")
     for prefix in ("x_embedder.", "joint_blocks.1.x_block.attn.", "final_layer."):
         wanted = {key.removeprefix(prefix): value for key, value in expected.items() if key.startswith(prefix)}
         for path in (file, folder):

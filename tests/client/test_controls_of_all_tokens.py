@@ -8,7 +8,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import REFERENCES
-from testing import tiny
+from testing import mini
 from testing.cases import all_cases, minimax_h3, qwen_image21
 
 pytestmark = pytest.mark.threads
@@ -83,7 +83,7 @@ def expected(case, model, given, added: Added):
 
 
 def difference(one, other) -> float:
-    return max(tiny.relative(a, b) for a, b in zip(latents_of(one), latents_of(other), strict=True))
+    return max(mini.relative(a, b) for a, b in zip(latents_of(one), latents_of(other), strict=True))
 
 
 def nothing() -> None:

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import Conditioning, TokenLayout
 from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import ALLOWED, Offload, Setup
+from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import FAMILIES
 from parallel_backend.placement.balance import even_stages
@@ -22,6 +21,7 @@ from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.residency import ALL
 from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
+from testing import mini
 
 GB = 10**9
 
@@ -38,12 +38,12 @@ class Guarded:
     def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
         self.checked, self.asked, self.told, self.room, self.host, self.vae = [], 0, [], room, host, 0
         self.working = 0
-        setup = Setup(path, "fp32", ("cpu",), Degrees(), "auto", offload=offload)
-        self.check = MemoryCheck(open_checkpoint(path), setup, even_stages(8, 1), 1)
+        setup, checkpoint = mini.setup(path, "fp32", ("cpu",), Degrees(), "auto", offload=offload), mini.opened(path)
+        self.check = MemoryCheck(checkpoint, setup, even_stages(8, 1), 1)
         check, self.check.check = self.check.check, self._checked
         self._check = check
         ranks = SimpleNamespace(devices=("cpu",), ask=self._ask, tell=self._tell)
-        self.guard = MemoryGuard(ranks, self.check, FAMILIES["flux"])
+        self.guard = MemoryGuard(ranks, self.check, checkpoint.family)
         (self.weights,) = self.check.weights()
 
     def load(self) -> None:
@@ -87,12 +87,12 @@ class Guarded:
 
 
 def conditioning(number: int, rows: int = 4) -> Conditioning:
-    return Conditioning(number, TokenLayout((rows, 6)), TokenOrder(6 * rows, 6), 7, 2, {"context": torch.zeros(2, 7, 8)})
+    return Conditioning(number, TokenLayout((rows, 6)), TokenOrder(6 * rows, 6), 7, 2, mini.inputs()[2])
 
 
 @pytest.mark.parametrize(("extrapolate", "kept"), [(True, KV_COPIES), (False, 1)])
-def test_a_run_counts_what_it_keeps_of_every_conditioning(flux_file, extrapolate, kept):
-    guarded = Guarded(flux_file)
+def test_a_run_counts_what_it_keeps_of_every_conditioning(mini_file, extrapolate, kept):
+    guarded = Guarded(mini_file)
     guarded.guard.watch(3, 4, extrapolate, nobody)
     for number in (1, 2, 1):
         guarded.guard.check(3, conditioning(number))
@@ -101,8 +101,8 @@ def test_a_run_counts_what_it_keeps_of_every_conditioning(flux_file, extrapolate
     assert guarded.asked == 1
 
 
-def test_an_exact_call_keeps_nothing_and_is_asked_about_once_in_a_run(flux_file):
-    guarded = Guarded(flux_file)
+def test_an_exact_call_keeps_nothing_and_is_asked_about_once_in_a_run(mini_file):
+    guarded = Guarded(mini_file)
     for _ in range(2):
         guarded.guard.admit(conditioning(1), nobody)
     assert [request.kept for (request,) in guarded.checked] == [0]
@@ -111,17 +111,17 @@ def test_an_exact_call_keeps_nothing_and_is_asked_about_once_in_a_run(flux_file)
     assert (len(guarded.checked), guarded.asked) == (2, 2)
 
 
-def test_a_run_that_is_over_is_not_looked_at(flux_file):
-    guarded = Guarded(flux_file)
+def test_a_run_that_is_over_is_not_looked_at(mini_file):
+    guarded = Guarded(mini_file)
     guarded.guard.watch(3, 4, True, nobody)
     guarded.guard.forget(3)
     guarded.guard.check(3, conditioning(1))
     assert not guarded.checked
 
 
-def test_what_a_step_took_is_what_the_next_run_is_expected_to_take(flux_file):
-    guarded = Guarded(flux_file)
-    few, many = (other.check.memory(other.checked[-1])[0] for other in map(run_of, (flux_file,) * 2, (4, 40)))
+def test_what_a_step_took_is_what_the_next_run_is_expected_to_take(mini_file):
+    guarded = Guarded(mini_file)
+    few, many = (other.check.memory(other.checked[-1])[0] for other in map(run_of, (mini_file,) * 2, (4, 40)))
     guarded.run(4)
     guarded.guard.forget(1)
     guarded.working = 3 * few.activations
@@ -150,9 +150,9 @@ def run_bytes(guarded: Guarded, rows: int, conditionings: int = 1) -> int:
     return other.check.memory(other.checked[-1])[0].run
 
 
-def test_weights_leave_the_device_for_a_run_and_come_back_for_a_smaller_one(flux_file):
+def test_weights_leave_the_device_for_a_run_and_come_back_for_a_smaller_one(mini_file):
     few, many = 4, 400
-    guarded = Guarded(flux_file, host="a machine")
+    guarded = Guarded(mini_file, host="a machine")
     large, weights = run_bytes(guarded, many, 2), guarded.weights
     guarded.room = int((large + weights.least + (weights.total - weights.least) / 2) / USABLE_MEMORY)
     guarded.load()
@@ -173,9 +173,9 @@ def test_weights_leave_the_device_for_a_run_and_come_back_for_a_smaller_one(flux
     assert guarded.guard.resident.wanted == (weights.total,)
 
 
-def test_only_what_weights_cannot_give_up_is_refused(flux_file):
+def test_only_what_weights_cannot_give_up_is_refused(mini_file):
     rows = 400
-    guarded = Guarded(flux_file, host="a machine")
+    guarded = Guarded(mini_file, host="a machine")
     guarded.load()
     guarded.run(rows)
     (certain,) = (memory.certain for memory in guarded.check.memory(guarded.checked[-1]))
@@ -190,8 +190,8 @@ def test_only_what_weights_cannot_give_up_is_refused(flux_file):
 
 
 @pytest.mark.parametrize(("host", "offload"), [("", ALLOWED), ("a machine", Offload(streams=False))])
-def test_where_nothing_is_streamed_the_same_run_is_refused(flux_file, host, offload):
-    guarded = Guarded(flux_file, host=host, offload=offload)
+def test_where_nothing_is_streamed_the_same_run_is_refused(mini_file, host, offload):
+    guarded = Guarded(mini_file, host=host, offload=offload)
     guarded.load()
     rows = 40
     guarded.room = int((guarded.weights.least + run_bytes(guarded, rows)) / USABLE_MEMORY) + 1
@@ -201,8 +201,8 @@ def test_where_nothing_is_streamed_the_same_run_is_refused(flux_file, host, offl
     assert guarded.told == []
 
 
-def test_weights_that_gave_way_come_back_at_the_next_call(flux_file):
-    guarded = Guarded(flux_file, host="a machine")
+def test_weights_that_gave_way_come_back_at_the_next_call(mini_file):
+    guarded = Guarded(mini_file, host="a machine")
     guarded.load()
     guarded.run(4)
     guarded.guard.resident.set((0,), nobody)
@@ -210,8 +210,8 @@ def test_weights_that_gave_way_come_back_at_the_next_call(flux_file):
     assert guarded.told == [0, ALL]
 
 
-def test_a_model_that_rested_with_all_of_its_weights_is_told_to_compute(flux_file):
-    guarded = Guarded(flux_file, host="a machine")
+def test_a_model_that_rested_with_all_of_its_weights_is_told_to_compute(mini_file):
+    guarded = Guarded(mini_file, host="a machine")
     guarded.load()
     guarded.guard.resident.set((ALL,), nobody, working=False)
     assert guarded.guard.resident.parked
@@ -219,8 +219,8 @@ def test_a_model_that_rested_with_all_of_its_weights_is_told_to_compute(flux_fil
     assert (guarded.told, guarded.guard.resident.parked) == ([ALL, ALL], False)
 
 
-def test_what_somebody_else_took_in_the_middle_of_a_run_is_not_taken_for_free(flux_file):
-    guarded = Guarded(flux_file, host="a machine")
+def test_what_somebody_else_took_in_the_middle_of_a_run_is_not_taken_for_free(mini_file):
+    guarded = Guarded(mini_file, host="a machine")
     guarded.load()
     run, weights, asked = run_bytes(guarded, 4), guarded.weights, []
     guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
@@ -234,8 +234,8 @@ def test_what_somebody_else_took_in_the_middle_of_a_run_is_not_taken_for_free(fl
     assert asked[0] > weights.total - weights.least  # it was wanted back
 
 
-def test_parts_of_vaes_make_way_for_weights_and_for_runs_before_anyone_is_asked(flux_file):
-    guarded, asked = Guarded(flux_file), []
+def test_parts_of_vaes_make_way_for_weights_and_for_runs_before_anyone_is_asked(mini_file):
+    guarded, asked = Guarded(mini_file), []
     guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
     guarded.vae = GB
     guarded.load()
@@ -252,8 +252,8 @@ def test_parts_of_vaes_make_way_for_weights_and_for_runs_before_anyone_is_asked(
     assert asked[0] > 0  # what they had was not enough, and was asked for no more
 
 
-def test_weights_that_are_to_be_whole_come_back_only_where_there_is_room(flux_file):
-    guarded = Guarded(flux_file, host="a machine", offload=Offload(streams=False))
+def test_weights_that_are_to_be_whole_come_back_only_where_there_is_room(mini_file):
+    guarded = Guarded(mini_file, host="a machine", offload=Offload(streams=False))
     guarded.load()
     guarded.run(4)
     guarded.guard.resident.set((0,), nobody)
@@ -267,8 +267,8 @@ def test_weights_that_are_to_be_whole_come_back_only_where_there_is_room(flux_fi
     assert guarded.told == [0, ALL]
 
 
-def test_room_is_asked_for_before_parked_weights_come_back_for_a_lora(flux_file):
-    guarded = Guarded(flux_file, host="a machine")
+def test_room_is_asked_for_before_parked_weights_come_back_for_a_lora(mini_file):
+    guarded = Guarded(mini_file, host="a machine")
     guarded.load()
     guarded.guard.wake(nobody)
     guarded.guard.resident.set((0,), nobody)
@@ -279,9 +279,9 @@ def test_room_is_asked_for_before_parked_weights_come_back_for_a_lora(flux_file)
     assert guarded.told == [0, guarded.weights.least]
 
 
-def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(flux_file):
+def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(mini_file):
     """They would end the ranks. Models that are used in the same run need not give up what they compute with."""
-    guarded = Guarded(flux_file, host="a machine")
+    guarded = Guarded(mini_file, host="a machine")
     guarded.load()
     guarded.guard.resident.set((0,), nobody)
     guarded.room = guarded.weights.least - 1
@@ -290,17 +290,17 @@ def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(flux_file)
     assert guarded.told == [0]
 
 
-def test_after_memory_ran_out_gb_to_leave_free_are_named(flux_file):
-    guarded = Guarded(flux_file, host="a machine", offload=Offload(leave_free=GB))
+def test_after_memory_ran_out_gb_to_leave_free_are_named(mini_file):
+    guarded = Guarded(mini_file, host="a machine", offload=Offload(leave_free=GB))
     guarded.run(4)
     assert "set offload to 2, which leaves so many GB free" in guarded.check.advice()
-    kept = Guarded(flux_file, host="a machine", offload=Offload(streams=False))
+    kept = Guarded(mini_file, host="a machine", offload=Offload(streams=False))
     kept.run(4)
     assert "set offload" not in kept.check.advice()
 
 
-def test_gb_to_leave_free_are_left_free(flux_file):
-    guarded = Guarded(flux_file, host="a machine", offload=Offload(leave_free=GB))
+def test_gb_to_leave_free_are_left_free(mini_file):
+    guarded = Guarded(mini_file, host="a machine", offload=Offload(leave_free=GB))
     weights = guarded.weights
     guarded.room, asked = GB + weights.least + (weights.total - weights.least) // 2, []
     guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0

@@ -13,8 +13,8 @@ from parallel_backend.client.overview import overview_of
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
 from parallel_backend.wire import messages as m
+from testing import mini
 
 
 def pool_with(beat, ready=True, error=None):
@@ -87,17 +87,17 @@ def until(found, seconds=60):
 
 
 @pytest.mark.processes
-def test_models_and_ranks_from_start_to_end(flux_file):
+def test_models_and_ranks_from_start_to_end(mini_file):
     registry = Registry()
     try:
         assert registry.overview() == []
-        setup = Setup(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
+        setup = mini.setup(mini_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
         model = registry.model(setup, lambda: None)
         (pool,) = until(lambda: [each for each in registry.overview() if all(rank.total for rank in each.ranks)])
         assert [rank.device for rank in pool.ranks] == ["cpu", "cpu"]
         assert all(0 < rank.free <= rank.total for rank in pool.ranks)
         (shown,) = pool.models
-        assert (shown.name, shown.degrees, shown.parked) == (flux_file.name, "pipefusion_degree 2", False)
+        assert (shown.name, shown.degrees, shown.parked) == (mini_file.name, "pipefusion_degree 2", False)
         assert list(shown.weights) == model.weight_bytes == [rank.weights for rank in pool.ranks]
         assert sum(shown.streamed) == 0
         until(lambda: all(rank.state == "idle" for rank in registry.overview()[0].ranks))

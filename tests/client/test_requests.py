@@ -10,7 +10,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.wire import channel
-from testing import tiny
+from testing import mini
 
 pytestmark = pytest.mark.threads
 
@@ -28,7 +28,7 @@ SIZES = [
 
 def given(size: dict, seed: int = 1):
     """Inputs of that size, or the arguments of a run: (noise, sigmas, prompt)."""
-    return tiny.inputs(tiny.FLUX, **size, seed=seed)
+    return mini.inputs(**size, seed=seed)
 
 
 def run(model, size: dict, warm_up: int, seed: int = 1, bands: int = 3, **options):
@@ -37,21 +37,21 @@ def run(model, size: dict, warm_up: int, seed: int = 1, bands: int = 3, **option
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_calls_of_any_size_in_any_order_without_a_restart(remote, flux_model, degrees):
+def test_calls_of_any_size_in_any_order_without_a_restart(remote, mini_model, degrees):
     model = remote(degrees)
-    expected = [tiny.reference(flux_model, *given(size)) for size in SIZES]
+    expected = [mini.reference(mini_model, *given(size)) for size in SIZES]
     for order in (range(len(SIZES)), reversed(range(len(SIZES)))):
         for index in order:
             output = model.predict(ModelCall(*given(SIZES[index])), lambda: None)
-            assert tiny.relative(output, expected[index]) <= 1e-5, SIZES[index]
+            assert mini.relative(output, expected[index]) <= 1e-5, SIZES[index]
     assert remote(degrees).pool is model.pool
 
 
-def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, flux_model, monkeypatch):
+def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, mini_model, monkeypatch):
     """Of two replicas the second one's latent has no bytes, as a tensor that torch.compile traces has none."""
     model, bytes_of = remote(Degrees(batch=2)), channel._bytes
     x, timestep, tensors = given(SIZES[0])
-    expected = tiny.reference(flux_model, x, timestep, tensors)
+    expected = mini.reference(mini_model, x, timestep, tensors)
     model.predict(ModelCall(x, timestep, tensors), lambda: None)  # the ranks have its conditioning
 
     def bytes_but_of_large_values(tensor):
@@ -65,7 +65,7 @@ def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, flux_mode
     unsendable[1] = 1e7
     with pytest.raises(RuntimeError, match="no storage"):
         model.predict(ModelCall(unsendable, timestep, tensors), lambda: None)
-    assert tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) <= 1e-5
+    assert mini.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) <= 1e-5
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_the_comparison_sees_keys_of_the_run_before(remote, monkeypatch):
 
 def layer_bytes(size: dict) -> int:
     tokens = size["text"] + -(-size["height"] // 2) * -(-size["width"] // 2)
-    return 2 * size["batch"] * tokens * tiny.FLUX["num_attention_heads"] * tiny.FLUX["attention_head_dim"] * 4
+    return 2 * size["batch"] * tokens * mini.CONFIG["width"] * 4
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
@@ -117,7 +117,7 @@ def test_buffers_are_of_this_run_only(remote, degrees, extrapolate, copies):
     Extrapolation keeps those of the call before as well.
     """
     model = remote(degrees)
-    layers = tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
+    layers = mini.CONFIG["double_blocks"] + mini.CONFIG["single_blocks"]
     for size in (SIZES[4], SIZES[0], SIZES[5], SIZES[0]):
         stats = run(model, size, 1, extrapolate=extrapolate)[1]
         assert sum(rank.buffer_bytes for rank in stats) == copies * layers * layer_bytes(size)
@@ -128,7 +128,7 @@ def test_buffers_are_of_this_run_only(remote, degrees, extrapolate, copies):
     assert [rank.buffer_bytes for rank in model.close_run(number, lambda: None)] == [0] * degrees.world
 
 
-def test_more_prompts_than_the_ranks_keep(remote, flux_model):
+def test_more_prompts_than_the_ranks_keep(remote, mini_model):
     """Conditioning that was dropped for newer ones is sent again when it comes back."""
     from parallel_backend.client.conditioning_cache import CONDITIONINGS_KEPT
 
@@ -137,31 +137,31 @@ def test_more_prompts_than_the_ranks_keep(remote, flux_model):
     for seed in (*range(CONDITIONINGS_KEPT + 3), 0, 1):
         x, timestep, tensors = given(size, seed)
         output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
-        assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5, seed
+        assert mini.relative(output, mini.reference(mini_model, x, timestep, tensors)) <= 1e-5, seed
 
 
-def test_a_tensor_changed_in_place_is_sent_again(remote, flux_model):
+def test_a_tensor_changed_in_place_is_sent_again(remote, mini_model):
     """A host may reuse a buffer: what the ranks hold is compared with values, so the client must hold values too."""
     model = remote(Degrees(pipe=2), fresh=True)
     x, timestep, tensors = given(SIZES[0])
     model.predict(ModelCall(x, timestep, tensors), lambda: None)
     tensors["pooled"] += 1.0
     output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
-    assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5
+    assert mini.relative(output, mini.reference(mini_model, x, timestep, tensors)) <= 1e-5
 
 
-def test_another_model_and_other_degrees_on_the_same_ranks(pools, remote, flux_model, tmp_path):
-    other_config = tiny.FLUX | {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": False}
-    other = tiny.random_flux(other_config, seed=9)
-    path = tiny.save_original(other, other_config, tmp_path / "other.safetensors")
+def test_another_model_and_other_degrees_on_the_same_ranks(pools, remote, mini_model, tmp_path):
+    other_config = mini.CONFIG | {"double_blocks": 1, "single_blocks": 2, "guidance": False}
+    other = mini.random_model(other_config, seed=9)
+    path = mini.save(other, tmp_path / "other.safetensors")
     for degrees in (Degrees(pipe=2), Degrees(ulysses=2), Degrees(pipe=2)):
         for load, config, reference in (
-            (remote, tiny.FLUX, flux_model),
-            (functools.partial(pools.load, path), other_config, other),
+            (remote, mini.CONFIG, mini_model),
+            (functools.partial(pools.mini, path), other_config, other),
         ):
-            given = tiny.inputs(config)
+            given = mini.inputs(config)
             output = load(degrees).predict(ModelCall(*given), lambda: None)
-            assert tiny.relative(output, tiny.reference(reference, *given)) <= 1e-5
+            assert mini.relative(output, mini.reference(reference, *given)) <= 1e-5
 
 
 class Cancelled(Exception):

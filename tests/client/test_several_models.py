@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import Reader
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
@@ -17,13 +16,13 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini
 from testing.emulated_device import EmulatedDevice
 from testing.models import on_ranks, whole_call
 
 pytestmark = pytest.mark.threads
 
-GIVEN = tiny.inputs(tiny.FLUX)
+GIVEN = mini.inputs()
 PIPE = Degrees(pipe=2)
 
 
@@ -35,18 +34,18 @@ def nothing() -> None:
 def other_file(tmp_path_factory):
     """Other weights of the same sizes."""
     path = tmp_path_factory.mktemp("other") / "other.safetensors"
-    return tiny.save_original(tiny.random_flux(tiny.FLUX, seed=5), tiny.FLUX, path)
+    return mini.save(mini.random_model(seed=5), path)
 
 
 @pytest.fixture
-def two(pools, flux_file, other_file):
+def two(pools, mini_file, other_file):
     """`two(first, second)`: models of these degrees, with other weights, on the same ranks."""
 
     def load(first: Degrees, second: Degrees) -> list[RemoteTransformer]:
         pool = pools(first.world)
         return [
-            on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, keep_others=keep_others)
-            for path, degrees, keep_others in ((flux_file, first, False), (other_file, second, True))
+            on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nothing, keep_others=keep_others)
+            for path, degrees, keep_others in ((mini_file, first, False), (other_file, second, True))
         ]
 
     yield load
@@ -60,13 +59,13 @@ def delta(model: RemoteTransformer):
 
 
 @pytest.mark.parametrize("second", [PIPE, Degrees(ulysses=2), Degrees(batch=2)], ids=str)
-def test_models_take_turns_and_answer_as_alone(two, remote, pools, flux_model, other_file, second):
-    references = [tiny.reference(flux_model, *GIVEN), tiny.reference(tiny.random_flux(tiny.FLUX, seed=5), *GIVEN)]
-    assert tiny.relative(*references) > 1e-2  # the control
+def test_models_take_turns_and_answer_as_alone(two, remote, pools, mini_model, other_file, second):
+    references = [mini.reference(mini_model, *GIVEN), mini.reference(mini.random_model(seed=5), *GIVEN)]
+    assert mini.relative(*references) > 1e-2  # the control
     models = two(PIPE, second)
     for _ in range(2):
         for model, reference in zip(models, references, strict=True):
-            assert tiny.relative(model.predict(ModelCall(*GIVEN), nothing), reference) <= 1e-5
+            assert mini.relative(model.predict(ModelCall(*GIVEN), nothing), reference) <= 1e-5
     posted = []
     for model in (*models, *models):  # none is waited for: their micro-steps mix
         posted.append(whole_call(model, *GIVEN))
@@ -103,9 +102,9 @@ def test_a_run_that_was_given_up_is_over(two):
     assert not model._memory.in_run
 
 
-def test_a_model_that_is_not_beside_the_others_takes_their_place(two, pools, flux_file):
+def test_a_model_that_is_not_beside_the_others_takes_their_place(two, pools, mini_file):
     models = two(PIPE, PIPE)
-    third = on_ranks(models[0].pool, open_checkpoint(flux_file), PIPE, "fp32", "sdpa", nothing)
+    third = on_ranks(models[0].pool, mini.opened(mini_file), PIPE, "fp32", "sdpa", nothing)
     for model in models:
         with pytest.raises(RuntimeError, match="another model has been loaded"):
             model.predict(ModelCall(*GIVEN), nothing)
@@ -128,7 +127,7 @@ def test_models_of_equal_degrees_share_their_groups(two, monkeypatch):
 
 # What the registry keeps, on ranks.
 
-SIZES = tiny.FLUX | {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 16}
+SIZES = mini.CONFIG | {"double_blocks": 2, "single_blocks": 4}
 DEGREES = (PIPE, Degrees(ulysses=2), Degrees(tensor=2))
 LARGEST = 10_000_000
 """About as many bytes of weights as a rank has of one of these models under Ulysses; under others they are fewer."""
@@ -138,9 +137,7 @@ LARGEST = 10_000_000
 def files(tmp_path_factory):
     """Three models of the same sizes."""
     folder = tmp_path_factory.mktemp("three")
-    return [
-        tiny.save_original(tiny.random_flux(SIZES, seed=seed), SIZES, folder / f"{seed}.safetensors") for seed in range(3)
-    ]
+    return [mini.save(mini.random_model(SIZES, seed=seed), folder / f"{seed}.safetensors") for seed in range(3)]
 
 
 @pytest.fixture
@@ -173,12 +170,12 @@ def opened(monkeypatch):
 
 
 def key_of(file, degrees: Degrees, devices=("cpu:0", "cpu:1")) -> Setup:
-    return Setup(file, "fp32", devices, degrees, "sdpa", "even")
+    return mini.setup(file, "fp32", devices, degrees, "sdpa", "even")
 
 
 def sampled(registry: Registry, *keys: Setup, steps: int = 2) -> list[torch.Tensor]:
     """A sampling run of each model, one behind the other."""
-    given, found = tiny.inputs(SIZES), []
+    given, found = mini.inputs(SIZES), []
     for key in keys:
         registry.begin_run()
         found.append([registry.model(key, nothing).predict(ModelCall(*given), nothing) for _ in range(steps)][-1])
@@ -222,7 +219,7 @@ def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries,
         assert all(map(torch.equal, sampled(registry, *keys), expected))
     assert not opened
     assert registry.pool is pool and pool.error is None
-    calls = [whole_call(registry.model(key, nothing), *tiny.inputs(SIZES)) for key in (*keys, *keys)]
+    calls = [whole_call(registry.model(key, nothing), *mini.inputs(SIZES)) for key in (*keys, *keys)]
     for key, call in zip((*keys, *keys), calls, strict=True):  # none is waited for: their micro-steps mix
         registry.model(key, nothing).post(call)
     found = [call.future.result(timeout=60) for call in calls]
@@ -238,7 +235,7 @@ def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries,
 
 def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registries, files, opened, monkeypatch):
     keys = [key_of(file, Degrees(ulysses=2)) for file in files[:2]]
-    given, registry = tiny.inputs(SIZES), registries(EmulatedDevice(3 * LARGEST // 2, 1e9))
+    given, registry = mini.inputs(SIZES), registries(EmulatedDevice(3 * LARGEST // 2, 1e9))
     expected = sampled(registries(), *keys)
     sampled(registry, *keys)
     pool, moved = registry.pool, []
@@ -267,8 +264,8 @@ def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registr
 def test_what_is_added_to_an_idle_model_makes_way_for_another_one_and_comes_back(registries, files):
     """Or the other one would be streamed, or refused, for a LoRA that is not in use."""
     keys = [key_of(file, Degrees(ulysses=2)) for file in files[:2]]
-    given, registry = tiny.inputs(SIZES), registries(EmulatedDevice(115 * LARGEST // 100, 1e9))
-    shapes = open_checkpoint(files[0]).original_shapes
+    given, registry = mini.inputs(SIZES), registries(EmulatedDevice(115 * LARGEST // 100, 1e9))
+    shapes = mini.opened(files[0]).original_shapes
     deltas = [Delta(key, torch.full(shape, 0.01)) for key, shape in list(shapes.items())[::5]]
 
     def of_first() -> torch.Tensor:
@@ -297,7 +294,7 @@ def test_pools_of_other_ranks_and_the_same_model_at_other_degrees_stay(registrie
         key_of(files[0], Degrees(), ("cpu:4",)),
     ]
     first = sampled(registry, *keys)
-    assert all(tiny.relative(each, first[0]) <= 1e-5 for each in first)
+    assert all(mini.relative(each, first[0]) <= 1e-5 for each in first)
     opened.clear()
     assert all(map(torch.equal, sampled(registry, *keys), first))
     assert not opened
@@ -306,7 +303,7 @@ def test_pools_of_other_ranks_and_the_same_model_at_other_degrees_stay(registrie
 def test_a_file_that_was_replaced_is_read_again_in_the_next_prompt(registries, files, tmp_path):
     path, registry = tmp_path / "model.safetensors", registries()
     path.write_bytes(files[0].read_bytes())
-    opened, before = open_checkpoint(path), sampled(registry, key_of(path, PIPE))[0]
+    opened, before = mini.opened(path), sampled(registry, key_of(path, PIPE))[0]
     path.write_bytes(files[1].read_bytes())
     os.utime(path, ns=(1, 1))  # the very same size, and another time of change
     assert sampled(registry, key_of(path, PIPE))[0].equal(before)

@@ -1,11 +1,14 @@
 """A ControlNet's residuals in shared memory: results are those over pipes, bit for bit; it is bounded; it leaves nothing."""
 
+import functools
 import gc
 import itertools
 import logging
+import math
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,7 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
-from testing import tiny
+from testing.cases import all_cases
 from tests.support import fake_cuda
 from tests.support.on_card import OnCard
 
@@ -39,7 +42,18 @@ MODES = (
     Degrees(patch=2, patch_mode="displaced"),
     Degrees(pipe=2, tensor=2),
 )
-HIDDEN = tiny.FLUX["num_attention_heads"] * tiny.FLUX["attention_head_dim"]
+CASE = next(case for case in all_cases() if case.name == "qwen-image")
+"""A family whose blocks take residuals."""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    return CASE.save(CASE.model(), tmp_path_factory.mktemp("model") / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def remote(pools, file) -> Callable[..., RemoteTransformer]:
+    return functools.partial(pools.load, file)
 
 
 def nothing() -> None:
@@ -53,16 +67,15 @@ def maps() -> int:
 
 
 def residuals(x: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(x), x.shape[-1] * x.shape[-2] // 4, HIDDEN)
-    return {f"transformer_blocks.{index}": torch.randn(shape, generator=generator) for index in range(3)} | {
-        f"single_transformer_blocks.{index}": torch.randn(shape, generator=generator) for index in range(5)
-    }
+    generator, sizes = torch.Generator().manual_seed(seed), CASE.row.sizes
+    shape = (len(x), math.prod(CASE.row.patching.grid(tuple(x.shape))), sizes.hidden(CASE.config))
+    blocks = range(CASE.row.blocks.total(CASE.config))
+    return {f"transformer_blocks.{index}": torch.randn(shape, generator=generator) for index in blocks}
 
 
 def outputs(model: RemoteTransformer) -> list[torch.Tensor]:
     """Of calls that differ in their residuals."""
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = CASE.inputs()
     return [model.predict(ModelCall(x, timestep, tensors, residuals=residuals(x, seed)), nothing) for seed in range(4)]
 
 
@@ -97,7 +110,8 @@ def test_results_are_those_over_pipes_though_a_segment_is_written_over_once_it_i
     assert not torch.equal(shared[0], shared[1])  # the control: residuals do decide
 
 
-def test_memory_goes_with_the_model(remote):
+def test_memory_goes_with_the_model(remote, monkeypatch):
+    monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     model = remote(Degrees(pipe=2), fresh=True)
     before = maps()
     outputs(model)
@@ -224,10 +238,11 @@ def test_a_pool_that_has_failed_is_lent_nothing_that_stays(shared, pool):
     assert (maps(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, flux_file):
+def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, file, monkeypatch):
     """Neither in this process nor under a name anywhere."""
+    monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     before, names = maps(), set(os.listdir("/dev/shm"))
-    model = process_pools.load(flux_file, Degrees(pipe=2), fresh=True)
+    model = process_pools.load(file, Degrees(pipe=2), fresh=True)
     outputs(model)
     assert maps() > before
     os.kill(model.pool.pids[1], signal.SIGKILL)
@@ -257,7 +272,7 @@ def test_a_rank_lets_a_segment_go_between_its_messages(remote, monkeypatch):
     monkeypatch.setattr(Channel, "return_segment", noted)
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     for height in (8, 16):  # the second call needs a larger segment in the place of the first one's
-        x, timestep, tensors = tiny.inputs(tiny.FLUX, height=height)
+        x, timestep, tensors = CASE.inputs(latent=(16, 1, height, 12))
         model.predict(ModelCall(x, timestep, tensors, residuals=residuals(x, 0)), nothing)
     model.close_run(0, nothing)  # the ranks have come so far
     assert let_go

@@ -21,7 +21,7 @@ from parallel_backend.processes import failure_text
 from parallel_backend.processes.pool import DeviceFull, RankError
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.store.weight_store import WeightStore
-from testing import tiny
+from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
@@ -45,7 +45,7 @@ def registry(thread_pools) -> Iterator[Registry]:
 
 
 def setup_of(path: Path, offload: str = "auto", ranks: int = 2) -> Setup:
-    return Setup(path, "fp32", ("cpu",) * ranks, Degrees(pipe=ranks), "sdpa", "even", offload=offload_of(offload))
+    return mini.setup(path, "fp32", ("cpu",) * ranks, Degrees(pipe=ranks), "sdpa", "even", offload=offload_of(offload))
 
 
 class Sampling:
@@ -65,7 +65,7 @@ class Sampling:
     def run(self, calls: int = 3) -> list[torch.Tensor]:
         self.registry.begin_run()
         height, width = self.size
-        x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1, height=height, width=width)
+        x, timestep, tensors = mini.inputs(batch=1, height=height, width=width)
         return [self._call(ModelCall(x, timestep * (1 - number / 10), tensors)) for number in range(calls)]
 
     def _call(self, call: ModelCall) -> torch.Tensor:
@@ -100,10 +100,10 @@ def whole(store: WeightStore) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_runs_out_streams_and_ends_by_itself(ranks, registry, flux_file, runs_out, caplog):
-    expected = Sampling(registry, setup_of(flux_file, ranks=ranks)).run()
+def test_a_run_that_runs_out_streams_and_ends_by_itself(ranks, registry, mini_file, runs_out, caplog):
+    expected = Sampling(registry, setup_of(mini_file, ranks=ranks)).run()
     runs_out(ranks - 1, whole)
-    run = Sampling(registry, setup_of(flux_file, ranks=ranks))
+    run = Sampling(registry, setup_of(mini_file, ranks=ranks))
     for one, two in zip(run.run(), expected, strict=True):
         assert torch.equal(one, two)
     assert run.tries == len(expected) + 1
@@ -120,14 +120,14 @@ def test_a_run_that_runs_out_streams_and_ends_by_itself(ranks, registry, flux_fi
 
     # The next prompt, also on new ranks, goes by it.
     registry.unload()
-    again = Sampling(registry, setup_of(flux_file, ranks=ranks))
+    again = Sampling(registry, setup_of(mini_file, ranks=ranks))
     again.run()
     assert (again.tries, again.told) == (len(expected), [])
 
 
-def test_a_second_failure_is_an_error_and_the_next_prompt_streams_still_more(registry, flux_file, runs_out, monkeypatch):
+def test_a_second_failure_is_an_error_and_the_next_prompt_streams_still_more(registry, mini_file, runs_out, monkeypatch):
     monkeypatch.setattr("parallel_backend.client.memory_guard.LEAST_SHORT", 1)
-    setup, kept = setup_of(flux_file, ranks=1), []
+    setup, kept = setup_of(mini_file, ranks=1), []
     weights = Sampling(registry, setup).model().resident.weights[0]
 
     def too_many(store: WeightStore) -> bool:
@@ -145,41 +145,41 @@ def test_a_second_failure_is_an_error_and_the_next_prompt_streams_still_more(reg
     assert kept[0] > kept[1] > kept[2]
 
 
-def test_where_nothing_can_be_streamed_the_error_comes_at_once(registry, flux_file, runs_out):
+def test_where_nothing_can_be_streamed_the_error_comes_at_once(registry, mini_file, runs_out):
     runs_out(0, lambda store: True)
-    run = Sampling(registry, setup_of(flux_file, "none"))
+    run = Sampling(registry, setup_of(mini_file, "none"))
     with pytest.raises(DeviceFull, match="It would fit with "):
         run.run()
     assert (run.tries, run.told) == (1, [])
     # All of it is streamed already after the first failure, as far as it can be.
-    run = Sampling(registry, setup_of(flux_file))
+    run = Sampling(registry, setup_of(mini_file))
     with pytest.raises(DeviceFull):
         run.run()
     assert run.tries == 2
-    run = Sampling(registry, setup_of(flux_file))
+    run = Sampling(registry, setup_of(mini_file))
     with pytest.raises(DeviceFull, match=r"It would fit with |No single change"):
         run.run()
     assert (run.tries, run.told) == (1, [])
 
 
-def test_another_size_and_another_model_have_all_their_weights(registry, flux_file, runs_out, monkeypatch, tmp_path):
+def test_another_size_and_another_model_have_all_their_weights(registry, mini_file, runs_out, monkeypatch, tmp_path):
     runs_out(0, whole)
-    first = Sampling(registry, setup_of(flux_file))
+    first = Sampling(registry, setup_of(mini_file))
     first.run()
     assert first.tries == 4
     monkeypatch.undo()
-    wide = Sampling(registry, setup_of(flux_file), WIDE)
+    wide = Sampling(registry, setup_of(mini_file), WIDE)
     wide.run()
     assert registry.present().resident.limits == (ALL, ALL)
     first.run()
     assert registry.present().resident.limits[0] < ALL
     other = tmp_path / "other.safetensors"
-    other.write_bytes(flux_file.read_bytes())
+    other.write_bytes(mini_file.read_bytes())
     Sampling(registry, setup_of(other)).run()
     assert registry.present().resident.limits == (ALL, ALL)
 
 
-def test_loading_that_runs_out_is_done_once_more(registry, flux_file, monkeypatch, caplog):
+def test_loading_that_runs_out_is_done_once_more(registry, mini_file, monkeypatch, caplog):
     """The card is fuller than it says."""
     allocate = EmulatedCopies.allocate
     failed = []
@@ -192,7 +192,7 @@ def test_loading_that_runs_out_is_done_once_more(registry, flux_file, monkeypatc
 
     monkeypatch.setattr(EmulatedCopies, "allocate", full)
     shown: list[str] = []
-    setup = setup_of(flux_file)
+    setup = setup_of(mini_file)
     model = registry.model(setup, nobody, lambda doing, fraction: shown.append(doing))
     assert len(failed) == 1
     assert model.resident.limits[0] < ALL
@@ -203,7 +203,7 @@ def test_loading_that_runs_out_is_done_once_more(registry, flux_file, monkeypatc
     registry.unload()
     failed.clear()
     with pytest.raises(DeviceFull, match="OutOfMemoryError"):
-        registry.model(setup_of(flux_file, "none"), nobody)
+        registry.model(setup_of(mini_file, "none"), nobody)
     assert len(failed) == 1
 
 
@@ -225,8 +225,8 @@ def request(*grid: int, entries: int = 1) -> Request:
     return Request(grid, 0, 8, 0, entries)
 
 
-def test_what_is_known_of_which_size(flux_file):
-    known, setup, other = Shortfalls(), setup_of(flux_file), setup_of(flux_file, "2")
+def test_what_is_known_of_which_size(mini_file):
+    known, setup, other = Shortfalls(), setup_of(mini_file), setup_of(mini_file, "2")
     known.learn(setup, (request(4, 4), request(8, 8, entries=2)), 1, 500)
     most = known.most
     assert most(setup, (request(8, 8, entries=2),)) == {1: 500}

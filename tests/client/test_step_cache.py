@@ -15,7 +15,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.client.step_cache import FIRST_COMPUTED, LONGEST_ROW, Computed, Forecast, StepCache
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from tests.client.test_banded_run import PATCHING, PATIENCE, SHAPE, FakeModel, noise, run_all, start, text
 
 Output = Callable[[float], torch.Tensor]
@@ -285,8 +285,8 @@ THRESHOLD = 0.2
 
 @pytest.fixture(scope="module")
 def problem():
-    noise, _, positive = tiny.inputs(tiny.FLUX, height=16, width=12)
-    negative = tiny.inputs(tiny.FLUX, height=16, width=12, seed=2)[2]
+    noise, _, positive = mini.inputs(height=16, width=12)
+    negative = mini.inputs(height=16, width=12, seed=2)[2]
     return noise, linear_sigmas(STEPS), Prompt(positive, negative, 3.0)
 
 
@@ -313,13 +313,13 @@ def alone(remote, problem):
 def test_exact_modes_decide_and_give_the_same(remote, problem, alone, degrees):
     log, sample = sampled(remote(degrees), problem)
     assert log == alone[0]
-    assert tiny.relative(sample, alone[1]) <= 1e-5
+    assert mini.relative(sample, alone[1]) <= 1e-5
 
 
 def test_forecasts_leave_a_trace_and_no_cache_leaves_none(remote, problem, alone):
     model = remote(Degrees())
     uncached = sampled(model, problem, threshold=0)[1]
-    assert 1e-6 < tiny.relative(alone[1], uncached) < 0.1
+    assert 1e-6 < mini.relative(alone[1], uncached) < 0.1
     log, sample = sampled(model, problem, threshold=1e-9)
     assert log == "#" * STEPS
     assert torch.equal(sample, uncached)
@@ -333,11 +333,11 @@ def test_pipefusion_decides_the_same_for_two_and_four_stages(remote, problem):
     assert torch.equal(repeated, sample)
     four, sample_of_four = sampled(remote(Degrees(pipe=4)), problem, bands=4)
     assert four == log
-    assert tiny.relative(sample_of_four, sample) <= 1e-5
+    assert mini.relative(sample_of_four, sample) <= 1e-5
     log, uncached = sampled(remote(Degrees(pipe=2)), problem, bands=4, threshold=1e-9)
     assert log == "#" * STEPS
     assert torch.equal(uncached, sampled(remote(Degrees(pipe=2)), problem, bands=4, threshold=0)[1])
-    assert 1e-6 < tiny.relative(sample, uncached) < 0.1
+    assert 1e-6 < mini.relative(sample, uncached) < 0.1
 
 
 def test_displaced_patches_repeat(remote, problem):
@@ -361,7 +361,7 @@ def test_old_keys_are_moved_on_over_a_forecast_call(remote, problem):
     model = remote(Degrees())
     whole = sample_whole(model, *problem, cache=EverySecond(0.0))
     moved, old = (
-        tiny.relative(sample_in_bands(model, *problem, 3, 1, extrapolate=on, cache=EverySecond(0.0, 3))[0], whole)
+        mini.relative(sample_in_bands(model, *problem, 3, 1, extrapolate=on, cache=EverySecond(0.0, 3))[0], whole)
         for on in (True, False)
     )
     assert moved < 0.7 * old

@@ -8,7 +8,8 @@ import torch
 from parallel_backend.client.call import ModelCall, same_values
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from parallel_backend.families.own_class.call_arguments import STRUCTURE
+from testing import mini
 from tests.support.emulated_gpu import emulated
 from tests.support.emulated_gpu.machine import Machine
 from tests.support.fake_cuda import HOPPER
@@ -38,12 +39,12 @@ def band_call(run: BandedRun, band: int, *call) -> Future:
 
 
 def on_device(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return {name: tensor if name == STRUCTURE else tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
 def test_a_whole_call_stops_for_latent_timestep_and_a_comparison(remote, gpus: Machine):
     model = remote(Degrees(ulysses=2))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     expected = model.predict(ModelCall(x, timestep, tensors), nothing)
     given = x.to(DEVICE), timestep.to(DEVICE)
     model.predict(ModelCall(*given, on_device(tensors)), nothing)  # the first sends the conditioning
@@ -60,7 +61,7 @@ def test_a_whole_call_stops_for_latent_timestep_and_a_comparison(remote, gpus: M
 def test_a_bands_call_with_the_tensors_of_the_last_one_looks_at_no_value(remote, monkeypatch):
     """Bands are on the host; what their calls have in common is known without a look at it."""
     model = remote(Degrees(pipe=2))
-    x, _, tensors = tiny.inputs(tiny.FLUX)
+    x, _, tensors = mini.inputs()
     rows = cut_rows(tuple(x.shape), 2, model.family.patching)
     compared = []
 
@@ -85,10 +86,10 @@ def test_a_bands_call_with_the_tensors_of_the_last_one_looks_at_no_value(remote,
     model.discard_run(run.run)
 
 
-def test_what_was_written_over_is_compared_again(remote, flux_model):
+def test_what_was_written_over_is_compared_again(remote, mini_model):
     """Also where the tensors are the same: test_requests.py has the writes of a host that reuses its buffers."""
     model = remote(Degrees(pipe=2))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     with torch.inference_mode():
         kept_in_inference = {name: tensor.clone() for name, tensor in tensors.items()}
     for given in (tensors, kept_in_inference):
@@ -96,7 +97,7 @@ def test_what_was_written_over_is_compared_again(remote, flux_model):
         with torch.inference_mode():
             given["context"].mul_(-1.0)
         output = model.predict(ModelCall(x, timestep, given), nothing)
-        assert tiny.relative(output, tiny.reference(flux_model, x, timestep, given)) <= 1e-5
+        assert mini.relative(output, mini.reference(mini_model, x, timestep, given)) <= 1e-5
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda:0"])

@@ -35,7 +35,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.recorder import Recorder
 from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
-from testing import tiny
+from testing import mini
 
 STEPS = 4
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
@@ -56,7 +56,7 @@ def poll() -> None:
 def run(model, bands: int, steps: int = STEPS) -> tuple[Trace, RunReport, tuple[float, float]]:
     """One run's trace, its report, and when it began and was over."""
     model.close_run(model.open_run(), poll)  # what earlier tests did is in the first report
-    x, _, tensors = tiny.inputs(tiny.FLUX)
+    x, _, tensors = mini.inputs()
     started = time.perf_counter()
     model.begin_timeline()
     stats = sample_in_bands(model, x, linear_sigmas(steps), Prompt(tensors, {}, 1.0), bands, 1)[1]
@@ -141,7 +141,7 @@ def test_displaced_steps_are_whole_and_not_exact(remote):
 
 def test_only_the_last_run_is_shown(remote):
     model = remote(Degrees(pipe=2))
-    x, _, tensors = tiny.inputs(tiny.FLUX)
+    x, _, tensors = mini.inputs()
     prompt = Prompt(tensors, {}, 1.0)
 
     def sample(steps: int) -> list[int]:
@@ -161,7 +161,7 @@ def test_where_nothing_has_run_it_says_so(remote):
     model = remote(Degrees(pipe=2), fresh=True)
     with pytest.raises(ValueError, match=r"^after: nothing has run .* Run a sampler"):
         read_trace(model, poll)
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     model.predict(ModelCall(x, timestep, tensors), poll)
     assert len(read_trace(model, poll).ranks) == 2
     model.begin_timeline()

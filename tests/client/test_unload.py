@@ -15,12 +15,12 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.processes import pool as pool_module
 from parallel_backend.processes.pool import RankError
-from testing import tiny
+from testing import mini
 from testing.host_memory import held_bytes
 from testing.models import conditioning_of, whole_call
 from tests.system.test_memory import CONFIG, write_random
 
-LARGE = CONFIG | {"num_layers": 1, "num_single_layers": 4}
+LARGE = CONFIG | {"double_blocks": 1, "single_blocks": 4}
 """About 300 MB in fp32."""
 LEFT = 0.05
 """Share of the weights' bytes that may be left once they are unloaded."""
@@ -58,12 +58,12 @@ def registry():
 
 @pytest.fixture
 def key(large):
-    return Setup(large[0], "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
+    return mini.setup(large[0], "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
 
 
 @pytest.fixture
-def small(flux_file):
-    return Setup(flux_file, "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
+def small(mini_file):
+    return mini.setup(mini_file, "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
 
 
 def leave_buffers(model: RemoteTransformer, x, timestep, tensors) -> None:
@@ -74,8 +74,8 @@ def leave_buffers(model: RemoteTransformer, x, timestep, tensors) -> None:
 
 
 def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, key, small, measured):
-    given = tiny.inputs(LARGE, batch=1, height=48, width=48)
-    registry.model(small, nobody).predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)  # what is imported at first use
+    given = mini.inputs(LARGE, batch=1, height=48, width=48)
+    registry.model(small, nobody).predict(ModelCall(*mini.inputs()), nobody)  # what is imported at first use
     registry.unload()
     pids = registry.model(small, nobody).pool.pids
     registry.unload()
@@ -106,7 +106,7 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
 
 
 def test_what_is_left_of_an_unloaded_model_says_so_and_harms_no_rank(registry, small):
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     model = registry.model(small, nobody)
     expected = model.predict(ModelCall(*given), nobody)
     run = model.open_run()
@@ -197,12 +197,12 @@ def test_cancel_before_the_first_call_ends_ranks_that_do_not_listen(registry, la
     assert time.monotonic() - reached[0] < 30
     gone, alive = psutil.wait_procs(children, timeout=5)
     assert (len(gone), alive) == (2, [])
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     assert registry.model(small, nobody).predict(ModelCall(*given), nobody).isfinite().all()
 
 
 def test_a_rank_that_fails_while_it_unloads_is_replaced(registry, small):
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     model = registry.model(small, nobody)
     expected = model.predict(ModelCall(*given), nobody)
     psutil.Process(model.pool.pids[0]).kill()

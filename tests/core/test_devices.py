@@ -5,7 +5,6 @@ import importlib.util
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint, fingerprint
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.devices import device_kind, in_its_process, names_ray, on_ray, ray_devices
@@ -15,7 +14,7 @@ from parallel_backend.planning.memory import lacking
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.ray_ranks import RayRanks, start_of
 from parallel_backend.rank.comm.process_group import backend_for
-from testing import tiny
+from testing import mini
 
 
 @pytest.fixture
@@ -98,11 +97,11 @@ def test_what_this_machine_cannot_know_of_others_is_left_to_them():
     check_compile(("ray:cuda", "ray:cpu"))
 
 
-def test_a_model_is_told_from_another_of_its_kind(flux_model, tmp_path):
-    def save(name, model=flux_model):
-        return open_checkpoint(tiny.save_original(model, tiny.FLUX, tmp_path / f"{name}.safetensors"))
+def test_a_model_is_told_from_another_of_its_kind(mini_model, tmp_path):
+    def save(name, model=mini_model):
+        return mini.opened(mini.save(model, tmp_path / f"{name}.safetensors"))
 
-    one, same, other = save("one"), save("same"), save("other", tiny.random_flux(seed=1))
+    one, same, other = save("one"), save("same"), save("other", mini.random_model(seed=1))
     assert one.path.stat().st_size == other.path.stat().st_size
     check_fingerprint(same, fingerprint(one))
     with pytest.raises(ValueError, match=r"^model_name: .*other\.safetensors is not the same on this machine"):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -37,7 +38,7 @@ def test_every_format(both: Both, files, what):  # noqa: F811
 
     def on(degrees: Degrees):
         def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
-            return [load(path, degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
+            return [load(open_checkpoint(path), degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
 
         return run
 

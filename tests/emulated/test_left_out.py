@@ -41,7 +41,7 @@ Run = Callable[[Both, Files], list[torch.Tensor]]
 
 def streamed(both: Both, files: Files) -> list[torch.Tensor]:
     """Streams, gives way, comes back, and streams again."""
-    model = both.gpu.load(files.flux(DEEP), PIPE, offload=EVERYTHING)
+    model = both.gpu.load(files.mini(DEEP), PIPE, offload=EVERYTHING)
     found = results(model)
     model.give_way(both.gpu(2).devices[0], 1 << 50, nothing)
     return found + results(model)
@@ -50,19 +50,19 @@ def streamed(both: Both, files: Files) -> list[torch.Tensor]:
 def loaded(both: Both, files: Files) -> list[torch.Tensor]:
     """Weights come from a file through pieces of page-locked memory that are filled several times."""
     with mock.patch.object(core_copies, "STAGING_BYTES", 1 << 18):
-        return results(both.gpu.load(files.flux(DEEP), Degrees()))
+        return results(both.gpu.load(files.mini(DEEP), Degrees()))
 
 
 def pipelined(both: Both, files: Files) -> list[torch.Tensor]:
-    return results(both.gpu.load(files.flux(), PIPE))
+    return results(both.gpu.load(files.mini(), PIPE))
 
 
 def with_ulysses(both: Both, files: Files) -> list[torch.Tensor]:
-    return results(both.gpu.load(files.flux(), Degrees(ulysses=2)))
+    return results(both.gpu.load(files.mini(), Degrees(ulysses=2)))
 
 
 def with_ring(both: Both, files: Files) -> list[torch.Tensor]:
-    return results(both.gpu.load(files.flux(), Degrees(ring=2)))
+    return results(both.gpu.load(files.mini(), Degrees(ring=2)))
 
 
 def borrowed(both: Both, files: Files) -> list[torch.Tensor]:
@@ -77,7 +77,7 @@ def borrowed(both: Both, files: Files) -> list[torch.Tensor]:
 
 def with_graphs(both: Both, files: Files) -> list[torch.Tensor]:
     """Whole calls: the first makes what stays, a later one is captured, and then it is replayed."""
-    model = both.gpu.load(files.flux(), Degrees(), cuda_graphs=True)
+    model = both.gpu.load(files.mini(), Degrees(), cuda_graphs=True)
     found = [whole_call_of(model) for _ in range(5)]
     captured = model.close_run(0, nothing)[0]
     assert captured.captured and captured.replayed

@@ -1,4 +1,4 @@
-"""Every mode, product and family, transfers, ControlNet, Cancel, other models: emulated devices give what CPU ranks give.
+"""Every mode, product and family, transfers, Cancel, other models: emulated devices give what CPU ranks give.
 
 The cases are those of the strict transport (tests/campaigns/transport/cases.py), whose rules NCCL holds them to here too.
 """
@@ -12,11 +12,11 @@ from tests.campaigns.transport.cases import Case, all_of_them, family
 
 pytestmark = pytest.mark.threads
 
-QUICK = (*("product ring2", "product patch2", "product pipe2-ulysses2", "ControlNet pipe2"),)
+QUICK = ("product ring2", "product patch2", "product pipe2-ulysses2")
 DEFAULT = (
     *("product tensor2", "product batch2"),
     *("product pipe2", "product ulysses2", "transfers in fp8", "naive patches", "transfers of changes"),
-    *("ControlNet ulysses2", "cancel patch2", "two calls at once batch2-pipe2", "links of 2"),
+    *("cancel patch2", "two calls at once batch2-pipe2", "links of 2"),
 )
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
 QUICK_FAMILIES = ("wan-2.1-t2v",)

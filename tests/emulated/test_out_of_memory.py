@@ -7,12 +7,11 @@ from itertools import count
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from tests.campaigns.transport.cases import CONFIG, Files, nothing
 from tests.support.cpu_and_gpu import Both, both_kinds
@@ -32,8 +31,8 @@ def both() -> Iterator[Both]:
 def run(pool: Pool, files: Files) -> list[torch.Tensor]:
     """The model is loaded, called, and sampled with in bands."""
     pool.ready.result(timeout=60)
-    model = on_ranks(pool, open_checkpoint(files.flux()), Degrees(pipe=2), "fp32", "sdpa", nothing)
-    x, timestep, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8, text=5)
+    model = on_ranks(pool, files.mini(), Degrees(pipe=2), "fp32", "sdpa", nothing)
+    x, timestep, tensors = mini.inputs(CONFIG, batch=1, height=10, width=8, text=5)
     sampled = sample_in_bands(model, x, linear_sigmas(2), Prompt(tensors, {}, 1.0), 2, 1)[0]
     return [model.predict(ModelCall(x, timestep, tensors), nothing), sampled]
 

@@ -13,6 +13,7 @@ import torch
 from comfy_kitchen.backends.eager import convrot_w4a4, quantization
 from comfy_kitchen.tensor import int8_utils
 
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -56,7 +57,7 @@ def of_kinds() -> list[pytest.param]:
 
 def on(path, degrees: Degrees, dtype: str):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        return [load(path, degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
+        return [load(open_checkpoint(path), degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
 
     return run
 

@@ -15,7 +15,7 @@ QUICK = ("product pipe2", "product ulysses2")
 DEFAULT = ("product tensor2", "VAE bands on 2")
 FULL = (
     *("product patch2", "transfers in int8", "pipe2 beside pipe2", "product ring2", "product batch2"),
-    *("transfers of changes", "ControlNet pipe2", "cancel pipe2", "naive patches"),
+    *("transfers of changes", "cancel pipe2", "naive patches"),
 )
 
 

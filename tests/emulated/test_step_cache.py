@@ -10,7 +10,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from tests.campaigns.transport.cases import CONFIG, Files, name
 from tests.client.test_step_cache import THRESHOLD, decisions
 from tests.support.cpu_and_gpu import Both
@@ -31,13 +31,13 @@ PIPE, DISPLACED = Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced")
 )
 def test_a_step_cache(both: Both, files: Files, degrees, bands):
     """Answers are the client's own tensors, which may be on a card."""
-    noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8, text=5)
+    noise, _, tensors = mini.inputs(CONFIG, batch=1, height=10, width=8, text=5)
     logs = []
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         device = pool(2).devices[0]
         given = noise.to(device), linear_sigmas(STEPS), Prompt({key: x.to(device) for key, x in tensors.items()}, {}, 1.0)
-        cache, model = StepCache(THRESHOLD, max(1, bands)), load(files.flux(), degrees)
+        cache, model = StepCache(THRESHOLD, max(1, bands)), load(files.mini(), degrees)
         logs.append(decisions(cache))
         if not bands:
             return [sample_whole(model, *given, cache=cache).cpu()]

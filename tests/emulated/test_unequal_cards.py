@@ -10,7 +10,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from tests.campaigns.transport.cases import CONFIG, PRODUCTS, Files, name, nothing
 from tests.support.cpu_and_gpu import Both, both_kinds
 from tests.support.fake_cuda import ADA, TURING
@@ -48,8 +48,8 @@ HALF = (Degrees(ring=2),)
 )
 def test_unequal_cards(both: Both, files: Files, degrees, dtype):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        model = load(files.flux(), degrees, dtype=dtype)
-        given = tiny.inputs(CONFIG, **PADDED)
+        model = load(files.mini(), degrees, dtype=dtype)
+        given = mini.inputs(CONFIG, **PADDED)
         prompt, bands = Prompt(given[2], given[2], 1.0), 1 if degrees.displaced else 3
         return [
             model.predict(ModelCall(*given), nothing),

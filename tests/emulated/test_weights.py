@@ -12,10 +12,10 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Offload, Setup
+from parallel_backend.core.setup import Offload
 from parallel_backend.rank.stage.store import device_copies
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks, whole_call
 from tests.campaigns.transport.cases import CONFIG, Files, name, nothing
 from tests.support.cpu_and_gpu import Both
@@ -27,9 +27,9 @@ EVERYTHING = Offload(leave_free=1 << 50)
 SMALL = 64 << 10
 """Bytes of the last sends, of what is kept for a prompt, and by which an allocation is larger than its tensor, at most."""
 SHARES = (0.5, 0.8, 1.0, 0.4)
-DEEP = CONFIG | {"num_layers": 3}
+DEEP = CONFIG | {"double_blocks": 3}
 """Three blocks for each of two stages, of which two can be in slots."""
-GIVEN = tiny.inputs(CONFIG, height=9, width=10, text=5)
+GIVEN = mini.inputs(CONFIG, height=9, width=10, text=5)
 PIPE, DISPLACED = Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced")
 
 
@@ -39,7 +39,7 @@ def on_gpu(pool: Any) -> bool:
 
 def results(model: RemoteTransformer) -> list[torch.Tensor]:
     """A call, and a run in bands or patches."""
-    noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8, text=5)
+    noise, _, tensors = mini.inputs(CONFIG, batch=1, height=10, width=8, text=5)
     bands, steps = (1, 3) if model.degrees.displaced else (2, 2)
     sampled = sample_in_bands(model, noise, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1)[0]
     return [model.predict(ModelCall(*GIVEN), nothing), sampled]
@@ -75,8 +75,8 @@ def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: F
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         if not on_gpu(pool(degrees.world)):
-            return results(load(files.flux(DEEP), degrees)) * (1 + len(SHARES))
-        model = load(files.flux(DEEP), degrees, offload=EVERYTHING)
+            return results(load(files.mini(DEEP), degrees)) * (1 + len(SHARES))
+        model = load(files.mini(DEEP), degrees, offload=EVERYTHING)
         whole = [one.total for one in model.resident.weights]
         assert all(held < total for held, total in zip(model.weight_bytes, whole, strict=True))
         found = results(model)
@@ -93,7 +93,7 @@ def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: F
 def test_streamed_weights_of_uneven_stages(both: Both, files: Files, stage_split):
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         offload = {"offload": EVERYTHING} if on_gpu(pool(2)) else {}
-        return results(load(files.flux(), PIPE, stage_split=stage_split, **offload))
+        return results(load(files.mini(), PIPE, stage_split=stage_split, **offload))
 
     both.check(run)
 
@@ -106,7 +106,7 @@ def test_weights_give_way_and_come_back(both: Both, files: Files, degrees):
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         ranks = pool(degrees.world)
-        model = load(files.flux(), degrees)
+        model = load(files.mini(), degrees)
 
         def in_a_run(before: Callable[[], Any]) -> torch.Tensor:
             """A call whose keys go into the run's buffer, by other kernels than one without."""
@@ -153,7 +153,7 @@ def test_adapters(both: Both, files: Files, degrees, offload):
     """Of low rank, full, at another strength, and dropped."""
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        model = load(files.flux(), degrees, **({"offload": offload} if on_gpu(pool(degrees.world)) else {}))
+        model = load(files.mini(), degrees, **({"offload": offload} if on_gpu(pool(degrees.world)) else {}))
         found = [model.predict(ModelCall(*GIVEN), nothing)]
         for made in (deltas(model, 3, 2), deltas(model, 9, None), [*deltas(model, 4, 3), *deltas(model, 7, None)]):
             model.adapt(object(), made, nothing)
@@ -163,7 +163,7 @@ def test_adapters(both: Both, files: Files, degrees, offload):
 
     found = both.check(run)
     assert torch.equal(found[0], found[-1])
-    assert all(tiny.relative(one, found[0]) > 1e-3 for one in found[1:-1])
+    assert all(mini.relative(one, found[0]) > 1e-3 for one in found[1:-1])
 
 
 @pytest.mark.slow
@@ -173,8 +173,9 @@ def test_several_models_one_after_the_other_and_beside_each_other(both: Both, fi
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         registry, devices = Registry(), pool(2).devices
         registry.start_of = lambda _devices: pool.start
+        path = files.mini().path
         keys = [
-            Setup(files.flux(), "fp32", devices, degrees, "sdpa", "even") for degrees in (PIPE, Degrees(tensor=2), DISPLACED)
+            mini.setup(path, "fp32", devices, degrees, "sdpa", "even") for degrees in (PIPE, Degrees(tensor=2), DISPLACED)
         ]
         found = []
         try:
@@ -202,7 +203,7 @@ def test_models_on_devices_that_overlap_take_turns(both: Both, files: Files):
         registry, devices = Registry(), pool(4).devices
         registry.start_of, registry.threads = lambda _devices: pool.start, 1
         cases = ((devices[1:3], Degrees(tensor=2)), (devices, Degrees(pipe=2, ulysses=2)), (devices[2:], PIPE))
-        keys = [Setup(files.flux(), "fp32", on, degrees, "sdpa", "even") for on, degrees in cases]
+        keys = [mini.setup(files.mini().path, "fp32", on, degrees, "sdpa", "even") for on, degrees in cases]
         found = []
         try:
             for _ in range(2):
@@ -221,7 +222,7 @@ def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both
     """What a model holds is memory that it may use again."""
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        one, ranks = load(files.flux(), PIPE), pool(2)
+        one, ranks = load(files.mini(), PIPE), pool(2)
         two = on_ranks(ranks, one.checkpoint, PIPE, "fp32", "sdpa", nothing, keep_others=True)
         opened = one.open_run()
         call = whole_call(one, *GIVEN, opened)
@@ -244,7 +245,7 @@ def test_a_wait_that_is_left_out_is_noticed_though_the_result_is_right(both: Bot
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         offload = {"offload": EVERYTHING} if on_gpu(pool(1)) else {}
-        return [load(files.flux(DEEP), Degrees(), **offload).predict(ModelCall(*GIVEN), nothing)]
+        return [load(files.mini(DEEP), Degrees(), **offload).predict(ModelCall(*GIVEN), nothing)]
 
     with pytest.raises(AssertionError, match=r"reads what stream .* writes, without waiting for it"):
         both.check(run)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
@@ -12,7 +11,7 @@ from parallel_backend.placement.balance import ALIKE, check_stage_split, divide
 from parallel_backend.placement.model_sizes import block_bytes
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.diagnosis import Probed
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from testing.slow_rank import start_with
 
@@ -108,11 +107,11 @@ def test_a_split_of_any_text_is_clipped_and_in_one_line():
     assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
 
 
-def test_block_bytes_are_the_blocks_of_the_file(flux_file, flux_model):
-    checkpoint = open_checkpoint(flux_file)
-    lists = ["transformer_blocks"] * 3 + ["single_transformer_blocks"] * 5
+def test_block_bytes_are_the_blocks_of_the_file(mini_file, mini_model):
+    checkpoint = mini.opened(mini_file)
+    lists = ["double_blocks"] * 3 + ["single_blocks"] * 5
     sizes = block_bytes(checkpoint, lists, "fp32", 1)
-    blocks = [*flux_model.transformer_blocks, *flux_model.single_transformer_blocks]
+    blocks = [*mini_model.double_blocks, *mini_model.single_blocks]
     assert sizes == [sum(p.nbytes for p in block.parameters()) for block in blocks]
     assert block_bytes(checkpoint, lists, "bf16", 2)[0] == pytest.approx(sizes[0] / 4, rel=0.01)
 
@@ -127,34 +126,34 @@ def uneven_pool():
 
 
 def sample(model: RemoteTransformer, warm_up: int) -> torch.Tensor:
-    x, _, tensors = tiny.inputs(tiny.FLUX, height=15, width=12)
+    x, _, tensors = mini.inputs(height=15, width=12)
     bands = 1 if model.degrees.displaced else 3
     return sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), bands, warm_up)[0]
 
 
 @pytest.fixture(scope="module")
-def exact(flux_model):
-    x, _, tensors = tiny.inputs(tiny.FLUX, height=15, width=12)
+def exact(mini_model):
+    x, _, tensors = mini.inputs(height=15, width=12)
     with torch.inference_mode():
-        return euler(lambda *given: tiny.reference(flux_model, *given), x, linear_sigmas(3), Prompt(tensors, {}, 1.0))
+        return euler(lambda *given: mini.reference(mini_model, *given), x, linear_sigmas(3), Prompt(tensors, {}, 1.0))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced")], ids=str)
-def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, flux_file, exact, degrees):
-    model = on_ranks(uneven_pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None, "auto")
+def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, mini_file, exact, degrees):
+    model = on_ranks(uneven_pool, mini.opened(mini_file), degrees, "fp32", "sdpa", lambda: None, "auto")
     if degrees.pipe > 1:
         assert len(model.balance.stage_blocks[0]) > len(model.balance.stage_blocks[1])
     else:
         assert model.balance.patch_shares[0] > 0.55
-    assert tiny.relative(sample(model, 3), exact) <= 1e-5
-    assert 1e-4 < tiny.relative(sample(model, 1), exact) < 0.1
+    assert mini.relative(sample(model, 3), exact) <= 1e-5
+    assert 1e-4 < mini.relative(sample(model, 1), exact) < 0.1
 
 
 @pytest.mark.parametrize("split", ["1,7", "6,2"])
-def test_any_split_by_hand_gives_the_same_picture(pools, flux_file, exact, split):
+def test_any_split_by_hand_gives_the_same_picture(pools, mini_file, exact, split):
     pools.forget(2)
-    model = on_ranks(pools(2), open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, split)
+    model = on_ranks(pools(2), mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, split)
     assert counts(model.balance.stage_blocks) == [int(part) for part in split.split(",")]
-    assert tiny.relative(sample(model, 3), exact) <= 1e-5
-    assert 1e-4 < tiny.relative(sample(model, 1), exact) < 0.1
+    assert mini.relative(sample(model, 3), exact) <= 1e-5
+    assert 1e-4 < mini.relative(sample(model, 1), exact) < 0.1

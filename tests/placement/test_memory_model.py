@@ -25,8 +25,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import LEFT_FREE, group_limits, host_memory, room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
-from parallel_backend.families import FAMILIES
-from parallel_backend.families.base.patching import latents_of
+from parallel_backend.families.base.patching import Patching, latents_of
 from parallel_backend.placement.balance import even_stages, stages_by_size
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.memory_advice import Capacity, changes
@@ -39,7 +38,7 @@ from parallel_backend.processes.pool import Pool, RankError, again
 from parallel_backend.rank import worker
 from parallel_backend.rank.stage.store import device_copies
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini
 from testing.cases import OF_EACH_FORM, all_cases
 from testing.cases.wan import TimePerFrame
 from testing.models import conditioning_of, on_ranks
@@ -169,7 +168,7 @@ def test_buffers_of_every_mode(remote, degrees, extrapolate):
     """Uneven shares of heads and entries too, and one run after another."""
     model = remote(degrees)
     for size in ({"batch": 3, "height": 22, "width": 12, "text": 5}, {"batch": 1, "height": 16, "width": 12, "text": 9}):
-        x, _, tensors = tiny.inputs(tiny.FLUX, **size)
+        x, _, tensors = mini.inputs(**size)
         bands = 1 if degrees.displaced else 3
         prompt = Prompt(tensors, {}, 1.0)
         stats = sample_in_bands(model, x, linear_sigmas(3), prompt, bands, 1, extrapolate=extrapolate)[1]
@@ -181,8 +180,8 @@ def test_buffers_of_every_mode(remote, degrees, extrapolate):
 def test_buffers_of_prompts_of_different_length(remote):
     """Each is a conditioning of its own, with buffers of its own."""
     model = remote(Degrees(batch=2))
-    x, _, short = tiny.inputs(tiny.FLUX, batch=1, text=4)
-    long = tiny.inputs(tiny.FLUX, batch=1, text=9)[2]
+    x, _, short = mini.inputs(batch=1, text=4)
+    long = mini.inputs(batch=1, text=9)[2]
     run = BandedRun(model, (Span(0, x.shape[2]),), tuple(x.shape), True)
     requests = []
     for call, (first_replica, tensors) in itertools.product(range(2), enumerate((short, long))):
@@ -272,7 +271,7 @@ def test_times_of_tokens_count(pools, made):
 
 def test_additions_of_controls_count(pools, made):
     """Each rank copies those for its blocks before the first of them. Blocks may share one."""
-    case = next(case for case in CASES if case.name == "flux-dev")
+    case = next(case for case in CASES if case.name == "qwen-image")
     model = pools.load(made(case), Degrees(pipe=2, ulysses=2))
     x, timestep, tensors = case.inputs()
     tokens, hidden = torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)
@@ -388,8 +387,8 @@ def gpus(*free: int | None, held: int = 0, total: int = 24 * GB) -> tuple[Device
     return tuple(DeviceMemory(f"cuda:{rank}", (rank,), size, held, total) for rank, size in enumerate(free))
 
 
-def fitting(flux_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> MemoryCheck:
-    checkpoint = open_checkpoint(flux_file)
+def fitting(mini_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> MemoryCheck:
+    checkpoint = mini.opened(mini_file)
     spans = even_stages(8, degrees.pipe)
     devices = tuple(f"cuda:{rank}" for rank in range(degrees.world))
     return MemoryCheck(checkpoint, Setup(checkpoint.path, dtype, devices, degrees, "auto"), spans, more)
@@ -398,7 +397,7 @@ def fitting(flux_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> 
 @pytest.mark.parametrize(("text", "references", "bands"), [(512, 0, 2), (512, 0, 4), (4096, 0, 4), (33, 64, 4), (77, 0, 8)])
 def test_the_largest_band_is_that_of_the_cut(text, references, bands):
     """Which has fewer rows in the first band, for the text."""
-    grid, patching = (64, 64), FAMILIES["flux"].patching
+    grid, patching = (64, 64), Patching()
     spans = cut_rows((1, 16, 128, 128), bands, patching, text, references)
     row = 64 + references / 64
     loads = [row * len(span) / 2 + text * (not span.start) for span in spans]
@@ -409,8 +408,8 @@ def test_the_largest_band_is_that_of_the_cut(text, references, bands):
 LARGE = Request((512, 512), 0, 512, 0, 2, kept=2, bands=8)
 
 
-def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(flux_file):
-    one = fitting(flux_file, Degrees(pipe=2))
+def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(mini_file):
+    one = fitting(mini_file, Degrees(pipe=2))
     needed = one.memory((LARGE,))
     one.check((LARGE,), gpus(10 * GB, 10 * GB))
     with pytest.raises(ValueError) as refused:
@@ -425,24 +424,24 @@ def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(flux_file):
     assert one.last == ((LARGE,), gpus(10 * GB, 2 * GB, held=3 * GB))
 
 
-def test_advice_counts_on_the_memory_that_the_model_itself_holds(flux_file):
+def test_advice_counts_on_the_memory_that_the_model_itself_holds(mini_file):
     """Little is free and much is held: the weights, which the changed run has there again."""
     request = Request((24, 24), 0, 8, 0, 1, kept=2, bands=4)
-    one = fitting(flux_file, Degrees())
+    one = fitting(mini_file, Degrees())
     needed = one.memory((request,))[0]
     free = int(0.5 * needed.certain)
     assert needed.weights > free
     with pytest.raises(ValueError) as refused:
         one.check((request,), gpus(free, held=needed.weights))
     capacity = Capacity((0.95 * (free + needed.weights),), together=False)
-    found = ways(flux_file, Degrees(), (request,), capacity, devices=1)
+    found = ways(mini_file, Degrees(), (request,), capacity, devices=1)
     assert any(way.startswith("a picture") for way in found)
     assert all(way in str(refused.value) for way in found)
-    assert found != ways(flux_file, Degrees(), (request,), Capacity((0.95 * free,), together=False), devices=1)
+    assert found != ways(mini_file, Degrees(), (request,), Capacity((0.95 * free,), together=False), devices=1)
 
 
-def test_an_estimate_only_warns_and_only_once(flux_file, caplog):
-    one = fitting(flux_file, Degrees())
+def test_an_estimate_only_warns_and_only_once(mini_file, caplog):
+    one = fitting(mini_file, Degrees())
     needed = one.memory((LARGE,))[0]
     between = (needed.certain + needed.total - needed.weights) // 2
     for _ in range(3):
@@ -454,8 +453,8 @@ def test_an_estimate_only_warns_and_only_once(flux_file, caplog):
     assert len(caplog.records) == 1
 
 
-def test_ranks_of_one_machine_need_it_together(flux_file):
-    two = fitting(flux_file, Degrees(pipe=2))
+def test_ranks_of_one_machine_need_it_together(mini_file):
+    two = fitting(mini_file, Degrees(pipe=2))
     needed = [memory.certain for memory in two.memory((LARGE,))]
     memory = DeviceMemory("cpu", (0, 1), sum(needed) + 1, 0, None)
     two.check((LARGE,), (memory,))
@@ -463,8 +462,8 @@ def test_ranks_of_one_machine_need_it_together(flux_file):
         two.check((LARGE,), (replace(memory, free=sum(needed) - 1),))
 
 
-def test_weights_are_refused_before_loading(flux_file):
-    one = fitting(flux_file, Degrees(), more=2)
+def test_weights_are_refused_before_loading(mini_file):
+    one = fitting(mini_file, Degrees(), more=2)
     size = one.memory(())[0].weights
     one.check_weights(gpus(size))
     one.check_weights(gpus(size // 2, held=size - size // 2))  # what the present model has is given back
@@ -476,64 +475,64 @@ def test_weights_are_refused_before_loading(flux_file):
         one.check_weights(gpus(1000))
 
 
-def ways(flux_file, degrees, requests, capacity, devices=4, dtype="fp32") -> list[str]:
-    checkpoint = open_checkpoint(flux_file)
+def ways(mini_file, degrees, requests, capacity, devices=4, dtype="fp32") -> list[str]:
+    checkpoint = mini.opened(mini_file)
     sizes, spans = model_sizes(checkpoint, dtype, "cuda:0"), even_stages(8, degrees.pipe)
     setup = Setup(checkpoint.path, dtype, ("cuda:0",), degrees, "auto")
     return changes(checkpoint, setup, sizes, spans, requests, capacity, devices)
 
 
-def total(flux_file, degrees, request) -> int:
+def total(mini_file, degrees, request) -> int:
     """Of the rank that needs most."""
-    sizes = model_sizes(open_checkpoint(flux_file), "fp32", "cuda:0")
+    sizes = model_sizes(mini.opened(mini_file), "fp32", "cuda:0")
     spans = even_stages(8, degrees.pipe)
     return max(memory_of(sizes, degrees, spans, rank, (request,)).total for rank in range(degrees.world))
 
 
-def test_what_is_named_fits_and_is_the_least_change(flux_file):
-    need = total(flux_file, Degrees(pipe=2), LARGE)
+def test_what_is_named_fits_and_is_the_least_change(mini_file):
+    need = total(mini_file, Degrees(pipe=2), LARGE)
     capacity = Capacity((0.7 * need,) * 2, together=False)
-    found = ways(flux_file, Degrees(pipe=2), (LARGE,), capacity)
+    found = ways(mini_file, Degrees(pipe=2), (LARGE,), capacity)
     assert any(way.startswith("pipefusion_degree") for way in found)
     picture = next(way for way in found if way.startswith("a picture"))
     share = float(picture.split()[2])
     smaller = replace(LARGE, grid=(round(512 * share) - 3,) * 2)
-    assert total(flux_file, Degrees(pipe=2), smaller) <= 0.7 * need
-    assert total(flux_file, Degrees(pipe=2), replace(LARGE, grid=(round(512 * share) + 6,) * 2)) > 0.7 * need
+    assert total(mini_file, Degrees(pipe=2), smaller) <= 0.7 * need
+    assert total(mini_file, Degrees(pipe=2), replace(LARGE, grid=(round(512 * share) + 6,) * 2)) > 0.7 * need
     assert "batch_size 1" not in found  # two entries may be one picture
-    half = total(flux_file, Degrees(pipe=2), replace(LARGE, kept=1)) <= 0.7 * need
+    half = total(mini_file, Degrees(pipe=2), replace(LARGE, kept=1)) <= 0.7 * need
     assert ("extrapolate off" in found) == half
 
 
 @pytest.mark.slow
 @given(st.integers(1, 3), st.floats(0.05, 1.2), st.integers(1, 6), st.integers(0, 2))
-def test_degrees_that_are_named_do_fit(flux_file, pipe, share, entries, kept):
+def test_degrees_that_are_named_do_fit(mini_file, pipe, share, entries, kept):
     request, now = replace(LARGE, entries=entries, kept=kept), Degrees(pipe=pipe)
-    limit = share * total(flux_file, now, request)
-    found = ways(flux_file, now, (request,), Capacity((limit,) * pipe, together=False))
+    limit = share * total(mini_file, now, request)
+    found = ways(mini_file, now, (request,), Capacity((limit,) * pipe, together=False))
     widgets = {"pipefusion_degree": "pipe", "ulysses_degree": "ulysses", "tensor_parallel_degree": "tensor"}
     widgets |= {"split_batch_degree": "batch", "ring_degree": "ring"}
     for way in found:
         parts = [part.split() for part in way.split(" x ")]
         if all(part[0] in widgets for part in parts):
             degrees = Degrees(**{widgets[name]: int(count) for name, count in parts})
-            sizes = model_sizes(open_checkpoint(flux_file), "fp32", "cuda:0")
+            sizes = model_sizes(mini.opened(mini_file), "fp32", "cuda:0")
             spans = stages_by_size(bytes_by_block(sizes, degrees, (request,)), degrees.pipe)
             needs = [memory_of(sizes, degrees, spans, rank, (request,)) for rank in range(degrees.world)]
             assert max(need.total for need in needs) <= limit
 
 
-def test_video_and_large_batches_have_ways_of_their_own(flux_file):
+def test_video_and_large_batches_have_ways_of_their_own(mini_file):
     request = Request((8, 128, 128), 0, 512, 0, 8, kept=2, bands=4)
-    need = total(flux_file, Degrees(pipe=2), request)
-    found = ways(flux_file, Degrees(pipe=2), (request,), Capacity((0.6 * need,) * 2, together=False))
+    need = total(mini_file, Degrees(pipe=2), request)
+    found = ways(mini_file, Degrees(pipe=2), (request,), Capacity((0.6 * need,) * 2, together=False))
     assert any(way.endswith("latent frames instead of 8") for way in found)
     assert "batch_size 1" in found
 
 
-def test_more_ranks_do_not_help_where_memory_is_one(flux_file):
-    need = total(flux_file, Degrees(), LARGE)
-    found = ways(flux_file, Degrees(), (LARGE,), Capacity((0.8 * need,), together=True))
+def test_more_ranks_do_not_help_where_memory_is_one(mini_file):
+    need = total(mini_file, Degrees(), LARGE)
+    found = ways(mini_file, Degrees(), (LARGE,), Capacity((0.8 * need,), together=True))
     assert not any("pipefusion" in way for way in found)
     assert any(way.startswith("a picture") for way in found)
 
@@ -557,12 +556,12 @@ class Messages:
 
 
 def small():
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     return x, timestep, tensors
 
 
 @pytest.mark.parametrize("in_bands", [False, True])
-def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, flux_model, monkeypatch, in_bands):
+def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, mini_model, monkeypatch, in_bands):
     model = remote(Degrees(pipe=2))
     x, timestep, tensors = small()
     model.begin_timeline()
@@ -579,8 +578,8 @@ def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, flux_mo
     assert m.Step not in sent
     model.begin_timeline()
     assert (
-        tiny.relative(
-            model.predict(ModelCall(x, timestep, tensors), nobody), tiny.reference(flux_model, x, timestep, tensors)
+        mini.relative(
+            model.predict(ModelCall(x, timestep, tensors), nobody), mini.reference(mini_model, x, timestep, tensors)
         )
         < 1e-5
     )
@@ -591,7 +590,7 @@ def test_a_latent_beyond_all_memory_is_refused_before_anything_is_allocated(remo
     model = remote(Degrees(pipe=2))
     side = 1 << 17
     x = torch.zeros(1).expand(1, 16, side, side)
-    _, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1)
+    timestep, tensors = torch.full((1,), 0.7), mini.conditioning(batch=1, height=side, width=side)
     before = psutil.Process().memory_info().rss
     with pytest.raises(ValueError, match=r"latent_image: this run needs about .* GB more on this machine") as refused:
         model.predict(ModelCall(x, timestep, tensors), nobody)
@@ -600,13 +599,13 @@ def test_a_latent_beyond_all_memory_is_refused_before_anything_is_allocated(remo
     assert model.pool.error is None
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_sent(pools, flux_file, monkeypatch):
+def test_weights_that_do_not_fit_are_refused_before_they_are_sent(pools, mini_file, monkeypatch):
     pool = pools(2)
     pools.forget(2)
     monkeypatch.setattr(MemoryGuard, "_device_memories", lambda self, poll: (DeviceMemory("cpu", (0, 1), 1000, 1000, None),))
     sent = Messages(pool, monkeypatch).asked
     with pytest.raises(ValueError, match=r"model_name: the weights of tiny\.safetensors take"):
-        on_ranks(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody, "even")
+        on_ranks(pool, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", nobody, "even")
     assert m.Load not in sent
 
 
@@ -660,11 +659,11 @@ def still_there(references: list[weakref.ref]) -> list[str]:
 
 @pytest.mark.parametrize("in_bands", [False, True])
 @pytest.mark.processes
-def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, monkeypatch, in_bands):
+def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(mini_file, monkeypatch, in_bands):
     monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.out_of_memory)
     pool = Pool(("cpu", "cpu"))
     try:
-        model = on_ranks(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
+        model = on_ranks(pool, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
         x, timestep, tensors = small()
         calls = []
         post = model.post

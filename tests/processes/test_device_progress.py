@@ -17,7 +17,7 @@ from parallel_backend.rank.comm import event_query
 from parallel_backend.rank.comm.transfers import Clock, Elapsed, Traffic
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
-from testing import tiny
+from testing import mini
 from tests.processes.test_watchdog import Played, step
 from tests.support import fake_cuda
 
@@ -179,7 +179,7 @@ def test_the_thread_that_asks_looks_on_the_ranks_own_device(stages):
     assert found == [1]
 
 
-def test_an_engine_marks_where_its_micro_steps_begin_wait_and_end(pools, flux_file, monkeypatch):
+def test_an_engine_marks_where_its_micro_steps_begin_wait_and_end(pools, mini_file, monkeypatch):
     marks: dict[str, list[tuple[str, bool, bool]]] = {}
 
     def mark(heartbeat, passed, waiting=False, idle=False):
@@ -191,9 +191,9 @@ def test_an_engine_marks_where_its_micro_steps_begin_wait_and_end(pools, flux_fi
     monkeypatch.setattr(Heartbeat, "mark", mark)
     monkeypatch.setattr(Clock, "__init__", on_stream)
     with fake_cuda.fake_cuda(fake_cuda.ADA):
-        model = pools.load(flux_file, Degrees(pipe=2), fresh=True)
+        model = pools.mini(mini_file, Degrees(pipe=2), fresh=True)
         marks.clear()
-        model.predict(ModelCall(*tiny.inputs(tiny.FLUX, batch=1)), lambda: None)
+        model.predict(ModelCall(*mini.inputs(batch=1)), lambda: None)
         model.close_run(model.open_run(), lambda: None)
     pools.forget(2)
     doing = "micro-step 1"

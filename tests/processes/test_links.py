@@ -7,18 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client import pools
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
 from parallel_backend.processes import local
 from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
 from parallel_backend.processes.pool import LinksDown, Pool, RankError
 from parallel_backend.wire.rank_settings import SELF_TEST
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import deaf_rank
@@ -37,7 +35,7 @@ def nothing() -> None:
 
 @pytest.fixture(scope="module")
 def given():
-    return tiny.inputs(tiny.FLUX)
+    return mini.inputs()
 
 
 def pool() -> Pool:
@@ -45,7 +43,7 @@ def pool() -> Pool:
 
 
 def load(pool: Pool, path) -> RemoteTransformer:
-    return on_ranks(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing)
+    return on_ranks(pool, mini.opened(path), Degrees(pipe=2), "fp32", "sdpa", nothing)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def load(pool: Pool, path) -> RemoteTransformer:
     ],
 )
 def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
-    monkeypatch, flux_file, flux_model, given, when, what, measured
+    monkeypatch, mini_file, mini_model, given, when, what, measured
 ):
     with monkeypatch.context() as patch:
         patch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf, when))
@@ -66,15 +64,15 @@ def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
                 deaf.ready.result(timeout=300)
                 began = time.monotonic()
             with pytest.raises(LinksDown, match=what.replace("(cpu)", r"\(cpu\)")) as error:
-                load(deaf, flux_file)
+                load(deaf, mini_file)
             measured(f"seconds until a link that fails in {when} is named, limit {LIMIT:g}", time.monotonic() - began)
             assert time.monotonic() - began < BOUND
             assert error.value.backend == "gloo"
             assert f"did not end within {LIMIT:g} s. Try: " in str(error.value)
             assert wait_until_gone(deaf.pids)
     with closing(pool()) as working:
-        expected = tiny.reference(flux_model, *given)
-        assert tiny.relative(load(working, flux_file).predict(ModelCall(*given), nothing), expected) <= 1e-5
+        expected = mini.reference(mini_model, *given)
+        assert mini.relative(load(working, mini_file).predict(ModelCall(*given), nothing), expected) <= 1e-5
 
 
 def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeypatch):
@@ -92,14 +90,14 @@ def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeyp
 
 
 @pytest.mark.parametrize(("works", "note"), [("without P2P", P2P_OFF), ("by Gloo", NCCL_OFF)])
-def test_where_nccl_fails_ranks_talk_in_another_way(monkeypatch, flux_file, given, works, note):
+def test_where_nccl_fails_ranks_talk_in_another_way(monkeypatch, mini_file, given, works, note):
     monkeypatch.delenv(pools.P2P_DISABLE, raising=False)
     monkeypatch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf_by_nccl, works))
     monkeypatch.setattr(pools, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
     monkeypatch.setattr(pools, "WITHOUT_P2P_SECONDS", LIMIT)
     said: list[str] = []
     with closing(Registry()) as registry:
-        key = Setup(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
+        key = mini.setup(mini_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
         model = registry.model(key, nothing, lambda doing, _fraction: said.append(doing))
         assert said[-1].endswith(note)
         assert model.pool.notes == (note,)

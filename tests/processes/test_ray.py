@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client import pools
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
@@ -23,12 +22,11 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
 from parallel_backend.processes import ray_ranks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.ray_ranks import RayRanks
 from parallel_backend.wire.loading import Load
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from tests.processes.test_failures import Loss, listening, wait_until_gone
 
@@ -84,19 +82,19 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def given():
-    return tiny.inputs(tiny.FLUX)
+    return mini.inputs()
 
 
 @pytest.fixture(scope="module")
-def expected(flux_model, given):
-    return tiny.reference(flux_model, *given)
+def expected(mini_model, given):
+    return mini.reference(mini_model, *given)
 
 
 class Kept:
     """One pool for all tests, started again once a test has ended it."""
 
     def __init__(self, path: Path):
-        self.checkpoint, self.pool = open_checkpoint(path), None
+        self.checkpoint, self.pool = mini.opened(path), None
 
     def load(self, degrees: Degrees) -> RemoteTransformer:
         if self.pool is None or self.pool.error is not None:
@@ -111,8 +109,8 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def kept(nodes, flux_file) -> Iterator[Kept]:
-    kept = Kept(flux_file)
+def kept(nodes, mini_file) -> Iterator[Kept]:
+    kept = Kept(mini_file)
     yield kept
     kept.close()
 
@@ -140,7 +138,7 @@ def test_ranks_on_two_nodes_equal_one_process(on_ray, remote, given, expected, m
     model = on_ray(degrees)
     assert len({psutil.Process(pid).ppid() for pid in model.pool.pids}) == 2  # two raylets: two nodes
     output = model.predict(ModelCall(*given), lambda: None)
-    error = tiny.relative(output, expected)
+    error = mini.relative(output, expected)
     measured("relative error of ranks on Ray", error)
     assert error <= 1e-5
     assert torch.equal(output, remote(degrees).predict(ModelCall(*given), lambda: None))  # of this machine's own ranks
@@ -182,15 +180,15 @@ def test_no_room_is_refused_with_the_numbers(on_ray):
 
 def swap(path: Path) -> None:
     """Of the same size and header, as another training of the model has."""
-    tiny.save_original(tiny.random_flux(seed=1), tiny.FLUX, path)
+    mini.save(mini.random_model(seed=1), path)
 
 
 @pytest.mark.parametrize(
     ("change", "words"), [(Path.unlink, "does not exist at"), (swap, "is not the same on this machine as on ComfyUI's")]
 )
-def test_a_machine_without_the_model_or_with_another_is_named(on_ray, flux_model, tmp_path, change, words):
+def test_a_machine_without_the_model_or_with_another_is_named(on_ray, mini_model, tmp_path, change, words):
     """On one machine the file is the same for all, so here it changes after the client's look at it."""
-    path = tiny.save_original(flux_model, tiny.FLUX, tmp_path / "model.safetensors")
+    path = mini.save(mini_model, tmp_path / "model.safetensors")
     model = on_ray(Degrees(pipe=2))
     pool, ask = model.pool, model.pool.ask
 
@@ -202,7 +200,7 @@ def test_a_machine_without_the_model_or_with_another_is_named(on_ray, flux_model
     pool.ask = changed
     wanted = rf"rank \d \({PLACE}\) failed in loading: ValueError: model_name: .*model.safetensors {words}"
     with pytest.raises(RankError, match=wanted):
-        on_ranks(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", lambda: None)
+        on_ranks(pool, mini.opened(path), Degrees(pipe=2), "fp32", "sdpa", lambda: None)
     assert wait_until_gone(pool.pids)
 
 
@@ -243,14 +241,14 @@ def test_a_machine_without_the_pack_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("no_pool")
-def test_the_registry_starts_ranks_where_the_devices_say(flux_file, given, expected):
+def test_the_registry_starts_ranks_where_the_devices_say(mini_file, given, expected):
     registry = Registry()
-    key = Setup(flux_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
+    key = mini.setup(mini_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(registry):
         patch.setattr(pools, "usable_cores", lambda: 2 * THREADS)
         model = registry.model(key, lambda: None)
         assert isinstance(model.pool.ranks, RayRanks)
-        assert tiny.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
+        assert mini.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
         assert registry.bytes_on(key, "cuda:0") == 0  # ComfyUI is told of nothing on its own GPU
         assert registry.model(key, lambda: None) is model
         registry.unload(key)

@@ -23,7 +23,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -41,7 +40,7 @@ from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.heartbeat import Heartbeat, send_heartbeats
 from parallel_backend.wire.tcp import shutdown
-from testing import tiny
+from testing import mini
 from testing.fork_server import started_by
 from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
@@ -589,7 +588,7 @@ BOUND = SILENCE + 20.0
 
 
 class Kept:
-    """A pool with little patience for silence, made again when it has failed, and the tiny Flux on it."""
+    """A pool with little patience for silence, made again when it has failed, and the tiny model on it."""
 
     def __init__(self, path: Path):
         self.path, self._pool = path, None
@@ -602,7 +601,7 @@ class Kept:
         return self._pool
 
     def model(self, degrees: Degrees) -> RemoteTransformer:
-        return on_ranks(self.pool(), open_checkpoint(self.path), degrees, "fp32", "sdpa", nothing)
+        return on_ranks(self.pool(), mini.opened(self.path), degrees, "fp32", "sdpa", nothing)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -610,25 +609,25 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def kept(flux_file):
-    kept = Kept(flux_file)
+def kept(mini_file):
+    kept = Kept(mini_file)
     yield kept
     kept.close()
 
 
 @pytest.fixture(scope="module")
 def given():
-    return tiny.inputs(tiny.FLUX)
+    return mini.inputs()
 
 
 @pytest.fixture(scope="module")
-def expected(flux_model, given):
-    return tiny.reference(flux_model, *given)
+def expected(mini_model, given):
+    return mini.reference(mini_model, *given)
 
 
 def works(kept: Kept, given, expected, degrees: Degrees | None = None) -> None:
     """The next prompt does."""
-    assert tiny.relative(kept.model(degrees or Degrees(pipe=2)).predict(ModelCall(*given), nothing), expected) <= 1e-5
+    assert mini.relative(kept.model(degrees or Degrees(pipe=2)).predict(ModelCall(*given), nothing), expected) <= 1e-5
 
 
 def stop(pool: Pool, rank: int) -> float:
@@ -702,7 +701,7 @@ def test_a_rank_stopped_in_micro_steps(kept, given, expected, measured_bound, de
 @pytest.mark.processes
 def test_a_rank_stopped_while_it_loads(kept, given, expected, tmp_path, measured_bound):
     path = tmp_path / "large.safetensors"
-    write_random(path, CONFIG | {"num_layers": 1, "num_single_layers": 4})
+    write_random(path, CONFIG | {"double_blocks": 1, "single_blocks": 4})
     pool, since = kept.pool(), []
 
     def progress(doing: str, fraction: float) -> None:
@@ -711,7 +710,7 @@ def test_a_rank_stopped_while_it_loads(kept, given, expected, tmp_path, measured
 
     # The first rank's progress stops the second, whose last beat may be from before it began to load.
     with pytest.raises(RankError, match=stopped(1, "[^.]+")):
-        on_ranks(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing, "even", progress)
+        on_ranks(pool, mini.opened(path), Degrees(pipe=2), "fp32", "sdpa", nothing, "even", progress)
     path.unlink()
     measured_bound(since[0])
     works(kept, given, expected)
@@ -771,16 +770,16 @@ def test_a_stopped_rank_that_takes_no_more_is_killed_under_the_sender(kept, give
 
 
 @pytest.mark.processes
-def test_unloading_a_stopped_rank_ends(flux_file, given, expected):
+def test_unloading_a_stopped_rank_ends(mini_file, given, expected):
     registry = Registry()
-    key = Setup(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
+    key = mini.setup(mini_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
     with contextlib.closing(registry):
         model = registry.model(key, nothing)
         model.pool.watchdog.silence = SILENCE
         since = stop(model.pool, 0)
         registry.unload()
         assert time.monotonic() - since < BOUND
-        assert tiny.relative(registry.model(key, nothing).predict(ModelCall(*given), nothing), expected) <= 1e-5
+        assert mini.relative(registry.model(key, nothing).predict(ModelCall(*given), nothing), expected) <= 1e-5
 
 
 @pytest.mark.processes
@@ -795,7 +794,7 @@ def test_closing_with_a_stopped_rank(kept):
 
 
 @pytest.mark.processes
-def test_a_client_that_was_stopped_blames_nobody(flux_file):
+def test_a_client_that_was_stopped_blames_nobody(mini_file):
     """Stopped for longer than it lets ranks be silent."""
     script = (
         "import sys, time\n"
@@ -841,19 +840,19 @@ def orders(tmp_path, monkeypatch):
 
 
 def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
-    return on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing)
+    return on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nothing)
 
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, expected, orders):
+def test_ranks_that_are_slow_and_get_slower_are_left_alone(mini_file, given, expected, orders):
     """Each block of a micro-step takes twice as long as the one before. Then one hangs in Python."""
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
-        model = load(pool, flux_file, Degrees(ulysses=2))
+        model = load(pool, mini_file, Degrees(ulysses=2))
         model.predict(ModelCall(*given), nothing)
         pool.watchdog.stall = 2.0
         orders("0 slow_down")
-        assert tiny.relative(model.predict(ModelCall(*given), nothing), expected) <= 1e-5
+        assert mini.relative(model.predict(ModelCall(*given), nothing), expected) <= 1e-5
         deadline = time.monotonic() + 30
         while pool.watchdog._longest <= 2.0 and time.monotonic() < deadline:  # the last block is counted at the next tick
             time.sleep(0.05)
@@ -870,10 +869,10 @@ def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, exp
 
 
 @pytest.mark.processes
-def test_the_first_micro_step_is_given_time(flux_file, given, expected, orders):
+def test_the_first_micro_step_is_given_time(mini_file, given, expected, orders):
     """The control of the test before: limits of what is known do not hold for it."""
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
-        model = load(pool, flux_file, Degrees(pipe=2))
+        model = load(pool, mini_file, Degrees(pipe=2))
         pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 2.0, 0.0
         orders("1 sleep")
         with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 2 s, last seen in micro-step 1\."):
@@ -881,13 +880,13 @@ def test_the_first_micro_step_is_given_time(flux_file, given, expected, orders):
 
 
 @pytest.mark.processes
-def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given, orders, tmp_path, capfd):
+def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(mini_file, given, orders, tmp_path, capfd):
     logs = tmp_path / "logs"
     with started_by(multiprocessing.get_context("spawn")):  # what is forked has the standard error of an earlier moment
         first = Pool(("cpu",), logs=logs)
     with contextlib.closing(first) as pool:
         orders("0 speak")
-        load(pool, flux_file, Degrees()).predict(ModelCall(*given), nothing)
+        load(pool, mini_file, Degrees()).predict(ModelCall(*given), nothing)
         (own,) = logs.iterdir()
         log = (own / "rank-0.log").read_text(encoding="utf-8")
         shown = capfd.readouterr().err
@@ -898,7 +897,7 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given
         assert "quietly" not in shown and "printed" not in shown
         orders("0 end")
         with pytest.raises(RankError) as error:
-            pool_model = load(pool, flux_file, Degrees())
+            pool_model = load(pool, mini_file, Degrees())
             pool_model.predict(ModelCall(*given), nothing)
     text = str(error.value)
     assert text.startswith("Parallel DiT: rank 0 (cpu) ended with exit code 3")
@@ -909,9 +908,9 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given
 
 
 @pytest.mark.processes
-def test_a_crash_and_a_lack_of_memory_say_what_is_known(flux_file, given, expected, orders):
+def test_a_crash_and_a_lack_of_memory_say_what_is_known(mini_file, given, expected, orders):
     with contextlib.closing(Pool(("cpu",))) as pool:
-        model = load(pool, flux_file, Degrees())
+        model = load(pool, mini_file, Degrees())
         orders("0 crash")
         with pytest.raises(RankError) as error:
             model.predict(ModelCall(*given), nothing)
@@ -922,7 +921,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(flux_file, given, expect
     with contextlib.closing(Pool(("cpu",))) as pool:
         orders("0 run_out")
         with pytest.raises(RankError) as error:
-            load(pool, flux_file, Degrees()).predict(ModelCall(*given), nothing)
+            load(pool, mini_file, Degrees()).predict(ModelCall(*given), nothing)
         first, second, *_ = str(error.value).splitlines()
         assert first.startswith("Parallel DiT: rank 0 (cpu) failed in micro-step 1: OutOfMemoryError: CUDA out of memory.")
         assert second.startswith("The run was expected to take: cpu 12.7 MB of weights")

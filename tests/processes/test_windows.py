@@ -30,7 +30,7 @@ from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.rank.start import parent_watch
 from parallel_backend.wire.rank_settings import StartSettings
-from testing import tiny
+from testing import mini
 from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
 
 pytestmark = pytest.mark.threads
@@ -177,11 +177,11 @@ def test_a_log_is_written_without_signals(tmp_path):
     assert "a word" in path.read_text()
 
 
-def test_a_model_runs_on_two_ranks(remote, flux_model, monkeypatch):
+def test_a_model_runs_on_two_ranks(remote, mini_model, monkeypatch):
     """Loading, a run with its report, and unloading."""
     monkeypatch.setattr(DeviceCopies, "peak_bytes", 1 << 30)
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     model = remote(Degrees(pipe=2), fresh=True)
-    assert tiny.relative(model.predict(ModelCall(*given), lambda: None), tiny.reference(flux_model, *given)) < 1e-5
+    assert mini.relative(model.predict(ModelCall(*given), lambda: None), mini.reference(mini_model, *given)) < 1e-5
     assert {stats.peak_bytes for stats in model.close_run(model.open_run(), lambda: None)} == {1 << 30}
     remote(Degrees(tensor=2), fresh=True)

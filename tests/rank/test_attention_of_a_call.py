@@ -14,7 +14,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.attention_kernels import AttentionKernel
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from tests.support import attention_packages as packages
 
 pytestmark = pytest.mark.threads
@@ -48,8 +48,8 @@ def seen(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("degrees", MODES, ids=str)
-def test_calls_with_and_without_in_turn(pools, flux_file, seen, degrees):
-    in_turn(pools.load(flux_file, degrees, fresh=True), ModelCall(*tiny.inputs(tiny.FLUX)), seen)
+def test_calls_with_and_without_in_turn(pools, mini_file, seen, degrees):
+    in_turn(pools.mini(mini_file, degrees, fresh=True), ModelCall(*mini.inputs()), seen)
     pools.forget(degrees.world)
 
 
@@ -67,16 +67,16 @@ def in_turn(model: RemoteTransformer, call: ModelCall, seen: list[str]) -> None:
     for kernel, formats in (("sage", {""}), ("sage.fp8_cuda", {"fp32+fp32"}), ("sage.fp8_cuda++", {"fp32+fp16"})):
         found = model.predict(replace(call, changes=BlockChanges(attention=kernel)), nothing)
         assert set(seen) == formats
-        assert tiny.relative(found, plain) <= 1e-5
+        assert mini.relative(found, plain) <= 1e-5
         seen.clear()
     assert torch.equal(model.predict(call, nothing), plain)
     assert not seen
 
 
 @pytest.mark.parametrize("kernel", ["comfy_kitchen", "sage.fp16_cuda"])
-def test_what_a_rank_cannot_run_is_computed_by_torchs(pools, flux_file, seen, kernel):
+def test_what_a_rank_cannot_run_is_computed_by_torchs(pools, mini_file, seen, kernel):
     """The device has no such kernel; the installed release has no such function."""
-    model, given = pools.load(flux_file, Degrees(), fresh=True), tiny.inputs(tiny.FLUX)
+    model, given = pools.mini(mini_file, Degrees(), fresh=True), mini.inputs()
     plain = model.predict(ModelCall(*given), nothing)
     assert torch.equal(model.predict(ModelCall(*given, changes=BlockChanges(attention=kernel)), nothing), plain)
     assert not seen

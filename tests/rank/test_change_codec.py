@@ -12,9 +12,9 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.packed_values import CHANGE_BITS, change_bytes
 from parallel_backend.rank.comm.change_codec import ChangeCodec, ChangeGathering, Held
-from testing import tiny
+from testing import mini
 from testing.models import conditioning_of
-from tests.rank.test_transfer_codec import flux
+from tests.rank.test_transfer_codec import load as load_on
 
 pytestmark = pytest.mark.threads
 
@@ -68,7 +68,7 @@ def test_parts_of_another_shape_are_not_what_is_held():
 def sampled(model: RemoteTransformer, seed: int = 0, steps: int = STEPS_OF_A_RUN, guided: bool = False, warm_up: int = 1):
     """A run in displaced patches: the latent and bytes sent by the patch ranks."""
     model.close_run(model.open_run(), lambda: None)
-    noise, _, tensors = tiny.inputs(tiny.FLUX, batch=1, height=16, width=12, text=8)
+    noise, _, tensors = mini.inputs(batch=1, height=16, width=12, text=8)
     noise = noise + torch.randn(noise.shape, generator=torch.Generator().manual_seed(seed))
     negative = {"context": tensors["context"].flip(1)} | {k: v for k, v in tensors.items() if k != "context"}
     prompt = Prompt(tensors, negative if guided else {}, 3.0 if guided else 1.0)
@@ -77,8 +77,8 @@ def sampled(model: RemoteTransformer, seed: int = 0, steps: int = STEPS_OF_A_RUN
 
 
 @pytest.fixture
-def load(pools, flux_file):
-    return lambda kind, dtype="fp32": flux(pools, flux_file, DISPLACED, kind, dtype)
+def load(pools, mini_file):
+    return lambda kind, dtype="fp32": load_on(pools, mini_file, DISPLACED, kind, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -86,9 +86,10 @@ def test_bytes_sent(load, dtype):
     """Exact calls and displaced ones of `full` send keys and values as they are: half of the tokens from each rank."""
     layers, values = 8, 2 * (8 + 48) * 8 * 16
     full = layers * values * (4 if dtype == "fp32" else 2)
-    assert sampled(load("full", dtype))[1] == STEPS_OF_A_RUN * full
+    leaving = STEPS_OF_A_RUN * full // layers // 2  # all ranks have what leaves the blocks
+    assert sampled(load("full", dtype))[1] - leaving == STEPS_OF_A_RUN * full
     changes = layers * change_bytes(values, 16, CHANGE_BITS)
-    assert sampled(load("residual", dtype))[1] == full + (STEPS_OF_A_RUN - 1) * changes
+    assert sampled(load("residual", dtype))[1] - leaving == full + (STEPS_OF_A_RUN - 1) * changes
     assert changes * 32 == full * (4.0 + 1) * 32 // (
         32 if dtype == "fp32" else 16
     )  # 16 values and the 2 bytes of their step
@@ -123,7 +124,7 @@ def test_ranks_hold_the_same_parts(load, monkeypatch):
 def test_pictures_are_near_those_of_full_transfers(load, measured):
     exact, model = sampled(load("full"), guided=True)[0], load("residual")
     latent, _ = sampled(model, guided=True)
-    error = tiny.relative(latent, exact)
+    error = mini.relative(latent, exact)
     measured("relative error of a displaced run, transfers in residual", error)
     assert 1e-6 < error < 2e-3
     # Runs and the two prompts of one share nothing, so a run is the same whatever came before it.
@@ -139,16 +140,16 @@ def test_exact_steps_are_exact(load):
 def test_every_exact_step_renews_what_changes_are_relative_to(load):
     """Relative to values of the first one, those of the last are farther away, and their errors larger."""
     first, last = (
-        tiny.relative(sampled(load("residual"), warm_up=steps)[0], sampled(load("full"), warm_up=steps)[0])
+        mini.relative(sampled(load("residual"), warm_up=steps)[0], sampled(load("full"), warm_up=steps)[0])
         for steps in (1, 3)
     )
     assert 1e-6 < last < first
 
 
-def test_ulysses_sends_int8_beside_it(pools, flux_file):
-    inputs = tiny.inputs(tiny.FLUX)
+def test_ulysses_sends_int8_beside_it(pools, mini_file):
+    inputs = mini.inputs()
     residual, packed = (
-        flux(pools, flux_file, Degrees(ulysses=2), kind).predict(ModelCall(*inputs), lambda: None)
+        load_on(pools, mini_file, Degrees(ulysses=2), kind).predict(ModelCall(*inputs), lambda: None)
         for kind in ("residual", "int8")
     )
     assert torch.equal(residual, packed)
@@ -156,7 +157,7 @@ def test_ulysses_sends_int8_beside_it(pools, flux_file):
 
 def test_what_it_keeps_is_in_the_memory_model(load):
     """Beside what full transfers have under way, the packed changes."""
-    tensors = tiny.inputs(tiny.FLUX, batch=1, height=16, width=12, text=8)[2]
+    tensors = mini.inputs(batch=1, height=16, width=12, text=8)[2]
     found = {}
     for kind in ("full", "residual"):
         model = load(kind)

@@ -13,7 +13,7 @@ from parallel_backend.rank.comm import collectives, peers
 from parallel_backend.rank.comm.mesh import Axis, make_mesh
 from parallel_backend.rank.comm.transfers import PeerError, Traffic
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
-from testing import tiny
+from testing import mini
 from tests.support.fake_cuda import ADA, FakeEvent, fake_cuda
 
 AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
@@ -124,16 +124,16 @@ def test_only_an_error_of_the_transfer_may_be_another_ranks(error, peers):
 
 @pytest.mark.threads
 @pytest.mark.parametrize("degrees", [Degrees(ulysses=3), Degrees(ulysses=2, ring=2)], ids=str)
-def test_ulysses_over_a_network_gives_the_same_bits(degrees, thread_pools, flux_file, monkeypatch):
+def test_ulysses_over_a_network_gives_the_same_bits(degrees, thread_pools, mini_file, monkeypatch):
     """Uneven heads and tokens, some ranks with none of the picture."""
     sizes = {"batch": 2, "height": 15, "width": 11}, {"batch": 1, "height": 4, "width": 10, "text": 3}
-    given, swaps, swap = [tiny.inputs(tiny.FLUX, **each) for each in sizes], [], collectives._start_swap
+    given, swaps, swap = [mini.inputs(**each) for each in sizes], [], collectives._start_swap
     monkeypatch.setattr(collectives, "_start_swap", lambda *parts: swaps.append(len(parts)) or swap(*parts))
 
     def outputs() -> tuple[list[torch.Tensor], int]:
         """And how many transfers were receives and sends."""
         thread_pools.forget(degrees.world)  # the mesh is made anew
-        model = thread_pools.load(flux_file, degrees)
+        model = thread_pools.mini(mini_file, degrees)
         swaps.clear()
         return [model.predict(ModelCall(*each), lambda: None) for each in given], len(swaps)
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client import not_finite
 from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
@@ -25,7 +24,7 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini
 from testing.models import conditioning_of, on_ranks, whole_call
 from tests.support import failing_rank
 
@@ -143,9 +142,9 @@ def test_the_explanation_says_what_to_change():
 
 
 @pytest.fixture(scope="module")
-def damaged_file(flux_file, tmp_path_factory):
+def damaged_file(mini_file, tmp_path_factory):
     """A NaN in one weight of the last block."""
-    state = load_file(flux_file)
+    state = load_file(mini_file)
     state[LAST_BLOCK][3, 5] = NAN
     path = tmp_path_factory.mktemp("damaged") / "damaged.safetensors"
     save_file(state, path)
@@ -153,23 +152,23 @@ def damaged_file(flux_file, tmp_path_factory):
 
 
 def in_bands(model, steps=4, bands=3, seed=1):
-    x, _, tensors = tiny.inputs(tiny.FLUX, seed=seed)
+    x, _, tensors = mini.inputs(seed=seed)
     return sample_in_bands(
         model, x, linear_sigmas(steps), Prompt(tensors, {}, 1.0), 1 if model.degrees.displaced else bands, 1
     )
 
 
 WAYS = {
-    "a call": lambda model: model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody),
+    "a call": lambda model: model.predict(ModelCall(*mini.inputs()), nobody),
     "a run": in_bands,
     "a run without warm-up": lambda model: sample_in_bands(
-        model, tiny.inputs(tiny.FLUX)[0], linear_sigmas(3), Prompt(tiny.inputs(tiny.FLUX)[2], {}, 1.0), 3, 0
+        model, mini.inputs()[0], linear_sigmas(3), Prompt(mini.inputs()[2], {}, 1.0), 3, 0
     ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, flux_file, way):
+def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, mini_file, way):
     model = pools.load(damaged_file, Degrees(pipe=2))
     for _ in range(2):  # the second time nothing is left of the first
         with pytest.raises(NotFiniteError) as error:
@@ -179,9 +178,9 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, flux_
         assert f"not finite in {LAST_BLOCK}: the file is damaged" in text
     assert model.pool.error is None
     pids = model.pool.pids
-    well = pools.load(flux_file, Degrees(pipe=2))
+    well = pools.mini(mini_file, Degrees(pipe=2))
     assert well.pool.pids == pids
-    after, before = in_bands(well)[0], in_bands(pools.load(flux_file, Degrees(pipe=2), fresh=True))[0]
+    after, before = in_bands(well)[0], in_bands(pools.mini(mini_file, Degrees(pipe=2), fresh=True))[0]
     assert torch.equal(after, before)
     assert after.isfinite().all()
 
@@ -191,7 +190,7 @@ def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypat
     model, fail, errors = pools.load(damaged_file, Degrees(pipe=2)), not_finite.fail, []
     monkeypatch.setattr(not_finite, "fail", lambda future, error: (errors.append(error), fail(future, error)))
     run = model.open_run()
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     patching = model.family.patching
     grid = patching.grid(x.shape)
     conditioning = conditioning_of(model, grid, tensors)
@@ -219,21 +218,21 @@ def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypat
 def test_every_mode_finds_it(pools, damaged_file, degrees):
     model = pools.load(damaged_file, degrees)
     with pytest.raises(NotFiniteError, match=rf"began on rank \d .*{re.escape(LAST_BLOCK)}"):
-        model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)
+        model.predict(ModelCall(*mini.inputs()), nobody)
     if degrees.displaced:
         with pytest.raises(NotFiniteError, match=re.escape(LAST_BLOCK)):
             in_bands(model)
     assert model.pool.error is None
     with pytest.raises(NotFiniteError):
-        model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)
+        model.predict(ModelCall(*mini.inputs()), nobody)
 
 
-def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, process_pools, monkeypatch):
-    expected = in_bands(process_pools.load(flux_file, Degrees(pipe=2), fresh=True))
+def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(mini_file, process_pools, monkeypatch):
+    expected = in_bands(process_pools.mini(mini_file, Degrees(pipe=2), fresh=True))
     monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.not_a_number)  # of ranks to come
     ranks = Pool(("cpu", "cpu"))
     try:
-        model = on_ranks(ranks, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
+        model = on_ranks(ranks, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
         # Two entries one by one, then three bands: the fourth is the second band of the second step.
         with pytest.raises(NotFiniteError, match=r"rank 1 \(cpu\), stage 2 of 2, in micro-step 4\..*weight_dtype fp32"):
             in_bands(model)
@@ -245,12 +244,12 @@ def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, 
         ranks.close()
 
 
-def test_a_lora_that_is_not_finite_is_named(pools, flux_file, flux_model):
-    model = pools.load(flux_file, Degrees(pipe=2))
-    shape = load_file(flux_file)[LAST_BLOCK].shape
+def test_a_lora_that_is_not_finite_is_named(pools, mini_file, mini_model):
+    model = pools.mini(mini_file, Degrees(pipe=2))
+    shape = load_file(mini_file)[LAST_BLOCK].shape
     up = torch.zeros(shape[0], 2)
     up[0, 0] = INF
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     try:
         model.adapt("bad", [Delta(LAST_BLOCK, up, torch.ones(2, shape[1]), 1.0)], nobody)
         with pytest.raises(
@@ -266,25 +265,25 @@ def test_a_lora_that_is_not_finite_is_named(pools, flux_file, flux_model):
             model.predict(ModelCall(*given), nobody)
     finally:
         model.adapt(None, (), nobody)
-    assert tiny.relative(model.predict(ModelCall(*given), nobody), tiny.reference(flux_model, *given)) < 1e-5
+    assert mini.relative(model.predict(ModelCall(*given), nobody), mini.reference(mini_model, *given)) < 1e-5
 
 
-def test_fp16_that_overflows_says_what_to_use(pools, flux_file, tmp_path):
-    state = load_file(flux_file)
+def test_fp16_that_overflows_says_what_to_use(pools, mini_file, tmp_path):
+    state = load_file(mini_file)
     state["img_in.bias"][2] = 1e5
     path = tmp_path / "large.safetensors"
     save_file(state, path)
     with pytest.raises(NotFiniteError, match="weight_dtype fp16 is too small for them, use bf16 or fp32"):
-        pools.load(path, Degrees(pipe=2), "fp16").predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)
+        pools.load(path, Degrees(pipe=2), "fp16").predict(ModelCall(*mini.inputs()), nobody)
     model = pools.load(path, Degrees(pipe=2), "bf16")
-    assert model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody).isfinite().all()
+    assert model.predict(ModelCall(*mini.inputs()), nobody).isfinite().all()
 
 
 @settings(max_examples=15)
 @given(st.sampled_from(["x", "time", "context", "pooled", "guidance"]), st.sampled_from([NAN, INF, -INF]), st.booleans())
 def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, bands):
     model = remote(Degrees(pipe=2))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     nonfinite = {"x": x, "time": timestep, **tensors}[what]
     nonfinite.view(-1)[-1] = bad
@@ -302,16 +301,16 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
     finally:
         del model.pool.send
     assert m.Step not in sent
-    assert model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody).isfinite().all()
+    assert model.predict(ModelCall(*mini.inputs()), nobody).isfinite().all()
 
 
-def test_a_late_finding_harms_nobody(remote, flux_model):
+def test_a_late_finding_harms_nobody(remote, mini_model):
     """An answer that comes when its call was given up, and a question to ranks whose model is gone."""
     model = remote(Degrees(pipe=2))
     answers = model.pool.ask(m.FindNotFinite(0, 10**9), m.NotFiniteFound).result(timeout=60)
     assert [replace(answer, rank=0) for answer in answers] == [m.NotFiniteFound(0, None, (), ())] * 2
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     call = whole_call(model, *given)
     call.future.set_result(None)
     model._posting._causes.fail(call, 1, 1)
-    assert tiny.relative(model.predict(ModelCall(*given), nobody), tiny.reference(flux_model, *given)) < 1e-5
+    assert mini.relative(model.predict(ModelCall(*given), nobody), mini.reference(mini_model, *given)) < 1e-5

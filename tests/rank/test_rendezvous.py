@@ -11,13 +11,12 @@ from datetime import timedelta
 
 import pytest
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.rank.comm.rendezvous import Rendezvous, StoreError, StoreFile
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 
@@ -128,13 +127,13 @@ def test_one_rank_has_no_store(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("whole", [False, True], ids=["the file", "its folder"])
-def test_a_cleaner_of_temporary_files_is_named(flux_file, whole):
+def test_a_cleaner_of_temporary_files_is_named(mini_file, whole):
     """Without the look at the file the ranks would wait in the making of the next model's groups."""
     with closing(Pool(("cpu", "cpu"))) as pool:
-        given = tiny.inputs(tiny.FLUX)
+        given = mini.inputs()
 
         def load(degrees: Degrees) -> RemoteTransformer:
-            return on_ranks(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
+            return on_ranks(pool, mini.opened(mini_file), degrees, "fp32", "sdpa", lambda: None)
 
         load(Degrees(pipe=2)).predict(ModelCall(*given), lambda: None)
         if whole:

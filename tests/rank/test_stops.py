@@ -72,6 +72,6 @@ def test_a_micro_step_stops_no_rank(case, gpu_pool, tmp_path):
     [pytest.param(each, marks=() if each.pipe > 1 or each.patch > 1 else pytest.mark.full) for each in MODES[1:]],
     ids=str,
 )
-def test_no_mode_stops_a_rank(degrees, gpu_pool, flux_file):
+def test_no_mode_stops_a_rank(degrees, gpu_pool, mini_file):
     case = next(case for case in all_cases() if case.name == "flux-dev")
-    assert stops_of_ranks(gpu_pool, case.save(case.model(), flux_file.with_name("own.safetensors")), degrees, case) == []
+    assert stops_of_ranks(gpu_pool, case.save(case.model(), mini_file.with_name("own.safetensors")), degrees, case) == []

@@ -138,11 +138,11 @@ def test_every_large_weight_of_a_block_is_cut(flux_model):
 @pytest.mark.parametrize(
     "degrees", [Degrees(tensor=2), Degrees(tensor=4), Degrees(pipe=2, tensor=2), Degrees(pipe=2), Degrees(tensor=8)], ids=str
 )
-def test_a_rank_holds_its_part_of_the_blocks(remote, flux_model, degrees):
+def test_a_rank_holds_its_part_of_the_blocks(pools, flux_file, flux_model, degrees):
     """1/N of every block for tensor parallel, the blocks of one of N stages for a pipeline; what surrounds them is small."""
     parameters = dict(flux_model.named_parameters())
     around = sum(p.nbytes for name, p in parameters.items() if not name.startswith(BLOCKS))
-    largest = max(remote(degrees).weight_bytes)
+    largest = max(pools.load(flux_file, degrees).weight_bytes)
     blocks = {}
     for name, p in parameters.items():
         if name.startswith(BLOCKS):

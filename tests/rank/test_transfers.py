@@ -5,6 +5,7 @@ which 1 / N stays where it is; ring and displaced patches move 2 A, of which eac
 adds up A twice (once in Flux's single blocks), each time 2 A as the ring algorithm does it, less the own N-th.
 """
 
+import functools
 import itertools
 import time
 
@@ -24,6 +25,14 @@ pytestmark = pytest.mark.threads
 HIDDEN = tiny.FLUX["num_attention_heads"] * tiny.FLUX["attention_head_dim"]
 LAYERS = tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
 STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def remote(pools, flux_file):
+    """The tiny Flux by its family: ranks that run a class send what leaves its blocks to all ranks."""
+    return functools.partial(pools.load, flux_file)
+
+
 TEXT, IMAGE, BATCH = 8, 48, 2  # both divisible by 4 ranks and 4 bands, so that the formulas are exact
 WIDTH = {"fp32": 4, "bf16": 2}
 

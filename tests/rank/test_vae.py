@@ -30,7 +30,7 @@ from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.vaes import VAES
 from parallel_backend.vaes.base import Edges, Weights
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini, tiny
 from testing.vaes import OnRanks, decoder_of, original_decoder
 from tests.support import fake_cuda
 from tests.support.emulated_gpu import emulated
@@ -153,7 +153,7 @@ def test_weights_are_sent_once_until_another_decoder_takes_their_place_or_all_is
         assert largest(found, whole(autoencoder(), latent(1, 4, 4, 4))) <= LIMIT
 
     model = remote(Degrees(pipe=2), fresh=True)
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     before = model.predict(ModelCall(*given), lambda: None)
     for name in ("a", "a", "b", "b", "a"):
         decode(name)

@@ -29,7 +29,7 @@ from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
-from testing import tiny
+from testing import mini, tiny
 from testing.emulated_device import EmulatedCopies, EmulatedDevice, EmulatedOutOfMemoryError
 from testing.models import whole_call
 from testing.quantised import quantise_blocks
@@ -83,8 +83,15 @@ def files(tmp_path_factory) -> cases.Files:
 )
 def test_every_mode_and_family(case, files, thread_pools, emulated, streamed):
     """A slot's bytes are another block's by the time that the block after it runs, so nothing reads them too late."""
-    found = case.run(files, streamed, emulated)
-    assert same(found, case.run(files, thread_pools.load, thread_pools))
+
+    def opened(load: Callable[..., RemoteTransformer]) -> Callable[..., RemoteTransformer]:
+        """`load` of a checkpoint, by its class or its family."""
+        return lambda checkpoint, degrees: load(
+            checkpoint.path, degrees, own=mini.own_of(mini.for_tensor(checkpoint, degrees.tensor))
+        )
+
+    found = case.run(files, opened(streamed), emulated)
+    assert same(found, case.run(files, opened(thread_pools.load), thread_pools))
 
 
 class Alone:

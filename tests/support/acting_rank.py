@@ -1,4 +1,4 @@
-"""Ranks that do as a file says, inside a block of a Flux: what no message could make them do."""
+"""Ranks that do as a file says, inside a block of the mini class: what no message could make them do."""
 
 import functools
 import logging
@@ -15,7 +15,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 def acting(orders: Path, settings: RankSettings, connection: Connection) -> None:
     """A rank's entry, as entry.main. The file `orders` holds a rank's number and what it is to do, such as '1 sleep'."""
-    from parallel_backend.families.models.fused_flux import SingleBlock as Block
+    from parallel_backend.quickstart.mini_flux import SingleBlock as Block
 
     forward, calls = Block.forward, iter(range(1000))
 
@@ -37,7 +37,7 @@ def sleep(_call: int) -> None:
 
 
 def slow_down(call: int) -> None:
-    """Each block twice as much as the one before: 4.8 s in the last one of a tiny Flux."""
+    """Each block twice as much as the one before: 4.8 s in the last one of a tiny model."""
     time.sleep(0.3 * 2**call)
 
 

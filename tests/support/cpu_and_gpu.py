@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from parallel_backend.rank import copy_rate
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.rank.attention.kernels import sdpa
-from testing import tiny
+from testing import mini
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.transport.runner import Pools, same
 from tests.support import host_memory
@@ -51,7 +51,7 @@ class Both:
             self.close()  # the next test has others
             raise
         found = self.on_gpu(run)
-        assert same(found, expected), f"relative differences: {list(map(tiny.relative, found, expected))}"
+        assert same(found, expected), f"relative differences: {list(map(mini.relative, found, expected))}"
         return found
 
     def on_gpu(self, run: Run) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.measurements import measured_blocks, measured_links
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -15,7 +14,7 @@ from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from tests.support.tampering_rank import TWICE, others, tampering
 
@@ -27,14 +26,14 @@ ONE = Degrees()
 
 
 @pytest.fixture
-def tampered(monkeypatch, flux_file):
-    """`tampered(how)`: the tiny Flux on one rank that does so."""
+def tampered(monkeypatch, mini_file):
+    """`tampered(how)`: the tiny model on one rank that does so."""
     pools = []
 
     def load(how: str, degrees: Degrees = ONE) -> RemoteTransformer:
         monkeypatch.setattr("parallel_backend.processes.local.rank_entry", lambda: functools.partial(tampering, how))
         pools.append(Pool(("cpu",) * degrees.world))
-        return on_ranks(pools[-1], open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
+        return on_ranks(pools[-1], mini.opened(mini_file), degrees, "fp32", "sdpa", lambda: None)
 
     yield load
     for pool in pools:
@@ -43,23 +42,23 @@ def tampered(monkeypatch, flux_file):
 
 @pytest.mark.parametrize("how", HOW)
 def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(tampered, how):
-    model, given = tampered(how), tiny.inputs(tiny.FLUX)
+    model, given = tampered(how), mini.inputs()
     with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent what cannot be: "):
         model.predict(ModelCall(*given), lambda: None)
     assert isinstance(model.pool.error, RankError)
 
 
 def test_an_output_that_comes_twice_is_not_taken_for_another_ranks(tampered):
-    model, given = tampered(TWICE, Degrees(ulysses=2)), tiny.inputs(tiny.FLUX)
+    model, given = tampered(TWICE, Degrees(ulysses=2)), mini.inputs()
     with pytest.raises(RankError, match=r"rank 0 \(cpu\) sent what cannot be: an output of micro-step 1, which nobody"):
         model.predict(ModelCall(*given), lambda: None)
 
 
-def test_outputs_as_they_are_give_the_right_result(tampered, flux_model):
+def test_outputs_as_they_are_give_the_right_result(tampered, mini_model):
     """The control."""
-    given = tiny.inputs(tiny.FLUX)
+    given = mini.inputs()
     output = tampered("as it is").predict(ModelCall(*given), lambda: None)
-    assert tiny.relative(output, tiny.reference(flux_model, *given)) <= 1e-5
+    assert mini.relative(output, mini.reference(mini_model, *given)) <= 1e-5
 
 
 class Silent:

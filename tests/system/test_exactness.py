@@ -1,7 +1,6 @@
 """Every product of exact modes equals one process, and the approximate mode depends on its schedule alone.
 
-Ranks run the tiny Flux by a class (quickstart/mini_flux.py), as they run ComfyUI's; diffusers' forward is the reference. Its
-family runs if a class does not: masks of text, tensor ranks that do not divide the heads, naive patches, heads in groups.
+The tiny model is of the mini class, which ranks run as they run ComfyUI's.
 """
 
 import functools
@@ -13,21 +12,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
-from parallel_backend.client.proven_class import call_of, prompt_for_class, proven
+from parallel_backend.client.proven_class import tensors_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
-from parallel_backend.processes import local as launch
-from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.codec import CHANNELS
-from parallel_backend.quickstart.model import WEIGHTS, mini_flux
+from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
-from parallel_backend.wire.timeline_kinds import TRANSFER
-from testing import tiny
-from testing.models import on_ranks
-from tests.support import grouping_rank
+from testing import mini
 
 pytestmark = pytest.mark.threads
 
@@ -39,11 +32,8 @@ PRODUCTS = [
     for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES))
     if math.prod(sizes) == world and 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
 ]
-UNEVEN = [Degrees(ulysses=3), Degrees(ring=3), Degrees(ulysses=3, ring=2)]
+UNEVEN = [Degrees(ulysses=3), Degrees(ring=3), Degrees(ulysses=2, ring=3), Degrees(tensor=3), Degrees(tensor=3, ulysses=2)]
 """8 heads and the token counts below divide by none of these."""
-UNEVEN_HEADS = [Degrees(tensor=3), Degrees(tensor=3, ulysses=2)]
-"""Of a family alone: a class's heads are the same for all tensor ranks."""
-
 CALLS = {
     "batch 2": {"batch": 2},
     "batch 3, splits unevenly": {"batch": 3},
@@ -57,43 +47,37 @@ def name(degrees: Degrees) -> str:
 
 
 @pytest.fixture(scope="module")
-def exact_call(flux_model):
-    """Case -> (inputs, diffusers' output)."""
+def exact_call(mini_model):
+    """Case -> (inputs, one process's output)."""
 
     @functools.cache
     def make(case: str):
-        given = tiny.inputs(tiny.FLUX, **CALLS[case])
-        return given, tiny.reference(flux_model, *given)
+        given = mini.inputs(**CALLS[case])
+        return given, mini.reference(mini_model, *given)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def exact_run(flux_model):
-    """(steps, height, width, cfg) -> (noise, sigmas, the class's prompt, diffusers' sample)."""
+def exact_run(mini_model):
+    """(steps, height, width, cfg) -> (noise, sigmas, prompt, one process's sample)."""
 
     @functools.cache
     def make(steps: int = 3, height: int = 16, width: int = 12, cfg: float = 1.0):
-        noise, _, positive = tiny.inputs(tiny.FLUX, height=height, width=width)
-        negative = tiny.inputs(tiny.FLUX, height=height, width=width, seed=2)[2]
+        noise, _, positive = mini.inputs(height=height, width=width)
+        negative = mini.inputs(height=height, width=width, seed=2)[2]
         prompt, sigmas = Prompt(positive, negative, cfg), linear_sigmas(steps)
         with torch.inference_mode():
-            sample = euler(functools.partial(tiny.reference, flux_model), noise, sigmas, prompt)
-        return noise, sigmas, prompt_for_class(prompt), sample
+            sample = euler(functools.partial(mini.reference, mini_model), noise, sigmas, prompt)
+        return noise, sigmas, prompt, sample
 
     return make
 
 
-@pytest.fixture(scope="module")
-def by_class(pools, flux_file) -> Callable[[Degrees], RemoteTransformer]:
-    """The tiny Flux on ranks, by its class."""
-    return lambda degrees: pools.load(flux_file, degrees, own=tiny.own_flux(degrees.tensor))
-
-
 @pytest.fixture
-def processes(process_pools, flux_file) -> Callable[[Degrees], RemoteTransformer]:
-    """`by_class` on ranks in processes: for whole runs, which threads of one process take too long for."""
-    return lambda degrees: process_pools.load(flux_file, degrees, own=tiny.own_flux(degrees.tensor))
+def processes(process_pools, mini_file) -> Callable[[Degrees], RemoteTransformer]:
+    """`remote` on ranks in processes: for whole runs, which threads of one process take too long for."""
+    return functools.partial(process_pools.mini, mini_file)
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +124,9 @@ AXES_AND_SOME = [
 
 
 @elsewhere
-def test_one_call_equals_one_process(by_class, exact_call, product, measured):
+def test_one_call_equals_one_process(remote, exact_call, product, measured):
     given, expected = exact_call("odd sizes")
-    error = tiny.relative(by_class(product).predict(tiny.own_call(*given), lambda: None), expected)
+    error = mini.relative(remote(product).predict(ModelCall(*given), lambda: None), expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
 
@@ -153,7 +137,7 @@ def test_processes_equal_one_process(processes, exact_call, exact_run, degrees, 
     model = processes(degrees)
     noise, sigmas, prompt, sampled = exact_run(height=15, width=11)
     sample, stats = sample_in_bands(model, noise, sigmas, prompt, 1 if degrees.displaced else 3, warm_up=3)
-    error = max(tiny.relative(model.predict(tiny.own_call(*given), lambda: None), expected), tiny.relative(sample, sampled))
+    error = max(mini.relative(model.predict(ModelCall(*given), lambda: None), expected), mini.relative(sample, sampled))
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
     assert len(stats) == degrees.world
@@ -161,60 +145,22 @@ def test_processes_equal_one_process(processes, exact_call, exact_run, degrees, 
 
 @pytest.mark.parametrize("case", [case for case in CALLS if case != "odd sizes"])
 @pytest.mark.parametrize("degrees", [d for d in PRODUCTS if d.world <= 2] + UNEVEN, ids=name)
-def test_other_calls_equal_one_process(by_class, exact_call, degrees, case, measured):
+def test_other_calls_equal_one_process(remote, exact_call, degrees, case, measured):
     given, expected = exact_call(case)
-    output = by_class(degrees).predict(tiny.own_call(*given), lambda: None)
+    output = remote(degrees).predict(ModelCall(*given), lambda: None)
     assert output.shape == expected.shape
-    error = tiny.relative(output, expected)
+    error = mini.relative(output, expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
 
 
-def masked_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict) -> torch.Tensor:
-    """diffusers' own forward with its own attention mask over the text's keys."""
-    mask = tensors["text_mask"]
-    image = mask.new_ones(len(mask), x.shape[2] * x.shape[3] // 4)
-    forward = functools.partial(model, joint_attention_kwargs={"attention_mask": torch.cat((mask, image), 1)[:, None, None]})
-    return tiny.reference(forward, x, timestep, tensors)
-
-
-def in_all_tiers(degrees: Degrees) -> pytest.param:
-    return pytest.param(
-        degrees, id=name(degrees), marks=[pytest.mark.full] * (degrees not in AXES_AND_SOME + UNEVEN + UNEVEN_HEADS)
-    )
-
-
-@pytest.mark.parametrize("product", map(in_all_tiers, SMALLER + UNEVEN + UNEVEN_HEADS), indirect=True)
-def test_a_text_mask_equals_one_process(remote, flux_model, product, measured):
-    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=10, width=12, text=9)
-    mask = torch.arange(9)[None] < torch.tensor([[4], [9]])  # the first entry's padding falls to several ranks whole
-    tensors = tensors | {"text_mask": mask}
-    expected = masked_reference(flux_model, x, timestep, tensors)
-    model = remote(product)
-    error = tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected)
-    measured("relative error of exact modes with a mask", error)
-    assert error <= TOLERANCE
-    prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(1)
-    bands = 1 if product.displaced else 3
-    expected = euler(functools.partial(masked_reference, flux_model), x, sigmas, prompt)
-    assert tiny.relative(sample_in_bands(model, x, sigmas, prompt, bands, warm_up=1)[0], expected) <= TOLERANCE
-
-
-def test_the_mask_test_sees_the_mask(flux_model):
-    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=10, width=12, text=9)
-    every, some = torch.ones(2, 9, dtype=torch.bool), torch.arange(9)[None] < torch.tensor([[4], [9]])
-    whole, masked = (masked_reference(flux_model, x, timestep, tensors | {"text_mask": mask}) for mask in (every, some))
-    assert tiny.relative(masked[:1], whole[:1]) > 100 * TOLERANCE
-    assert tiny.relative(whole, tiny.reference(flux_model, x, timestep, tensors)) <= TOLERANCE
-
-
 @pytest.mark.slow
 @elsewhere
-def test_a_run_of_exact_steps_equals_one_process(by_class, exact_run, product, measured):
+def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, product, measured):
     noise, sigmas, prompt, expected = exact_run(height=15, width=11)
     bands = 1 if product.displaced else 3
-    sample, stats = sample_in_bands(by_class(product), noise, sigmas, prompt, bands, warm_up=3)
-    error = tiny.relative(sample, expected)
+    sample, stats = sample_in_bands(remote(product), noise, sigmas, prompt, bands, warm_up=3)
+    error = mini.relative(sample, expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
     assert len(stats) == product.world
@@ -223,43 +169,16 @@ def test_a_run_of_exact_steps_equals_one_process(by_class, exact_run, product, m
 @pytest.mark.parametrize(
     "degrees", [Degrees(batch=2, pipe=2), Degrees(pipe=2, ulysses=2), Degrees(batch=2, pipe=2, ulysses=2)], ids=name
 )
-def test_cfg_equals_one_process(by_class, exact_run, degrees):
+def test_cfg_equals_one_process(remote, exact_run, degrees):
     noise, sigmas, prompt, expected = exact_run(cfg=3.0)
-    sample, _ = sample_in_bands(by_class(degrees), noise, sigmas, prompt, 3, warm_up=3)
-    assert tiny.relative(sample, expected) <= TOLERANCE
+    sample, _ = sample_in_bands(remote(degrees), noise, sigmas, prompt, 3, warm_up=3)
+    assert mini.relative(sample, expected) <= TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def sd3(tmp_path_factory):
-    """A tiny SD3, whose joint sequence is [image, text]: its file, a latent of odd size, and what one process says."""
-    model = tiny.random_sd3()
-    path = tiny.save_original(model, tiny.SD3, tmp_path_factory.mktemp("sd3") / "sd3.safetensors", family="sd3")
-    given = tiny.inputs(tiny.SD3, batch=2, height=15, width=12, family="sd3")
-    prompt = Prompt(given[2], {}, 1.0)
-    reference = functools.partial(tiny.sd3_reference, model)
-    with torch.inference_mode():
-        return path, given, reference(*given), euler(reference, given[0], linear_sigmas(2), prompt)
-
-
-@pytest.mark.parametrize(
-    "degrees", [in_all_tiers(d) for d in SMALLER if d.tensor * d.ulysses <= tiny.SD3["num_attention_heads"] and d.pipe <= 4]
-)
-def test_image_before_text_equals_one_process(pools, sd3, degrees, measured):
-    path, (x, timestep, tensors), expected, sampled = sd3
-    model = pools.load(path, degrees)
-    bands = 1 if degrees.displaced else 3
-    sample, _ = sample_in_bands(model, x, linear_sigmas(2), Prompt(tensors, {}, 1.0), bands, warm_up=2)
-    error = max(
-        tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected), tiny.relative(sample, sampled)
-    )
-    measured("relative error of exact modes, SD3", error)
-    assert error <= TOLERANCE
-
-
-def test_the_comparison_sees_every_input(by_class, exact_call):
+def test_the_comparison_sees_every_input(remote, exact_call):
     """The control of the table above: a small change of any input moves the output by far more than the tolerance."""
     (x, timestep, tensors), expected = exact_call("batch 2")
-    model = by_class(Degrees(pipe=2))
+    model = remote(Degrees(pipe=2))
     for changed in (
         {"timestep": timestep * 1.01},
         {"tensors": tensors | {"guidance": tensors["guidance"] + 0.1}},
@@ -267,8 +186,8 @@ def test_the_comparison_sees_every_input(by_class, exact_call):
         {"tensors": tensors | {"context": tensors["context"].flip(0)}},
         {"x": x.roll(2, dims=2)},
     ):
-        call = tiny.own_call(**{"x": x, "timestep": timestep, "tensors": tensors} | changed)
-        assert tiny.relative(model.predict(call, lambda: None), expected) > 100 * TOLERANCE
+        call = ModelCall(**{"x": x, "timestep": timestep, "tensors": tensors} | changed)
+        assert mini.relative(model.predict(call, lambda: None), expected) > 100 * TOLERANCE
 
 
 BANDED = [
@@ -308,9 +227,9 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(processes, exact_run, 
         samples[name(degrees)] = first
     alone = samples[name(Degrees())]
     assert alone.isfinite().all()
-    assert tiny.relative(alone, exact) > 100 * TOLERANCE  # the control: it is not the exact run that was compared
+    assert mini.relative(alone, exact) > 100 * TOLERANCE  # the control: it is not the exact run that was compared
     for degrees, sample in samples.items():
-        assert tiny.relative(sample, alone) <= TOLERANCE, degrees
+        assert mini.relative(sample, alone) <= TOLERANCE, degrees
 
 
 @pytest.mark.parametrize("inner", [{}, {"ring": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
@@ -322,17 +241,16 @@ def test_displaced_patches_depend_on_the_cut_alone(processes, exact_run, inner):
         first, again = (sample_in_bands(model, noise, sigmas, prompt, 1, 1)[0] for _ in range(2))
         assert torch.equal(first, again)
         samples.append(first)
-    assert tiny.relative(samples[1], samples[0]) <= TOLERANCE
-    assert 100 * TOLERANCE < tiny.relative(samples[0], exact) < 0.1
+    assert mini.relative(samples[1], samples[0]) <= TOLERANCE
+    assert 100 * TOLERANCE < mini.relative(samples[0], exact) < 0.1
 
 
-def test_naive_patches_are_what_they_are(process_pools, processes, flux_file, exact_run):
+def test_naive_patches_are_what_they_are(process_pools, processes, mini_file, exact_run):
     """The negative control: each half of the picture sampled as if the other were not there."""
     noise, sigmas, prompt, exact = exact_run(steps=4)
     displaced, naive = Degrees(patch=2, patch_mode="displaced"), Degrees(patch=2, patch_mode="naive")
-    near = tiny.relative(sample_in_bands(processes(displaced), noise, sigmas, prompt, 1, 1)[0], exact)
-    prompt = Prompt(tiny.inputs()[2], {}, 1.0)
-    far = tiny.relative(sample_whole(process_pools.load(flux_file, naive), noise, sigmas, prompt), exact)
+    near = mini.relative(sample_in_bands(processes(displaced), noise, sigmas, prompt, 1, 1)[0], exact)
+    far = mini.relative(sample_whole(process_pools.mini(mini_file, naive), noise, sigmas, prompt), exact)
     assert far > 3 * near
 
 
@@ -340,7 +258,7 @@ def test_naive_patches_are_what_they_are(process_pools, processes, flux_file, ex
 def test_an_odd_height_is_padded_in_bands_as_in_one_piece(processes, exact_run, bands):
     """The last row's neighbour is the picture's first one, which another band has."""
     errors = [
-        tiny.relative(sample_in_bands(processes(Degrees()), noise, sigmas, prompt, bands, 1)[0], exact)
+        mini.relative(sample_in_bands(processes(Degrees()), noise, sigmas, prompt, bands, 1)[0], exact)
         for noise, sigmas, prompt, exact in (exact_run(steps=4, height=height) for height in (15, 16))
     ]
     assert errors[0] < 2 * errors[1]
@@ -350,27 +268,24 @@ def test_more_warm_up_is_closer_and_one_band_is_exact(processes, exact_run):
     """One band reads only its own fresh keys, whatever the warm-up; with several the warm-up is what makes it exact."""
     noise, sigmas, prompt, exact = exact_run(steps=4)
     model = processes(Degrees(pipe=2))
-    errors = [tiny.relative(sample_in_bands(model, noise, sigmas, prompt, 3, warm_up)[0], exact) for warm_up in (0, 2, 4)]
+    errors = [mini.relative(sample_in_bands(model, noise, sigmas, prompt, 3, warm_up)[0], exact) for warm_up in (0, 2, 4)]
     assert errors[0] > errors[1] > errors[2]
-    assert tiny.relative(sample_in_bands(model, noise, sigmas, prompt, 1, 0)[0], exact) <= TOLERANCE
+    assert mini.relative(sample_in_bands(model, noise, sigmas, prompt, 1, 0)[0], exact) <= TOLERANCE
 
 
 @pytest.fixture(scope="module")
-def mini(tmp_path_factory):
+def bundled(tmp_path_factory):
     """The bundled model, copied since it may be replaced during the session, and what one process samples with it."""
     path = tmp_path_factory.mktemp("mini") / WEIGHTS.name
     shutil.copyfile(WEIGHTS, path)
     tensors = {}
     for text in ("3 1 4 1", ""):
         context, pooled = encode_prompt(text)
-        tensors[text] = {"context": context, "pooled": pooled}
+        tensors[text] = tensors_of({"context": context, "pooled": pooled})
     prompt, sigmas = Prompt(tensors["3 1 4 1"], tensors[""], 3.0), linear_sigmas(4)
     noise = torch.randn(1, CHANNELS, 16, 16, generator=torch.Generator().manual_seed(3))
-    whole = tiny.whole_model(path)
     with torch.inference_mode():
-        sample = euler(functools.partial(tiny.reference, whole), noise, sigmas, prompt)
-    own = proven(mini_flux(), call_of(noise, prompt.positive), Degrees(pipe=2, ulysses=2), path.name)
-    return path, own, noise, sigmas, prompt_for_class(prompt), sample
+        return path, noise, sigmas, prompt, euler(functools.partial(mini.reference, mini.load(path)), noise, sigmas, prompt)
 
 
 @pytest.mark.parametrize(
@@ -378,32 +293,12 @@ def mini(tmp_path_factory):
     [Degrees(pipe=2), Degrees(ulysses=2), Degrees(batch=2), Degrees(pipe=2, ulysses=2)],
     ids=name,
 )
-def test_the_bundled_model_equals_one_process(process_pools, mini, degrees, measured):
-    path, own, noise, sigmas, prompt, expected = mini
-    model = process_pools.load(path, degrees, own=own)
+def test_the_bundled_model_equals_one_process(process_pools, bundled, degrees, measured):
+    path, noise, sigmas, prompt, expected = bundled
+    model = process_pools.mini(path, degrees)
     whole = sample_whole(model, noise, sigmas, prompt)
     banded, _ = sample_in_bands(model, noise, sigmas, prompt, 4, warm_up=4)
-    error = max(tiny.relative(whole, expected), tiny.relative(banded, expected))
+    error = max(mini.relative(whole, expected), mini.relative(banded, expected))
     measured("relative error of exact modes", error)
     assert math.isfinite(error)
     assert error <= TOLERANCE
-
-
-@pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(ulysses=3), Degrees(ring=2, ulysses=2)], ids=name)
-def test_heads_in_groups_equal_one_process(exact_call, flux_file, monkeypatch, process_pools, degrees):
-    """As on CUDA. The control: transfers, of which groups make more."""
-    given, expected = exact_call("odd sizes")
-    plain, transfers = process_pools(degrees.world), []
-    monkeypatch.setattr(launch, "rank_entry", lambda: grouping_rank.grouping)  # of ranks to come
-    grouping = Pool(("cpu",) * degrees.world)
-    try:
-        for pool in (grouping, plain):
-            process_pools.forget(degrees.world)
-            model = on_ranks(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
-            model.begin_timeline()
-            assert tiny.relative(model.predict(ModelCall(*given), lambda: None), expected) <= TOLERANCE
-            kinds = model.timeline(lambda: None)[0].labels[:, 0]
-            transfers.append(int((kinds == TRANSFER).sum()))
-    finally:
-        grouping.close()
-    assert transfers[0] > transfers[1]

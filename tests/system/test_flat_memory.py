@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun
@@ -26,14 +25,14 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
-from testing import tiny
+from testing import mini
 from testing.host_memory import held_bytes
 from testing.models import on_ranks, whole_call
 from tests.support import failing_rank
 
 LIMIT = 0.02
 """Growth of a process's own memory by what its runs keep, see `growth`."""
-SETTLED, RUNS = 60, 160
+SETTLED, RUNS = 70, 160
 """Runs after which memory is first looked at: every size has come, and every cache is full; and all of them."""
 LEAKED_BLOCKS = 400
 """Blocks of Python's memory more in the client that are taken for noise. The watchdog keeps the numbers of 256 micro-steps,
@@ -61,7 +60,7 @@ def cancelling(after: int) -> Callable[[], None]:
 def one_run(model: RemoteTransformer, chance: random.Random) -> None:
     """A prompt of random size, length, batch and kind; sometimes cancelled, sometimes with a LoRA."""
     size = {"height": 2 * chance.randint(4, 14), "width": 2 * chance.randint(4, 12), "batch": chance.randint(1, 2)}
-    x, timestep, tensors = tiny.inputs(tiny.FLUX, text=chance.randint(1, 40), seed=chance.randint(0, 10**6), **size)
+    x, timestep, tensors = mini.inputs(text=chance.randint(1, 40), seed=chance.randint(0, 10**6), **size)
     model.begin_timeline()
     if chance.random() < 0.2:
         up = torch.randn(128, 2) * chance.random()
@@ -108,7 +107,7 @@ def growth(before: Books, middle: dict[int, int], after: Books) -> list[float]:
 
 def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) -> tuple[Books, Books, list[float]]:
     """What there is once caches are full, and after all runs; and `growth`."""
-    model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nobody)
+    model = on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nobody)
     chance = random.Random(7)
     tracemalloc.start()
     try:
@@ -118,7 +117,7 @@ def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) 
             if number == (settled + runs) // 2:
                 middle = {pid: held_bytes((pid,)) for pid in pool.pids}
             one_run(model, chance)
-        model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)  # what was cancelled is over
+        model.predict(ModelCall(*mini.inputs()), nobody)  # what was cancelled is over
         after = Books(pool.pids)
         return before, after, growth(before, middle, after)
     finally:
@@ -129,9 +128,9 @@ def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) 
 @pytest.mark.slow
 @pytest.mark.usefixtures("spawned")
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), pytest.param(Degrees(ulysses=2), marks=pytest.mark.full)], ids=str)
-def test_memory_is_flat(flux_file, measured, degrees):
+def test_memory_is_flat(mini_file, measured, degrees):
     with closing(Pool(("cpu", "cpu"))) as pool:
-        before, after, grown = run_many(pool, flux_file, degrees, RUNS, SETTLED)
+        before, after, grown = run_many(pool, mini_file, degrees, RUNS, SETTLED)
     for of_rank in grown:
         measured(f"growth of a rank's memory in {RUNS - SETTLED} runs", of_rank)
     measured("more blocks of Python's memory in the client", after.more_blocks(before))
@@ -145,13 +144,13 @@ def test_memory_is_flat(flux_file, measured, degrees):
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.usefixtures("spawned")
-def test_a_leak_would_be_seen(flux_file, monkeypatch):
+def test_a_leak_would_be_seen(mini_file, monkeypatch):
     """The control: a rank that keeps 1 MB of every run, and a client that keeps its calls."""
     monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.leaking)
     kept, post = [], RemoteTransformer.post
     monkeypatch.setattr(RemoteTransformer, "post", lambda self, call: (kept.append(call), post(self, call))[1])
     with closing(Pool(("cpu", "cpu"))) as pool:
-        before, after, grown = run_many(pool, flux_file, Degrees(pipe=2), 160, SETTLED)
+        before, after, grown = run_many(pool, mini_file, Degrees(pipe=2), 160, SETTLED)
     assert min(grown) > LIMIT
     assert after.more_blocks(before) > LEAKED_BLOCKS
     assert after.tensors > before.tensors + 20
@@ -176,9 +175,9 @@ def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
         assert {key[1] for key in runs.engine.runs.buffers} == {2}
 
 
-def test_thirty_cancels_leave_nothing(remote, flux_model):
+def test_thirty_cancels_leave_nothing(remote, mini_model):
     """No thread, no open file, and the same output as before."""
-    model, given = remote(Degrees(pipe=2), fresh=True), tiny.inputs(tiny.FLUX)
+    model, given = remote(Degrees(pipe=2), fresh=True), mini.inputs()
     x, _, tensors = given
     prompt = Prompt(tensors, tensors, 1.0)
 
@@ -197,7 +196,7 @@ def test_thirty_cancels_leave_nothing(remote, flux_model):
     for number in range(30):
         cancelled(number)
     assert state() == before
-    assert tiny.relative(model.predict(ModelCall(*given), nobody), tiny.reference(flux_model, *given)) <= 1e-5
+    assert mini.relative(model.predict(ModelCall(*given), nobody), mini.reference(mini_model, *given)) <= 1e-5
     assert model.pool.error is None
 
 
@@ -210,7 +209,7 @@ def test_a_run_that_was_cancelled_while_ranks_are_asked_is_closed(remote, monkey
         raise Cancelled
 
     def busy() -> None:
-        x, timestep, tensors = tiny.inputs(tiny.FLUX, height=64, width=64)
+        x, timestep, tensors = mini.inputs(height=64, width=64)
         model.post(whole_call(model, x, timestep, tensors))
 
     busy()
@@ -255,11 +254,11 @@ def shared_memory(pids: tuple[int, ...]) -> set[Path]:
     ],
     ids=str,
 )
-def test_nothing_is_left_after_a_pool_was_closed_or_lost_a_rank(flux_file, own_folder, degrees, killed):
+def test_nothing_is_left_after_a_pool_was_closed_or_lost_a_rank(mini_file, own_folder, degrees, killed):
     pool = Pool(("cpu", "cpu"))
     pids = pool.pids
-    model = on_ranks(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", nobody)
-    given = tiny.inputs(tiny.FLUX)
+    model = on_ranks(pool, mini.opened(mini_file), degrees, "fp32", "sdpa", nobody)
+    given = mini.inputs()
     model.predict(ModelCall(*given), nobody)
     assert [path.name[:13] for path in own_folder.iterdir()] == ["parallel-dit-"]  # the control: there is something
     if killed:

@@ -9,21 +9,20 @@ import psutil
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families import FAMILIES
+from parallel_backend.families.own_class.building import build
+from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire.lifecycle import Unload, Unloaded
-from testing import tiny
+from testing import mini
 from testing.host_memory import held_bytes
 from testing.models import on_ranks
 
-CONFIG = tiny.FLUX | {
-    "num_layers": 4,
-    "num_single_layers": 16,
-    "attention_head_dim": 128,
-    "num_attention_heads": 7,
-    "axes_dims_rope": (16, 56, 56),
+CONFIG = mini.CONFIG | {
+    "double_blocks": 4,
+    "single_blocks": 16,
+    "width": 7 * 128,
+    "axes": (16, 56, 56),
 }
 RANKS = 4
 COPY, LIMIT = 1.1, 1.3
@@ -32,13 +31,9 @@ CHUNK = 1 << 24
 
 
 def write_random(path: Path, config: dict) -> int:
-    """A Flux of this configuration, written piece by piece, so that the test itself never holds it. Its bytes."""
-    import diffusers
-
-    with torch.device("meta"):
-        model = diffusers.FluxTransformer2DModel(**config)
+    """A model of this configuration, written piece by piece, so that the test itself never holds it. Its bytes."""
     header, at = {}, 0
-    for key, value in to_original(FAMILIES["flux"], config, model.state_dict()).items():
+    for key, value in build(mini_flux(**config)).state_dict().items():
         header[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
         at += value.nbytes
     encoded = json.dumps(header).encode()
@@ -71,15 +66,16 @@ def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degree
         pools.forget(RANKS)
         pool.ask(Unload(), Unloaded).result(timeout=60)
         pids = (*pool.pids, os.getpid())
+        checkpoint = mini.opened(path, degrees.tensor)
         before = held_bytes(pids)
-        model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+        model = on_ranks(pool, checkpoint, degrees, "fp32", "sdpa", lambda: None)
         growth = held_bytes(pids) - before
         measured("memory of all ranks / size of the file", growth / size)
         assert 0.9 * size < growth <= COPY * size
         copies = degrees.batch * degrees.sequence
         assert copies * size <= sum(model.weight_bytes) <= 1.05 * copies * size  # every rank has the small time embedding
         assert max(model.weight_bytes) < 0.55 * size
-        given = tiny.inputs(CONFIG, batch=1)
+        given = mini.inputs(CONFIG, batch=1)
         assert model.predict(ModelCall(*given), lambda: None).isfinite().all()
         peak = held_bytes(pids) - before
         assert peak <= LIMIT * size

@@ -16,7 +16,7 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.stage_ops import Op, stage_ops
-from testing import tiny
+from testing import mini
 
 TOLERANCE = 1e-5
 
@@ -130,8 +130,8 @@ def test_the_simulation_sees_a_rank_that_disagrees():
 # Loading is what takes time: few examples, and the worlds that other tests have started already.
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(degrees(4), st.integers(1, 3), st.integers(2, 12), st.integers(3, 12), st.integers(1, 9), st.integers(1, 5))
-def test_random_problems_equal_one_process(remote, flux_model, degrees, batch, height, width, text, bands):
-    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=batch, height=2 * height - 1, width=width, text=text)
+def test_random_problems_equal_one_process(remote, mini_model, degrees, batch, height, width, text, bands):
+    x, timestep, tensors = mini.inputs(batch=batch, height=2 * height - 1, width=width, text=text)
     cut = SequenceCut((1 / degrees.patch,) * degrees.patch, degrees.ring * degrees.ulysses, False)
     tokens = height * math.ceil(width / 2)
     model = remote(degrees)
@@ -139,10 +139,10 @@ def test_random_problems_equal_one_process(remote, flux_model, degrees, batch, h
         with pytest.raises(ValueError, match="degree"):
             model.predict(ModelCall(x, timestep, tensors), lambda: None)
         return
-    whole = tiny.reference(flux_model, x, timestep, tensors)
-    assert tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), whole) <= TOLERANCE
+    whole = mini.reference(mini_model, x, timestep, tensors)
+    assert mini.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), whole) <= TOLERANCE
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(2)
     with torch.inference_mode():
-        expected = euler(lambda *given: tiny.reference(flux_model, *given), x, sigmas, prompt)
+        expected = euler(lambda *given: mini.reference(mini_model, *given), x, sigmas, prompt)
     sample, _ = sample_in_bands(model, x, sigmas, prompt, 1 if degrees.displaced else bands, warm_up=2)
-    assert tiny.relative(sample, expected) <= TOLERANCE
+    assert mini.relative(sample, expected) <= TOLERANCE

@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,17 +119,17 @@ def listening(pids) -> set[str]:
 
 
 @pytest.mark.parametrize("degrees", MODES, ids=str)
-def test_in_every_mode_ranks_listen_on_loopback_and_the_client_nowhere(pools, flux_file, degrees):
+def test_in_every_mode_ranks_listen_on_loopback_and_the_client_nowhere(pools, mini_file, degrees):
     before = listening([os.getpid()])
-    model = pools.load(flux_file, degrees)
-    model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), lambda: None)
+    model = pools.mini(mini_file, degrees)
+    model.predict(ModelCall(*mini.inputs()), lambda: None)
     heard = listening(model.pool.pids)
     assert heard  # the control: Gloo does listen, so there is something to see
     assert heard <= LOOPBACK
     assert listening([os.getpid()]) == before
 
 
-def test_measuring_listens_on_loopback_too(pools, flux_file):
+def test_measuring_listens_on_loopback_too(pools, mini_file):
     """stage_split auto, the doctor and the planner make no store or group of their own elsewhere."""
     from parallel_backend.processes.pool import wait_for
     from parallel_backend.wire import messages as m
@@ -138,7 +137,7 @@ def test_measuring_listens_on_loopback_too(pools, flux_file):
     pool = pools(2)
     pools.forget(2)
     wait_for(pool.ask(m.ProbeLinks((1024,)), m.LinksProbed), lambda: None)
-    on_ranks(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, "auto")
+    on_ranks(pool, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, "auto")
     assert listening(pool.pids) <= LOOPBACK
 
 

@@ -1,20 +1,21 @@
 """The product on a transport with NCCL's rules: nothing hangs, no rule is broken, and the result is Gloo's bit for bit."""
 
-import functools
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.rank.comm import collectives
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.stage import tensor_parallel
-from testing import tiny
+from testing import mini
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.cases import Case, all_of_them, product
 from tests.campaigns.transport.runner import RULES, Trials, rules_of, same, trials
@@ -115,9 +116,9 @@ def test_a_rank_that_dies_is_named_and_the_next_ranks_work(at_work, degrees, pla
 )
 def test_loading_opens_what_the_memory_model_counts_and_a_run_opens_no_more(at_work, degrees):
     def load_and_call(files, load, _pool):
-        model, fabric = load(files.flux(), degrees), at_work.distributed.fabrics[-1:]
+        model, fabric = load(files.mini(), degrees), at_work.distributed.fabrics[-1:]
         opened = [fabric[0].opened(rank) for rank in range(4)] if fabric else None
-        found = model.predict(ModelCall(*tiny.inputs(cases.CONFIG)), cases.nothing)
+        found = model.predict(ModelCall(*mini.inputs(cases.CONFIG)), cases.nothing)
         if opened is not None:
             assert opened == [(communicators(degrees, rank), connections(degrees, rank)) for rank in range(4)]
             assert opened == [fabric[0].opened(rank) for rank in range(4)]
@@ -130,7 +131,7 @@ def test_ranks_that_end_politely_have_waited_for_their_last_send(at_work):
     """A call outside of a run, whose output is there while its first stage has nothing more to do."""
 
     def one_call(files, load, _pool):
-        return [load(files.flux(), Degrees(pipe=2)).predict(ModelCall(*tiny.inputs(cases.CONFIG)), cases.nothing)]
+        return [load(files.mini(), Degrees(pipe=2)).predict(ModelCall(*mini.inputs(cases.CONFIG)), cases.nothing)]
 
     assert at_work.trial(cases.Case("one call", one_call), rules_of(8, 1, DELAY)) is None
 
@@ -145,13 +146,17 @@ def test_ranks_that_end_politely_have_waited_for_their_last_send(at_work):
 def test_the_mailbox_gives_what_gloo_gives(at_work, process_pools, degrees):
     """Bit for bit, so that what equals the one equals the other. Sums of four are added up in another order by Gloo."""
     case = product(degrees)
-    found = case.run(at_work.files, functools.partial(process_pools.load, fresh=True), process_pools)
+
+    def load(checkpoint: Checkpoint, degrees: Degrees) -> RemoteTransformer:
+        return process_pools.mini(checkpoint.path, degrees, fresh=True)
+
+    found = case.run(at_work.files, load, process_pools)
     with mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=1):  # as ranks in processes have it
         expected = at_work.on_mailbox(case)
     if degrees.tensor < 4:
         assert same(found, expected)
     else:
-        assert max(map(tiny.relative, found, expected)) <= 1e-5
+        assert max(map(mini.relative, found, expected)) <= 1e-5
 
 
 def scribble(send):

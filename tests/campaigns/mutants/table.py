@@ -270,7 +270,7 @@ RANK_MUTANTS = (
         RANK + "stage_forward.py",
         "None if text_mask is None else text_mask[step.entries.slice]",
         "None",
-        ("tests/system/test_exactness.py", "-k", "text_mask"),
+        ("tests/families/test_families.py", "-k", "masked-text"),
     ),
     Mutant(
         "guidance rounded to the compute dtype",

@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini
 from testing.cases import all_cases
 from testing.cases.case import Case as Family
 from testing.models import on_ranks
 from testing.vaes import OnRanks, decoder_of
 from tests.rank.test_vae import autoencoder
 
-CONFIG = tiny.FLUX | {"num_layers": 1, "num_single_layers": 3, "num_attention_heads": 8, "attention_head_dim": 16}
+CONFIG = mini.CONFIG | {"double_blocks": 1, "single_blocks": 3}
 """A block for each of four stages."""
 
 Load = Callable[..., RemoteTransformer]
@@ -36,16 +36,18 @@ class Files:
     """Tiny models in a folder, made when first asked for."""
 
     folder: Path
-    _made: dict[str, Path] = field(default_factory=dict)
+    _made: dict[str, Checkpoint] = field(default_factory=dict)
 
-    def flux(self, config: dict[str, Any] = CONFIG) -> Path:
-        name = f"flux of {config['num_layers']} and {config['num_single_layers']} blocks"
-        return self._get(name, lambda path: tiny.save_original(tiny.random_flux(config), config, path))
+    def mini(self, config: dict[str, Any] = CONFIG) -> Checkpoint:
+        def make(path: Path) -> Checkpoint:
+            return mini.opened(mini.save(mini.random_model(config), path))
 
-    def family(self, case: Family) -> Path:
-        return self._get(case.name, lambda path: case.save(case.model(), path))
+        return self._get(f"mini of {config['double_blocks']} and {config['single_blocks']} blocks", make)
 
-    def _get(self, name: str, make: Callable[[Path], Path]) -> Path:
+    def family(self, case: Family) -> Checkpoint:
+        return self._get(case.name, lambda path: open_checkpoint(case.save(case.model(), path)))
+
+    def _get(self, name: str, make: Callable[[Path], Checkpoint]) -> Checkpoint:
         if name not in self._made:
             self._made[name] = make(self.folder / f"{name}.safetensors")
         return self._made[name]
@@ -53,8 +55,8 @@ class Files:
 
 @dataclass(frozen=True)
 class Case:
-    """`run(files, load, pool)` gives what is compared. `load(path, degrees)`: the model on the ranks of `pool`, which are
-    as many as `degrees` has. `rare`: it is about loading or ending, and takes far longer than the others."""
+    """`run(files, load, pool)` gives what is compared. `load(checkpoint, degrees)`: the model on the ranks of `pool`, which
+    are as many as `degrees` has. `rare`: it is about loading or ending, and takes far longer than the others."""
 
     name: str
     run: Callable[[Files, Load, Callable[[int], object]], list[torch.Tensor]]
@@ -70,8 +72,7 @@ def nothing() -> None:
 
 
 def name(degrees: Degrees) -> str:
-    axes = "-".join(f"{axis}{size}" for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1)
-    return f"{axes} by all-gather" if degrees.gathers else axes
+    return "-".join(f"{axis}{size}" for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1)
 
 
 PRODUCTS = [
@@ -82,26 +83,20 @@ PRODUCTS = [
 ]
 """All of axes at 2 and 4 ranks."""
 
-GATHERED = [
-    Degrees(ulysses=2, patch_mode="displaced", exchange="all-gather", **others)
-    for others in ({}, {"pipe": 2}, {"ring": 2}, {"patch": 2}, {"batch": 2})
-] + [Degrees(ulysses=4, exchange="all-gather")]
-"""Ulysses by all-gather, alone and with each other axis that it goes with."""
-
 
 def product(degrees: Degrees) -> Case:
     """An exact call of odd size, and a run whose bands or patches use old keys, with receives posted early."""
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model = load(files.flux(), degrees)
-        given = tiny.inputs(CONFIG, height=9, width=10, text=5)
+        model = load(files.mini(), degrees)
+        given = mini.inputs(CONFIG, height=9, width=10, text=5)
         return [model.predict(ModelCall(*given), nothing), _sampled(model, height=10, width=8)]
 
     return Case(f"product {name(degrees)}", run)
 
 
 def _sampled(model: RemoteTransformer, poll: Callable[[], None] = nothing, **size: int) -> torch.Tensor:
-    noise, _, tensors = tiny.inputs(CONFIG, batch=1, text=5, **size)
+    noise, _, tensors = mini.inputs(CONFIG, batch=1, text=5, **size)
     bands, steps = (1, 4) if model.degrees.displaced else (3, 2)  # a patch's keys arrive a call after they were sent
     return sample_in_bands(model, noise, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1, poll)[0]
 
@@ -110,10 +105,34 @@ def naive() -> Case:
     degrees = Degrees(patch=2, patch_mode="naive")
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8)
-        return [sample_whole(load(files.flux(), degrees), noise, linear_sigmas(2), Prompt(tensors, tensors, 1.0))]
+        noise, _, tensors = mini.inputs(CONFIG, batch=1, height=10, width=8)
+        return [sample_whole(load(files.mini(), degrees), noise, linear_sigmas(2), Prompt(tensors, tensors, 1.0))]
 
     return Case("naive patches", run)
+
+
+GATHERED = [
+    Degrees(ulysses=2, patch_mode="displaced", exchange="all-gather", **others)
+    for others in ({}, {"pipe": 2}, {"ring": 2}, {"patch": 2}, {"batch": 2})
+] + [Degrees(ulysses=4, exchange="all-gather")]
+"""Ulysses by all-gather, alone and with each other axis that it goes with."""
+IN_GROUPS = [Degrees(ulysses=2), Degrees(pipe=2, ulysses=2), Degrees(ring=2, ulysses=2)]
+"""Families' heads travel in groups. Those of a class do not."""
+
+
+def by_family(degrees: Degrees) -> Case:
+    """As `product`, of a family that has both ways of Ulysses."""
+    case = next(case for case in all_cases() if case.name == "qwen-image")
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        model, (x, timestep, tensors) = load(files.family(case), degrees), case.inputs()
+        bands, steps = (1, 4) if degrees.displaced else (3, 2)
+        prompt = Prompt(tensors, tensors, 1.0)
+        sampled = sample_in_bands(model, x, linear_sigmas(steps), prompt, bands, 1, nothing)[0]
+        return [model.predict(ModelCall(x, timestep, tensors), nothing), sampled]
+
+    how = " by all-gather" if degrees.gathers else ""
+    return Case(f"{case.name} {name(degrees)}{how}", run)
 
 
 def family(case: Family) -> Case:
@@ -130,24 +149,13 @@ def family(case: Family) -> Case:
     return Case(f"family {case.family}", run)
 
 
-def masked(degrees: Degrees) -> Case:
-    """Text of which several ranks have nothing but padding."""
-
-    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        x, timestep, tensors = tiny.inputs(CONFIG, height=10, width=12, text=9)
-        tensors = tensors | {"text_mask": torch.arange(9)[None] < torch.tensor([[4], [9]])}
-        return [load(files.flux(), degrees).predict(ModelCall(x, timestep, tensors), nothing)]
-
-    return Case(f"masked text {name(degrees)}", run)
-
-
 def packed(kind: str) -> Case:
     """Ulysses in one byte a value."""
     degrees = Degrees(ulysses=2)
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model = load(files.flux(), degrees, transfer_dtype=kind)
-        return [model.predict(ModelCall(*tiny.inputs(CONFIG, height=9, width=10, text=5)), nothing)]
+        model = load(files.mini(), degrees, transfer_dtype=kind)
+        return [model.predict(ModelCall(*mini.inputs(CONFIG, height=9, width=10, text=5)), nothing)]
 
     return Case(f"transfers in {kind}", run)
 
@@ -156,7 +164,7 @@ def changes() -> Case:
     """Displaced patches that send what changed."""
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model = load(files.flux(), Degrees(patch=2, patch_mode="displaced"), transfer_dtype="residual")
+        model = load(files.mini(), Degrees(patch=2, patch_mode="displaced"), transfer_dtype="residual")
         return [_sampled(model, height=10, width=8)]
 
     return Case("transfers of changes", run)
@@ -164,35 +172,21 @@ def changes() -> Case:
 
 def without_overlap(degrees: Degrees) -> Case:
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8)
+        noise, _, tensors = mini.inputs(CONFIG, batch=1, height=10, width=8)
         prompt, bands = Prompt(tensors, tensors, 1.0), 1 if degrees.displaced else 3
-        model = load(files.flux(), degrees)
+        model = load(files.mini(), degrees)
         return [sample_in_bands(model, noise, linear_sigmas(3), prompt, bands, 1, overlap=False)[0]]
 
     return Case(f"without overlap {name(degrees)}", run)
-
-
-def controlnet(degrees: Degrees) -> Case:
-    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        given, hidden = tiny.inputs(CONFIG), CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
-        added = torch.randn(2, 48, hidden, generator=torch.Generator().manual_seed(7))
-        residuals = {
-            "transformer_blocks.0": added,
-            "single_transformer_blocks.0": added,
-            "single_transformer_blocks.2": added,
-        }
-        return [load(files.flux(), degrees).predict(ModelCall(*given, residuals=residuals), nothing)]
-
-    return Case(f"ControlNet {name(degrees)}", run)
 
 
 def vae(ranks: int) -> Case:
     """Alone, and between the calls of a model whose stages still send."""
 
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
-        x, given = torch.randn(1, 4, 6, 3, generator=torch.Generator().manual_seed(1)), tiny.inputs(CONFIG)
+        x, given = torch.randn(1, 4, 6, 3, generator=torch.Generator().manual_seed(1)), mini.inputs(CONFIG)
         found = []
-        model = load(files.flux(), Degrees(pipe=ranks))
+        model = load(files.mini(), Degrees(pipe=ranks))
         decoder = OnRanks(pool(ranks), "vae", lambda: decoder_of(autoencoder()))
         for _ in range(2):
             found += [model.predict(ModelCall(*given), nothing), decoder.decode(x, nothing)]
@@ -205,7 +199,7 @@ def cancelled(degrees: Degrees) -> Case:
     """A run that is given up in the middle, then a call, a picture and another model on the same ranks."""
 
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
-        model, polls = load(files.flux(), degrees), itertools.count()
+        model, polls = load(files.mini(), degrees), itertools.count()
 
         def cancel() -> None:
             if next(polls) == 1:
@@ -214,12 +208,12 @@ def cancelled(degrees: Degrees) -> Case:
         with contextlib.suppress(Cancelled):
             while True:
                 _sampled(model, cancel, height=16, width=12)
-        given = tiny.inputs(CONFIG, height=9, width=10, text=5)
+        given = mini.inputs(CONFIG, height=9, width=10, text=5)
         found = [model.predict(ModelCall(*given), nothing)]
         with contextlib.suppress(Cancelled):
             while True:
                 _sampled(model, cancel_at_once, height=16, width=12)
-        again = load(files.flux(), Degrees(ulysses=degrees.world))
+        again = load(files.mini(), Degrees(ulysses=degrees.world))
         return [*found, again.predict(ModelCall(*given), nothing)]
 
     return Case(f"cancel {name(degrees)}", run)
@@ -233,7 +227,7 @@ def given_up(degrees: Degrees) -> Case:
     """A run that is given up in the middle, and ranks that are ended at once."""
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model = load(files.flux(), degrees)
+        model = load(files.mini(), degrees)
         with contextlib.suppress(Cancelled):
             while True:
                 _sampled(model, cancel_at_once, height=16, width=12)
@@ -246,8 +240,8 @@ def together(degrees: Degrees) -> Case:
     """A call that is posted before the one before it has ended, as for prompts of different length."""
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model = load(files.flux(), degrees)
-        one, two = (tiny.inputs(CONFIG, batch=1, height=9, width=10, text=text, seed=text) for text in (5, 8))
+        model = load(files.mini(), degrees)
+        one, two = (mini.inputs(CONFIG, batch=1, height=9, width=10, text=text, seed=text) for text in (5, 8))
         found: list[torch.Tensor] = []
         second = ModelCall(*two, first_replica=1)
         first = model.predict(ModelCall(*one), nothing, on_posted=lambda: found.append(model.predict(second, nothing)))
@@ -260,9 +254,9 @@ def other_degrees(first: Degrees, *others: Degrees) -> Case:
     """Load, unload and load another cut, on the same ranks."""
 
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
-        given, found = tiny.inputs(CONFIG, height=9, width=10, text=5), []
+        given, found = mini.inputs(CONFIG, height=9, width=10, text=5), []
         for degrees in (first, *others, first):
-            found.append(load(files.flux(), degrees).predict(ModelCall(*given), nothing))
+            found.append(load(files.mini(), degrees).predict(ModelCall(*given), nothing))
             pool(first.world).ask(m.Unload(), m.Unloaded).result(timeout=60)
         return found
 
@@ -273,10 +267,9 @@ def two_models(first: Degrees, second: Degrees) -> Case:
     """Two models on the same ranks: a call of each at once, then runs of both at the same time, then one is unloaded."""
 
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
-        one, found = load(files.flux(), first), []
-        ranks, checkpoint = pool(first.world), open_checkpoint(files.flux())
-        two = on_ranks(ranks, checkpoint, second, "fp32", "sdpa", nothing, keep_others=True)
-        given = tiny.inputs(CONFIG, height=9, width=10, text=5)
+        one, found = load(files.mini(), first), []
+        two = on_ranks(pool(first.world), files.mini(), second, "fp32", "sdpa", nothing, keep_others=True)
+        given = mini.inputs(CONFIG, height=9, width=10, text=5)
         call = ModelCall(*given)
         found.append(one.predict(call, nothing, on_posted=lambda: found.append(two.predict(call, nothing))))
         with ThreadPoolExecutor(2) as threads:
@@ -299,17 +292,15 @@ def links(ranks: int) -> Case:
 
 def all_of_them() -> Iterator[Case]:
     yield from map(product, PRODUCTS)
-    yield from map(product, GATHERED)
+    yield from map(by_family, GATHERED + IN_GROUPS)
     yield naive()
     for degrees in (Degrees(ring=3), Degrees(ulysses=3), Degrees(tensor=3)):
         yield product(degrees)
     families = {case.family: case for case in reversed(all_cases())}
     yield from map(family, sorted(families.values(), key=lambda case: case.family))
-    yield from map(masked, (Degrees(ulysses=4), Degrees(ring=2, ulysses=2), Degrees(pipe=2, ring=2)))
     yield from map(packed, ("int8", "fp8"))
     yield changes()
     yield from map(without_overlap, (Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ulysses=2)))
-    yield from map(controlnet, (Degrees(pipe=2), Degrees(ulysses=2), Degrees(pipe=2, tensor=2)))
     yield from map(vae, (2, 4))
     displaced = Degrees(patch=2, patch_mode="displaced")
     yield from map(cancelled, (Degrees(pipe=2), displaced, Degrees(pipe=4), Degrees(pipe=2, ulysses=2)))

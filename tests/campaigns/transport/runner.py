@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -20,7 +20,7 @@ from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import StartSettings
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
 from tests.support.strict.distributed import StrictDistributed
@@ -50,11 +50,11 @@ class Pools:
             self._pools[world].ready.result(timeout=300)
         return self._pools[world]
 
-    def load(self, path: Path, degrees: Degrees, dtype: str = "fp32", **options: Any) -> RemoteTransformer:
-        key, pool = (path, degrees, dtype, *options.items()), self(degrees.world)
+    def load(self, checkpoint: Checkpoint, degrees: Degrees, dtype: str = "fp32", **options: Any) -> RemoteTransformer:
+        key, pool = (checkpoint.path, degrees, dtype, *options.items()), self(degrees.world)
         known, model = self._models.get(degrees.world, (None, None))
         if not self.keep or known != key:
-            model = on_ranks(pool, open_checkpoint(path), degrees, dtype, "sdpa", nothing, **options)
+            model = on_ranks(pool, checkpoint, degrees, dtype, "sdpa", nothing, **options)
             self._models[degrees.world] = key, model
         return model
 
@@ -135,9 +135,9 @@ class Trials:
         chance = random.Random(f"kill {rules.seed}")
         victim, last = chance.randrange(degrees.world), chance.randrange(1, 60)
         self.distributed.follow(rules)
-        given, pools = tiny.inputs(CONFIG, height=9, width=10, text=5), Pools(self.strict)
+        given, pools = mini.inputs(CONFIG, height=9, width=10, text=5), Pools(self.strict)
         try:
-            model = pools.load(self.files.flux(), degrees)
+            model = pools.load(self.files.mini(), degrees)
             fabric, left = self.distributed.fabrics[-1], iter(range(last))
 
             def end(rank: int, _number: int) -> None:
@@ -155,7 +155,7 @@ class Trials:
             self._forget()
         again, plain = Pools(self.strict), Pools(self.plain)
         try:
-            found = [ranks.load(self.files.flux(), degrees).predict(ModelCall(*given), nothing) for ranks in (again, plain)]
+            found = [ranks.load(self.files.mini(), degrees).predict(ModelCall(*given), nothing) for ranks in (again, plain)]
         finally:
             again.close()
             plain.close()
