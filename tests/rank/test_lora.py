@@ -1,7 +1,7 @@
 """What is added to the weights on the ranks equals a checkpoint that it was added to, and goes away without a trace."""
 
-import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +17,11 @@ from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import latents_of
-from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.stage.lora import Adapters
-from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from parallel_backend.wire import messages as m
-from testing import tiny
+from testing import mini, tiny
 from testing.cases import all_cases
 
 DEGREES = [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2)]
-GATHERED = Degrees(ulysses=2, exchange="all-gather")
-CONFIGS = {"flux": tiny.FLUX, "sd3": tiny.SD3 | {"dual_attention_layers": (0, 2)}}
-REFERENCES = {"flux": tiny.reference, "sd3": tiny.sd3_reference}
 LIMIT = 1e-5
 FAMILIES = {case.family: case for case in reversed(all_cases())}
 """The first case of each."""
@@ -37,24 +31,13 @@ SHOWS = 0.01
 """Relative change of the output that says that a delta was not just rounding."""
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Family -> a tiny checkpoint in original key layout."""
-    folder = tmp_path_factory.mktemp("adapters")
-    models = {"flux": tiny.random_flux(CONFIGS["flux"]), "sd3": tiny.random_sd3(CONFIGS["sd3"])}
-    return {
-        name: tiny.save_original(model, CONFIGS[name], folder / f"{name}.safetensors", family=name)
-        for name, model in models.items()
-    }
-
-
 @pytest.fixture
 def load(pools):
-    """`load(path, degrees, ...)`: the model on ranks, which other tests get back as it was loaded."""
+    """`load(path, degrees, ...)`: the mini model on ranks, which other tests get back as it was loaded."""
     used = []
 
-    def load(*arguments, **named):
-        used.append(pools.load(*arguments, **named))
+    def load(*arguments, by=pools.mini, **named):
+        used.append(by(*arguments, **named))
         return used[-1]
 
     yield load
@@ -81,8 +64,13 @@ def diffs(state: dict[str, torch.Tensor]) -> list[Delta]:
     return [Delta(key, torch.randn(value.shape, generator=g), None, float(value.std())) for key, value in chosen.items()]
 
 
-def merged(path, deltas, folder, change=lambda key, value: value) -> torch.nn.Module:
-    """One process's model from a checkpoint whose tensors were added to. `change`: of its tensors, beforehand."""
+def merged(*arguments, **named) -> torch.nn.Module:
+    """One process's mini model from `merged_file`."""
+    return mini.load(merged_file(*arguments, **named))
+
+
+def merged_file(path, deltas, folder, change=lambda key, value: value) -> Path:
+    """A checkpoint whose tensors were added to. `change`: of its tensors, beforehand."""
     state = {key: change(key, value) for key, value in load_file(path).items()}
     for delta in deltas:
         whole = delta.up if delta.down is None else delta.up @ delta.down
@@ -90,7 +78,7 @@ def merged(path, deltas, folder, change=lambda key, value: value) -> torch.nn.Mo
         state[delta.key][rows.slice] += delta.scale * whole
     with safe_open(path, framework="pt") as file:
         save_file(state, folder / "merged.safetensors", file.metadata())
-    return tiny.published_model(folder / "merged.safetensors")
+    return folder / "merged.safetensors"
 
 
 def output(model, given) -> torch.Tensor:
@@ -101,10 +89,10 @@ def output(model, given) -> torch.Tensor:
     "case",
     [pytest.param(case, id=name, marks=() if name in DEFAULT else pytest.mark.full) for name, case in FAMILIES.items()],
 )
-def test_every_family(load, tmp_path, measured, case):
+def test_every_family(load, pools, tmp_path, measured, case):
     """Over tensor parallelism: a family's own ways to cut a layer cut the adapters too."""
     path = case.save(case.model(), tmp_path / "model.safetensors")
-    model = load(path, Degrees(tensor=2))
+    model = load(path, Degrees(tensor=2), by=pools.load)
     computed, text = case.row.file.computed(case.config), case.row.text_model
     elsewhere = case.row.node_tensors + (() if text is None else text.prefixes)
     state = {key: value for key, value in load_file(path).items() if key not in computed and not key.startswith(elsewhere)}
@@ -113,73 +101,57 @@ def test_every_family(load, tmp_path, measured, case):
     for deltas in (lora(state), diffs(state)):
         model.adapt(object(), deltas, lambda: None)
         with torch.inference_mode():
-            expected = case.reference(merged(path, deltas, tmp_path), *given)
-        measured(f"adapters, {case.family}", tiny.relative(output(model, given), expected))
-        assert tiny.relative(output(model, given), expected) <= LIMIT
-        assert tiny.relative(before, expected) > SHOWS
+            expected = case.reference(tiny.published_model(merged_file(path, deltas, tmp_path)), *given)
+        measured(f"adapters, {case.family}", mini.relative(output(model, given), expected))
+        assert mini.relative(output(model, given), expected) <= LIMIT
+        assert mini.relative(before, expected) > SHOWS
     model.adapt(None, (), lambda: None)
     assert torch.equal(output(model, given), before)
 
 
-def check(model, deltas, path, family, given, folder, measured=lambda *_: None) -> torch.Tensor:
+def check(model, deltas, path, given, folder, measured=lambda *_: None) -> torch.Tensor:
     """The output with these deltas, which equals the merged model's."""
     model.adapt(object(), deltas, lambda: None)
-    found, expected = output(model, given), REFERENCES[family](merged(path, deltas, folder), *given)
-    measured(f"adapters, {family}, {model.degrees}", tiny.relative(found, expected))
-    assert tiny.relative(found, expected) <= LIMIT
+    found, expected = output(model, given), mini.reference(merged(path, deltas, folder), *given)
+    measured(f"adapters, {model.degrees}", mini.relative(found, expected))
+    assert mini.relative(found, expected) <= LIMIT
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "degrees"),
-    [
-        pytest.param(family, degrees, id=f"{family}-{degrees}", marks=() if family == "flux" or cuts else pytest.mark.full)
-        for family in CONFIGS
-        for degrees in (*DEGREES, *([GATHERED] if family == "flux" else []))
-        for cuts in [degrees.pipe > 1 or degrees.tensor > 1]  # blocks or weights: what a family has of its own
-    ],
-)
-def test_added_to_every_weight_as_to_the_file(load, files, family, degrees, tmp_path, measured):
-    path = files[family]
-    model, given, state = load(path, degrees), tiny.inputs(CONFIGS[family], family=family), load_file(path)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_added_to_every_weight_as_to_the_file(load, mini_file, degrees, tmp_path, measured):
+    path = mini_file
+    model, given, state = load(path, degrees), mini.inputs(), load_file(path)
     before = output(model, given)
 
     def changed(deltas):
-        found = check(model, deltas, path, family, given, tmp_path, measured)
-        assert tiny.relative(found, before) > SHOWS
+        found = check(model, deltas, path, given, tmp_path, measured)
+        assert mini.relative(found, before) > SHOWS
         return found
 
     first = changed(lora(state))
     weaker = changed([replace(delta, scale=0.25 * delta.scale) for delta in lora(state)])
-    assert tiny.relative(weaker, first) > SHOWS
-    assert tiny.relative(changed(lora(state) + lora(state, seed=7, rank=3)), first) > SHOWS
-    assert tiny.relative(changed(lora(state) + diffs(state) + diffs(state)), first) > SHOWS
+    assert mini.relative(weaker, first) > SHOWS
+    assert mini.relative(changed(lora(state) + lora(state, seed=7, rank=3)), first) > SHOWS
+    assert mini.relative(changed(lora(state) + diffs(state) + diffs(state)), first) > SHOWS
     model.adapt(None, (), lambda: None)
     assert torch.equal(output(model, given), before)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_each_kind_of_layer_shows(files, family):
+def test_each_kind_of_layer_shows(mini_file, mini_model, tmp_path):
     """Control: a delta that was dropped on the way would have failed the test above."""
-    checkpoint, given = open_checkpoint(files[family]), tiny.inputs(CONFIGS[family], 1, 8, 8, family=family)
-    (model, store), state = tiny.stored_model(files[family]), load_file(files[family])
-    plan = TensorPlan({}, 1, 1, Axis("tensor", 1, 0, (0,), None))
-    adapters = Adapters(model, checkpoint, plan, torch.device("cpu"), torch.float32, store)
-    before, quiet = REFERENCES[family](model, *given), []
+    given, state = mini.inputs(batch=1, height=8, width=8), load_file(mini_file)
+    before = mini.reference(mini_model, *given)
     for delta in [*lora(state), *diffs(state)]:
-        if any(place in delta.key for place in ("blocks.1.", "final", "_in", "embed")):
-            for part in Deltas(checkpoint, (), pytest.fail).parts(delta):
-                adapters.add(part)
-            if tiny.relative(REFERENCES[family](model, *given), before) <= LIMIT:
-                quiet.append(delta.key)
-            adapters.drop()
-    assert not quiet
+        if any(place in delta.key for place in ("blocks.1.", "final", "_in")):
+            after = mini.reference(merged(mini_file, [delta], tmp_path), *given)
+            assert mini.relative(after, before) > LIMIT, delta.key
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)
-def test_beside_weights_that_stay_packed(load, files, degrees, tmp_path, measured):
-    path = files["flux"]
-    model, given, state = load(path, degrees, "fp8_e4m3fn"), tiny.inputs(CONFIGS["flux"]), load_file(path)
+def test_beside_weights_that_stay_packed(load, mini_file, degrees, tmp_path, measured):
+    path = mini_file
+    model, given, state = load(path, degrees, "fp8_e4m3fn"), mini.inputs(), load_file(path)
     assert sum(model.weight_bytes) < 0.4 * degrees.tensor * sum(value.nbytes for value in state.values())
 
     def rounded(key, value):
@@ -188,17 +160,17 @@ def test_beside_weights_that_stay_packed(load, files, degrees, tmp_path, measure
     before = output(model, given)
     for deltas in (lora(state), lora(state) + diffs(state)):
         model.adapt(object(), deltas, lambda: None)
-        expected = tiny.reference(merged(path, deltas, tmp_path, rounded), *given)
-        measured("adapters beside fp8", tiny.relative(output(model, given), expected))
-        assert tiny.relative(output(model, given), expected) <= LIMIT
-        assert tiny.relative(before, expected) > SHOWS
+        expected = mini.reference(merged(path, deltas, tmp_path, rounded), *given)
+        measured("adapters beside fp8", mini.relative(output(model, given), expected))
+        assert mini.relative(output(model, given), expected) <= LIMIT
+        assert mini.relative(before, expected) > SHOWS
     model.adapt(None, (), lambda: None)
     assert torch.equal(output(model, given), before)
 
 
-def test_rows_that_end_inside_a_parameter(load, files, tmp_path):
+def test_rows_that_end_inside_a_parameter(load, mini_file, tmp_path):
     """Rows of linear1 from the middle of q to the middle of the feed-forward, and of the output norm across its halves."""
-    path, given, width = files["flux"], tiny.inputs(CONFIGS["flux"]), 128
+    path, given, width = mini_file, mini.inputs(), 128
     state = load_file(path)
     spans = {
         "single_blocks.1.linear1.weight": Span(width // 2, 4 * width),
@@ -207,22 +179,13 @@ def test_rows_that_end_inside_a_parameter(load, files, tmp_path):
     }
     by_key = {delta.key: delta for delta in lora(state) + diffs(state)}
     deltas = [replace(by_key[key], up=by_key[key].up[rows.slice], rows=rows) for key, rows in spans.items()]
-    check(load(path, Degrees(tensor=2)), deltas, path, "flux", given, tmp_path)
-
-
-def test_a_diffusers_folder_takes_keys_in_original_layout(load, files, tmp_path):
-    """Its parameters have their halves exchanged already, and q, k and v apart."""
-    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
-    (folder := tmp_path / "model").mkdir()
-    save_file(tiny.random_flux(CONFIGS["flux"]).state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel", **CONFIGS["flux"]}))
-    check(load(folder, Degrees(pipe=2)), lora(load_file(path)), path, "flux", given, tmp_path)
+    check(load(path, Degrees(tensor=2)), deltas, path, given, tmp_path)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 127), st.integers(1, 128), st.booleans(), st.sampled_from(["img_attn.qkv", "img_mod.lin"]))
-def test_parts_make_up_the_delta(files, start, length, low_rank, layer):
-    checkpoint, key = open_checkpoint(files["flux"]), f"double_blocks.0.{layer}.weight"
+def test_parts_make_up_the_delta(flux_file, start, length, low_rank, layer):
+    checkpoint, key = open_checkpoint(flux_file), f"double_blocks.0.{layer}.weight"
     g = torch.Generator().manual_seed(start)
     up = torch.randn(length, 3 if low_rank else 128, generator=g)
     down = torch.randn(3, 128, generator=g) if low_rank else None
@@ -251,17 +214,17 @@ def test_parts_make_up_the_delta(files, start, length, low_rank, layer):
     ],
     ids=["key", "columns", "columns of a diff", "rows", "rows outside", "length", "factors", "a flat factor"],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(load, files, delta):
-    model, given = load(files["flux"], Degrees()), tiny.inputs(CONFIGS["flux"])
+def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(load, mini_file, delta):
+    model, given = load(mini_file, Degrees()), mini.inputs()
     before = output(model, given)
     with pytest.raises(ValueError, match=f"model: what is to be added to {delta.key}"):
-        model.adapt("unfit", [*lora(load_file(files["flux"])), delta], lambda: None)
+        model.adapt("unfit", [*lora(load_file(mini_file)), delta], lambda: None)
     model.adapt(None, (), lambda: None)
     assert torch.equal(output(model, given), before)
 
 
-def test_a_rank_is_sent_only_what_it_has_and_only_once(load, files, monkeypatch):
-    model, state = load(files["flux"], Degrees(pipe=2)), load_file(files["flux"])
+def test_a_rank_is_sent_only_what_it_has_and_only_once(load, mini_file, monkeypatch):
+    model, state = load(mini_file, Degrees(pipe=2)), load_file(mini_file)
     sent, send = {0: set(), 1: set()}, model._adaptation._deltas._send
 
     def spy(rank, message):
@@ -287,8 +250,8 @@ def test_a_rank_is_sent_only_what_it_has_and_only_once(load, files, monkeypatch)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(tensor=2)], ids=str)
-def test_another_strength_sends_no_factors(load, files, monkeypatch, degrees, tmp_path):
-    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+def test_another_strength_sends_no_factors(load, mini_file, monkeypatch, degrees, tmp_path):
+    path, given = mini_file, mini.inputs()
     model, deltas = load(path, degrees), lora(load_file(path))
     sent, send = [], model._adaptation._deltas._send
     monkeypatch.setattr(
@@ -296,22 +259,22 @@ def test_another_strength_sends_no_factors(load, files, monkeypatch, degrees, tm
     )
     # One layer's strength by itself: a scale that went to another layer would show.
     scaled = [replace(delta, scale=0.3 * delta.scale * (index % 3)) for index, delta in enumerate(deltas)]
-    check(model, deltas, path, "flux", given, tmp_path)
+    check(model, deltas, path, given, tmp_path)
     assert any(isinstance(message, m.Adapt) for message in sent)
     sent.clear()
-    check(model, scaled, path, "flux", given, tmp_path)
-    check(model, deltas, path, "flux", given, tmp_path)
+    check(model, scaled, path, given, tmp_path)
+    check(model, deltas, path, given, tmp_path)
     assert {type(message) for message in sent} == {m.Rescale}
     for others in (deltas[:-1], [*deltas, deltas[0]], deltas[::-1], lora(load_file(path)), deltas + diffs(load_file(path))):
         sent.clear()
-        check(model, others, path, "flux", given, tmp_path)
+        check(model, others, path, given, tmp_path)
         assert not any(isinstance(message, m.Rescale) for message in sent)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(tensor=2)], ids=str)
-def test_groups_are_weighed_without_being_sent_again(load, files, monkeypatch, degrees, tmp_path):
+def test_groups_are_weighed_without_being_sent_again(load, mini_file, monkeypatch, degrees, tmp_path):
     """As LoRAs in conditionings are: a strength for each call, with something that is always there."""
-    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+    path, given = mini_file, mini.inputs()
     model, state = load(path, degrees), load_file(path)
     base, first, second = lora(state), lora(state, seed=7) + diffs(state), lora(state, seed=8)
     grouped = [*base, *(replace(delta, group=1) for delta in first), *(replace(delta, group=2) for delta in second)]
@@ -324,26 +287,26 @@ def test_groups_are_weighed_without_being_sent_again(load, files, monkeypatch, d
         assert not any(isinstance(message, (m.Adapt, m.DropAdapters)) for message in sent)
         weighed = [(first, strengths[0]), (second, strengths[1])] if strengths else []
         together = base + [replace(each, scale=by * each.scale) for deltas, by in weighed for each in deltas]
-        expected = REFERENCES["flux"](merged(path, together, tmp_path), *given)
-        assert tiny.relative(output(model, given), expected) <= LIMIT
+        expected = mini.reference(merged(path, together, tmp_path), *given)
+        assert mini.relative(output(model, given), expected) <= LIMIT
     model.adapt("hooks again", grouped, lambda: None)
-    expected = REFERENCES["flux"](merged(path, base, tmp_path), *given)
-    assert tiny.relative(output(model, given), expected) <= LIMIT
+    expected = mini.reference(merged(path, base, tmp_path), *given)
+    assert mini.relative(output(model, given), expected) <= LIMIT
 
 
-def test_another_lora_at_the_strengths_of_the_last_one(load, files, tmp_path):
-    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+def test_another_lora_at_the_strengths_of_the_last_one(load, mini_file, tmp_path):
+    path, given = mini_file, mini.inputs()
     model, state = load(path, Degrees(pipe=2)), load_file(path)
     for name, deltas in (("one", lora(state)), ("another", lora(state, seed=7))):
         model.adapt(name, [replace(each, group=1) for each in deltas], lambda: None, (1.0,))
-        expected = REFERENCES["flux"](merged(path, deltas, tmp_path), *given)
-        assert tiny.relative(output(model, given), expected) <= LIMIT, name
+        expected = mini.reference(merged(path, deltas, tmp_path), *given)
+        assert mini.relative(output(model, given), expected) <= LIMIT, name
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp8_e4m3fn"])
-def test_whole_values_take_the_place_of_the_files(load, files, tmp_path, dtype):
+def test_whole_values_take_the_place_of_the_files(load, mini_file, tmp_path, dtype):
     """As those of merged models do, with a LoRA on top; without them the file's values are there again."""
-    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+    path, given = mini_file, mini.inputs()
     model, state = load(path, Degrees(tensor=2), dtype), load_file(path)
     before = output(model, given)
     g = torch.Generator().manual_seed(11)
@@ -353,15 +316,15 @@ def test_whole_values_take_the_place_of_the_files(load, files, tmp_path, dtype):
     deltas = [*(Delta(key, value, instead=True) for key, value in values.items()), *lora(state), *diffs(state)]
     added = [Delta(key, value - state[key]) for key, value in values.items()] + lora(state) + diffs(state)
     model.adapt("a merge", deltas, lambda: None)
-    expected = REFERENCES["flux"](merged(path, added, tmp_path), *given)
-    assert tiny.relative(output(model, given), expected) <= LIMIT < SHOWS < tiny.relative(before, expected)
+    expected = mini.reference(merged(path, added, tmp_path), *given)
+    assert mini.relative(output(model, given), expected) <= LIMIT < SHOWS < mini.relative(before, expected)
     model.adapt(None, (), lambda: None)
     assert torch.equal(output(model, given), before)
 
 
-def test_cancelled_while_they_are_sent(load, files):
+def test_cancelled_while_they_are_sent(load, mini_file):
     """Cancel raises in `poll`: half a LoRA is not used for the next picture, and not taken for a whole one."""
-    model, given, deltas = load(files["flux"], Degrees(pipe=2)), tiny.inputs(CONFIGS["flux"]), lora(load_file(files["flux"]))
+    model, given, deltas = load(mini_file, Degrees(pipe=2)), mini.inputs(), lora(load_file(mini_file))
     model.adapt("a LoRA", deltas, lambda: None)
     whole = output(model, given)
     model.adapt(None, (), lambda: None)
@@ -379,18 +342,18 @@ def test_cancelled_while_they_are_sent(load, files):
     assert torch.equal(output(model, given), whole)
     calls = iter([None] * 20)
     with pytest.raises(KeyboardInterrupt):
-        model.adapt("another", lora(load_file(files["flux"]), seed=9), cancel)
+        model.adapt("another", lora(load_file(mini_file), seed=9), cancel)
     model.adapt(None, (), lambda: None)
     assert torch.equal(output(model, given), before)
 
 
-def test_sent_again_to_a_model_that_was_loaded_again(load, files):
-    given, deltas = tiny.inputs(CONFIGS["flux"]), lora(load_file(files["flux"]))
-    model = load(files["flux"], Degrees(pipe=2))
+def test_sent_again_to_a_model_that_was_loaded_again(load, mini_file):
+    given, deltas = mini.inputs(), lora(load_file(mini_file))
+    model = load(mini_file, Degrees(pipe=2))
     before = output(model, given)
     model.adapt("a LoRA", deltas, lambda: None)
     patched = output(model, given)
-    fresh = load(files["flux"], Degrees(pipe=2), fresh=True)
+    fresh = load(mini_file, Degrees(pipe=2), fresh=True)
     assert torch.equal(output(fresh, given), before)
     fresh.adapt("a LoRA", deltas, lambda: None)
     assert torch.equal(output(fresh, given), patched)

@@ -23,7 +23,7 @@ from parallel_backend.wire.heartbeat import Heartbeat
 from testing import tiny
 from testing.cases import all_cases
 from testing.quantised import quantise_blocks
-from tests.rank.test_lora import lora, merged
+from tests.rank.test_lora import lora, merged_file
 from tests.support.alone import nobody
 
 pytestmark = pytest.mark.threads
@@ -204,7 +204,7 @@ def test_a_lora_is_added_beside_the_product(pools, files, measured, tmp_path, de
     model.adapt("a LoRA", deltas, lambda: None)
     found = model.predict(ModelCall(*case.inputs()), lambda: None)
     with torch.inference_mode():
-        expected = case.reference(merged(values, deltas, tmp_path), *case.inputs())
+        expected = case.reference(tiny.published_model(merged_file(values, deltas, tmp_path)), *case.inputs())
     measured("a LoRA beside int8 products: distance from the merged one", tiny.relative(found, expected))
     assert tiny.relative(found, expected) < 0.02 * tiny.relative(plain, expected)
     model.adapt(None, (), lambda: None)
