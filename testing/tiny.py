@@ -7,9 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from parallel_backend.acceptance.tiny_model import Call
@@ -110,29 +108,6 @@ def reference(
     return family.patching.unpack(out, tuple(x.shape))
 
 
-SD3 = {
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 4,
-    "attention_head_dim": 16,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 24,
-    "caption_projection_dim": 64,
-    "pooled_projection_dim": 12,
-    "pos_embed_max_size": 40,
-    "dual_attention_layers": (),
-    "qk_norm": "rms_norm",
-}
-
-
-def random_sd3(config: dict = SD3, seed: int = 0) -> torch.nn.Module:
-    """diffusers' module with random weights, see `randomise`; its table of positions is random too, at any size."""
-    model = randomise(diffusers.SD3Transformer2DModel(**config).eval(), seed)
-    model.pos_embed.pos_embed = torch.randn(model.pos_embed.pos_embed.shape, generator=torch.Generator().manual_seed(seed))
-    return model
-
-
 def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     """The checkpoint as one process's model, loaded by the pack's loader."""
     checkpoint = open_checkpoint(path)
@@ -164,17 +139,3 @@ def rank_shard(tokens: torch.Tensor, order: TokenOrder, span: Span, with_text: b
     """Of the `tokens` of a call's latents (Patching.pack_all), what a stage of one rank is sent for a micro-step."""
     image_rows = tokens[:, order.images(span).slice]
     return torch.cat((image_rows, tokens[:, order.image :]), dim=1) if with_text else image_rows
-
-
-@torch.inference_mode()
-def sd3_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict) -> torch.Tensor:
-    """diffusers' forward on a latent [B, C, H, W]; odd sizes are padded circularly, as ComfyUI does."""
-    height, width = x.shape[-2:]
-    out = model(
-        hidden_states=F.pad(x, (0, width % 2, 0, height % 2), mode="circular"),
-        encoder_hidden_states=tensors["context"],
-        pooled_projections=tensors["pooled"],
-        timestep=timestep,
-        return_dict=False,
-    )[0]
-    return out[..., :height, :width]

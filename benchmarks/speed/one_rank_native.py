@@ -1,7 +1,7 @@
 """One CPU rank against ComfyUI's own MODEL of the same file, in the same ComfyUI, format by format.
 
     python -m benchmarks.speed.one_rank_native --out benchmarks/results/one_rank_native_NAME_DATE.json
-    python -m benchmarks.speed.one_rank_native --cases flux,sd3 --formats fp32,int8
+    python -m benchmarks.speed.one_rank_native --cases flux --formats fp32,int8
 
 Steps of KSampler (euler, guidance 1), the two in turn and both loaded, one thread each, torch's attention for both. A
 figure is the median of a round's steps behind its first; ratios are taken within a round. Both keep freed memory, as ranks
@@ -32,7 +32,7 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.rank.allocator import KEPT_BYTES, LARGEST_IN_HEAP
 from scripts.comfyui_server import find_python
 from testing.cases.wan import WAN
-from testing.comfyui.models import FLUX, SD3
+from testing.comfyui.models import FLUX
 from testing.tiny import randomise, save_original
 
 FORMATS = {"fp32": None, "bf16": None, "fp8": "fp8", "int8": "int8, rotated", "nvfp4": "nvfp4"}
@@ -73,13 +73,6 @@ class Subject:
 SUBJECTS = {
     "flux": Subject(
         "flux", FLUX | {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4}, (16, 64, 64), (32, 64), 32
-    ),
-    "sd3": Subject(
-        "sd3",
-        SD3 | {"num_layers": 8, "num_attention_heads": 8, "caption_projection_dim": 512, "pos_embed_max_size": 192},
-        (16, 64, 64),
-        (32, 64),
-        32,
     ),
     "wan": Subject(
         "wan",
@@ -186,7 +179,7 @@ def run(
 def main() -> None:
     options: argparse.ArgumentParser = measuring.parser(__doc__)
     options.set_defaults(rounds=4, steps=4)
-    options.add_argument("--cases", type=lambda text: text.split(","), default=list(SUBJECTS), help="of flux, sd3, wan")
+    options.add_argument("--cases", type=lambda text: text.split(","), default=list(SUBJECTS), help="of flux, wan")
     options.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
     options.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI")
     options.add_argument("--beside", default="not noted", help="what else ran on the machine, in words")

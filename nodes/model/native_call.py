@@ -33,7 +33,6 @@ NATIVE: Mapping[str, str] = {
     "QwenImage": "qwen_image.model:QwenImageTransformer2DModel",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
     "SeedVR2": "seedvr.model:NaDiT",
-    "SD3": "modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",
 }
 """Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
 
@@ -54,7 +53,7 @@ def class_arguments(unet_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def runs_wrappers(native: NativeClass) -> bool:
-    """Whether the native class's `forward` runs wrappers. SD3's, PixArt's and others ignore them."""
+    """Whether the native class's `forward` runs wrappers. PixArt's and others ignore them."""
     return "WrapperExecutor" in native.forward.__code__.co_names
 
 

@@ -8,7 +8,6 @@ from . import (
     pixart,
     qwen_image,
     qwen_image21,
-    sd3,
     seedvr2,
     wan,
     wan_animate,
@@ -22,7 +21,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         flux.FLUX,
-        sd3.SD3,
         pixart.PIXART,
         qwen_image.QWEN_IMAGE,
         qwen_image21.QWEN_IMAGE_21,

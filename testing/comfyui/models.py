@@ -13,12 +13,3 @@ FLUX = tiny.FLUX | {
     "axes_dims_rope": (16, 56, 56),
 }
 """Like tiny.FLUX, of a width that ComfyUI's model detection takes: a multiple of 128 with rotary axes (16, 56, 56)."""
-SD3 = tiny.SD3 | {
-    "num_layers": 3,
-    "attention_head_dim": 64,
-    "num_attention_heads": 3,
-    "caption_projection_dim": 192,
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 32,
-}
-"""Like tiny.SD3, for ComfyUI, which takes depth and heads from the width: one of either for each 64 of it."""

@@ -105,7 +105,7 @@ def test_a_node_counts_once_and_a_spoilt_prompt_is_said():
 @pytest.mark.comfyui
 @pytest.mark.processes
 def test_comfyuis_own_nodes_do_what_they_do_natively(comfyui, tmp_path):  # noqa: F811
-    save_models(tmp_path)
+    save_models(tmp_path, comfyui)
 
     def run(family: str) -> list:
         with contextlib.closing(PackSession(comfyui, tmp_path, None)) as session:

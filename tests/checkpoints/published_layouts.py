@@ -161,11 +161,9 @@ LAYOUTS = (
     Layout("auraflow-like model. leftover", "flux-dev", with_more("model.a"), refused="no diffusion", native=False),
     # several parts in one file
     Layout("flux all in one", "flux-dev", ALL_IN_ONE),
-    Layout("sd3 all in one", "sd3.5-medium", ALL_IN_ONE),
     Layout("flux with a VAE beside it", "flux-dev", with_more(*TRAINING), unused=TRAINING),
     # tensors that no class has
     Layout("flux position_ids", "flux-dev", with_more("position_ids"), unused=("position_ids",)),
-    Layout("sd3 leftovers", "sd3.5-large", with_more("betas", "logvar"), unused=("betas", "logvar")),
     Layout(
         "krea2 last.up",
         "krea2",
@@ -201,7 +199,6 @@ LAYOUTS = (
     # diffusers' names
     Layout("flux diffusers", "flux-dev", diffusers("flux-dev"), by_comfyui=True, sampled=True),
     Layout("flux diffusers prefixed", "flux-dev", one_after_the_other(diffusers("flux-dev"), under(WHOLE)), by_comfyui=True),
-    Layout("sd3 diffusers", "sd3.5-large", diffusers("sd3.5-large"), by_comfyui=True, sampled=True),
     # quantised
     Layout("flux fp8", "flux-dev", fp8),
     Layout(

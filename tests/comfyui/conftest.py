@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
 from testing import tiny
-from testing.comfyui.models import FLUX, SD3
+from testing.comfyui import sd3_file
+from testing.comfyui.models import FLUX
 from testing.comfyui.scripted import FORKED_RANKS, ComfyUI, Inside
 from tests.comfyui import standins
 from tests.support.requirements import missing
@@ -55,7 +56,7 @@ def base(tmp_path_factory) -> Path:
         folder.mkdir(parents=True)
     whole = tiny.save_original(tiny.random_flux(FLUX), FLUX, models / "tiny.safetensors").read_bytes()
     (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
-    tiny.save_original(tiny.random_sd3(SD3), SD3, models / "tiny-sd3.safetensors", family="sd3")
+    sd3_file.write(models / "tiny-sd3.safetensors")
     save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")
     lora = {"lora_A.weight": torch.ones(4, 256), "lora_B.weight": torch.ones(256, 4)}
     layer = "diffusion_model.double_blocks.0.img_attn.proj"

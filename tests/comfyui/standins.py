@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from testing import tiny
+from testing.comfyui import sd3_file
 
 Tensors = dict[str, torch.Tensor]
 ENCODERS_PACK, EMULATED_PACK = (Path(__file__).parent / name for name in ("tiny_encoders", "emulated_devices"))
@@ -26,14 +27,6 @@ FLUX = tiny.FLUX | {
     "joint_attention_dim": T5_OUTPUT,
     "pooled_projection_dim": CLIP_WIDTH,
     "axes_dims_rope": (16, 56, 56),
-}
-SD3 = tiny.SD3 | {
-    "num_layers": 3,
-    "attention_head_dim": 64,
-    "num_attention_heads": 3,
-    "caption_projection_dim": 192,
-    "joint_attention_dim": T5_OUTPUT,
-    "pooled_projection_dim": 2 * CLIP_WIDTH,
 }
 PIXART = {
     "num_attention_heads": 2,
@@ -97,7 +90,7 @@ def write(models: Path) -> None:
     layer, width = "diffusion_model.double_blocks.0.img_attn.proj", FLUX["num_attention_heads"] * FLUX["attention_head_dim"]
     lora = {f"{layer}.lora_A.weight": torch.ones(4, width), f"{layer}.lora_B.weight": torch.ones(width, 4)}
     save_file(lora, models / "loras" / "flux_style.safetensors")
-    tiny.save_original(tiny.random_sd3(SD3), SD3, transformers / "sd3.5_large.safetensors", family="sd3")
+    sd3_file.write(transformers / "sd3.5_large.safetensors", T5_OUTPUT, 2 * CLIP_WIDTH)
     tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).save_pretrained(transformers / "PixArt-Sigma-XL-2-2K-MS")
     save_file(clip(layers=12), encoders / "clip_l.safetensors")
     save_file(clip(layers=32), encoders / "clip_g.safetensors")

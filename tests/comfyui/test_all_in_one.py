@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from testing import tiny
-from testing.comfyui.models import SD3
+from testing.comfyui import sd3_file
 from tests.comfyui import standins
 
 pytestmark = pytest.mark.comfyui
@@ -15,8 +14,6 @@ pytestmark = pytest.mark.comfyui
 LIMIT = 2e-5
 """fp32 rounding of a whole run, as in test_parity.py."""
 PREFIX = "model.diffusion_model."
-MODEL = SD3 | {"joint_attention_dim": 4096, "pooled_projection_dim": standins.CLIP_WIDTH + 1280, "pos_embed_max_size": 160}
-"""For the text encoder of the file; its table of positions has more bytes than all the rest."""
 FORMATS = ("tiny", "scaled", "noted")
 """fp32; fp8 with the marks and input scales of the first scaled files; fp8 as the header says."""
 
@@ -27,7 +24,8 @@ def found(inside, base):
     folder.mkdir(parents=True, exist_ok=True)
     clip = {f"text_encoders.clip_l.transformer.{key}": value for key, value in standins.clip(layers=12).items()}
     vae = {f"first_stage_model.{key}": value for key, value in standins.vae(channels=16).items()}
-    alone = tiny.save_original(tiny.random_sd3(MODEL), MODEL, folder / "transformer.safetensors", family="sd3")
+    # For the text encoder of the file. Its table of positions has more bytes than all the rest.
+    alone = sd3_file.write(folder / "transformer.safetensors", 4096, standins.CLIP_WIDTH + 1280, side=160)
     save_file(vae, folder / "vae.safetensors")
     transformer = {PREFIX + key.removeprefix(PREFIX): value for key, value in load_file(alone).items()}
     save_file(transformer | clip | vae, folder / "tiny.safetensors")

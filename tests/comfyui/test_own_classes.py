@@ -14,7 +14,7 @@ OTHERS = (
     *("kandinsky-5-video", "kandinsky-5-image", "cogvideox-5b", "cogvideox-1.5", "cogvideox-1.5-i2v", "wan-2.2-camera"),
     *("hunyuan-video", "hunyuan-video-i2v", "hunyuan-video-1.5", "hunyuan-video-1.5-sr"),
     *("hunyuan-image-2.1", "hunyuan-image-2.1-distilled", "hunyuan-image-2.1-refiner"),
-    *("flux2-dev", "flux2-klein", "flux2-references", "z-image", "z-image-padded"),
+    *("sd3.5-large", "sd3.5-medium", "flux2-dev", "flux2-klein", "flux2-references", "z-image", "z-image-padded"),
     *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima", "hidream-i1", "hidream-e1"),
     *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5"),
 )

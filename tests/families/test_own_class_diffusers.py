@@ -63,8 +63,19 @@ def test_every_mode_equals_diffusers(pools, flux_model, tmp_path):
 
 def test_attention_that_is_not_seen_is_refused():
     """SD3's class calls torch's function itself."""
-    own = diffusers_class(tiny.random_sd3(), tiny.SD3, SD3)
-    x, _, tensors = tiny.inputs(tiny.SD3, family="sd3")
+    config = {
+        "sample_size": 8,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 24,
+        "caption_projection_dim": 64,
+        "pooled_projection_dim": 12,
+        "pos_embed_max_size": 40,
+    }
+    model = tiny.randomise(diffusers.SD3Transformer2DModel(**config).eval(), 0)
+    own = diffusers_class(model, config, SD3)
+    x, _, tensors = tiny.inputs()
     proof = trial(own, call_of(x, tensors), (1.0,), bands=True)
     assert proof.stages == ""
     assert proof.sequence.startswith("its attention cannot be reached")

@@ -237,7 +237,6 @@ ALWAYS = rows(
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
     "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
-    "sd3": rows(passed="y"),
     "pixart": rows(passed="c_ar c_size", refused="y"),
     "qwen-image": rows(passed="attention_mask ref_latents ref_latents_method", refused="y"),
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),

@@ -20,7 +20,6 @@ NO_MACHINE = Calibration(Machine((), Links({})), ())
 DISPLACED = {"patch": 2, "patch_mode": "displaced"}
 MODES = {
     "krea2": [Degrees(ulysses=2), Degrees(ring=2), Degrees(ring=2, ulysses=2), Degrees(ulysses=4)],  # two heads share keys
-    "sd3.5-medium": [Degrees(ulysses=2), Degrees(ring=4), Degrees(**DISPLACED), Degrees(ring=2, **DISPLACED)],  # attn2
     "ltx-2.3": [Degrees(ulysses=2), Degrees(ring=2)],  # two streams, heads of two sizes
     "wan-vace": [Degrees(ulysses=2)],  # twice as wide between blocks as in its attention
 }

@@ -97,7 +97,6 @@ def guiding(words: int, text_first: bool):
     ("name", "degrees", "skipped"),
     [
         ("flux-dev", Degrees(pipe=2), ("transformer_blocks.1", "single_transformer_blocks.4")),
-        ("sd3.5-medium", Degrees(batch=2), ("transformer_blocks.0", "transformer_blocks.3")),
         ("flux-dev", Degrees(tensor=2), ("single_transformer_blocks.2",)),
     ],
     ids=str,

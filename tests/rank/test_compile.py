@@ -40,9 +40,9 @@ from tests.system.test_exactness import name
 
 TOLERANCE = 1e-5
 CASES = {case.name: case for case in all_cases()}
-GRAPHS = {"flux-dev": 3, "sd3.5-medium": 3, "pixart-alpha": 2}
-"""Of one exact call. Flux: double blocks, the first single block, and the others, whose inputs are views. SD3.5: blocks with
-two attentions, with one, and the last. PixArt: the first block and the others, whose inputs differ in layout."""
+GRAPHS = {"flux-dev": 3, "pixart-alpha": 2}
+"""Of one exact call. Flux: double blocks, the first single block, and the others, whose inputs are views. PixArt: the first
+block and the others, whose inputs differ in layout."""
 OTHERS = [name for name in CASES if name not in GRAPHS]
 
 
@@ -123,7 +123,7 @@ def check_family(ranks, tmp_path, case: Case, measured) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family == "sd3.5-medium" else pytest.mark.full) for family in GRAPHS]
+    "family", [pytest.param(family, marks=() if family == "pixart-alpha" else pytest.mark.full) for family in GRAPHS]
 )
 def test_blocks_share_their_graphs_and_nothing_is_compiled_twice(ranks, tmp_path, traced, measured, family):
     assert check_family(ranks, tmp_path, CASES[family], measured) == GRAPHS[family]
@@ -302,7 +302,7 @@ DEFAULT = ((Degrees(ulysses=2), "wan-2.1-t2v"),)
             marks=() if (degrees, family) in DEFAULT else pytest.mark.full,
         )
         for degrees in (Degrees(tensor=2), Degrees(ulysses=2))
-        for family in ("sd3.5-medium", "wan-2.1-t2v", "pixart-alpha")
+        for family in ("wan-2.1-t2v", "pixart-alpha")
     ],
 )
 def test_modes_of_other_families(tracing_pools, pools, tmp_path, degrees, family):
@@ -400,7 +400,7 @@ def test_compiled_code_in_bf16_is_no_further_from_fp32_than_bf16_is(pools, small
 
 @needs_compiler
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["sd3.5-medium", "pixart-alpha"])
+@pytest.mark.parametrize("family", ["pixart-alpha"])
 def test_compiled_code_of_other_families(ranks, tmp_path, family, measured):
     assert check_family(ranks, tmp_path, CASES[family], measured) == GRAPHS[family]
 

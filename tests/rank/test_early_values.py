@@ -9,13 +9,12 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import early_values, parallel_attention, ulysses
-from testing.cases import flux, krea2, sd3
+from testing.cases import flux, krea2
 
 pytestmark = pytest.mark.threads
 
 CASES = {
     "flux": flux.CASES[0],  # text's values before the image's, then both as one stream
-    "sd3": next(case for case in sd3.CASES if case.name == "sd3.5-medium"),  # behind the image's; a second attention
     "krea2": krea2.CASES[0],  # heads that share values, on two ranks
 }
 

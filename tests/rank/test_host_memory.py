@@ -222,7 +222,7 @@ def test_memory_that_the_system_refuses_is_no_end(monkeypatch):
 
 def test_a_file_that_has_changed_is_not_read(tmp_path):
     """Overwritten with as many bytes, replaced, cut or gone: each by name, also for ranks that open it after the client."""
-    tiny.random_sd3().save_pretrained(tmp_path)
+    tiny.random_flux().save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     (file,) = checkpoint.files
     checkpoint.check_unchanged()

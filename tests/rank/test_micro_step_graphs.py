@@ -168,7 +168,6 @@ def both(pool: Pool, path: Path, case: Case, degrees: Degrees, dtype: str = "fp3
         ("flux-dev", 1, True, "fp32"),
         ("flux-dev", 2, False, "fp32"),
         ("flux-kontext", 2, True, "bf16"),  # with references keys are not corrected
-        ("sd3.5-medium", 2, True, "fp32"),
         ("wan-2.1-t2v", 1, False, "fp32"),
         ("wan-2.1-t2v", 2, True, "bf16"),
     ],
@@ -200,7 +199,7 @@ def test_every_family_gives_the_same_bits(case, pools, files, caplog):
 
 def test_prompts_in_turn_and_one_run_behind_another(pools, files):
     """Each conditioning has keys, values and graphs of its own; a run's graphs end with it."""
-    case, degrees, seeds = named("sd3.5-medium"), Degrees(pipe=2), (1, 2, 3)
+    case, degrees, seeds = named("qwen-image"), Degrees(pipe=2), (1, 2, 3)
     expected = sampled(load(pools(2), files(case), degrees, False), case, seeds=seeds)[0]
     model = load(pools(2), files(case), degrees, True)
     for earlier in (0, 1):  # places of tokens are there from the first run, so that the second band makes nothing any more
@@ -282,7 +281,7 @@ def test_a_lora_and_weights_that_move_end_the_graphs(pools, files):
 
 @pytest.mark.parametrize("degrees", [Degrees(tensor=2), Degrees(ulysses=2), Degrees(ring=2)], ids=str)
 def test_no_transfer_is_in_a_graph(degrees, pools, files):
-    case = named("sd3.5-medium")
+    case = named("qwen-image")
     assert counts(sampled(load(pools(2), files(case), degrees, True), case)[1]) == {(0, 0)}
 
 

@@ -130,7 +130,7 @@ def main() -> int:
     record = Record(options.json, options.again)
     with tempfile.TemporaryDirectory(prefix="parallel-dit-models-") as folder, ThreadPoolExecutor(options.processes) as pool:
         models = Path(folder)
-        save_models(models)
+        save_models(models, comfyui)
 
         def whole(pack: Path | None) -> None:
             arguments = (set(options.names), options.families, record)

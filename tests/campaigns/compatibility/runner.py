@@ -43,12 +43,19 @@ class Node:
         return re.sub(r"\W", "_", self.name)
 
 
-def save_models(base: Path) -> None:
+def save_models(base: Path, comfyui: ComfyUI) -> None:
     """Of each family a model, `<case>.safetensors`, another with other weights, `-2`, and a LoRA."""
     for folder in ("models/diffusion_models", "models/loras", "input", "output", "user"):
         (base / folder).mkdir(parents=True, exist_ok=True)
+    cases = {case.name: case for case in CASES}
+    inside = Inside(comfyui, base, SCRIPTS)
+    try:
+        inside.run("small_files", names=[name for name in FAMILIES.values() if name not in cases])
+    finally:
+        inside.close()
     for name in FAMILIES.values():
-        save_case(next(case for case in CASES if case.name == name), base)
+        if name in cases:
+            save_case(cases[name], base)
         path = base / "models/diffusion_models" / f"{name}.safetensors"
         weights, g = load_file(path), torch.Generator().manual_seed(7)
         other = {key: value + 0.1 * value.std() * torch.randn(value.shape, generator=g) for key, value in weights.items()}
