@@ -1,7 +1,8 @@
 """What a call of ComfyUI's own class is to a trial: what it can hold, and which calls are alike."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from parallel_backend.client.call import Residuals
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.base.patching import Latents, Patching
+from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
 from parallel_backend.families.own_class.counts import counted
@@ -22,12 +24,16 @@ from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
 from .attention_choice import OVERRIDE, preferred_attention
 from .block_patches import kernel_of_call, normalized_guidance, skipped_keys
+from .class_code import class_code
 from .controlnet import Control, refuse_control
 from .diffusion_model import HEEDS_FILES
 from .fun_control import without_fun_controls
 from .reach import is_plain, told_to_own_class
 from .sparse_attention import HAS_SINKS, settings_of
 from .text_guidance import GUIDANCE_KEY, TextGuidance
+
+OF_UNETS = "comfy.ldm.modules.attention"
+"""Module of UNets' blocks, which all classes import for its attention functions."""
 
 
 def is_held(value: Any) -> bool:
@@ -102,12 +108,22 @@ def changes_and_options(
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
     nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
+    read = _code_of_calls(replace(family.own, blocks=(), latent=None))
+    patches = {kind: functions for kind, functions in patches.items() if kind in read}
     told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family)
     return (
         BlockChanges(attention=kernel, sparse=sparse),
         NodeChanges(skipped, nag, guidance, options.get(GUIDANCE_KEY)),
         told,
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _code_of_calls(own: OwnClass) -> str:
+    """The code that can call a patch of another node: of the class's modules, and of those that they import. Patches whose
+    kind it does not name have no effect, as natively. Of ComfyUI's blocks of UNets only if the class has one."""
+    used = {type(module).__module__ for module in build(own).modules()}
+    return "\n".join(text.decode() for name, text in class_code(own, helpers=False) if name != OF_UNETS or name in used)
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 CLIP-L alone, narrower than ComfyUI's; all else is read from the file as ever.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -100,7 +101,8 @@ def compare(results: Results) -> None:
         name = "checkpoints/tiny.safetensors"
         assert name in loader.INPUT_TYPES()["required"]["model_name"][0]
         found = node("ParallelDiTLoader", name, "fp32", 2, 1, 1, "cpu,cpu")
-        return found.model.diffusion_model.setup == model.model.diffusion_model.setup
+        setups = [replace(each.model.diffusion_model.setup, own_class=None) for each in (found, model)]
+        return setups[0] == setups[1]  # what is proven of the class comes with the first run
 
     results.case("in Parallel DiT Loader", in_the_other_loader)
     for name in ("transformer", "vae"):
