@@ -76,7 +76,8 @@ def test_attention_that_is_not_seen_is_refused():
     model = tiny.randomise(diffusers.SD3Transformer2DModel(**config).eval(), 0)
     own = diffusers_class(model, config, SD3)
     x, _, tensors = tiny.inputs()
-    proof = trial(own, call_of(x, tensors), (1.0,), bands=True)
+    call = call_of(x, {name: tensors[name] for name in ("context", "pooled")})
+    proof = trial(own, call, (1.0,), bands=True)
     assert proof.stages == ""
     assert proof.sequence.startswith("its attention cannot be reached")
 
