@@ -15,7 +15,7 @@ from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
 
-FILES = ("tiny.safetensors", "tiny-sd3.safetensors")
+FILES = ("tiny.safetensors",)
 EXACT = 80.0
 """Decibels between fp32 samples of the same model: ComfyUI's own, and ours on one rank and on two."""
 

@@ -265,10 +265,8 @@ def test_split_batch_and_displaced_by_hand():
 def test_text_runs_with_the_first_band_alone_but_in_xdit():
     def tokens(what: Workload) -> list[float]:
         """Of each kind of micro-step, from the bytes that a stage hands on."""
-        on, mode = devices(2, Link(0.0, 1.0)), Mode(Degrees(pipe=2), 4)
-        costs = CalibratedCosts(on, what)
-        cut = cut_model(costs, mode)
-        return [prediction._handed_on(what, mode, cut, 0, kind) / what.sizes.token_bytes for kind in StepKind]
+        mode = Mode(Degrees(pipe=2), 4)
+        return [prediction._handed_on(what, mode, 0, kind) / what.sizes.token_bytes for kind in StepKind]
 
     ours = workload(text=512)  # 64 rows of tokens, of which the first band has 10 and the others 18
     assert tokens(ours) == [4608, 1152, 1152]

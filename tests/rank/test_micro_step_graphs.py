@@ -199,13 +199,13 @@ def test_every_family_gives_the_same_bits(case, pools, files, caplog):
 
 def test_prompts_in_turn_and_one_run_behind_another(pools, files):
     """Each conditioning has keys, values and graphs of its own; a run's graphs end with it."""
-    case, degrees, seeds = named("qwen-image"), Degrees(pipe=2), (1, 2, 3)
+    case, degrees, seeds = named("flux-dev"), Degrees(pipe=2), (1, 2, 3)
     expected = sampled(load(pools(2), files(case), degrees, False), case, seeds=seeds)[0]
     model = load(pools(2), files(case), degrees, True)
-    for earlier in (0, 1):  # places of tokens are there from the first run, so that the second band makes nothing any more
+    for _ in range(2):
         found, stats = sampled(model, case, seeds=seeds)
         assert torch.equal(found, expected)
-        assert counts(stats) == {(len(seeds) * CAPTURED, len(seeds) * (REPLAYED + earlier))}
+        assert counts(stats) == {(len(seeds) * CAPTURED, len(seeds) * REPLAYED)}
 
 
 @pytest.mark.parametrize("settings", [{"heun": True}, {"warm_up": 0}], ids=str)
@@ -281,7 +281,7 @@ def test_a_lora_and_weights_that_move_end_the_graphs(pools, files):
 
 @pytest.mark.parametrize("degrees", [Degrees(tensor=2), Degrees(ulysses=2), Degrees(ring=2)], ids=str)
 def test_no_transfer_is_in_a_graph(degrees, pools, files):
-    case = named("qwen-image")
+    case = named("flux-dev")
     assert counts(sampled(load(pools(2), files(case), degrees, True), case)[1]) == {(0, 0)}
 
 
