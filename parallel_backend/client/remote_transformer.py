@@ -222,7 +222,7 @@ class RemoteTransformer:
         assert not (call.run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(call.x, call.timestep)
         self._memory.check(call.run, conditioning, has_token_times(call.timestep), different(call.residuals))
-        if not all(len(shard) for shard in self._posting.cut.image(tokens)):
+        if not all(map(len, self._posting.cut.parts(tokens))):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(
                 f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
