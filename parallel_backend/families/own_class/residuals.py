@@ -53,9 +53,8 @@ def with_patches(
     named: Mapping[str, Any], read: Callable[[torch.Tensor], torch.Tensor] = lambda residual: residual
 ) -> dict[str, Any]:
     """A call's arguments, with patches in transformer_options that add residuals of PATCHED. `read`: see ReadResiduals."""
-    control = named.get(CONTROL) or {}
+    control, options = named.get(CONTROL) or {}, named.get(OPTIONS, {})
     patches = {kind: [AddResiduals(control[kind], read)] for kind in PATCHED if control.get(kind)}
-    options = named.get(OPTIONS, {})
     return {**named, OPTIONS: {**options, PATCHES: options.get(PATCHES, {}) | patches}} if patches else dict(named)
 
 
