@@ -3,7 +3,6 @@
 Tests that any model will do for take the mini class (mini.py).
 """
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,10 @@ from safetensors.torch import save_file
 from parallel_backend.acceptance.tiny_model import Call
 from parallel_backend.acceptance.tiny_model import relative as relative
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import FAMILIES
-from parallel_backend.rank.comm.transfers import Traffic
-from parallel_backend.rank.host_memory.host_store import HostStore
 from parallel_backend.rank.stage.build import build_stage
-from parallel_backend.rank.stage.store.device_copies import copies_of
-from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 FLUX: dict[str, Any] = {
     "patch_size": 1,
@@ -123,16 +117,6 @@ def published_model(path: Path) -> torch.nn.Module:
     model.register_to_config(**whole.config)
     model.load_state_dict(whole.state_dict())
     return model
-
-
-def stored_model(path: Path) -> tuple[torch.nn.Module, WeightStore]:
-    """As `whole_model` in fp32, with the store that its weights are in."""
-    checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
-    host = HostStore(0, cpu, Degrees(), checkpoint, None)
-    store = WeightStore(copies_of(cpu), host, Traffic(cpu))
-    load = functools.partial(store.load, progress=lambda fraction: None)
-    whole = Span(0, checkpoint.family.blocks.total(checkpoint.config))
-    return build_stage(checkpoint, whole, cpu, "fp32", load=load).model, store
 
 
 def rank_shard(tokens: torch.Tensor, order: TokenOrder, span: Span, with_text: bool) -> torch.Tensor:

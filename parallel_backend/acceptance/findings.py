@@ -27,11 +27,6 @@ class Findings:
         self.note(name, value)
         self.expect(value <= limit, f"{name} is {value:.3g}, above its limit of {limit:.3g}")
 
-    def at_least(self, name: str, value: float, limit: float) -> None:
-        """Note a figure, which is wrong below the limit, or if it is NaN."""
-        self.note(name, value)
-        self.expect(value >= limit, f"{name} is {value:.3g}, below its limit of {limit:.3g}")
-
     def expect(self, holds: bool, otherwise: str) -> None:
         if not holds:
             self.wrong.append(otherwise)
