@@ -10,20 +10,13 @@ import psutil
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer
-from testing.comfyui.models import FLUX
 from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
 from tests.comfyui.websocket import Events
 from tests.system.test_memory import write_random
 
 pytestmark = pytest.mark.comfyui
 
-LARGE = FLUX | {
-    "num_layers": 1,
-    "num_single_layers": 4,
-    "num_attention_heads": 7,
-    "joint_attention_dim": 32,
-    "pooled_projection_dim": 16,
-}
+LARGE = {"width": 7 * 128, "axes": (16, 56, 56), "double_blocks": 1, "single_blocks": 4}
 """About 300 MB in fp32, for the prompts of the quickstart."""
 BAR = 100
 """Steps of the loading bar; no sampler here makes as many."""
@@ -161,7 +154,7 @@ CHANGES = {
 def test_a_run_under_way_keeps_the_model_that_it_began_with(server, base, tmp_path):
     """Whatever becomes of the file and whoever asks for its memory. The next prompt reads the file anew."""
     path = base / "models" / "diffusion_models" / "changing.safetensors"
-    write_random(path, LARGE | {"num_attention_heads": 1})
+    write_random(path, LARGE | {"width": 128})
     first, spaces = path.read_bytes(), itertools.count()
 
     def unseen() -> dict[str, Any]:

@@ -141,8 +141,8 @@ def main(results: Results) -> None:
         """The ranks hold SD3 too: nothing of it is the first model's to free."""
         sample()
         other = parallel(SD3, stage_split="even")
-        key = other.model.diffusion_model.setup
         sample(other)
+        key = other.model.diffusion_model.setup
         with gpu():
             loaded = model.loaded_size(), other.loaded_size()
         model.detach()
