@@ -18,7 +18,7 @@ def main(_results: Results, names: list[str], more_blocks: int = 0) -> None:
             for key, value in extras.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{sign}.{key}"] = value
-                elif isinstance(value, list):
+                elif isinstance(value, list) and isinstance(value[0], torch.Tensor):
                     tensors |= {f"{sign}.{key}/{index}": item for index, item in enumerate(value)}
                 elif hasattr(value, "__dict__"):
                     tensors |= {f"{sign}.{key}.{attribute}": item for attribute, item in vars(value).items()}
