@@ -18,6 +18,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import original_values
 from parallel_backend.families import Family
+from parallel_backend.families.own_class.residuals import PATCHED
 
 from ..ui.other_nodes import is_known
 from .controlnet import Control
@@ -26,7 +27,7 @@ from .native_call import NativeClass
 
 FUN_CONTROL = re.compile(r"nodes_model_patch\.ZImageControlPatch")
 """Class of the node's patch."""
-REFINERS, BLOCKS = "noise_refiner", "double_block"
+REFINERS, BLOCKS = PATCHED
 """Kinds of patch that the node puts on a MODEL, and also kinds of residuals."""
 TAKES = "ZImage"
 """Class of ComfyUI's supported_models that calls such patches."""
@@ -38,7 +39,7 @@ def fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, list[A
     of_kind = {
         kind: [each for each in functions if is_known(FUN_CONTROL, type(each))]
         for kind, functions in options.get("patches", {}).items()
-        if kind in (REFINERS, BLOCKS) and TAKES in family.native_classes
+        if kind in PATCHED and TAKES in family.native_classes
     }
     return {kind: controls for kind, controls in of_kind.items() if controls}
 

@@ -108,8 +108,9 @@ def changes_and_options(
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
     nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
-    read = _code_of_calls(replace(family.own, blocks=(), latent=None))
-    patches = {kind: functions for kind, functions in patches.items() if kind in read}
+    if patches:
+        read = _code_of_calls(replace(family.own, blocks=(), latent=None))
+        patches = {kind: functions for kind, functions in patches.items() if kind in read}
     told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family)
     return (
         BlockChanges(attention=kernel, sparse=sparse),
@@ -120,8 +121,8 @@ def changes_and_options(
 
 @functools.lru_cache(maxsize=4)
 def _code_of_calls(own: OwnClass) -> str:
-    """The code that can call a patch of another node: of the class's modules, and of those that they import. Patches whose
-    kind it does not name have no effect, as natively. Of ComfyUI's blocks of UNets only if the class has one."""
+    """The code that can call a patch of another node: the class's module, and those that it imports. A patch of a kind that
+    this code does not name has no effect, as natively. The module of UNets' blocks is left out, unless the class has one."""
     used = {type(module).__module__ for module in build(own).modules()}
     return "\n".join(text.decode() for name, text in class_code(own, helpers=False) if name != OF_UNETS or name in used)
 

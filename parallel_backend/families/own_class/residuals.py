@@ -34,19 +34,18 @@ class ReadResiduals(list[Any]):
 
 
 class AddResiduals:
-    """A patch that adds one of the residuals to the tokens "img" [B, n + m, hidden] behind the block "block_index". `read`:
-    see ReadResiduals. The m tokens behind those of the latent fill it up."""
+    """A patch that adds one of the residuals to the tokens "img" [B, n + m, hidden] behind the block "block_index", in place
+    as ComfyUI's does. `read`: see ReadResiduals. The m tokens behind those of the latent fill it up."""
 
     def __init__(self, residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]):
         self._residuals, self._read = residuals, read
 
     def __call__(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index, img_BSD = arguments["block_index"], arguments["img"]
-        if index >= len(self._residuals) or (residual := self._residuals[index]) is None:
-            return {}
-        added_BND = self._read(residual)
-        rest_BSD = img_BSD[:, added_BND.shape[1] :]
-        return {"img": torch.cat((img_BSD[:, : added_BND.shape[1]] + added_BND, rest_BSD), dim=1)}
+        if index < len(self._residuals) and (residual := self._residuals[index]) is not None:
+            added_BND = self._read(residual)
+            img_BSD[:, : added_BND.shape[1]] += added_BND
+        return {}
 
 
 def with_patches(
