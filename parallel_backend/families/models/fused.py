@@ -58,7 +58,7 @@ def halves_rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
 
 def _complex(turns: Rotation) -> torch.Tensor:
     """Matrices [..., D / 2, 2, 2] -> cos + i sin [..., D / 2]. Not a lazy conjugate: each product would resolve it."""
-    return torch.conj_physical(torch.view_as_complex(turns[..., 0, :]))
+    return torch.conj_physical(torch.view_as_complex(turns[..., 0, :].float()))
 
 
 def both_rotated(

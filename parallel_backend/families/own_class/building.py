@@ -15,6 +15,7 @@ from parallel_backend.core.own_class import DTYPE, OwnClass
 
 from .adapters import adapt
 from .diffusers_form import in_form_of_comfyui
+from .fused_blocks import fuse
 
 CASTS = {"comfy_cast_weights": False, "weight_function": (), "bias_function": ()}
 """Attributes of ComfyUI's layers that its functions read before they use a weight: no patch changes it."""
@@ -89,6 +90,7 @@ def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
             model.__class__ = in_form_of_comfyui(kind, own.form)
             for parameter in model.parameters():
                 parameter.data = parameter.to(dtype)
+    fuse(model)
     adapt(own.kind, model)
     for module in model.modules():
         if hasattr(module, "weight"):

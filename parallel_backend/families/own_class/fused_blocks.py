@@ -1,0 +1,146 @@
+"""Modules of ComfyUI's classes with fused arithmetic between their products (models/fused.py).
+
+A module gets a form if its class's source is one of FORMS. Its parameters and layers stay. The class's own arithmetic runs
+if its source is another, or if a call asks for what a form leaves out.
+"""
+
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.core.own_class import ROOT
+from parallel_backend.families.models import fused
+
+
+def fuse(model: nn.Module) -> None:
+    """Give the modules of a model, of one of ComfyUI's classes, their forms."""
+    for module in model.modules():
+        kind = type(module)
+        if f"{kind.__module__}.{kind.__qualname__}" in FORMS:
+            module.__class__ = fused_form(kind)
+
+
+@functools.cache
+def fused_form(kind: type[nn.Module]) -> type[nn.Module]:
+    """The form of a class in FORMS. Of another source: the class itself."""
+    digest, form = FORMS[f"{kind.__module__}.{kind.__qualname__}"]
+    return form(kind) if source_digest(kind) == digest else kind
+
+
+def source_digest(kind: type) -> str:
+    """Of a class's source."""
+    return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
+
+
+def attention_of(kind: type, name: str) -> Callable[..., torch.Tensor]:
+    """The attention function that a class's module has now under this name, which may be a trial's or a rank's."""
+    function: Callable[..., torch.Tensor] = vars(sys.modules[kind.__module__])[name]
+    return function
+
+
+def qwen_image_attention(kind: type[nn.Module]) -> type[nn.Module]:
+    """Norms and rotary embedding in one operation, if there is no mask, and no patch of what is between them."""
+
+    class Fused(kind):  # type: ignore[valid-type, misc]
+        def forward(self, *args: Any, **named: Any) -> Any:
+            mask, options = named.get("encoder_hidden_states_mask"), named["transformer_options"]
+            if args or mask is not None or "attn1_patch" in options.get("patches", {}):
+                return super().forward(*args, **named)
+            image, text = named["hidden_states"], named["encoder_hidden_states"]
+            words, turns_BS1D = text.shape[1], named["image_rotary_emb"].transpose(1, 2)
+            of_text = self._heads(
+                text, turns_BS1D[:, :words], self.norm_added_q, self.norm_added_k,
+                self.add_q_proj, self.add_k_proj, self.add_v_proj,
+            )  # fmt: skip
+            of_image = self._heads(
+                image, turns_BS1D[:, words:], self.norm_q, self.norm_k, self.to_q, self.to_k, self.to_v
+            )
+            q, k, v = (torch.cat(both, dim=1).transpose(1, 2) for both in zip(of_text, of_image, strict=True))
+            attend = attention_of(kind, "optimized_attention_masked")
+            out = attend(q, k, v, self.heads, None, transformer_options=options, skip_reshape=True)
+            # A layer adds its bias in the product if its input is contiguous.
+            return self.to_out[1](self.to_out[0](out[:, words:].contiguous())), self.to_add_out(out[:, :words].contiguous())
+
+        def _heads(self, x, turns_BS1D, norm_q, norm_k, *layers):
+            q, k, v = (layer(x).unflatten(-1, (-1, self.dim_head)) for layer in layers)
+            return *fused.normed_and_rotated(q, k, (norm_q, norm_k), turns_BS1D.contiguous()), v
+
+    return Fused
+
+
+def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Norms and modulation in one operation, if all of the image's tokens are at one time."""
+
+    class Fused(kind):  # type: ignore[valid-type, misc]
+        def forward(self, *args: Any, **named: Any) -> Any:
+            if args or named.get("timestep_zero_index") is not None:
+                return super().forward(*args, **named)
+            image, text = named.pop("hidden_states"), named.pop("encoder_hidden_states")
+            temb, _ = named.pop("temb"), named.pop("timestep_zero_index", None)
+            of_image, of_text = (layer(temb)[:, None].chunk(6, dim=-1) for layer in (self.img_mod, self.txt_mod))
+            attended, text_attended = self.attn(
+                hidden_states=fused.modulated(self.img_norm1, image, *of_image[1::-1]),
+                encoder_hidden_states=fused.modulated(self.txt_norm1, text, *of_text[1::-1]),
+                **named,
+            )
+            image = self._rest(image, attended, of_image[2:], self.img_norm2, self.img_mlp)
+            return self._rest(text, text_attended, of_text[2:], self.txt_norm2, self.txt_mlp), image
+
+        def _rest(self, x, attended, vectors, norm, mlp):
+            gate, shift, scale, last_gate = vectors
+            x = fused.gated(x, gate, attended)
+            return fused.gated(x, last_gate, mlp(fused.modulated(norm, x, scale, shift)))
+
+    return Fused
+
+
+def krea2_norm(kind: type[nn.Module]) -> type[nn.Module]:
+    """In the input's dtype."""
+
+    class Fused(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(x, x.shape[-1:], (self.scale.float() + 1).to(x.dtype), self.eps)
+
+    return Fused
+
+
+def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Norms and modulation in one operation, if all tokens are at one time, or if each has its own vector."""
+
+    class Fused(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, transformer_options={}):
+            if timestep_zero_index is not None:
+                return super().forward(x, vec, freqs, mask, timestep_zero_index, transformer_options)
+            scale, shift, gate, last_scale, last_shift, last_gate = self.mod(vec)
+            normed = self._modulated(self.prenorm, x, scale, shift)
+            x = fused.gated(x, gate, self.attn(normed, freqs, mask, transformer_options=transformer_options))
+            return fused.gated(x, last_gate, self.mlp(self._modulated(self.postnorm, x, last_scale, last_shift)))
+
+        def _modulated(self, norm, x, scale, shift):
+            """The norm's own factor, 1 + its scale, becomes part of the modulation."""
+            factor = (norm.scale.float() + 1) * (1 + scale.float())
+            return fused.modulated(without_weight(x.shape[-1], norm.eps), x, factor - 1, shift)
+
+    return Fused
+
+
+@functools.cache
+def without_weight(features: int, eps: float) -> nn.RMSNorm:
+    """A norm that scales by nothing."""
+    return nn.RMSNorm(features, eps, elementwise_affine=False)
+
+
+FORMS: Mapping[str, tuple[str, Callable[[type[nn.Module]], type[nn.Module]]]] = {
+    f"{ROOT}qwen_image.model.Attention": ("a4484f0e7eb52a58", qwen_image_attention),
+    f"{ROOT}qwen_image.model.QwenImageTransformerBlock": ("169d7285c3246d03", qwen_image_block),
+    f"{ROOT}krea2.model.RMSNorm": ("b68e900c5514db28", krea2_norm),
+    f"{ROOT}krea2.model.SingleStreamBlock": ("7d8ddd79ef19b361", krea2_block),
+}
+"""ComfyUI's class -> digest of the source that its form was written for, and the form."""
