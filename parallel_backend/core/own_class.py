@@ -71,6 +71,8 @@ class OwnAttention:
     heads: int
     """Of queries. Keys that several of them share are repeated."""
     head_size: int
+    sharing: int = 1
+    """Heads in a row that have the same keys and values."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,12 @@ class OwnClass:
         """Channels of each of `heads` in the widest of these calls. HEAD_SIZE if there are none."""
         widths = [call.heads * call.head_size for call in self._shared_calls]
         return math.ceil(max(widths) / self.heads) if widths else HEAD_SIZE
+
+    @property
+    def key_heads(self) -> int | None:
+        """Heads of keys and values of these calls. None: as many as `heads`, or not alike in all."""
+        (heads, sharing), *others = {(call.heads, call.sharing) for call in self._shared_calls} or {(1, 1)}
+        return None if others or sharing == 1 else heads // sharing
 
     @property
     def joint(self) -> bool:

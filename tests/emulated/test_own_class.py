@@ -79,7 +79,7 @@ SEQUENCE = (
         ("OnAxes", SEQUENCE[1:5]),
         ("PlacesBetween", SEQUENCE[4:5]),
         ("ChangingWords", SEQUENCE[1:6:2]),
-        ("SharedKeys", SEQUENCE[:1]),
+        ("SharedKeys", (SEQUENCE[0], Degrees(ulysses=2, ring=2))),
         ("TwoStreams", SEQUENCE[1:5:3]),
         ("PictureFirst", SEQUENCE[:1]),
         ("CountsWordsBetween", SEQUENCE[1:6:2]),

@@ -78,6 +78,29 @@ class SharedKeys(Tokens):
         key_heads = HEADS // 2
 
 
+class SharesKeysEarly(SharedKeys):
+    """Each head has its own keys at late times."""
+
+    def mixed(self, h, words, emb, t):
+        self.block.is_late = float(t[0]) < LATE
+        return super().mixed(h, words, emb, t)
+
+    class block(SharedKeys.block):
+        def turned(self, x, table):
+            q, k, v = super().turned(x, table)
+            k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+            return q, k * torch.arange(1, HEADS + 1)[:, None, None].to(k) if self.is_late else k, v
+
+
+class SharesKeysAlone(SharedKeys):
+    """Each head has its own values."""
+
+    class block(Mixing):
+        def turned(self, x, table):
+            q, k, v = super().turned(x, table)
+            return q, k[:, ::2].repeat_interleave(2, 1), v
+
+
 class TimePerCell(Tokens):
     """As an LTX video with a mask and keyframes: each cell has a time, and those of the last frames a place of their own."""
 

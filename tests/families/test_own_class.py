@@ -107,6 +107,12 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
     assert len(proof.blocks) == in_lists - (3 if name == "OwnBlocksFirst" else 0), "some run whole on every rank"
 
 
+@pytest.mark.parametrize(("name", "sharing"), [("Tokens", 1), ("SharedKeys", 2), ("SharesKeysAlone", 1)])
+def test_heads_that_share_keys_and_values_are_told(name, sharing):
+    blocks = trial(own(name), call(), TIMES).blocks
+    assert {each.sharing for block in blocks for each in block.attention} == {sharing}
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -127,6 +133,7 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
         ("PoolsEachFrame", "blocks.1 attends to other values where its tokens are cut"),
         ("CountsFrames", "blocks.1 attends to other values where its tokens are cut"),
         ("TimePerFrame", "blocks.0 returns other values than in the trial"),
+        ("SharesKeysEarly", "blocks.0 attends with heads that share no keys"),
     ],
 )
 def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):

@@ -198,6 +198,13 @@ class AttentionCall:
         rows = mask.reshape(-1, mask.shape[-1])
         return rows if rows.dtype == torch.bool else rows >= 0
 
+    def shares(self, sharing: int) -> bool:
+        """Whether so many heads in a row have the same keys and values."""
+        if self.k_BKHD.shape[2] % sharing:
+            return False
+        groups = (x.unflatten(2, (-1, sharing)) for x in (self.k_BKHD, self.v_BKHD))
+        return all(torch.equal(each, each[:, :, :, :1].expand_as(each)) for each in groups)
+
     def compute(
         self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, mask_bK: torch.Tensor | None
     ) -> torch.Tensor:

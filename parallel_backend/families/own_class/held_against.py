@@ -54,6 +54,9 @@ class HeldAgainst(TokenCut):
         whole = of_all if self._tensor_rank is None else of_all.of_tensor_rank(self._tensor_rank, call)
         if whole.masked != (mask_bK is not None):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
+        # A tensor rank that has only some of these heads sends and keeps what each of them has.
+        if call.k_BKHD.shape[2] % spec.sharing == 0 and not call.shares(spec.sharing):
+            raise Unproven(f"{self.block.name} attends with heads that share no keys")
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
             if not self.is_held(own, of_whole, streams):

@@ -113,7 +113,9 @@ class Learning(HeldAgainst):
             self.mask_of_all(call.key_mask, k)
         if k and not q:
             raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
-        spec = OwnAttention(q, k, *call.q_BQHD.shape[2:])
+        heads, head_size = call.q_BQHD.shape[2:]
+        sharing = next(each for each in range(heads, 0, -1) if k and call.shares(each)) if k else 1
+        spec = OwnAttention(q, k, heads, head_size, sharing)
         self.blocks[self.number] = replace(self.block, attention=(*self.block.attention, spec))
         self._attended += 1
         return call.result(whole.out[:, self.own_rows(q)]) if k else function(*args, **kwargs)

@@ -76,14 +76,15 @@ class RankTokens(TokenCut):
         context, axis = self._context, self._context.ulysses
         queries, keys = self.lengths(spec.queries), self.lengths(spec.keys)
         if axis.size == 1:
-            return self._attend(spec, call, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
+            heads = Span(0, call.q_BQHD.shape[2])
+            return self._attend(spec, call, heads, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
         own = context.ulysses_ranks(self._patch.index, context.ring.index)
         of_queries, of_keys = queries[own.start : own.stop], keys[own.start : own.stop]
         heads = split(Span(0, call.q_BQHD.shape[2]), axis.size)
         sent = call.q_BQHD, call.k_BKHD, call.v_BKHD
         shared = axis, context.traffic, context.codec
         q_BQhD, k_BKhD, v_BKhD = start_sequence_to_heads(sent, (of_queries, of_keys, of_keys), heads, *shared)()
-        out_BQhD = self._attend(spec, call, q_BQhD, k_BKhD, v_BKhD, keys, mask_bK)
+        out_BQhD = self._attend(spec, call, heads[axis.index], q_BQhD, k_BKhD, v_BKhD, keys, mask_bK)
         out_BQHD = torch.empty_like(call.q_BQHD, memory_format=torch.contiguous_format)
         start_heads_to_sequence(out_BQhD, out_BQHD, of_queries, heads, *shared)()
         return out_BQHD
@@ -92,13 +93,15 @@ class RankTokens(TokenCut):
         self,
         spec: OwnAttention,
         call: AttentionCall,
+        heads: Span,
         q_BQhD: torch.Tensor,
         k_BKhD: torch.Tensor,
         v_BKhD: torch.Tensor,
         keys: Sequence[int],
         mask_bK: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Over the keys of all ring ranks. `keys`: numbers of tokens by sequence rank."""
+        """Over the keys of all ring ranks. `heads`: those of the call that the tensors have. `keys`: numbers of tokens by
+        sequence rank."""
         context, step = self._context, self._context.step
         assert step is not None, "attention outside of a micro-step"
         patch, ring = self._patch, context.ring
@@ -106,6 +109,9 @@ class RankTokens(TokenCut):
         def tokens(ranks: range) -> int:
             return sum(keys[rank] for rank in ranks)
 
+        times = 1 if heads.start % spec.sharing or heads.stop % spec.sharing else spec.sharing
+        if times > 1 and (self._buffer is not None or patch.size > 1 or ring.size > 1):  # less is sent and kept
+            k_BKhD, v_BKhD = k_BKhD[:, :, ::times], v_BKhD[:, :, ::times]
         of_ring = [tokens(context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
         if self._buffer is None and patch.size == 1 and ring.size > 1:
             attend, masks = context.kernel.attend_lse, [None] * ring.size
@@ -123,6 +129,8 @@ class RankTokens(TokenCut):
             k_BKhD, v_BKhD = self._gathered_keys(k_BKhD, v_BKhD, lengths, patch)
         if not q_BQhD.shape[1] or not q_BQhD.shape[2]:
             return torch.empty_like(q_BQhD)
+        if (times := q_BQhD.shape[2] // k_BKhD.shape[2]) > 1:
+            k_BKhD, v_BKhD = (x.repeat_interleave(times, dim=2) for x in (k_BKhD, v_BKhD))
         places = functools.partial(self.all_rows, spec.queries, HOST)
         return self._kernels.compute(call, q_BQhD, k_BKhD, v_BKhD, mask_bK, places)
 
