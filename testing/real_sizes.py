@@ -85,33 +85,6 @@ FLUX_DEV = {
     "guidance_embeds": True,
     "axes_dims_rope": (16, 56, 56),
 }
-QWEN_IMAGE = {
-    "in_channels": 64,
-    "out_channels": 16,
-    "num_layers": 60,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 3584,
-    "axes_dims_rope": (16, 56, 56),
-    **dict.fromkeys(("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"), False),
-}
-KREA_2 = {
-    "in_channels": 64,
-    "num_layers": 28,
-    "attention_head_dim": 128,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 12,
-    "intermediate_size": 16384,
-    "timestep_embed_dim": 256,
-    "text_hidden_dim": 2560,
-    "num_text_layers": 12,
-    "text_num_attention_heads": 20,
-    "text_num_key_value_heads": 20,
-    "text_intermediate_size": 6912,
-    "num_layerwise_text_blocks": 2,
-    "num_refiner_text_blocks": 2,
-    "axes_dims_rope": (32, 48, 48),
-}
 WAN_14B = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 40,
@@ -204,10 +177,6 @@ REAL_MODELS = {
         (512, 4096),
         depths=("num_layers", "num_single_layers"),
     ),
-    "qwen-image": RealModel(
-        "qwen-image", QWEN_IMAGE, "picture, 1024 x 1024, two prompts", ((16, 1, 128, 128),), (256, 3584), entries=2
-    ),
-    "krea-2": RealModel("krea2", KREA_2, "picture, 1024 x 1024", ((16, 1, 128, 128),), (256, 12 * 2560)),
     "wan-2.2-14b": RealModel(
         "wan",
         WAN_14B,

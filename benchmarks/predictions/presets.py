@@ -74,7 +74,7 @@ class Model:
     """Frames of a video's latent."""
     operations: int = 0
     """Those of a block's linear layers for a token, in hidden^2. 0: as many as are usual."""
-    key_heads: int | None = None
+    sharing: int = 1
     """Heads of keys and values, where several query heads share one."""
 
     def block(self, on: Hardware) -> BlockCost:
@@ -101,7 +101,7 @@ class Model:
             ends=(outer, outer, 0),
             attention=((JOINT if self.joint else IMAGE,),) * self.layers,
             heads=self.heads,
-            key_heads=self.key_heads,
+            sharing=self.sharing,
             head_size=self.hidden // self.heads,
             hidden=self.hidden,
             itemsize=BF16,
@@ -136,7 +136,7 @@ MODELS = {
     "flux2-dev": Model(56, 6144, 48, 31.9e9, 0.4e9, 512),
     "qwen-image": Model(60, 3072, 24, 20.4e9, 0.04e9, 256, prompts=2),
     "qwen-image-2.1": Model(32, 4096, 32, 7.0e9, 0.13e9, 200, operations=26),
-    "krea-2": Model(28, 6144, 48, 12.2e9, 0.66e9, 256, operations=23, key_heads=12),
+    "krea-2": Model(28, 6144, 48, 12.2e9, 0.66e9, 256, operations=23, sharing=4),
     "wan-2.2-14b": Model(40, 5120, 40, 14.2e9, 0.1e9, 512, joint=False, prompts=2, frames=21),
     "ltx-2.3": Model(48, 4096, 32, 20.6e9, 1.4e9, 1024, joint=False, side=32, frames=16),
     "minimax-h3": Model(50, 5376, 56, 18.2e9, 0.85e9, 512, side=32, frames=37, operations=27),
@@ -148,9 +148,7 @@ Qwen-Image 2.1 count in each step, although they run once a run.
 TRACED_AS = {
     "flux-dev": ("flux", 3072),
     "flux-schnell": ("flux", 3072),
-    "qwen-image": ("qwen-image", 3072),
     "qwen-image-2.1": ("qwen-image-2.1", 4096),
-    "krea-2": ("krea2", 6144),
     "wan-2.2-14b": ("wan", 5120),
     "ltx-2.3": ("ltx-2", 4096),
     "minimax-h3": ("minimax-h3", 5376),

@@ -19,7 +19,7 @@ from scripts.comfyui_server import find_python
 from .trace import Figures, mode_name
 
 SCRIPT = Path(__file__).with_name("inside_own.py")
-MODELS = "flux-dev", "wan-2.2-14b", "qwen-image", "krea-2"
+MODELS = "flux-dev", "wan-2.2-14b"
 MODES = ("ulysses", 1), ("ulysses", 2), ("tensor", 2), ("pipe", 2)
 STEP = "kernels", "products", "moved", "stops"
 

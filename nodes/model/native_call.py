@@ -27,10 +27,8 @@ NATIVE: Mapping[str, str] = {
     "WAN21_SCAIL": "wan.model:SCAILWanModel",
     "WAN21_SCAIL2": "wan.model:SCAIL2WanModel",
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
-    "Krea2": "krea2.model:SingleStreamDiT",
     "LTXAV": "lightricks.av_model:LTXAVModel",
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",
-    "QwenImage": "qwen_image.model:QwenImageTransformer2DModel",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
     "SeedVR2": "seedvr.model:NaDiT",
 }

@@ -134,7 +134,7 @@ class Checkpoint:
             degrees,
             heads=sizes.heads(config),
             blocks=self.family.blocks.total(config),
-            key_heads=sizes.key_heads(config) or sizes.head_units(config) or None,
+            key_heads=sizes.head_units(config) or None,
             tensor_degrees=self.tensor_degrees,
             can_gather=self.family.blocks.can_gather,
             file=short(self.path.name),
@@ -153,15 +153,15 @@ class Checkpoint:
         }
         if not cuts:
             return None
-        heads, head_size, key_heads = sizes.heads(config), sizes.head_size(config), sizes.key_heads(config)
+        heads, head_size = sizes.heads(config), sizes.head_size(config)
         return frozenset(
             degree
-            for degree in range(1, (key_heads or heads) + 1)
+            for degree in range(1, heads + 1)
             if not any(
                 span.start % unit or span.stop % unit
                 for cut, columns, unit in cuts
                 for index in range(degree)
-                for span in cut_side(cut, columns, heads, head_size, index, degree, key_heads)
+                for span in cut_side(cut, columns, heads, head_size, index, degree)
             )
         )
 

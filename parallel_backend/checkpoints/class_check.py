@@ -116,12 +116,12 @@ def _cut(family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]]) 
     """The parameters that tensor parallelism cuts. AssertionError if heads of their size do not make up the cut sides."""
     sizes = family.sizes
     parameters: set[str] = set()
-    heads, head_size, key_heads = sizes.heads(config), sizes.head_size(config), sizes.key_heads(config)
+    heads, head_size = sizes.heads(config), sizes.head_size(config)
     for name, shape in shapes.items():
         cut = cut_of(family.tensor_plan, name)
         if cut is None or (cut.kind is CutKind.ROW and len(shape) < 2):  # a bias that is added once is not cut
             continue
-        cut_side(cut, shape[1 if cut.kind is CutKind.ROW else 0], heads, head_size, 0, 1, key_heads)
+        cut_side(cut, shape[1 if cut.kind is CutKind.ROW else 0], heads, head_size, 0, 1)
         parameters.add(name)
     return parameters
 

@@ -112,13 +112,11 @@ def check_sizes(name: str, family: Family, config: Config, shapes: list[tuple[in
         "channels in a token": family.sizes.hidden(config),
         "channels in a latent": family.sizes.latent_channels(config),
     }
-    if (keys := family.sizes.key_heads(config)) is not None:
-        sizes["groups of attention heads"] = keys
     if (side := family.sizes.max_side(config)) is not None:
         sizes["positions along a side"] = side
     for quantity, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ValueError(f"model_name: {name} has {short(size)} {quantity}: its tensors do not fit each other.")
     widest = max((size for shape in shapes for size in shape), default=0)
-    if sizes["channels in a token"] > widest or (keys is not None and sizes["attention heads"] % keys):
+    if sizes["channels in a token"] > widest:
         raise ValueError(f"model_name: {name} has a configuration that does not fit its tensors.")

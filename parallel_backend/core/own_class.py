@@ -263,10 +263,10 @@ class OwnClass:
         return math.ceil(max(widths) / self.heads) if widths else HEAD_SIZE
 
     @property
-    def key_heads(self) -> int | None:
-        """Heads of keys and values of these calls. None: as many as `heads`, or not alike in all."""
-        (heads, sharing), *others = {(call.heads, call.sharing) for call in self._shared_calls} or {(1, 1)}
-        return None if others or sharing == 1 else heads // sharing
+    def sharing(self) -> int:
+        """See OwnAttention, of all of these calls. 1, too, if they are not alike."""
+        sharing, *others = {call.sharing for call in self._shared_calls} or {1}
+        return 1 if others else sharing
 
     @property
     def joint(self) -> bool:

@@ -2,11 +2,9 @@
 
 from . import (
     flux,
-    krea2,
     ltx2,
     minimax_h3,
     pixart,
-    qwen_image,
     qwen_image21,
     seedvr2,
     wan,
@@ -22,9 +20,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         flux.FLUX,
         pixart.PIXART,
-        qwen_image.QWEN_IMAGE,
         qwen_image21.QWEN_IMAGE_21,
-        krea2.KREA2,
         wan_animate_2.WAN_ANIMATE_2,
         wan.WAN,
         wan_animate.WAN_ANIMATE,

@@ -30,8 +30,8 @@ class ModelSizes:
     attention: tuple[tuple[Over, ...], ...]
     """For each block, the tokens that each of its attention layers is over (families.base.blocks)."""
     heads: int
-    key_heads: int | None
-    """Heads of keys and values. None: as many as `heads`."""
+    sharing: int
+    """How many of `heads` in a row have the same keys and values."""
     head_size: int
     hidden: int
     """Channels of a token between blocks."""
@@ -79,7 +79,7 @@ class ModelSizes:
             degrees,
             heads=self.heads,
             blocks=len(self.block_bytes),
-            key_heads=self.key_heads or self.head_units or None,
+            key_heads=self.head_units or None,
             tensor_degrees=self.tensor_degrees,
             can_gather=bool(self.gathered),
         )
@@ -90,11 +90,9 @@ class ModelSizes:
         Query heads that share keys and values keep them once, if the cut leaves them all on this rank. If it does not, the
         rank keeps them once for each query head, as they travel.
         """
-        groups = self.key_heads or self.heads
-        sharing = self.heads // groups
-        tensor_heads = len(split_units(Span(0, groups), degrees.tensor, self.head_units or groups)[at.tensor]) * sharing
-        heads = split(Span(0, tensor_heads), degrees.ulysses)[at.ulysses]
-        return len(heads) if heads.start % sharing or heads.stop % sharing else len(heads) // sharing
+        tensor_heads = split_units(Span(0, self.heads), degrees.tensor, self.head_units or self.heads)[at.tensor]
+        heads = split(Span(0, len(tensor_heads)), degrees.ulysses)[at.ulysses]
+        return len(heads) if heads.start % self.sharing or heads.stop % self.sharing else len(heads) // self.sharing
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         ends_bytes(checkpoint, dtype),
         family.blocks.attention(checkpoint.key_map),
         family.sizes.heads(config),
-        family.sizes.key_heads(config),
+        family.sizes.sharing(config),
         family.sizes.head_size(config),
         family.sizes.hidden(config),
         computed,

@@ -175,7 +175,7 @@ class CalibratedCosts:
         degrees, count, sizes = mode.stage_degrees, mode.degrees.ulysses, self.workload.sizes
         # By all-to-all keys and values travel repeated, once for each query head, as the class has them. Queries and results
         # are as many bytes: layers in which one stream attends to the other come in pairs.
-        repeated = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(tensor=degrees.tensor), kind, entries)
+        repeated = self._keys(mode, block, replace(sizes, sharing=1), Degrees(tensor=degrees.tensor), kind, entries)
         packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
         results = repeated / 2 * packed / degrees.sequence * (count - 1) / count
         if not degrees.gathers:

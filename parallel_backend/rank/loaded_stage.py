@@ -14,11 +14,12 @@ from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span, split
 from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families.base.tensor_plan import gathered_plan
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
-from parallel_backend.rank.attention.gathered_heads import heads_by_rank, install_gathered_heads
+from parallel_backend.rank.attention.gathered_heads import install_gathered_heads
 from parallel_backend.rank.attention.install import install_parallel_attention
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
 from parallel_backend.rank.comm.peers import Peers
@@ -92,11 +93,11 @@ class LoadedStage:
         self.receives_early = receives_early(degrees)
         self.own_link = None if setup.own_class is None else OwnLink(self.link, self.receives_early)
         """Of a class that no family knows."""
-        heads, key_heads = family.sizes.heads(config), family.sizes.key_heads(config) or family.sizes.heads(config)
+        heads = family.sizes.heads(config)
         cuts, axis = family.tensor_plan, self.tensor
         if degrees.gathers:
             cuts, axis = gathered_plan(family.tensor_plan, family.blocks.lists), axes["ulysses"]
-        plan = TensorPlan(cuts, heads, family.sizes.head_size(config), axis, key_heads, cuts_outside=not degrees.gathers)
+        plan = TensorPlan(cuts, heads, family.sizes.head_size(config), axis, cuts_outside=not degrees.gathers)
         span = load.stage_blocks[self.pipe.index]
         host = HostStore(rank, device, degrees, checkpoint, peers)
         resident = load.resident[rank] if load.resident else None
@@ -121,9 +122,8 @@ class LoadedStage:
             axes,
             kernel,
             self.traffic,
-            heads // key_heads,
             setup.transfer_dtype,
-            heads_by_rank(heads, key_heads, degrees.ulysses) if degrees.gathers else (),
+            tuple(split(Span(0, heads), degrees.ulysses)) if degrees.gathers else (),
         )
         if setup.own_class is not None:
             is_cut = degrees.sequence > 1 or setup.own_class.latent is not None

@@ -11,7 +11,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import PAIRED
 from parallel_backend.families.base.segments import CallTokens
-from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_ENDS, TEXT_MASK, Rows, StepInputs, kept_on
+from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_ENDS, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.prefix_keys import PrefixKeys
@@ -86,7 +86,7 @@ class StageForward:
         token_order = conditioning.token_order
         text, image = self._shards(step, conditioning)
         text_span, image_span = text[stage.place], image[stage.place]
-        text_mask, text_ends = (conditioning.tensors.get(name) for name in (TEXT_MASK, TEXT_ENDS))
+        text_ends = conditioning.tensors.get(TEXT_ENDS)
         stage.attention.kernel = stage.kernel_of(conditioning.changes.attention)
         stage.attention.step = AttentionStep(
             text_tokens=conditioning.text_tokens,
@@ -97,7 +97,6 @@ class StageForward:
             stale=step.stale,
             overlap=step.overlap,
             text_first=self._family.blocks.text_first,
-            text_mask_BT=None if text_mask is None else text_mask[step.entries.slice],
             prefix=PrefixKeys(conditioning.batch) if state.buffer is not None or step.controlled else conditioning.prefix,
             text_ends_T=None if text_ends is None else text_ends[0],
             text_runs=conditioning.text_runs,
@@ -135,7 +134,7 @@ class StageForward:
             conditioning.companion_tokens,
             read_timestep,
         )
-        self._timestep, stage.stage_io.inputs = step_inputs.times, step_inputs
+        self._timestep = step_inputs.timestep
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):
                 out = self._family.run(stage.model, step_inputs)
@@ -145,7 +144,7 @@ class StageForward:
         except StageDone as done:
             return (stage.stage_io.outgoing(done),)
         finally:
-            stage.attention.step = stage.attention.early_values = stage.stage_io.inputs = None
+            stage.attention.step = stage.attention.early_values = None
 
     def _shards(self, step: Step, conditioning: RankConditioning) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The micro-step's text and image tokens by sequence rank."""

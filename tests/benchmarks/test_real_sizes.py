@@ -12,7 +12,6 @@ from benchmarks.sizes.trace import figures, trace
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.traced_states import TRACED, TracedStates, typical
 from testing import tiny
-from testing.cases.krea2 import CONFIG as KREA
 from testing.real_sizes import REAL_MODELS, WITH_REFERENCES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -27,7 +26,6 @@ FLUX = replace(
     latents=((16, 32, 24),),
     text=(8, tiny.FLUX["joint_attention_dim"]),
 )
-KREA_2 = replace(REAL_MODELS["krea-2"], config=KREA, latents=((16, 1, 32, 24),), text=(8, 72))
 LAYERS, HIDDEN, TOKENS = 5, 128, 8 + 16 * 12
 STATE = TOKENS * HIDDEN * 2
 """Bytes of a hidden state of FLUX's tokens."""
@@ -39,7 +37,7 @@ STATE = TOKENS * HIDDEN * 2
         pytest.param(FLUX, Degrees(), id="one rank"),
         pytest.param(FLUX, Degrees(tensor=2), id="tensor", marks=[pytest.mark.slow, pytest.mark.full]),
         pytest.param(FLUX, Degrees(patch=2, patch_mode="displaced"), id="patch", marks=[pytest.mark.slow, pytest.mark.full]),
-        pytest.param(KREA_2.with_depths(8), Degrees(pipe=2), id="pipe", marks=pytest.mark.slow),
+        pytest.param(FLUX, Degrees(pipe=2), id="pipe", marks=pytest.mark.slow),
     ],
 )
 def test_few_blocks_give_the_figures_of_all(real, degrees):

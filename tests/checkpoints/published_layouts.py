@@ -165,12 +165,6 @@ LAYOUTS = (
     # tensors that no class has
     Layout("flux position_ids", "flux-dev", with_more("position_ids"), unused=("position_ids",)),
     Layout(
-        "krea2 last.up",
-        "krea2",
-        with_more("last.up.weight", "last.down.weight"),
-        unused=("last.up.weight", "last.down.weight"),
-    ),
-    Layout(
         "h3 pruned adaln", "minimax-h3-pruned", with_more("adaln_basis", "adaln_mean"), unused=("adaln_basis", "adaln_mean")
     ),
     Layout("wan leftover", "wan-2.1-t2v", with_more("freqs", "teacher.0.weight"), unused=("freqs", "teacher.0.weight")),
@@ -193,7 +187,6 @@ LAYOUTS = (
     # GGUF and endings
     Layout("flux gguf", "flux-dev", ending=".gguf"),
     Layout("flux gguf prefixed", "flux-dev", under(WHOLE), ending=".gguf"),
-    Layout("krea2 gguf", "krea2", with_more("last.up.weight"), ending=".gguf", unused=("last.up.weight",)),
     Layout("flux capital", "flux-dev", ending=".SAFETENSORS"),
     Layout("flux sft", "flux-dev", ending=".sft"),
     # diffusers' names
@@ -205,8 +198,8 @@ LAYOUTS = (
         "flux scaled_fp8", "flux-dev", scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})
     ),
     Layout(
-        "krea2 scaled_fp8 last.up",
-        "krea2",
+        "flux scaled_fp8 last.up",
+        "flux-dev",
         one_after_the_other(
             scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(1, dtype=E4M3)}),
             lambda tensors: tensors | {"last.up.weight": torch.zeros(4, 2, dtype=E4M3)},

@@ -35,9 +35,12 @@ pytestmark = pytest.mark.threads
 TOLERANCE = 1e-5
 PATIENCE = 20.0
 """Seconds after which a run that should have ended counts as hanging."""
-CASES = [case for case in all_cases() if case.name == "qwen-image"]
+CASES = [case for case in all_cases() if case.name == "flux-dev"]
 DIFFUSERS = {
-    "qwen-image": {"transformer_blocks": "controlnet_block_samples"},
+    "flux": {
+        "transformer_blocks": "controlnet_block_samples",
+        "single_transformer_blocks": "controlnet_single_block_samples",
+    },
 }
 """Family -> block list -> the argument of diffusers' forward, a list with one tensor for each block; None: it has none, and
 they are added to the image that a block gives."""
@@ -176,7 +179,7 @@ class Steps:
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=3), Degrees(ulysses=2), Degrees(batch=2)], ids=str)
 def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees, pools, made, monkeypatch):
-    case = named("qwen-image")
+    case = named("flux-dev")
     model, file = made(case)
     given = case.inputs()
     remote = pools.load(file, degrees)
@@ -201,7 +204,7 @@ def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees,
 
 
 def test_without_a_controlnet_nothing_is_sent(pools, made, monkeypatch):
-    case = named("qwen-image")
+    case = named("flux-dev")
     remote = pools.load(made(case)[1], Degrees(pipe=2))
     steps = Steps(monkeypatch, remote)
     remote.predict(ModelCall(*case.inputs()), nothing)
@@ -296,15 +299,15 @@ def outputs(case, shape, count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def test_outputs_belong_to_the_blocks_of_their_number():
-    case, shape = named("qwen-image"), (2, 16, 1, 16, 12)
-    assert case.row.blocks.residuals == {"input": "transformer_blocks"}
+    case, shape = named("flux-dev"), (2, 16, 16, 12)
+    assert case.row.blocks.residuals == {"input": "transformer_blocks", "output": "single_transformer_blocks"}
     a, b, c = outputs(case, shape, 3)
-    control = {"input": [a, None, a, b, c], "middle": [None]}  # one more than there are blocks
+    control = {"input": [a, None, a, c], "middle": [None], "output": [None, b]}  # one more than there are double blocks
     found = model_control.residuals(case.row, case.config, control, shape)
     assert {name: id(tensor) for name, tensor in found.items()} == {
         "transformer_blocks.0": id(a),
         "transformer_blocks.2": id(a),
-        "transformer_blocks.3": id(b),
+        "single_transformer_blocks.1": id(b),
     }
     for empty in (None, {}, {"input": [], "middle": [], "output": []}):
         assert model_control.residuals(case.row, case.config, empty, shape) == {}
@@ -312,7 +315,7 @@ def test_outputs_belong_to_the_blocks_of_their_number():
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("qwen-image", "output"), ("wan", "output")],
+    [("flux", "middle"), ("wan", "output")],
 )
 def test_outputs_that_the_family_takes_none_of_are_refused_by_name(family, kind):
     case = next(case for case in all_cases() if case.family == family)
@@ -325,20 +328,9 @@ def test_outputs_that_the_family_takes_none_of_are_refused_by_name(family, kind)
     "change", [lambda t: t[:1], lambda t: t[:, 1:], lambda t: t[..., 1:], lambda t: t.unflatten(1, (8, 6))]
 )
 def test_outputs_for_another_model_are_refused_before_they_reach_a_rank(change):
-    case, shape = named("qwen-image"), (2, 16, 1, 16, 12)
-    with pytest.raises(ValueError, match=r"^control_net: .* where the model's blocks have \[2, 48, 64\]"):
+    case, shape = named("flux-dev"), (2, 16, 16, 12)
+    with pytest.raises(ValueError, match=r"^control_net: .* where the model's blocks have \[2, 48, 128\]"):
         model_control.residuals(case.row, case.config, {"input": [change(outputs(case, shape, 1)[0])]}, shape)
-
-
-def test_a_videos_tokens_are_put_in_the_streams_order():
-    """ComfyUI counts frames, rows, columns; we put rows first, for bands of rows."""
-    case, shape = named("qwen-image"), (1, 16, 3, 8, 6)
-    latent = torch.arange(3 * 4 * 3.0).view(1, 1, 3, 4, 3).repeat_interleave(2, -1).repeat_interleave(2, -2)
-    [given] = outputs(case, shape, 1)
-    given[..., 0] = torch.arange(3 * 4 * 3.0)
-    [found] = model_control.residuals(case.row, case.config, {"input": [given]}, shape).values()
-    assert torch.equal(found[..., 0], case.row.patching.pack(latent)[..., 0])
-    assert not torch.equal(found, given)
 
 
 # One ControlNet for all bands.

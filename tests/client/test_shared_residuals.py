@@ -42,7 +42,7 @@ MODES = (
     Degrees(patch=2, patch_mode="displaced"),
     Degrees(pipe=2, tensor=2),
 )
-CASE = next(case for case in all_cases() if case.name == "qwen-image")
+CASE = next(case for case in all_cases() if case.name == "flux-dev")
 """A family whose blocks take residuals."""
 
 
@@ -69,8 +69,9 @@ def maps() -> int:
 def residuals(x: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
     generator, sizes = torch.Generator().manual_seed(seed), CASE.row.sizes
     shape = (len(x), math.prod(CASE.row.patching.grid(tuple(x.shape))), sizes.hidden(CASE.config))
-    blocks = range(CASE.row.blocks.total(CASE.config))
-    return {f"transformer_blocks.{index}": torch.randn(shape, generator=generator) for index in blocks}
+    counts = CASE.row.blocks.counts(CASE.config)
+    names = [f"{name}.{index}" for name, count in counts.items() for index in range(count)]
+    return {name: torch.randn(shape, generator=generator) for name in names}
 
 
 def outputs(model: RemoteTransformer) -> list[torch.Tensor]:

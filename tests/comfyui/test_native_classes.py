@@ -39,7 +39,19 @@ OWN_CLASS = {
     *("WAN21_CausalAR_T2V", "WAN21_Camera", "WAN22_Camera", "CogVideoX_T2V", "CogVideoX_I2V", "CogVideoX_Inpaint"),
     *("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V", "HunyuanVideo15", "HunyuanVideo15_SR_Distilled"),
     *("HunyuanImage21", "HunyuanImage21Refiner", "GenmoMochi", "CosmosT2IPredict2"),
-    *("CosmosI2VPredict2", "Anima", "HiDream", "HunyuanDiT", "HunyuanDiT1", "LTXV", "Flux2", "ZImage", "SD3"),
+    *(
+        "CosmosI2VPredict2",
+        "Anima",
+        "HiDream",
+        "HunyuanDiT",
+        "HunyuanDiT1",
+        "LTXV",
+        "Flux2",
+        "ZImage",
+        "SD3",
+        "QwenImage",
+        "Krea2",
+    ),
 }
 """Classes that no family computes, which run on ranks as ComfyUI's own if a trial of the call proves it. Of a few others the
 files here lack what ComfyUI's detection takes for granted."""

@@ -10,9 +10,7 @@ LIMIT, IN_PATCHES = 2e-5, 5e-6
 MODES = ["stages", "split batch", "ulysses", "ring", "tensor"]
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"), [("flux-dev", ("input", "output")), pytest.param("qwen-image", ("input",), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("name", "kinds"), [("flux-dev", ("input", "output"))])
 def test_a_controlnet_adds_what_it_adds_natively(inside, base, name, kinds):
     save_case(next(case for case in CASES if case.name == name), base)
     found, _ = inside.run("own_class_controls", name=name, modes=MODES)

@@ -61,16 +61,20 @@ def found(request, inside, base):
     wanted = {model: [call["case"] for call in calls if call["model"] == model] for model in MODELS}
     wanted = {model: of_model for model, of_model in wanted.items() if of_model}
     folder, files = base / "models/diffusion_models", {model: {} for model in wanted}
-    for case in (case for case in CASES if case.name in wanted):
-        save_case(case, base)
-        plain = load_file(folder / f"{case.name}.safetensors")
+    cases = {case.name: case for case in CASES}
+    for name in (name for name in wanted if name != "aura"):
+        if name in cases:
+            save_case(cases[name], base)
+        else:
+            inside.run("small_files", names=[name])
+        plain = load_file(folder / f"{name}.safetensors")
         for kind, form in FORMATS.items():
-            file = f"{case.name}-{form[:4]}.safetensors"
-            files[case.name][kind] = [file, file]
+            file = f"{name}-{form[:4]}.safetensors"
+            files[name][kind] = [file, file]
             save_file(quantise_blocks(plain, form)[0], folder / file)
-        if GGUF in FORMATS_OF.get(case.name, FILES):
-            files[case.name][GGUF] = [f"{case.name}.gguf", f"{case.name}-gguf.safetensors"]
-            save_file(make_gguf(folder / f"{case.name}.gguf", "Q8_0", plain), folder / f"{case.name}-gguf.safetensors")
+        if GGUF in FORMATS_OF.get(name, FILES):
+            files[name][GGUF] = [f"{name}.gguf", f"{name}-gguf.safetensors"]
+            save_file(make_gguf(folder / f"{name}.gguf", "Q8_0", plain), folder / f"{name}-gguf.safetensors")
     if "aura" in wanted:
         files["aura"] = {"scaled fp8": ["fp8-aura.safetensors"] * 2}
     return inside.run("own_class_graphs", wanted=wanted, quantised=files)[0]

@@ -17,6 +17,8 @@ OTHERS = (
     *("sd3.5-large", "sd3.5-medium", "flux2-dev", "flux2-klein", "flux2-references", "z-image", "z-image-padded"),
     *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima", "hidream-i1", "hidream-e1"),
     *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5"),
+    *("qwen-image", "qwen-image-masked-text", "qwen-image-edit", "qwen-image-edit-2511", "qwen-image-layered"),
+    *("krea2", "krea2-style-reference"),
 )
 CLASSES = *DEFAULT, *OTHERS
 FAR = {"zimage_pixel": 2, "chroma": 0.6, "hunyuan-video": 0.4}
@@ -47,10 +49,7 @@ def test_a_file_of_a_family_by_its_own_class(inside, base, name):
         assert beside.get("share", 1) <= limit, beside
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["flux-fill", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen-image-edit",))],
-)
+@pytest.mark.parametrize("name", ["flux-fill"])
 def test_a_file_in_patches_equals_its_family(inside, base, name):
     """Both with the same old keys of other patches, extrapolated and corrected in the same way; ComfyUI adds channels,
     refiners of the latent come first, or bands share out the tokens of references."""

@@ -9,8 +9,6 @@ from tests.comfyui.test_families import CASES, has_class, save_case
 
 pytestmark = pytest.mark.comfyui
 
-FULL_THERE = ("qwen-image-masked-text",)
-"""Which the native model computes in full: with a mask."""
 PRUNED = next(case for case in CASES if case.name == "minimax-h3-pruned")
 FAST = replace(
     PRUNED,
@@ -22,10 +20,10 @@ FAST = replace(
 SAME = "wan-flow-rvs"
 """The blocks of wan-2.1-t2v, with a sampler under which attention hardly shows."""
 OTHERS = (case for case in CASES if case.row.blocks.segments and not case.native.newer and case.name != SAME)
-SPARSE = [FAST, *(case for case in OTHERS if case.name not in FULL_THERE)]
-DEFAULT = ("flux-kontext", "krea2", "wan-2.1-t2v", "ltx-2.3", "minimax-h3-fast")
-"""One of each kind of sequence: references, shared keys, a video alone, sound apart and inside."""
-OF_CLASS = ("krea2", "wan-2.1-t2v")
+SPARSE = [FAST, *OTHERS]
+DEFAULT = ("flux-kontext", "wan-2.1-t2v", "ltx-2.3", "minimax-h3-fast")
+"""One of each kind of sequence: references, a video alone, sound apart and inside."""
+OF_CLASS = ("wan-2.1-t2v",)
 """Run by ComfyUI's own class, too."""
 SHOWS = 5e-3
 

@@ -132,10 +132,9 @@ READ: Mapping[str, Rows] = {
     "run_vx": rows(refused="LTXAV"),
     "run_ax": rows(refused="LTXAV"),
     "stg_skip_self_attn": rows(refused="LTXAV"),
-    # Caches, and where a block is: no result depends on them.
+    # Caches: no result depends on them.
     "animate2_cache": rows(harmless="WAN_Animate2"),
     "context_window": rows(harmless="WAN_Animate2"),
-    "block_index": rows(harmless="Krea2"),
     # Where the native model splits a batch by it, and each entry gets its own text all the same.
     "cond_or_uncond": rows(harmless="SeedVR2"),
 }
@@ -238,9 +237,7 @@ ALWAYS = rows(
 CONDITIONING: Mapping[str, Rows] = {
     "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
     "pixart": rows(passed="c_ar c_size", refused="y"),
-    "qwen-image": rows(passed="attention_mask ref_latents ref_latents_method", refused="y"),
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
-    "krea2": rows(passed="ref_latents ref_latents_method", refused="y"),
     "wan": rows(passed="clip_fea context_latents reference_latent", computed="denoise_mask", refused="time_dim_concat y"),
     "wan-animate": rows(
         passed="clip_fea face_pixel_values pose_latents", refused="context_latents reference_latent time_dim_concat y"

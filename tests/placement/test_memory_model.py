@@ -271,7 +271,7 @@ def test_times_of_tokens_count(pools, made):
 
 def test_additions_of_controls_count(pools, made):
     """Each rank copies those for its blocks before the first of them. Blocks may share one."""
-    case = next(case for case in CASES if case.name == "qwen-image")
+    case = next(case for case in CASES if case.name == "flux-dev")
     model = pools.load(made(case), Degrees(pipe=2, ulysses=2))
     x, timestep, tensors = case.inputs()
     tokens, hidden = torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)

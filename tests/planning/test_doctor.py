@@ -49,7 +49,7 @@ def workload(heads: int = 24, count: int = 57, **changes) -> Workload:
         ends=(10**8, 10**8, 0),
         attention=((JOINT,),) * count,
         heads=heads,
-        key_heads=None,
+        sharing=1,
         head_size=3072 // heads,
         hidden=3072,
         itemsize=2,

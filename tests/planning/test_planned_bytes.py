@@ -19,7 +19,6 @@ TEXT = 8
 NO_MACHINE = Calibration(Machine((), Links({})), ())
 DISPLACED = {"patch": 2, "patch_mode": "displaced"}
 MODES = {
-    "krea2": [Degrees(ulysses=2), Degrees(ring=2), Degrees(ring=2, ulysses=2), Degrees(ulysses=4)],  # two heads share keys
     "ltx-2.3": [Degrees(ulysses=2), Degrees(ring=2)],  # two streams, heads of two sizes
     "wan-vace": [Degrees(ulysses=2)],  # twice as wide between blocks as in its attention
 }

@@ -119,7 +119,7 @@ def test_skipped_blocks_give_out_what_they_are_given(pools, made, name, degrees,
         ("flux-dev", Degrees(pipe=2)),
         ("flux-dev", Degrees(batch=2)),
         ("flux-dev", Degrees(tensor=2)),
-        ("krea2", Degrees(ring=2)),
+        ("flux-dev", Degrees(ring=2)),
     ],
     ids=str,
 )

@@ -9,20 +9,17 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import early_values, parallel_attention, ulysses
-from testing.cases import flux, krea2
+from testing.cases import flux
 
 pytestmark = pytest.mark.threads
 
-CASES = {
-    "flux": flux.CASES[0],  # text's values before the image's, then both as one stream
-    "krea2": krea2.CASES[0],  # heads that share values, on two ranks
-}
+CASE = flux.CASES[0]
+"""Text's values before the image's, then both as one stream."""
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_before_queries_and_keys(case, pools, tmp_path):
-    path = case.save(case.model(), tmp_path / "model.safetensors")
-    model, given, started = pools.load(path, Degrees(ulysses=3)), case.inputs(), Counter()
+def test_before_queries_and_keys(pools, tmp_path):
+    path = CASE.save(CASE.model(), tmp_path / "model.safetensors")
+    model, given, started = pools.load(path, Degrees(ulysses=3)), CASE.inputs(), Counter()
 
     def counting(tensors, *rest):
         started[len(tensors)] += 1

@@ -29,7 +29,7 @@ MODES = (
 )
 AROUND = " close_run"
 """The function by which a run's figures are read, after its micro-steps."""
-MARKS = {"wan-2.2-5b": ()} | dict.fromkeys(("flux-kontext", "qwen-image-masked-text"), pytest.mark.slow)
+MARKS = {"wan-2.2-5b": ()} | {"flux-kontext": pytest.mark.slow}
 """Case -> its tiers; the others are in the full one."""
 CASES = [pytest.param(case, id=case.name, marks=MARKS.get(case.name, pytest.mark.full)) for case in all_cases()]
 

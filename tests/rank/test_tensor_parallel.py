@@ -12,8 +12,6 @@ from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.tensor_plan import (
-    COLUMN_BY_HEADS,
-    COLUMN_BY_KEY_HEADS,
     HEADS,
     WIDTH,
     CutKind,
@@ -50,20 +48,6 @@ def test_the_ranks_cut_a_side_into_all_of_it_once(heads, head_size, width, width
     for own in spans:
         assert len(own) == len(parts)
         assert all(len(span) % head_size == 0 for span, part in zip(own, parts, strict=True) if part == HEADS)
-
-
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 16), st.data())
-def test_heads_that_share_keys_are_where_their_keys_are(key_heads, group, head_size, data):
-    ranks, heads, start = data.draw(st.integers(1, key_heads)), key_heads * group, 0
-    for index in range(ranks):
-        place = (index, ranks, key_heads)
-        (queries,) = cut_side(COLUMN_BY_HEADS, heads * head_size, heads, head_size, *place)
-        (keys,) = cut_side(COLUMN_BY_KEY_HEADS, key_heads * head_size, heads, head_size, *place)
-        assert len(keys) > 0
-        assert keys.start == start
-        assert (queries.start, queries.stop) == (group * keys.start, group * keys.stop)
-        start = keys.stop
-    assert start == key_heads * head_size
 
 
 def test_more_ranks_than_groups_of_heads_are_refused():

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from parallel_backend.core.spans import Span
 
 from .segments import Segments
-from .step_inputs import ArgumentCut, Config, StepInputs
+from .step_inputs import ArgumentCut, Config
 
 JOINT, IMAGE = "joint", "image"
 """Which tokens an attention module mixes. JOINT: those of text and image. IMAGE: those of the image."""
@@ -91,10 +91,6 @@ class BlockList:
 
     cuts: Mapping[str, ArgumentCut] = field(default_factory=dict)
     """Other arguments of a block that have a token axis -> cut to the rank's tokens. Only with `Forward.whole_latent`."""
-
-    by_token: Mapping[str, Callable[[Any, StepInputs], Any]] = field(default_factory=dict)
-    """Arguments of a block that the forward computes without reference tokens -> function (the forward's value, micro-step)
-    -> value for the rank's tokens, references included."""
 
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
     """Attention module of a block -> the tokens that it mixes: one of JOINT ... PAIRED."""

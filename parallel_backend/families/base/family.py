@@ -37,8 +37,8 @@ class Sizes:
     """Channels of a token between blocks."""
     heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
     """Attention heads."""
-    key_heads: Callable[[Config], int | None] = lambda _config: None
-    """Heads of keys and values, with grouped-query attention. None: as many as `heads`."""
+    sharing: Callable[[Config], int] = lambda _config: 1
+    """How many of `heads` in a row have the same keys and values."""
     head_units: Callable[[Config], int] = lambda _config: 0
     """Equal units of `heads` that tensor ranks have whole, if queries that share keys have them repeated. 0: each head."""
     head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]

@@ -16,10 +16,6 @@ Config = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint key (original layout, no prefix) -> shape."""
 
-TEXT_MASK = "text_mask"
-"""Conditioning tensor [B, T] bool: text tokens that attention may see. rank/attention/parallel_attention.py applies it to
-the tokens of all ranks; the model's code knows one rank's tokens, and never gets it."""
-
 TEXT_ENDS = "text_ends"
 """Conditioning tensor [B, T] int64, the same for all entries: how many of the text's first tokens each text token sees, in
 layers over CAUSAL_TEXT (base/blocks.py). A family that has such layers names it in `Inputs.vector_tensors`."""
@@ -31,10 +27,6 @@ REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
 """Conditioning tensors of reference pictures: their tokens [B, R, C], packed like the latent's, and the tokens' positions
 [B, R, 3]: index, row, column."""
 
-REFERENCES_AT_ZERO = "references_at_zero"
-"""Conditioning tensor [B] bool: reference tokens are modulated for time 0. Absent: for the sampler's time. A family that can
-have it names it in `Inputs.vector_tensors`."""
-
 ROPE = "rope"
 """Conditioning tensor [B, 2, 3] float32, the same for all entries: factor of the picture's positions (index or frame, row,
 column), and the shift that is then added. Absent: positions are the usual ones."""
@@ -43,7 +35,7 @@ ROPE_FREQUENCY = "rope_frequency"
 """Conditioning tensor [B, 2] float32, the same for all entries: index of a rotary frequency of the frames' axis, and its
 value in radians per frame. Absent: frequencies are the usual ones."""
 
-EVERYWHERE = (TEXT_MASK, REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY)
+EVERYWHERE = (REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY)
 """Conditioning tensors that every stage of every family gets."""
 
 
@@ -128,18 +120,6 @@ class StepInputs:
         if (top, left, front) not in self.kept:
             self.kept[top, left, front] = self._positions(top, left, front)
         return self.kept[top, left, front]
-
-    @property
-    def times(self) -> torch.Tensor:
-        """The sampler's timestep [b], or with REFERENCES_AT_ZERO [2 b]: then b zeros."""
-        zeros = self.timestep * 0
-        return torch.cat((self.timestep, zeros)) if REFERENCES_AT_ZERO in self.tensors else self.timestep
-
-    def at_zero(self) -> torch.Tensor | None:
-        """[n] bool: which of the rank's image tokens are at time 0. None: the call has no REFERENCES_AT_ZERO."""
-        if REFERENCES_AT_ZERO not in self.tensors:
-            return None
-        return self.of_tokens("at zero", lambda span: self.token_order.places(span) >= self.token_order.image)
 
     def _positions(self, top: int, left: int, front: int) -> torch.Tensor:
         device = self.timestep.device

@@ -31,9 +31,6 @@ class CutKind(Enum):
 
 HEADS = "heads"
 """Part of a cut side: an attention projection, cut between heads."""
-KEY_HEADS = "key heads"
-"""Part of a cut side: a projection to keys or values that several query heads share (grouped-query attention). Query heads
-that share a key head stay on one rank."""
 WIDTH = "width"
 """Part of a cut side: other features, cut evenly. Several WIDTH parts have equal sizes."""
 
@@ -45,7 +42,7 @@ class LayerCut:
     kind: CutKind
 
     parts: tuple[str, ...] = (WIDTH,)
-    """Parts of the weight's cut side, in order: HEADS, KEY_HEADS, WIDTH. Each rank gets a share of every part."""
+    """Parts of the weight's cut side, in order: HEADS, WIDTH. Each rank gets a share of every part."""
     sizes: tuple[int, ...] = ()
     """Features of each part, if they are known. Empty: they follow from the heads."""
     units: tuple[int, ...] = ()
@@ -53,7 +50,6 @@ class LayerCut:
 
 
 COLUMN_BY_HEADS = LayerCut(CutKind.COLUMN, (HEADS,))
-COLUMN_BY_KEY_HEADS = LayerCut(CutKind.COLUMN, (KEY_HEADS,))
 ROW_BY_HEADS = LayerCut(CutKind.ROW, (HEADS,))
 COLUMN = LayerCut(CutKind.COLUMN)
 ROW = LayerCut(CutKind.ROW)
@@ -103,26 +99,22 @@ def cut_outside(plan: LayerCuts, layer: str, shape: tuple[int, ...]) -> bool:
     return layer.partition(".")[0] not in plan and rows * columns >= LARGE
 
 
-def cut_side(
-    cut: LayerCut, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
-) -> tuple[Span, ...]:
-    """Spans of rank `index` on a weight's cut side of `size` features: one span for each part. `key_heads`: see Sizes."""
+def cut_side(cut: LayerCut, size: int, heads: int, head_size: int, index: int, ranks: int) -> tuple[Span, ...]:
+    """Spans of rank `index` on a weight's cut side of `size` features: one span for each part."""
     if cut.sizes:
         assert sum(cut.sizes) == size, "the plan's parts do not make up the weight"
         parts = zip(itertools.accumulate(cut.sizes), cut.sizes, cut.units or cut.sizes, strict=True)
         return tuple(split_units(Span(end - part, end), ranks, units)[index] for end, part, units in parts)
-    key_heads = key_heads or heads
-    rank_heads = split(Span(0, key_heads), ranks)[index]
-    features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head
-    if cut.parts == (HEADS,):  # where heads are all of the side, their size follows from it: a second stream's may differ
-        features[HEADS] = size // key_heads
+    rank_heads = split(Span(0, heads), ranks)[index]
+    if cut.parts == (HEADS,):  # their size follows from the side: a second stream's may differ
+        head_size = size // heads
     widths = cut.parts.count(WIDTH)
-    rest = size - sum(key_heads * features[part] for part in cut.parts if part != WIDTH)
+    rest = size - heads * head_size * cut.parts.count(HEADS)
     spans, start = [], 0
     for part in cut.parts:
         if part != WIDTH:
-            spans.append(Span(start + rank_heads.start * features[part], start + rank_heads.stop * features[part]))
-            start += key_heads * features[part]
+            spans.append(Span(start + rank_heads.start * head_size, start + rank_heads.stop * head_size))
+            start += heads * head_size
         else:
             spans.append(split(Span(start, start + rest // widths), ranks)[index])
             start += rest // widths

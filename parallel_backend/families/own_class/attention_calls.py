@@ -198,13 +198,6 @@ class AttentionCall:
         rows = mask.reshape(-1, mask.shape[-1])
         return rows if rows.dtype == torch.bool else rows >= 0
 
-    def shares(self, sharing: int) -> bool:
-        """Whether so many heads in a row have the same keys and values."""
-        if self.k_BKHD.shape[2] % sharing:
-            return False
-        groups = (x.unflatten(2, (-1, sharing)) for x in (self.k_BKHD, self.v_BKHD))
-        return all(torch.equal(each, each[:, :, :, :1].expand_as(each)) for each in groups)
-
     def compute(
         self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, mask_bK: torch.Tensor | None
     ) -> torch.Tensor:
@@ -218,6 +211,15 @@ class AttentionCall:
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
         """As the class wants it."""
         return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
+
+
+def shares_keys(k_BKHD: torch.Tensor, v_BKHD: torch.Tensor, sharing: int) -> bool:
+    """Whether so many heads in a row have the same keys and values."""
+    if k_BKHD.shape[2] % sharing:
+        return False
+    # Tokens of other bands are NaN.
+    groups = (each.nan_to_num().unflatten(2, (-1, sharing)) for each in (k_BKHD, v_BKHD))
+    return all(torch.equal(each, each[:, :, :, :1].expand_as(each)) for each in groups)
 
 
 def attention_call(

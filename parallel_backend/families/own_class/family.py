@@ -264,7 +264,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             hidden=lambda _config: max(set(widths), key=widths.count, default=1),
             heads=lambda _config: own.heads,
             head_size=lambda _config: own.head_size,
-            key_heads=lambda _config: own.key_heads,
+            sharing=lambda _config: own.sharing,
             head_units=lambda _config: own.head_units,
         ),
         inputs=OwnInputs(

@@ -22,7 +22,7 @@ from parallel_backend.families.models import fused
 def fuse(model: nn.Module) -> None:
     """Give the modules of a model, of one of ComfyUI's classes, their forms."""
     for module in model.modules():
-        kind = type(module)
+        kind: type[Any] = type(module)
         if f"{kind.__module__}.{kind.__qualname__}" in FORMS:
             module.__class__ = fused_form(kind)
 
@@ -59,9 +59,7 @@ def qwen_image_attention(kind: type[nn.Module]) -> type[nn.Module]:
                 text, turns_BS1D[:, :words], self.norm_added_q, self.norm_added_k,
                 self.add_q_proj, self.add_k_proj, self.add_v_proj,
             )  # fmt: skip
-            of_image = self._heads(
-                image, turns_BS1D[:, words:], self.norm_q, self.norm_k, self.to_q, self.to_k, self.to_v
-            )
+            of_image = self._heads(image, turns_BS1D[:, words:], self.norm_q, self.norm_k, self.to_q, self.to_k, self.to_v)
             q, k, v = (torch.cat(both, dim=1).transpose(1, 2) for both in zip(of_text, of_image, strict=True))
             attend = attention_of(kind, "optimized_attention_masked")
             out = attend(q, k, v, self.heads, None, transformer_options=options, skip_reshape=True)
@@ -115,12 +113,12 @@ def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
     """Norms and modulation in one operation, if all tokens are at one time, or if each has its own vector."""
 
     class Fused(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, transformer_options={}):
+        def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
             if timestep_zero_index is not None:
-                return super().forward(x, vec, freqs, mask, timestep_zero_index, transformer_options)
+                return super().forward(x, vec, freqs, mask, timestep_zero_index, **named)
             scale, shift, gate, last_scale, last_shift, last_gate = self.mod(vec)
             normed = self._modulated(self.prenorm, x, scale, shift)
-            x = fused.gated(x, gate, self.attn(normed, freqs, mask, transformer_options=transformer_options))
+            x = fused.gated(x, gate, self.attn(normed, freqs, mask, **named))
             return fused.gated(x, last_gate, self.mlp(self._modulated(self.postnorm, x, last_scale, last_shift)))
 
         def _modulated(self, norm, x, scale, shift):

@@ -8,7 +8,7 @@ import torch
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 
-from .attention_calls import AttentionCall
+from .attention_calls import AttentionCall, shares_keys
 from .noted_attention import Noted, TensorRank
 from .token_cut import Arguments, TokenCut
 from .unproven import Unproven
@@ -54,13 +54,13 @@ class HeldAgainst(TokenCut):
         whole = of_all if self._tensor_rank is None else of_all.of_tensor_rank(self._tensor_rank, call)
         if whole.masked != (mask_bK is not None):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
-        # A tensor rank that has only some of these heads sends and keeps what each of them has.
-        if call.k_BKHD.shape[2] % spec.sharing == 0 and not call.shares(spec.sharing):
-            raise Unproven(f"{self.block.name} attends with heads that share no keys")
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
             if not self.is_held(own, of_whole, streams):
                 raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
+        # A tensor rank that has only some of the heads that share keys sends and keeps those of each.
+        if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
+            raise Unproven(f"{self.block.name} attends with heads that share no keys")
         return whole.out[:, self.own_rows(spec.queries)]
 
     def leave(self, out: Any, is_known: bool = True) -> Any:

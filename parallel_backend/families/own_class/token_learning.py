@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 
-from .attention_calls import attention_call
+from .attention_calls import attention_call, shares_keys
 from .held_against import OTHER_MASK, RANKS, HeldAgainst, is_part
 from .token_cut import Arguments, by_place, tensor_places
 from .token_rows import token_axes, token_count
@@ -114,7 +114,7 @@ class Learning(HeldAgainst):
         if k and not q:
             raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
         heads, head_size = call.q_BQHD.shape[2:]
-        sharing = next(each for each in range(heads, 0, -1) if k and call.shares(each)) if k else 1
+        sharing = next(each for each in range(heads, 0, -1) if shares_keys(*whole.tensors[1:], each)) if k else 1
         spec = OwnAttention(q, k, heads, head_size, sharing)
         self.blocks[self.number] = replace(self.block, attention=(*self.block.attention, spec))
         self._attended += 1

@@ -8,7 +8,7 @@ import torch
 
 from ..base.family import Family
 from ..base.patching import Patching
-from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
+from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES
 from .rope import NO_SHIFT, Shift, scale_and_shift
 
 ACCEPTS = ("ref_latents", "ref_latents_method")
@@ -16,8 +16,6 @@ ACCEPTS = ("ref_latents", "ref_latents_method")
 METHODS = ("index", "offset", "negative_index")
 UXO = "uxo"
 """Method of UNO's and USO's models (arXiv 2504.02160): pictures lie along the diagonal, behind the latent's lower right."""
-AT_ZERO = "index_timestep_zero"
-"""Method that is "index" with the pictures at time 0."""
 
 
 def reference_tokens(family: Family, call: Mapping[str, Any]) -> int:
@@ -32,7 +30,6 @@ def reference_tensors(
     call: dict[str, Any],
     method: str,
     step: float = 1.0,
-    centred: bool = False,
     methods: tuple[str, ...] = METHODS,
     usual: Shift = NO_SHIFT,
 ) -> dict[str, torch.Tensor]:
@@ -41,7 +38,7 @@ def reference_tensors(
     Positions are (index, row, column), as in ComfyUI's native models (comfy/ldm/flux/model.py). With 'index' and
     'negative_index' picture i has the index i * `step` or its negative. With 'offset' all have index 1 and lie side by side.
     With 'uxo', which needs the latent's `grid` in the call, all have index 0.
-    `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that the
+    `method`: used where the call names none. `methods`: those that the
     family has. `usual`: added to every position, unless the call's rope options name another shift. Their scale multiplies
     rows and columns.
     """
@@ -75,12 +72,9 @@ def reference_tensors(
             down, right = latent_rows * patching.side + height, latent_columns * patching.side + width
             height, width = height + picture.shape[-2], width + picture.shape[-1]
         top, left = ((side + patching.side // 2) // patching.side for side in (down, right))
-        if centred:
-            top, left = top - rows // 2, left - columns // 2
         sides = (torch.arange(float(rows)) * scale[1] + top, torch.arange(float(columns)) * scale[2] + left)
         positions.append(torch.cartesian_prod(torch.tensor([float(index)]), *sides))
         tokens.append(patching.pack(picture))
     packed = torch.cat(tokens, dim=1)
     places = (torch.cat(positions) + torch.tensor(shift)).expand(len(packed), -1, -1).to(packed.device)
-    at_zero = {REFERENCES_AT_ZERO: packed.new_ones(len(packed), dtype=torch.bool)} if method == AT_ZERO else {}
-    return {REFERENCES: packed, REFERENCE_POSITIONS: places} | at_zero
+    return {REFERENCES: packed, REFERENCE_POSITIONS: places}

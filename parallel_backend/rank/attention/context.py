@@ -64,8 +64,6 @@ class AttentionStep:
     overlap: bool = True
     """Transfers run during compute where possible."""
     text_first: bool = True
-    text_mask_BT: torch.Tensor | None = None
-    """bool: text tokens that may be seen. None: all."""
     text_ends_T: torch.Tensor | None = None
     """int64: how many of the text's first tokens each text token sees, in layers over CAUSAL_TEXT."""
     text_runs: tuple[TextRun, ...] = ()
@@ -90,7 +88,6 @@ class AttentionStep:
     """Block-sparse attention. None: in full."""
     tables: dict[int, "GatheredTable"] = field(default_factory=dict)
     """By identity of a rotary table of this rank's tokens: that of all Ulysses ranks' tokens (gathered_heads.py)."""
-    _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 
     def over(self, tokens: str) -> "AttentionStep":
@@ -105,21 +102,21 @@ class AttentionStep:
     def _of_streams(self, tokens: str) -> "AttentionStep":
         if tokens == IMAGE:  # with the padding, which has the place of text
             padding = tuple(text.before(self.image_padding) for text in self.text)
-            return replace(self, text_tokens=self.image_padding, text=padding, text_mask_BT=None, _masks={}, _over={})
+            return replace(self, text_tokens=self.image_padding, text=padding, _over={})
         none = (Span(0, 0),) * len(self.text)
         if tokens == CAUSAL_TEXT:  # the image's part of the layer, which has the text's keys in `prefix`
-            return replace(self, text=none, _masks={}, _over={})
+            return replace(self, text=none, _over={})
         if tokens == TEXT_TO_IMAGE:
             queries = [len(text) for text in self.text]
-            return replace(self, text_tokens=0, text=none, text_mask_BT=None, queries=queries, _masks={}, _over={})
+            return replace(self, text_tokens=0, text=none, queries=queries, _over={})
         assert tokens in (TEXT, IMAGE_TO_TEXT)
         apart = [len(image) for image in self.image] if tokens == IMAGE_TO_TEXT else None
-        return replace(self, image=none, over_image=False, queries=apart, _masks={}, _over={})
+        return replace(self, image=none, over_image=False, queries=apart, _over={})
 
     @cached_property
     def causal_text(self) -> "AttentionStep":
         """The text's part of a layer over CAUSAL_TEXT. All of a text runs in one micro-step, so its keys need no buffer."""
-        return replace(self.over(TEXT), buffer=None, stale=False, causal=True, _masks={}, _over={})
+        return replace(self.over(TEXT), buffer=None, stale=False, causal=True, _over={})
 
     def text_pieces(self, ranks: range) -> Iterator[tuple[Span, Span, TextRun]]:
         """The text tokens of `ranks`, concatenated, run by run: (rows among them, positions in the text, their run)."""
@@ -165,24 +162,6 @@ class AttentionStep:
         """Key tokens of these sequence ranks."""
         return sum(self.lengths[rank] for rank in ranks)
 
-    def mask(self, ranks: range) -> torch.Tensor | None:
-        """[B, K] bool over the concatenated tokens of `ranks`. None: all may be seen."""
-        key = (ranks.start, ranks.stop)
-        if key not in self._masks:
-            mask_BS = self.buffer_mask(self.text_tokens + max(image.stop for image in self.image))
-            if mask_BS is not None:
-                parts = [mask_BS[:, positions.slice] for _, positions in self.pieces(ranks)]
-                mask_BS = torch.cat([mask_BS[:, :0], *parts], dim=1)  # ranks may have no tokens
-            self._masks[key] = mask_BS
-        return self._masks[key]
-
-    def buffer_mask(self, filled: int) -> torch.Tensor | None:
-        """[B, filled] bool over the first tokens of the K/V buffer. None: all may be seen."""
-        if self.text_mask_BT is None:
-            return None
-        image_BS = self.text_mask_BT.new_ones(len(self.text_mask_BT), filled - self.text_tokens)
-        return torch.cat((self.text_mask_BT, image_BS), dim=1)
-
 
 EarlyValues = Callable[[], torch.Tensor]
 """Waits for the transfer of the running layer's values, which has started. Returns [B, S, h, D]."""
@@ -197,17 +176,14 @@ class AttentionContext:
         axes: dict[str, Axis],
         kernel: RankKernel,
         traffic: Traffic,
-        sharing: int,
         transfer_dtype: str,
         heads: tuple[Span, ...] = (),
     ):
-        """`sharing`: query heads in a row that share a head of keys and values, which the class
-        repeats for each of them. `transfer_dtype`: how Ulysses and displaced patches pack what they send. `heads`: those of
-        each Ulysses rank, where the ranks gather hidden states (gathered_heads.py).
-        """
+        """`transfer_dtype`: how Ulysses and displaced patches pack what they send. `heads`: those of each Ulysses rank if
+        they gather hidden states (gathered_heads.py)."""
         self.patch, self.ring, self.ulysses, self.tensor = axes["patch"], axes["ring"], axes["ulysses"], axes["tensor"]
         self.naive = degrees.naive
-        self.kernel, self.traffic, self.sharing, self.heads = kernel, traffic, sharing, heads
+        self.kernel, self.traffic, self.heads = kernel, traffic, heads
         self.codec, self.changes = codec_for(transfer_dtype), changes_for(transfer_dtype)
         self.step: AttentionStep | None = None
         self.early_values: EarlyValues | None = None

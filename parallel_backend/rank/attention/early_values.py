@@ -58,8 +58,6 @@ class ValuesFirst:
         parts = [layer.compute(x) for layer, x in zip(self._layers, inputs_BsC, strict=True)]
         joined_BsC = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         v_BsHD = joined_BsC.unflatten(-1, (-1, self._head_size))
-        if context.sharing > 1:
-            v_BsHD = v_BsHD.repeat_interleave(context.sharing, dim=2)
         axis, ranks = context.ulysses, context.ulysses_ranks(context.patch.index, context.ring.index)
         tokens = [step.lengths[rank] for rank in ranks]
         surplus = v_BsHD.shape[1] - tokens[axis.index]  # the token in place of no text, as in ParallelAttention._attend

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from parallel_backend.core.signatures import method_parameters
-from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.blocks import BlockList, Projections, gathers
 from parallel_backend.rank.comm.collectives import start_gather
 
@@ -27,12 +26,6 @@ from .context import AttentionContext, AttentionStep, GatheredTable
 
 Lengths = list[int]
 """Tokens of a stream by Ulysses rank."""
-
-
-def heads_by_rank(heads: int, key_heads: int, ranks: int) -> tuple[Span, ...]:
-    """Query heads of each Ulysses rank. Those that share a head of keys and values are on one rank."""
-    sharing = heads // key_heads
-    return tuple(Span(span.start * sharing, span.stop * sharing) for span in split(Span(0, key_heads), ranks))
 
 
 class GatheredHeads:

@@ -76,8 +76,8 @@ class RankTokens(TokenCut):
         context, axis = self._context, self._context.ulysses
         queries, keys = self.lengths(spec.queries), self.lengths(spec.keys)
         if axis.size == 1:
-            heads = Span(0, call.q_BQHD.shape[2])
-            return self._attend(spec, call, heads, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
+            all_heads = Span(0, call.q_BQHD.shape[2])
+            return self._attend(spec, call, all_heads, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
         own = context.ulysses_ranks(self._patch.index, context.ring.index)
         of_queries, of_keys = queries[own.start : own.stop], keys[own.start : own.stop]
         heads = split(Span(0, call.q_BQHD.shape[2]), axis.size)

@@ -173,16 +173,6 @@ class ParallelAttention:
         whole = not step.overlap or step.buffer is not None or step.causal or heads < groups
         return 1 if whole or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
 
-    def _once(self, heads: Span, *repeated_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Keys and values of the query heads `heads`: one head for those that share it, so that less is sent and kept.
-
-        As they are where some of the query heads that share one are on another rank.
-        """
-        sharing = self.context.sharing
-        if heads.start % sharing or heads.stop % sharing:
-            return repeated_BKhD
-        return tuple(x_BKhD[:, :, ::sharing] for x_BKhD in repeated_BKhD)
-
     def _attend_fresh(
         self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span, gate_BShD: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -193,8 +183,6 @@ class ParallelAttention:
         patches = [patch.index] if context.naive else list(range(patch.size))
         # By ring rank: the sequence ranks whose keys the ring rank has after the gather over patches.
         ranges = [[context.ulysses_ranks(p, r) for p in patches] for r in range(ring.size)]
-        if len(patches) > 1 or ring.size > 1:
-            k_BKhD, v_BKhD = self._once(heads, k_BKhD, v_BKhD)
         if len(patches) > 1:
             lengths = [step.tokens(ranks) for ranks in ranges[ring.index]]
             k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, patch)
@@ -219,31 +207,29 @@ class ParallelAttention:
                 k_BKhD, v_BKhD = self._gather(k_BKhD, v_BKhD, lengths, ring)
             keys = step.pieces_of([ranks for of_ring in ranges for ranks in of_ring])
             return self._attend_windows(step, q_BQhD, k_BKhD, v_BKhD, keys, scale)
-        masks = [_cat([step.mask(ranks) for ranks in of_ring]) for of_ring in ranges]
         if self.over == CAUSAL_TEXT and ring.size == 1:
             k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
         if ring.size == 1:
             if step.sparse is not None:
-                layout = self._sparse_layout(step, step.sparse, q_BQhD, k_BKhD, masks[0])
+                layout = self._sparse_layout(step, step.sparse, q_BQhD, k_BKhD)
                 if layout is not None:
                     return step.sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, gate_BShD, scale)
-            return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, masks[0], scale)
+            return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, None, scale)
         attend, held = context.kernel.attend_lse, None
         if self.over == CAUSAL_TEXT and q_BQhD.shape[1]:
             held = attend(q_BQhD, *self._text_keys(step, heads), None, scale)
+        masks = [None] * ring.size
         return ring_attention(
             q_BQhD, k_BKhD, v_BKhD, lengths, masks, attend, scale, step.overlap, ring, context.traffic, held
         )
 
-    def _sparse_layout(
-        self, step: AttentionStep, sparse: SparseStep, q_BQhD, k_BKhD, mask: torch.Tensor | None
-    ) -> Layout | None:
+    def _sparse_layout(self, step: AttentionStep, sparse: SparseStep, q_BQhD, k_BKhD) -> Layout | None:
         """The blocks, where ComfyUI's node would make this call of attention block-sparse. None: it attends in full.
 
         A reason that users may want to know goes into the report.
         """
         calls, settings = self.context.sparse_calls, sparse.settings
-        if self.over not in (JOINT, IMAGE) or mask is not None or self.block in settings.full:
+        if self.over not in (JOINT, IMAGE) or self.block in settings.full:
             return None
         if q_BQhD.shape != k_BKhD.shape or q_BQhD.shape[1] < settings.least_tokens:
             return None
@@ -263,7 +249,6 @@ class ParallelAttention:
         context, buffer = self.context, step.buffer
         assert buffer is not None
         patch, ring = context.patch, context.ring
-        k_BKhD, v_BKhD = self._once(heads, k_BKhD, v_BKhD)
         if ring.size > 1:
             # Gathered and not rotated: to rotate the whole buffer for each of M bands would move M times as much. Every ring
             # rank has a whole buffer instead.
@@ -290,7 +275,7 @@ class ParallelAttention:
         if self.over == WINDOWS:
             keys = [Span(0, step.text_tokens), Span(step.text_tokens, k_BKhD.shape[1])]
             return self._attend_windows(step, q_BQhD, k_BKhD, v_BKhD, [(span, span) for span in keys], scale)
-        return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, step.buffer_mask(k_BKhD.shape[1]), scale)
+        return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, None, scale)
 
     def _attend_text(self, step: AttentionStep, q_BQhD, k_BThD, v_BThD, scale) -> torch.Tensor:
         """Text tokens attend to the whole text up to their ends."""
@@ -347,9 +332,3 @@ def _in_order(step: AttentionStep, ranges: list[range], *x_BKhD: torch.Tensor) -
     if ordered == pieces:
         return x_BKhD
     return tuple(torch.cat([x[:, rows.slice] for rows, _ in ordered], dim=1) for x in x_BKhD)
-
-
-def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """[B, K] of several ranges of ranks. A micro-step has a mask for all of them or for none."""
-    present = [mask for mask in masks if mask is not None]
-    return torch.cat(present, dim=1) if present else None

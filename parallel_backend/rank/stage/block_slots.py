@@ -19,7 +19,7 @@ from torch import nn
 
 from parallel_backend.core.signatures import method_parameters
 from parallel_backend.families.base.blocks import BlockList
-from parallel_backend.families.base.step_inputs import Rows, StepInputs
+from parallel_backend.families.base.step_inputs import Rows
 
 
 class StageDone(Exception):
@@ -51,8 +51,6 @@ class StageIO:
     """None if the forward gets the rank's tokens only."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """"<list>.<index>" of a block -> what a control adds to its output."""
-    inputs: StepInputs | None = field(default=None, init=False)
-    """Inputs of the forward. None outside of a micro-step, where the model is called as its class is."""
     whole_text: int = field(default=0, init=False)
     """Text tokens of all ranks, as the list's first slot saw them."""
     _made: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
@@ -177,18 +175,11 @@ class BlockSlot:
 
     def attach(self, block: nn.Module, whole_latent: bool) -> None:
         """Hook the slot into a block of the stage."""
-        if whole_latent or self.spec.by_token:
-            block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self._before(args, kwargs)), with_kwargs=True)
+        if whole_latent:
+            block.register_forward_pre_hook(
+                lambda _block, args, kwargs: ((), self._cut(self.named(args, kwargs))), with_kwargs=True
+            )
         block.register_forward_hook(lambda _block, _args, out: self._after(out))
-
-    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments with which the block computes the rank's tokens."""
-        values, stage_io = self.named(args, kwargs), self.stage_io
-        if stage_io.inputs is not None:
-            for name, make in self.spec.by_token.items():
-                value = values.get(name)
-                values[name] = stage_io.once(name, value, functools.partial(make, value, stage_io.inputs))
-        return self._cut(values)
 
     def _after(self, out: Any) -> Any:
         """The block's results as the model's code expects them."""

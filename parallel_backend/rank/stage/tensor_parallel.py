@@ -28,8 +28,6 @@ class TensorPlan:
     """Attention heads of the model."""
     head_size: int
     axis: Axis
-    key_heads: int | None = None
-    """Heads of keys and values. None: as many as `heads`."""
     outside: frozenset[str] = frozenset()
     """Linear layers outside of the plan's lists that are cut by GATHER, see `with_outside`."""
     cuts_outside: bool = True
@@ -61,7 +59,7 @@ class TensorPlan:
                     shards[parameter] = Shard(0, ())
                 continue
             dim = 1 if cut.kind is CutKind.ROW else 0
-            spans = cut_side(cut, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size, self.key_heads)
+            spans = cut_side(cut, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size)
             shards[parameter] = Shard(dim, spans)
         return shards
 
@@ -69,16 +67,12 @@ class TensorPlan:
         """Hook the cut layers, so that ranks add up or gather their outputs. The weights must be in place."""
         if self.axis.size == 1:
             return
-        key_heads = self.key_heads or self.heads
-        # Key heads are cut first: each serves a fixed group of query heads, which must be on the same rank.
-        local_key_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index])
-        local_heads = local_key_heads * (self.heads // key_heads)
+        local_heads = len(split(Span(0, self.heads), self.axis.size)[self.axis.index])
         for name, module in model.named_modules():
             if name.partition(".")[0] not in self.plan and name not in self.plan and name not in self.outside:
                 continue
             if hasattr(module, "processor") and self._cuts_any(name, module):
                 module.heads = module.num_heads = local_heads
-                module.num_kv_heads = local_key_heads
                 module.inner_dim = local_heads * self.head_size
                 if hasattr(module, "mlp_hidden_dim"):  # its layers hold the feed-forward too, and are split by both widths
                     module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])

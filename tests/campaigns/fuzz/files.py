@@ -234,7 +234,6 @@ def look_at(checkpoint: Checkpoint) -> None:
                 degrees,
                 heads=family.sizes.heads(config),
                 blocks=family.blocks.total(config),
-                key_heads=family.sizes.key_heads(config),
             )
         except ValueError as error:
             assert "_degree is " in str(error), error

@@ -115,13 +115,6 @@ FAMILY_MUTANTS = (
         "F.pad(latent, padding)",
         ("tests/families/test_patching.py",),
     ),
-    Mutant(
-        "heads that share keys cut one by one",
-        FAMILIES + "base/tensor_plan.py",
-        "features[HEADS] = size // key_heads",
-        "features[HEADS] = size // heads",
-        ("tests/rank/test_tensor_parallel.py", "-k", "heads"),
-    ),
 )
 
 CHECKPOINT_MUTANTS = (
@@ -264,13 +257,6 @@ RANK_MUTANTS = (
         "for span, part_n in zip(spans, flat_N.split(send), strict=True):",
         "for span, part_n in zip(reversed(spans), flat_N.split(send), strict=True):",
         ("tests/system/test_exactness.py", "-k", "one_call and (ulysses2 or ulysses_2 or ulysses)"),
-    ),
-    Mutant(
-        "text mask dropped",
-        RANK + "stage_forward.py",
-        "None if text_mask is None else text_mask[step.entries.slice]",
-        "None",
-        ("tests/families/test_families.py", "-k", "masked-text"),
     ),
     Mutant(
         "guidance rounded to the compute dtype",

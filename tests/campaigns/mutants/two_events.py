@@ -129,14 +129,6 @@ TWO_EVENTS = (
         ("tests/client/test_larger_than_the_device.py", "-k", "merge"),
         tier="default",
     ),
-    Mutant(
-        "references are never at time zero",
-        "parallel_backend/families/qwen_image.py",
-        "block.zero_cond_t = REFERENCES_AT_ZERO in step.tensors",
-        "block.zero_cond_t = False",
-        ("tests/families/test_references.py",),
-        ("tests/families/test_families.py", "-k", "2511"),
-    ),
 )
 """The first kind."""
 

@@ -122,7 +122,7 @@ IN_GROUPS = [Degrees(ulysses=2), Degrees(pipe=2, ulysses=2), Degrees(ring=2, uly
 
 def by_family(degrees: Degrees) -> Case:
     """As `product`, of a family that has both ways of Ulysses."""
-    case = next(case for case in all_cases() if case.name == "qwen-image")
+    case = next(case for case in all_cases() if case.name == "flux-dev")
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         model, (x, timestep, tensors) = load(files.family(case), degrees), case.inputs()

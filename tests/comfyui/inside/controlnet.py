@@ -1,6 +1,6 @@
 """Apply ControlNet on the parallel MODEL, against ComfyUI's own model. Run by serve.py.
 
-The test process has put `flux.safetensors`, `sd3.safetensors` and `qwen.safetensors` into models/diffusion_models. The
+The test process has put `flux.safetensors`, `sd3.safetensors` and `qwen-image.safetensors` into models/diffusion_models. The
 ControlNets are ComfyUI's own classes with random weights, built as `comfy.controlnet` builds them from files.
 """
 
@@ -160,7 +160,7 @@ def sd35(config: dict) -> torch.nn.Module:
     )
 
 
-QWEN = {"file": "qwen.safetensors", "latent_format": comfy.latent_formats.Wan21, "extra_conds": (), "pooled": False}
+QWEN = {"file": "qwen-image.safetensors", "latent_format": comfy.latent_formats.Wan21, "extra_conds": (), "pooled": False}
 QWEN |= {"detected": QWEN_DETECTED}
 SD3 = {"file": "sd3.safetensors", "latent_format": comfy.latent_formats.SD3}
 KINDS = {

@@ -1,0 +1,134 @@
+"""Modules of ComfyUI's classes with and without their fused forms. Run by serve.py."""
+
+import copy
+import functools
+import importlib
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+from boot import Results, torch
+from comfy.ldm.flux.layers import EmbedND
+from comfy.ldm.krea2.model import SingleStreamBlock
+from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
+
+from parallel_backend.core import kitchen
+from parallel_backend.families.models import fused
+from parallel_backend.families.own_class import fused_blocks
+from parallel_backend.families.own_class.building import TorchLayers
+
+WIDTH, HEADS, TOKENS, WORDS, BATCH = 128, 4, 30, 7, 2
+Arguments = dict[str, Any]
+
+
+def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Values that bf16 has."""
+    return torch.randn(shape, generator=generator).bfloat16().float()
+
+
+def qwen_image(generator: torch.Generator) -> tuple[torch.nn.Module, Arguments]:
+    block = QwenImageTransformerBlock(WIDTH, HEADS, WIDTH // HEADS, operations=TorchLayers)
+    places = torch.arange(WORDS + TOKENS)[None, :, None].expand(BATCH, -1, 3)
+    return block, {
+        "hidden_states": drawn(generator, BATCH, TOKENS, WIDTH),
+        "encoder_hidden_states": drawn(generator, BATCH, WORDS, WIDTH),
+        "encoder_hidden_states_mask": None,
+        "temb": drawn(generator, BATCH, WIDTH),
+        "image_rotary_emb": EmbedND(WIDTH // HEADS, 10000, [8, 12, 12])(places),
+        "timestep_zero_index": None,
+        "transformer_options": {},
+    }
+
+
+def qwen_image_references(generator: torch.Generator) -> tuple[torch.nn.Module, Arguments]:
+    """At time 0, which the form leaves to the class; and a mask."""
+    block, given = qwen_image(generator)
+    others = {"temb": drawn(generator, 2 * BATCH, WIDTH), "timestep_zero_index": TOKENS // 2}
+    mask = torch.zeros(BATCH, WORDS)
+    mask[0, -2:] = -torch.inf
+    return block, given | others | {"encoder_hidden_states_mask": mask}
+
+
+def krea2(generator: torch.Generator, tokens: int = 1) -> tuple[torch.nn.Module, Arguments]:
+    block = SingleStreamBlock(WIDTH, HEADS, 2, kvheads=2, operations=TorchLayers)
+    places = torch.arange(TOKENS)[None, :, None].expand(BATCH, -1, 3)
+    return block, {
+        "x": drawn(generator, BATCH, TOKENS, WIDTH),
+        "vec": drawn(generator, BATCH, tokens, 6 * WIDTH),
+        "freqs": EmbedND(WIDTH // HEADS, 1000, [8, 12, 12])(places),
+        "transformer_options": {},
+    }
+
+
+CASES = {
+    "Qwen-Image": qwen_image,
+    "Qwen-Image, references at time 0, a mask": qwen_image_references,
+    "Krea 2": krea2,
+    "Krea 2, a time for each token": functools.partial(krea2, tokens=TOKENS),
+}
+
+
+def outputs(block: torch.nn.Module, given: Arguments, dtype: torch.dtype) -> torch.Tensor:
+    cast = {name: each.to(dtype) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+    if dtype == torch.bfloat16 and "freqs" in cast:  # Krea 2's table stays in float32
+        cast["freqs"] = given["freqs"]
+    with torch.inference_mode():
+        out = copy.deepcopy(block).to(dtype)(**cast)
+    return torch.cat([each.double().flatten() for each in (out if isinstance(out, tuple) else (out,))])
+
+
+def compared(make: Any) -> dict[str, Any]:
+    """Differences as shares: of the largest value in fp32, and of the root mean square in bf16 from fp32."""
+    generator, called = torch.Generator().manual_seed(0), Counter()
+    plain, given = make(generator)
+    for name, parameter in plain.named_parameters():
+        size = 0.7 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2
+        is_norm = "norm" in name and not name.endswith("scale")
+        parameter.data = drawn(generator, *parameter.shape).mul(size).add(is_norm).bfloat16().float()
+    block = copy.deepcopy(plain)
+    fused_blocks.fuse(block)
+    kernel = functools.cache(kitchen.DirectCall)
+
+    def by_kitchen(name: str, _x: torch.Tensor) -> Any:
+        called[name] += 1
+        return kernel(name)
+
+    expected = outputs(plain, given, torch.float32)
+    found = {"torch": outputs(block, given, torch.float32)}
+    half, halves = outputs(plain, given, torch.bfloat16), {"torch": outputs(block, given, torch.bfloat16)}
+    with mock.patch.object(fused, "_kernel", by_kitchen):
+        found["kernels"], halves["kernels"] = (outputs(block, given, dtype) for dtype in (torch.float32, torch.bfloat16))
+    size = expected.square().mean()
+    return {
+        "forms": sorted(
+            {type(module).__bases__[0].__name__ for module in block.modules() if type(module).__name__ == "Fused"}
+        ),
+        "kernels": sorted(called),
+        "fp32": {by: float((each - expected).abs().max() / expected.abs().max()) for by, each in found.items()},
+        "bf16": {by: float((each - expected).square().mean() / size) for by, each in halves.items()},
+        "bf16 unfused": float((half - expected).square().mean() / size),
+    }
+
+
+def of_another_source() -> str:
+    """The class of a block whose source has changed since its form was written."""
+    changed = {name: ("another", form) for name, (_, form) in fused_blocks.FORMS.items()}
+    block = krea2(torch.Generator())[0]
+    with mock.patch.object(fused_blocks, "FORMS", changed):
+        fused_blocks.fused_form.cache_clear()
+        fused_blocks.fuse(block)
+    fused_blocks.fused_form.cache_clear()
+    return type(block).__name__
+
+
+def is_known(name: str) -> bool:
+    """Whether this ComfyUI's class has the source that its form was written for."""
+    module, _, kind = name.rpartition(".")
+    return fused_blocks.source_digest(getattr(importlib.import_module(module), kind)) == fused_blocks.FORMS[name][0]
+
+
+def main(results: Results) -> None:
+    results.case("known", lambda: {name: is_known(name) for name in fused_blocks.FORMS})
+    for name, make in CASES.items():
+        results.case(name, functools.partial(compared, make))
+    results.case("another source", of_another_source)

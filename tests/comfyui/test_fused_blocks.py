@@ -1,0 +1,43 @@
+"""Fused forms of modules of ComfyUI's classes compute what the modules do."""
+
+import pytest
+
+from tests.support.requirements import missing
+
+pytestmark = pytest.mark.comfyui
+QWEN, KREA = ["Attention", "QwenImageTransformerBlock"], ["RMSNorm", "SingleStreamBlock"]
+LIMIT = 2e-6
+"""In fp32, as a share of the largest value."""
+ROUNDING = 1.1
+"""Of the square error that the class has in bf16."""
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    found, _ = inside.run("fused_blocks")
+    if not all(found["known"].values()):
+        missing(f"forms are for other sources than this ComfyUI's: {found['known']}", expected=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "forms", "kernels"),
+    [
+        ("Qwen-Image", QWEN, ["adaln", "rms_rope"]),
+        ("Qwen-Image, references at time 0, a mask", QWEN, []),
+        ("Krea 2", KREA, ["rms_adaln"]),
+        ("Krea 2, a time for each token", KREA, ["rms_adaln"]),
+    ],
+)
+def test_a_fused_block_computes_what_the_class_does(found, measured, name, forms, kernels):
+    case = found[name]
+    assert (case["forms"], case["kernels"]) == (forms, kernels)
+    for by in ("torch", "kernels"):
+        measured(f"fused block, fp32, share of the largest value, {name}", case["fp32"][by])
+        assert case["fp32"][by] <= LIMIT
+        measured(f"fused block, bf16, square error over the class's, {name}", case["bf16"][by] / case["bf16 unfused"])
+        assert case["bf16"][by] <= ROUNDING * case["bf16 unfused"]
+
+
+def test_a_class_of_another_source_stays_as_it_is(found):
+    assert found["another source"] == "SingleStreamBlock"
