@@ -22,18 +22,13 @@ from parallel_backend.families.models import fused
 def fuse(model: nn.Module) -> None:
     """Give the modules of a model, of one of ComfyUI's classes, their forms."""
     for module in model.modules():
-        kind: type[Any] = type(module)
-        if f"{kind.__module__}.{kind.__qualname__}" in FORMS:
-            module.__class__ = fused_form(kind)
+        kind: Any = type(module)
+        digest, form = FORMS.get(f"{kind.__module__}.{kind.__qualname__}", ("", None))
+        if form is not None and source_digest(kind) == digest:
+            module.__class__ = form(kind)
 
 
 @functools.cache
-def fused_form(kind: type[nn.Module]) -> type[nn.Module]:
-    """The form of a class in FORMS. Of another source: the class itself."""
-    digest, form = FORMS[f"{kind.__module__}.{kind.__qualname__}"]
-    return form(kind) if source_digest(kind) == digest else kind
-
-
 def source_digest(kind: type) -> str:
     """Of a class's source."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
@@ -45,6 +40,7 @@ def attention_of(kind: type, name: str) -> Callable[..., torch.Tensor]:
     return function
 
 
+@functools.cache
 def qwen_image_attention(kind: type[nn.Module]) -> type[nn.Module]:
     """Norms and rotary embedding in one operation, if there is no mask, and no patch of what is between them."""
 
@@ -73,6 +69,7 @@ def qwen_image_attention(kind: type[nn.Module]) -> type[nn.Module]:
     return Fused
 
 
+@functools.cache
 def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
     """Norms and modulation in one operation, if all of the image's tokens are at one time."""
 
@@ -99,6 +96,7 @@ def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
     return Fused
 
 
+@functools.cache
 def krea2_norm(kind: type[nn.Module]) -> type[nn.Module]:
     """In the input's dtype."""
 
@@ -109,6 +107,7 @@ def krea2_norm(kind: type[nn.Module]) -> type[nn.Module]:
     return Fused
 
 
+@functools.cache
 def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
     """Norms and modulation in one operation, if all tokens are at one time, or if each has its own vector."""
 
@@ -135,7 +134,7 @@ def without_weight(features: int, eps: float) -> nn.RMSNorm:
     return nn.RMSNorm(features, eps, elementwise_affine=False)
 
 
-FORMS: Mapping[str, tuple[str, Callable[[type[nn.Module]], type[nn.Module]]]] = {
+FORMS: Mapping[str, tuple[str, Callable[..., type[nn.Module]]]] = {
     f"{ROOT}qwen_image.model.Attention": ("a4484f0e7eb52a58", qwen_image_attention),
     f"{ROOT}qwen_image.model.QwenImageTransformerBlock": ("169d7285c3246d03", qwen_image_block),
     f"{ROOT}krea2.model.RMSNorm": ("b68e900c5514db28", krea2_norm),
