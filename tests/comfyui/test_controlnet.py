@@ -24,7 +24,7 @@ SAID = {
     "other size": f"ValueError: {UNFIT}an output is [",
     "post_input": "ValueError: model: model patch 'post_input' (",
     "attn1": "ValueError: model: model patch 'attn1_patch' (",
-    "Fun": "AttributeError: model: 'process_img' of the native model",
+    "Fun": "ValueError: model_name: qwen-image.safetensors cannot run on ranks: ComfyUI itself computes with its 'process_i",
 }
 
 

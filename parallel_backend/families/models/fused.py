@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
 from parallel_backend.core import kitchen
@@ -140,51 +139,11 @@ def gated_in_runs(x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, runs:
     return out
 
 
-def two_streams(
-    processor: Any,
-    attn: Any,
-    image: torch.Tensor,
-    text: torch.Tensor,
-    turns: tuple[Rotation, Rotation],
-    head_size: int,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over [text, image], each with its own products and norms: image [b, n, C] and text [b, t, C] -> the same.
-
-    `processor`: diffusers', called for its module `attn`. `turns`: the image's tokens have the last rows of the first one,
-    the text's have the first rows of the second one. Both may be those of the joint sequence. The products may give more
-    tokens than they get: on ranks they may gather those of other ranks, while attention's result is the rank's own.
-    """
-    layers, word_layers = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    query, key, value = (layer(image).unflatten(-1, (-1, head_size)) for layer in layers)
-    words, word_keys, word_values = (layer(text).unflatten(-1, (-1, head_size)) for layer in word_layers)
-    image_turns, text_turns = turns
-    image_turns, text_turns = image_turns[:, image_turns.shape[1] - query.shape[1] :], text_turns[:, : words.shape[1]]
-    query, key = normed_and_rotated(query, key, (attn.norm_q, attn.norm_k), image_turns)
-    words, word_keys = normed_and_rotated(words, word_keys, (attn.norm_added_q, attn.norm_added_k), text_turns)
-    pairs = (words, query), (word_keys, key), (word_values, value)
-    query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
-    backend, parallel = processor._attention_backend, processor._parallel_config
-    out = dispatch_attention_fn(query, key, value, mask, backend=backend, parallel_config=parallel)
-    words, out = out.flatten(2).type_as(query).split((text.shape[1], image.shape[1]), dim=1)
-    return attn.to_out[1](attn.to_out[0](out.contiguous())), attn.to_add_out(words.contiguous())
-
-
 def adopt(model: nn.Module, classes: Mapping[type, type]) -> None:
     """Turn modules of diffusers' classes into modules of ours: {diffusers' class: its subclass}. Parameters stay."""
     for module in model.modules():
         if (kind := classes.get(type(module))) is not None:
             module.__class__ = kind
-
-
-def give_processor(attention: nn.Module, processor: Any) -> None:
-    """Have an attention module of diffusers call this processor with the arguments that it gets, and do nothing else.
-
-    The class's own forward reads the processor's signature in each call, to leave out arguments that it does not have.
-    """
-    attention.set_processor(processor)  # type: ignore[operator]
-    # Not bound to this processor: a compiled block gets another one.
-    attention.forward = lambda *args, **named: attention.processor(attention, *args, **named)  # type: ignore[operator]
 
 
 def _kernel(name: str, x: torch.Tensor) -> kitchen.Fused | None:
