@@ -149,7 +149,7 @@ def form(call: Call, sizes: tuple[int, ...]) -> str:
         if isinstance(value, dict) and name != OPTIONS:
             return {key: shown(f"{name}/{key}", each) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return [shown(f"{name}/", each) for each in value]
+            return [shown(f"{name}/{index}", each) for index, each in enumerate(value)]
         return type(value) if name in numbers else repr(value)
 
     named = {name: shown(name, value) for name, value in call.named.items()}

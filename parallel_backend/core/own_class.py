@@ -5,7 +5,9 @@ The nodes fill it in for ComfyUI's classes. A rank imports the module that it is
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 ROOT = "comfy.ldm."
 """Beginning of the names of ComfyUI's modules that have classes."""
@@ -144,13 +146,16 @@ class OwnLatent:
     pads: bool
     """The class fills up a latent of other sizes than whole tokens in a circle, as the client does for bands."""
     again: tuple["OwnEntry", ...] = ()
-    """Where they enter again, each time that they have left a list of blocks."""
+    """Where they enter again, each time that they have left a list of blocks. And streams that enter beside them and have a
+    token for each of theirs, such as hints."""
     companion: str = ""
     """einops pattern from a second latent to its tokens (Companion.pattern), which run with the first band. Empty: there is
     one latent."""
     layout: tuple[str, ...] = ()
     """The kinds of tokens in `stream`, each once and in order, if there are tokens of references, which bands share out.
-    Empty: there are none, or they run with the first band."""
+    Those of references may be on both sides of the latent's. Empty: there are none, or they run with the first band."""
+    ahead: str = ""
+    """Argument that has the references before the latent, each in tokens of `patch`, if there are others behind it."""
     beside: bool = False
     """References stand beside a picture: behind each row of the latent's tokens come as many of theirs, and `layout` has
     them behind the latent's."""
@@ -163,6 +168,11 @@ class OwnLatent:
     def streams(self) -> tuple[int, ...]:
         """All streams that they enter in."""
         return self.stream, *(entry.stream for entry in self.again)
+
+    def tokens_ahead(self, arguments: Mapping[str, Any]) -> int:
+        """Tokens of the references before the latent, if there are others behind it. 0: there are not."""
+        sizes = arguments[self.ahead].shape[-3:] if self.ahead else (0,)
+        return math.prod(math.ceil(size / by) for size, by in zip(sizes, self.patch, strict=bool(self.ahead)))
 
     def why_uneven(self, sizes: tuple[int, ...]) -> str:
         """Why a latent of these frames, rows and columns cannot be filled up in a circle. Empty: it can, or need not be."""

@@ -121,6 +121,41 @@ class Around(Refers):
         return Banded.mixed(self, both, words, emb, t)[:, 2 : 2 + h.shape[1]]
 
 
+class Ahead(Refers):
+    """As SCAIL: an argument's references before the latent, others behind it."""
+
+    def forward(self, x, timestep, context=None, ahead=None, **more):
+        self.ahead = self.inp(ahead.flatten(2).transpose(1, 2))
+        out = super().forward(x, timestep, context, **more)
+        del self.ahead
+        return out
+
+    def mixed(self, h, words, emb, t):
+        before, behind = self.sides(self.ahead, self.pictures, t)
+        both = Banded.mixed(self, torch.cat((before, h, behind), 1), words, emb, t)
+        return both[:, before.shape[1] : before.shape[1] + h.shape[1]]
+
+    def sides(self, ahead, pictures, t):
+        return ahead, pictures
+
+
+class AheadTwice(Ahead):
+    def sides(self, ahead, pictures, t):
+        return ahead, torch.cat((pictures, ahead), 1)
+
+
+class AheadPooled(Ahead):
+    """More tokens than the argument has, all made of it."""
+
+    def sides(self, ahead, pictures, t):
+        return torch.cat((ahead, ahead.mean(1, keepdim=True)), 1), pictures
+
+
+class AheadBehindLate(Ahead):
+    def sides(self, ahead, pictures, t):
+        return (ahead, pictures) if bool((t > LATE).any()) else (pictures, ahead)
+
+
 class RegisterBetween(LatentBetween):
     """A token more than words."""
 

@@ -9,8 +9,9 @@ from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, timestep_of, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
+from parallel_backend.families.own_class.short_model import short_model
 from parallel_backend.families.own_class.stages import StageBlocks, Unproven, crossing
-from parallel_backend.families.own_class.trial import short_model, trial
+from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights, drawn, smaller, with_whole_axes
 from tests.support.planted_comfyui import planted as own
 from tests.support.planted_comfyui import planted_comfyui
@@ -273,7 +274,7 @@ def test_a_class_that_does_not_run_is_refused_with_its_error():
 
 
 def test_a_class_that_host_memory_has_no_room_for_is_not_tried(monkeypatch):
-    monkeypatch.setattr("parallel_backend.families.own_class.trial.host_memory", lambda: (10_000, 20_000))
+    monkeypatch.setattr("parallel_backend.families.own_class.short_model.host_memory", lambda: (10_000, 20_000))
     with pytest.raises(ValueError, match="of host memory"):
         trial(own("Right"), call(), TIMES)
 

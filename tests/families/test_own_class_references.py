@@ -26,6 +26,9 @@ def comfyui():
         yield
 
 
+AHEAD = 1, 2, 3
+"""Size of the picture that one class has before its latent."""
+NOT_APART = "references before and behind its latent are not arguments of their own"
 ROWS, WORDS = 3 * 4 + 2 * 2, 5
 """Tokens of both references, and of the text."""
 
@@ -33,7 +36,8 @@ ROWS, WORDS = 3 * 4 + 2 * 2, 5
 def referring(given: Call) -> Call:
     g = torch.Generator().manual_seed(3)
     pictures = [torch.randn(len(given.x), 4, *sides, generator=g) for sides in ((1, 3, 4), (1, 2, 2))]
-    return replace(given, named={**given.named, "ref_latents": pictures})
+    ahead = torch.randn(len(given.x), 4, *AHEAD, generator=g)
+    return replace(given, named={**given.named, "ref_latents": pictures, "ahead": ahead})
 
 
 def proof(name: str, given: Call | None = None):
@@ -66,6 +70,12 @@ def test_references_are_found_and_proven(name, expected):
     assert counted.text == sum(tokens for _, tokens in counted.streams) == others
 
 
+def test_references_on_both_sides_are_proven():
+    found = proof("Ahead")
+    expected = replace(latent("references", "latent", "references", words=False), ahead="ahead")
+    assert (found.stages, found.bands, replace(found.latent, shared=(), idle=())) == ("", "", expected)
+
+
 def test_references_beside_words_and_sound_are_proven():
     found = proof("SoundAndReferences", nested(1))
     layout = "words", "references", "companion", "latent"
@@ -90,7 +100,10 @@ def test_references_beside_words_and_sound_are_proven():
         ("FirstReferenceBehind", OTHER),
         ("CountsReferencesBehind", OTHER),
         ("Interleaved", MIXED),
-        ("Around", "other tokens come before and behind its latent's"),
+        ("Around", NOT_APART),
+        ("AheadTwice", NOT_APART),
+        ("AheadPooled", NOT_APART),
+        ("AheadBehindLate", ATTENDS),
         ("RegisterBetween", "other tokens come before and behind its latent's"),
         ("ScalesByReferences", "blocks.0 attends to other values where its tokens are cut"),
     ],
@@ -141,12 +154,18 @@ def test_a_picture_beside_a_video_is_not_proven():
 
 @pytest.mark.parametrize("along", ["rows", "frames"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_bands_and_ranks_have_each_token_once(along, ranks):
+@pytest.mark.parametrize(
+    ("layout", "others", "ahead"),
+    [
+        (("words", "references", "companion", "latent"), (3, 5), 0),
+        (("references", "latent", "references"), (0, 0), 4),
+    ],
+)
+def test_bands_and_ranks_have_each_token_once(along, ranks, layout, others, ahead):
     """And the K/V buffer has each where a mask of all keys has it."""
-    grid, others = (2, 3, 4), (3, 5)
+    grid = (2, 3, 4)
     order = TokenOrder(24, 8 if along == "rows" else 12, 7, along)
-    layout = "words", "references", "companion", "latent"
-    whole = BandTokens(latent(*layout), order, order.span, class_numbers(order, grid), companion=others[0])
+    whole = BandTokens(latent(*layout), order, order.span, class_numbers(order, grid), companion=others[0], ahead=ahead)
     tokens, cut = {0: 24 + 7 + sum(others)}, SequenceCut((1.0,), ranks, repeat_text=False)
     place_of: dict[int, int] = {}
     for rows in (Span(0, 1), Span(1, 2)) if along == "frames" else (Span(0, 1), Span(1, 3)):
@@ -158,7 +177,7 @@ def test_bands_and_ranks_have_each_token_once(along, ranks):
             if part.is_kept
         ]
         stand_ins = sum(len(part.place) for of_rank in band.parts(0, tokens, cut) for part in of_rank if not part.is_kept)
-        assert stand_ins == (ranks if rows.start else 0)
+        assert stand_ins == (ranks if rows.start and any(others) else 0)
         pieces = band.pieces([0], tokens, cut, range(ranks))
         places = torch.cat([torch.arange(place.start, place.stop) for _, place in pieces])
         place_of |= dict(zip(torch.cat(kept).tolist(), places.tolist(), strict=True))

@@ -17,6 +17,7 @@ from tests.families import (
     planted_features,
     planted_forms,
     planted_guided,
+    planted_hints,
     planted_new,
     planted_references,
     planted_refiners,
@@ -45,6 +46,7 @@ MODULES = {
     "comfy.ldm.planted_skips": planted_skips,
     "comfy.ldm.planted_guided": planted_guided,
     "comfy.ldm.planted_second": planted_second,
+    "comfy.ldm.planted_hints": planted_hints,
 }
 
 

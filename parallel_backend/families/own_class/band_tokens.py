@@ -64,6 +64,8 @@ class BandTokens:
     and there are no references."""
     companion: int = 0
     """Tokens of the second latent."""
+    ahead: int = 0
+    """References' tokens before the latent's, if there are others behind them."""
     alone: bool = False
     """A naive patch, which sees no other one: words run with it wherever it begins."""
 
@@ -93,7 +95,7 @@ class BandTokens:
         """By sequence rank: its parts of a stream. `tokens`: of each stream."""
         others, has_words = self.others(stream, tokens[stream]), self.has_words
         runs = self._runs(stream, tokens)
-        starts = {run.kind: run.rows.start for run in runs}
+        starts = {run.kind: run.rows.start for run in runs}  # of references those behind the latent, if on both sides
         found: list[list[Part]] = []
         for rank, own in enumerate(ranks.parts(self.band)):
             parts = []
@@ -116,7 +118,10 @@ class BandTokens:
         rows = numbers + starts[LATENT]
         if REFERENCES not in starts:
             return rows
-        return torch.where(numbers < image, rows, numbers + (starts[REFERENCES] - image))
+        rows = torch.where(numbers < image, rows, numbers + (starts[REFERENCES] - image - self.ahead))
+        return (
+            torch.where((numbers >= image) & (numbers < image + self.ahead), numbers - image, rows) if self.ahead else rows
+        )
 
     def _runs(self, stream: int, tokens: Mapping[int, int]) -> list[Run]:
         """The stream's tokens in the class's order."""
@@ -134,17 +139,17 @@ class BandTokens:
             ]
         # As in the families the second latent's tokens come before the words in what ranks share out.
         numbers = {COMPANION: Span(0, self.companion), WORDS: Span(self.companion, others)}
-        lengths = {REFERENCES: self.order.references, LATENT: self.order.image}
-        lengths |= {kind: len(each) for kind, each in numbers.items()}
-        if (
-            others < self.companion
-            or not self.order.references
-            or sum(lengths[kind] for kind in self.latent.layout) != tokens[stream]
-        ):
+        lengths = {LATENT: self.order.image} | {kind: len(each) for kind, each in numbers.items()}
+        of_references = [self.order.references - self.ahead]
+        if self.latent.layout.count(REFERENCES) > 1:
+            of_references.insert(0, self.ahead)
+        left = iter(of_references)
+        counts = [next(left) if kind == REFERENCES else lengths[kind] for kind in self.latent.layout]
+        if others < self.companion or not all(each > 0 for each in of_references) or sum(counts) != tokens[stream]:
             raise Unproven("it has other tokens than in the trial")
         runs, row = [], 0
-        for kind in self.latent.layout:
-            rows = Span(row, row + lengths[kind])
+        for kind, count in zip(self.latent.layout, counts, strict=True):
+            rows = Span(row, row + count)
             runs.append(Run(kind, rows, numbers.get(kind, NONE), Span(0, others)))
             row = rows.stop
         return runs

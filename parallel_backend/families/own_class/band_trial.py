@@ -292,7 +292,10 @@ class _Band:
         row = math.prod(grid) // grid[AXES[self.along]]
         order = TokenOrder(math.prod(grid), row, self.references, self.along)
         second = companion_tokens(self.latent, self.call)
-        return BandTokens(self.latent, order, order.of_rows(self.rows), class_numbers(order, grid), second, self.alone)
+        ahead = self.latent.tokens_ahead(self.call.named)
+        return BandTokens(
+            self.latent, order, order.of_rows(self.rows), class_numbers(order, grid), second, ahead, self.alone
+        )
 
 
 class _InBand(HeldAgainst):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,28 +173,48 @@ def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls:
     return orders, odd
 
 
-def order_of(
-    lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd: Mapping[str, str]
-) -> dict[str, list[OwnBlock]] | str:
-    """List -> its blocks, in the order of the calls. Or why they cannot be shared out."""
+def order_of(lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd: Mapping[str, str]) -> list[OwnBlock] | str:
+    """The blocks of these lists, in the order of the calls. Or why they cannot be shared out."""
     orders = []
     for each in recorded:
-        of_lists = ((block, block.name.rpartition(".")[0]) for block in each)
-        orders.append([block for block, name in of_lists if name in lists and name not in odd])
+        orders.append([block for block in each if list_of(block) in lists and list_of(block) not in odd])
     names = [block.name for block in orders[0]]
     if len(set(names)) < len(names):
         return "a block runs more than once in a call"
-    ran = [name for name, blocks in lists.items() if blocks[0] in names]
-    ran.sort(key=lambda name: names.index(lists[name][0]))
-    if names != [block for name in ran for block in lists[name]] or names != [block.name for block in orders[1]]:
+    ran = {name: blocks for name, blocks in lists.items() if blocks[0] in names}
+    in_order = all([each for each in names if each in blocks] == list(blocks) for blocks in ran.values())
+    if not in_order or len(names) != sum(map(len, ran.values())) or names != [block.name for block in orders[1]]:
         return "its blocks do not run list by list"
-    found: dict[str, list[OwnBlock]] = {name: [] for name in ran}
+    found: list[OwnBlock] = []
     until = last_readers(orders[0])
     for one, two in zip(*orders, strict=True):
         if (block := one.with_another(two)) is None:
             return f"its block {one.name} returns values that are like none of its arguments in calls of two sizes"
-        found[block.name.rpartition(".")[0]].append(dataclasses.replace(block, until=until.get(one.name, "")))
+        found.append(dataclasses.replace(block, until=until.get(one.name, "")))
     return found or next(iter(odd.values()), "it has no list of blocks")
+
+
+def list_of(block: "OwnBlock | Ran") -> str:
+    """Name of its list."""
+    return block.name.rpartition(".")[0]
+
+
+def are_mixed(blocks: Sequence[OwnBlock]) -> bool:
+    """Whether blocks of a list run between those of another."""
+    lists = [name for name, _ in itertools.groupby(map(list_of, blocks))]
+    return len(set(lists)) < len(lists)
+
+
+def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[OwnBlock]:
+    """Mixed blocks, of which those of these lists are read up to the next one of their list: what the class adds to their
+    output is a new tensor."""
+    found = []
+    for number, block in enumerate(blocks):
+        after = [each.name for each in blocks[number + 1 :] if list_of(each) == list_of(block)][:1]
+        if list_of(block) in names and after and blocks[number + 1].name != after[0]:
+            block = dataclasses.replace(block, until=after[0])
+        found.append(block)
+    return found
 
 
 def last_readers(order: Sequence[Ran]) -> dict[str, str]:
@@ -241,6 +261,14 @@ def _note(
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
     """All blocks of a list with these names, see Likes."""
     return [dataclasses.replace(tried[number], name=name) for number, name in zip(like, names, strict=True)]
+
+
+def blocks_of_all(tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], like: Likes) -> tuple[OwnBlock, ...]:
+    """All blocks of the tried lists, list by list."""
+    found: list[OwnBlock] = []
+    for at in dict.fromkeys(map(list_of, tried)):
+        found += whole_list([block for block in tried if list_of(block) == at], lists[at], like[at])
+    return tuple(found)
 
 
 def tried_blocks(

@@ -8,10 +8,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from parallel_backend.core.own_class import OwnClass
-
-from .block_order import Likes, block_lists, shortened
-from .building import build
 from .call_arguments import OPTIONS
 from .call_form import run
 from .stage_trial import TOLERANCE, Wholes
@@ -34,8 +30,9 @@ def why_not_without_options(model: nn.Module, wholes: Wholes) -> str:
     return ""
 
 
-def why_not_apart(own: OwnClass, model: nn.Module, like: Likes, calls: Sequence[Call]) -> str:
-    """How calls of the class depend on each other. Empty: they do not. The model's weights are changed."""
+def why_not_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> str:
+    """How calls of the class depend on each other. Empty: they do not. The model's weights are changed. `fresh`: another one
+    like it, without weights."""
     outputs = []
     rewritten: set[str] = set()
     for call in (*calls, calls[0]):
@@ -56,8 +53,6 @@ def why_not_apart(own: OwnClass, model: nn.Module, like: Likes, calls: Sequence[
         return f"it writes into its argument {min(rewritten)}, of which a rank has a copy"
     for parameter in model.parameters():
         parameter.mul_(0.7)
-    fresh = build(own)
-    shortened(fresh, block_lists(fresh) if like else {}, like)
     for name, module in fresh.named_modules():  # the same memory
         module._parameters.update(model.get_submodule(name)._parameters)
         module._buffers.update(stored_tables(model.get_submodule(name)))

@@ -10,7 +10,8 @@ from parallel_backend.core.own_class import OwnBlock, OwnClass
 from .block_order import tried_blocks
 from .narrow import narrow_unet, narrowed, narrowed_blocks
 from .proof import NOT_TRIED, Proof
-from .trial import GivenUp, Poll, Short, one_thread, short_model
+from .short_model import Short, short_model
+from .trial import GivenUp, Poll, one_thread
 from .tried_calls import Call, with_tensors_told
 from .unproven import first_line
 

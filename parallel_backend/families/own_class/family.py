@@ -187,14 +187,14 @@ class OwnClassFamily(Family):
             x[:, pictures.slice] = step.x
         if companion is not None and has_companion:
             x[:, order.image :] = companion
-        if stage.tokens is not None and self.own is not None and self.own.latent is not None:
-            companions, is_alone = step.companion_tokens, stage.tokens.alone
-            numbers = _numbers(step)
-            stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, is_alone)
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
         named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
+        if stage.tokens is not None and self.own is not None and self.own.latent is not None:
+            companions, ahead, is_alone = step.companion_tokens, self.own.latent.tokens_ahead(named), stage.tokens.alone
+            numbers = _numbers(step)
+            stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, ahead, is_alone)
         if (guidance := stage.guidance()) is not None:
             named[OPTIONS][GUIDED] = Guided(guidance, own_sums if guidance.whole_heads else stage.add_up)
         if (second := named.get(SECOND)) is not None:

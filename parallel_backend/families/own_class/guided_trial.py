@@ -27,10 +27,10 @@ from .other_calls import is_proven
 from .product_trial import why_no_products
 from .proof import NOT_TRIED, Proof
 from .residuals import PATCHES
+from .short_model import Short
 from .stage_trial import TOLERANCE, Wholes
 from .stages import StageBlocks
 from .token_trial import Runs
-from .trial import Short
 from .tried_calls import Call, distance, drawn, entry_of, smaller
 from .unproven import Unproven
 

@@ -6,7 +6,7 @@ as refiners, pass them on as they are meanwhile.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -87,10 +87,12 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
         if more:
             raise Unproven("its latent has two parts, and leaves a list of blocks")
         pattern, companions = _companion(runs, blocks, call, first, found)
+    hints = [] if companions.rows else _hints(runs, blocks, call, first, found)
+    again += [OwnEntry(stream, False, False) for stream in hints]
     kinds = [] if more else _kinds(runs, blocks, call, first, found, companions)
     layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
     frames = found.patch[0] if len(found.patch) == 3 else 1
-    others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(more)) - references
+    others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(again)) - references
     if found.beside and not layout:
         raise Unproven("other tokens than references' stand beside its latent's rows")
     before = bool(set(layout[: layout.index(LATENT)]) - {REFERENCES}) if layout else found.start > 0
@@ -99,7 +101,8 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
     patch = frames, found.patch[-2], found.patch[-1]
     words = others > len(companions.rows)
     latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
-    return replace(latent, beside=found.beside > 0)
+    ahead = _ahead(runs, blocks, call, first, latent, kinds) if layout.count(REFERENCES) > 1 else ""
+    return replace(latent, beside=found.beside > 0, ahead=ahead)
 
 
 Streams = Mapping[int, torch.Tensor]
@@ -192,6 +195,15 @@ def reference_tokens(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, 
     return tokens - sum(count for kind, count in others.items() if kind in latent.layout)
 
 
+def _hints(runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster) -> list[int]:
+    """Streams that enter beside the latent's and have a token for each of its tokens, which pictures in the call's arguments
+    change: bands share them out alike."""
+    changed = _changed(entering(runs, blocks, _with_other_pictures(call)), first)
+    beside = (stream for stream in entries_of(blocks)[0] if stream != found.stream)
+    all_rows = tuple(range(found.count))
+    return [stream for stream in beside if first[stream].shape[1] == found.count and changed.get(stream) == all_rows]
+
+
 class _Companions(NamedTuple):
     """The second latent's tokens."""
 
@@ -238,16 +250,39 @@ def _kinds(
             return []
         kinds[found.start : stop] = [LATENT] * found.count + others * lines
     is_known = kinds.count(WORDS) in (0, words_of(call)) and REFERENCES in kinds
-    return kinds if is_known and len(list(itertools.groupby(kinds))) == len(set(kinds)) else []
+    order = [kind for kind, _ in itertools.groupby(kinds)]
+    is_around = order == [REFERENCES, LATENT, REFERENCES] and not found.beside
+    return kinds if is_known and (is_around or len(order) == len(set(kinds))) else []
 
 
-def _with_other_pictures(call: Call) -> Call:
-    """The call with other values in tensors that have rows and columns: all of four axes or more."""
-    leaves, structure = pytree.tree_flatten(dict(call.named))
-    others = pytree.tree_leaves(dict(drawn(call, OTHER_PICTURES).named))
-    both = zip(leaves, others, strict=True)
-    named = [other if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf for leaf, other in both]
-    return replace(call, named=pytree.tree_unflatten(named, structure))
+def _ahead(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, latent: OwnLatent, kinds: Sequence[str]
+) -> str:
+    """OwnLatent.ahead. Unproven if no argument has all of the references before the latent, and no others."""
+    before = tuple(range(kinds.index(LATENT)))
+    for name, value in call.named.items():
+        if isinstance(value, torch.Tensor) and value.ndim > 3:
+            changed = _changed(entering(runs, blocks, _with_other_pictures(call, {name})), first)
+            tokens = replace(latent, ahead=name).tokens_ahead(call.named)
+            if changed.get(latent.stream) == before and tokens == len(before):
+                return name
+    raise Unproven("references before and behind its latent are not arguments of their own")
+
+
+def _with_other_pictures(call: Call, some: Collection[str] | None = None) -> Call:
+    """The call with other values in tensors that have rows and columns: all of four axes or more. `some`: in these arguments
+    alone."""
+    drawn_anew = drawn(call, OTHER_PICTURES).named
+
+    def other(leaf: Any, another: Any) -> Any:
+        return another if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf
+
+    changed = {
+        name: pytree.tree_map(other, value, drawn_anew[name])
+        for name, value in call.named.items()
+        if some is None or name in some
+    }
+    return replace(call, named={**call.named, **changed})
 
 
 def entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:

@@ -40,7 +40,7 @@ def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass,
     are as many times narrower. First others are narrower too, which need not have anything to do with them, and last the
     text's stay.
     """
-    given = _numbers(own)
+    given = numbers_of_class(own)
     heads = {name: value for name, value in given.items() if HEADS.search(name) and value > 0}  # -1: UNets' "not set"
     wide = {name: value for name, value in given.items() if WIDTHS.search(name) and value >= WIDE}
     alone = {name: value // max(each for each in range(1, MOST + 1) if value % each == 0) for name, value in wide.items()}
@@ -102,7 +102,7 @@ def _with_heads(blocks: Sequence[OwnBlock], of_heads: Callable[[int], int]) -> l
     ]
 
 
-def _numbers(own: OwnClass) -> dict[str, int]:
+def numbers_of_class(own: OwnClass) -> dict[str, int]:
     """The class's whole numbers among its arguments, also those that it has by default."""
     defaults = {name: each.default for name, each in inspect.signature(class_of(own)).parameters.items()}
     return {name: value for name, value in (defaults | json.loads(own.arguments)).items() if type(value) is int}

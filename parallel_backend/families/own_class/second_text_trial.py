@@ -17,7 +17,7 @@ from .guided_attention import Sum, own_sums
 from .guided_trial import Guidance, guided_on_ranks
 from .proof import Proof
 from .second_text import ADD_UP, LAYERS, SECOND, SETTINGS, TEXT, looks
-from .trial import Short
+from .short_model import Short
 from .tried_calls import Call, drawn, words_of
 
 SEED = 5

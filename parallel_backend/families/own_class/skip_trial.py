@@ -19,10 +19,10 @@ from .call_state import held
 from .change_trial import trial_of_change
 from .other_calls import is_proven
 from .proof import NOT_TRIED, Proof
+from .short_model import Short
 from .stage_trial import TOLERANCE
 from .stages import passing_through
 from .token_trial import Runs
-from .trial import Short
 from .tried_calls import Call, distance, drawn, smaller
 
 REPLACED, BLOCKS = "patches_replace", "dit"

@@ -37,7 +37,7 @@ def tensor_places(leaves: Sequence[Any]) -> list[int]:
 def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
     """Numbers of the blocks that are the last of their lists."""
     lists = [block.name.rpartition(".")[0] for block in blocks]
-    return [number for number, name in enumerate(lists) if lists[number + 1 : number + 2] != [name]]
+    return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
 
 
 def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:

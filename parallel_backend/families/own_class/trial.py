@@ -6,7 +6,7 @@ list. Tensors are drawn with the shapes of the call; numbers, words and whole nu
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,46 +14,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.core.host_memory import host_memory
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 
 from .band_trial import latent_of
 from .block_order import (
     FEWEST_BLOCKS,
     Likes,
+    are_mixed,
     block_lists,
+    blocks_of_all,
     choices,
-    ends,
     last_readers,
     likes,
+    list_of,
     order_of,
+    read_by_next,
     recorded_blocks,
     shortened,
-    whole_list,
 )
 from .building import build
-from .call_form import LATENTS
 from .call_state import held, why_not_apart, why_not_without_options
 from .feature_trial import Sharing
 from .narrow import narrow_unet, narrowed, widened
-from .other_calls import error_of, free_numbers, is_proven, noted_run
+from .other_calls import free_numbers, is_proven, noted_run
 from .product_trial import why_no_products
 from .proof import NOT_TRIED, Proof, Tried
-from .stage_trial import why_not_by_entry, why_not_staged
+from .short_model import give_weights, runs, short_model
+from .stage_trial import Wholes, why_not_by_entry, why_not_staged
 from .token_trial import WORDS, Runs, Size, cut_tokens
 from .tried_calls import (
     SIZES,
     Call,
     does_not_run,
-    draw_weights,
     drawn,
     smaller,
     with_tensors_told,
-    with_whole_axes,
     words_of,
 )
 
-SEED = 0
 FEW = 4, WORDS
 """As SIZES, for the one call that is tried at the class's own width."""
 RUNS, AT_WIDTH = 600, 80
@@ -154,39 +152,6 @@ class Poll:
             raise GivenUp from error
 
 
-@dataclass(frozen=True)
-class Short:
-    """A model with few blocks of each list."""
-
-    model: nn.Module
-    lists: Mapping[str, Sequence[str]]
-    """Names of all blocks of the class, by list."""
-    kept: Mapping[str, Sequence[str]]
-    """Of those that the model has."""
-    like: Likes
-    actual: Call
-    call: Call
-    """One like `actual` that is small."""
-    error: Exception | None
-    """With which `call` fails. None: it runs."""
-
-
-def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
-    """A model of the class for calls like `actual`, with weights. `poll` is called before each run of it or a block."""
-    in_full = build(own)
-    lists = {} if own.unet else block_lists(in_full)
-    for like in _tried_likes(in_full, lists):
-        model = build(own)
-        kept = shortened(model, lists, like)
-        _give_weights(own, model, poll)
-        if LATENTS in actual.named:
-            actual = with_whole_axes(actual, functools.partial(_runs, model))
-        call, error = _first_that_runs(model, _tried_sizes(actual))
-        if error is None:
-            break
-    return Short(model, lists, kept, like, actual, call, error)
-
-
 def _found(
     own: OwnClass, call: Call, times: Sequence[float], poll: Callable[..., None], sequence: bool, bands: bool, tensor: int
 ) -> Found:
@@ -198,7 +163,7 @@ def _found(
     if error is not None:
         raise does_not_run(own, call, str(error))
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times)]
-    if why := why_not_apart(own, model, like, calls):
+    if why := why_not_apart(model, short.another(), calls):
         return Found(Proof((), why, why, why, tensor=why))
     wholes = [(each, each.run(model)) for each in calls]
     options: tuple[str, ...] = ()
@@ -221,20 +186,16 @@ def _found(
         if isinstance(found, str):
             proofs.append((Proof((), found, batch, found), [], found))
             continue
-        blocks = [block for blocks in found.values() for block in blocks]
-        stages = why_not_staged(model, blocks, wholes)
+        blocks, stages = _staged(model, found, wholes)
         cut = cut_tokens(model, blocks, actual, times) if sequence or bands else NOT_TRIED
         if not isinstance(cut, str) and any(block.until and (block.leaving or block.placed) for block in cut):
             cut = LONG_SKIPS
         latent, why = None, cut if isinstance(cut, str) else NOT_TRIED
-        if not isinstance(cut, str):
-            places = {block.name: block for block in cut}
-            found = {name: [places[block.name] for block in blocks] for name, blocks in found.items()}
-            if bands:
-                latent, why = latent_of(model, cut, actual, times)
-        order = tuple(each for at, blocks in found.items() for each in whole_list(blocks, lists[at], like[at]))
-        if not stages and len(order) > len(blocks) and any(block.until for block in blocks):
-            order, stages = _of_all_blocks(own, {at: lists[at] for at in found}, order, calls[0], poll)
+        if not isinstance(cut, str) and bands:
+            latent, why = latent_of(model, cut, actual, times)
+        order = blocks_of_all(blocks if isinstance(cut, str) else cut, lists, like)
+        if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
+            order, stages = _of_all_blocks(own, lists, order, stages, calls[0], poll)
         proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
         proofs.append((proof, blocks, cut))
         is_enough = is_enough or (not stages and not (sequence and isinstance(cut, str)))
@@ -258,17 +219,37 @@ def _found(
     return Found(proof, best, sizes, actual.whole_axes, kept, like, idle)
 
 
+def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: Wholes) -> tuple[list[OwnBlock], str]:
+    """The blocks, and why stages are not proven. Mixed ones with what is read up to the next one of its list."""
+    stages = why_not_staged(model, blocks, wholes)
+    if stages and are_mixed(blocks):
+        lists = dict.fromkeys(map(list_of, blocks))
+        for names in (each for count in range(1, len(lists) + 1) for each in itertools.combinations(lists, count)):
+            read = read_by_next(blocks, names)
+            if not why_not_staged(model, read, wholes):
+                return read, ""
+    return blocks, stages
+
+
 def _of_all_blocks(
-    own: OwnClass, lists: Mapping[str, Sequence[str]], order: Sequence[OwnBlock], call: Call, poll: Callable[..., None]
+    own: OwnClass,
+    lists: Mapping[str, Sequence[str]],
+    order: Sequence[OwnBlock],
+    stages: str,
+    call: Call,
+    poll: Callable[..., None],
 ) -> tuple[tuple[OwnBlock, ...], str]:
-    """The class's blocks `order`, of which some read others' output, with those that do; and why stages of all are not
-    proven. Few blocks do not show which of all read what."""
+    """The class's blocks `order`, of which some read others' output, with those that do, and in the order of a call; and why
+    stages of all are not proven. Few blocks do not show which of all read what, unless they are mixed."""
     model = build(own)
-    _give_weights(own, model, poll)
-    (ran,), _ = recorded_blocks(model, lists, [call])
+    give_weights(own, model, poll)
+    by_name = {block.name: block for block in order}
+    (ran,), _ = recorded_blocks(model, {name: lists[name] for name in map(list_of, order)}, [call])
     until = last_readers(ran)
-    blocks = tuple(dataclasses.replace(block, until=until.get(block.name, "")) for block in order)
-    return blocks, why_not_staged(model, blocks, [(call, call.run(model))])
+    blocks = [dataclasses.replace(by_name[each.name], until=until.get(each.name, "")) for each in ran]
+    if are_mixed(blocks):
+        return tuple(read_by_next(blocks, {list_of(block) for block in order if block.until})), stages
+    return tuple(blocks), why_not_staged(model, blocks, [(call, call.run(model))])
 
 
 def _at_width(
@@ -287,7 +268,10 @@ def _at_width(
     model = build(own)
     lists = block_lists(model)
     like = likes(model, lists, FEWEST_BLOCKS) | {at: each for at, each in found.like.items() if isinstance(each, range)}
-    if any(block.until for block in found.proof.blocks):
+    if are_mixed(found.proof.blocks):  # the first of a list stands for all that run between another's first and last
+        most = max(lists, key=lambda name: len(lists[name]))
+        like |= {name: [0] * len(names) for name, names in lists.items() if name != most}
+    elif any(block.until for block in found.proof.blocks):
         like = dict(found.like)
     kept = shortened(model, lists, like)
     proof, tried, tried_cut = found.best
@@ -297,7 +281,7 @@ def _at_width(
         for number, new in enumerate(names)
     }
     blocks, cut = _at(places, tried), tried_cut if isinstance(tried_cut, str) else _at(places, tried_cut)
-    _give_weights(own, model, poll, found.idle)
+    give_weights(own, model, poll, found.idle)
     actual = dataclasses.replace(with_tensors_told(call) if found.proof.options else call, whole_axes=found.whole_axes)
     before, sizes = held(model), (FEW, *found.sizes[:1], *SIZES)
     calls = (drawn(smaller(actual, *size), 1, *times[-1:]) for size in sizes)
@@ -311,33 +295,23 @@ def _at_width(
         return None
     proof = dataclasses.replace(found.proof, blocks=tuple(widened(found.proof.blocks, factor)))
     if sharing is not None:
-        proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, like), tensor=sharing.why)
+        shared = sharing.of_all(proof.blocks, like)
+        layers = ({cut.layer for cut in block.cuts} for block in proof.blocks)  # one kind may stand for others
+        own_cuts = (
+            tuple(cut for cut in block.cuts if cut.layer in each) for block, each in zip(shared, layers, strict=True)
+        )
+        blocks = [dataclasses.replace(block, cuts=cuts) for block, cuts in zip(shared, own_cuts, strict=True)]
+        proof = dataclasses.replace(proof, blocks=tuple(blocks), tensor=sharing.why)
     return None if sharing is not None and sharing.why else proof
 
 
 def _at(places: Mapping[str, str], blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
     """Blocks with other names. Others are left out."""
-    return [dataclasses.replace(block, name=places[block.name]) for block in blocks if block.name in places]
-
-
-def _give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idle: Sequence[str] = ()) -> None:
-    """Weights for a model that has none, if host memory has room for them twice. Modules in `idle` get none."""
-    free = host_memory()[0]
-    of_idle = sum(_values(model.get_submodule(name)) for name in idle)
-    nbytes = 4 * (_values(model) - of_idle)
-    if 2 * nbytes > free:
-        raise ValueError(
-            f"model_name: trying ComfyUI's class {own.name} takes {nbytes / 1e9:.1f} GB of host memory, of which "
-            f"{free / 1e9:.1f} GB are free, and half of it is for others. Close other programs, or load it with ComfyUI's "
-            "own loader."
-        )
-    draw_weights(model, SEED, idle)
-    for module in (model, *(model.get_submodule(block) for blocks in block_lists(model).values() for block in blocks)):
-        module.register_forward_pre_hook(poll)
-
-
-def _values(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    found = [dataclasses.replace(block, name=places[block.name]) for block in blocks if block.name in places]
+    if not are_mixed(blocks):
+        return found
+    read = {list_of(block) for block in blocks if block.until}
+    return read_by_next([dataclasses.replace(block, until="") for block in found], read)
 
 
 def _worth(proof: Proof, sequence: bool) -> tuple[bool, ...]:
@@ -345,41 +319,9 @@ def _worth(proof: Proof, sequence: bool) -> tuple[bool, ...]:
     return bool(proof.blocks), not proof.stages, not (sequence and proof.sequence), proof.latent is not None
 
 
-def _tried_likes(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Likes]:
-    """Which blocks are tried, until the class runs with them: few of each list, or other few, or of lists on whose blocks it
-    may count all: of one alone, the smallest first, and of all lists."""
-    few = likes(model, lists)
-    yield few
-    if lists and (of_ends := ends(model, lists)) is not None:
-        yield of_ends
-    if len(lists) > 1:
-        yield from (
-            few | {name: range(len(lists[name]))} for name in sorted(lists, key=lambda at: _values(model.get_submodule(at)))
-        )
-    if lists:
-        yield {name: range(len(blocks)) for name, blocks in lists.items()}
-
-
-def _tried_sizes(call: Call) -> list[Call]:
-    """The calls that are tried, the smallest first."""
-    return [*(smaller(call, *size) for size in SIZES), call]
-
-
-def _first_that_runs(model: nn.Module, calls: Sequence[Call]) -> tuple[Call, Exception | None]:
-    """The first call with which the class runs; else the last one, and what it raises."""
-    for call in calls:
-        if (error := error_of(model, call)) is None:
-            break
-    return call, error
-
-
-def _runs(model: nn.Module, call: Call) -> bool:
-    return error_of(model, call) is None
-
-
 def _of_another_size(model: nn.Module, call: Call) -> Call:
     """The call with fewer words or a smaller latent: text and picture may have as many tokens in `call`."""
     words = words_of(call)
     side, fewer = call.longest, max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
-    return drawn(next((other for other in others if _runs(model, other)), call), 1)
+    return drawn(next((other for other in others if runs(model, other)), call), 1)

@@ -19,8 +19,9 @@ from .residuals import CONTROL, smaller_residuals, with_patches
 SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
 else those of the call."""
-PIXELS = 1, 8, 16
-"""Rows of what goes with a latent, such as a camera's rays for each pixel, for each of the latent's."""
+PIXELS = 1, 8, 16, 0.5
+"""Rows of what goes with a latent, such as a camera's rays for each pixel or a pose of half its size, for each of the
+latent's."""
 NOISE = 1_000_003
 """Random values of which weights are made: a prime number of them, so that no two rows of a layer are equal."""
 
@@ -84,11 +85,11 @@ APART = OPTIONS, LATENTS, TIMES
 
 
 def numbers_of(call: Call) -> dict[str, int | float]:
-    """The plain numbers among the arguments, by name: "name", or "name/key" in a dictionary."""
+    """The plain numbers among the arguments, by name: "name", or "name/key" in a dictionary, "name/0" in a list."""
     found = {name: value for name, value in call.named.items() if name not in APART}
-    found |= {
-        f"{name}/{key}": each for name, value in found.items() if isinstance(value, dict) for key, each in value.items()
-    }
+    inside = {name: value for name, value in found.items() if isinstance(value, dict)}
+    inside |= {name: dict(enumerate(value)) for name, value in found.items() if isinstance(value, list | tuple)}
+    found |= {f"{name}/{key}": each for name, entries in inside.items() for key, each in entries.items()}
     return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 
@@ -97,7 +98,11 @@ def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
     named = dict(call.named)
     for path, number in numbers.items():
         name, _, key = path.partition("/")
-        named[name] = {**named[name], key: number} if key else number
+        value = named[name]
+        if isinstance(value, list | tuple):
+            named[name] = [number if str(at) == key else each for at, each in enumerate(value)]
+        else:
+            named[name] = {**value, key: number} if key else number
     return dataclasses.replace(call, named=named)
 
 
@@ -156,12 +161,15 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
             if (scale := _scale(tensor, sizes)) is None:
                 continue
             for axis, size in enumerate(sizes):
-                at, by = axis - len(sizes), scale if axis >= len(sizes) - 2 else 1
-                if -at > tensor.ndim - 2:
+                at = axis - len(sizes)
+                if -at > tensor.ndim - 2 or (number, axis) in call.whole_axes:
                     continue  # a picture beside a video has no frames
-                if (number, axis) not in call.whole_axes and tensor.shape[at] == by * size:
-                    most = side if isinstance(side, int) else max(side) if number else side[axis]
-                    tensor = tensor.narrow(at, 0, by * min(most, size))
+                most = min(size, side if isinstance(side, int) else max(side) if number else side[axis])
+                if axis >= len(sizes) - 2:
+                    tensor = tensor.narrow(at, 0, math.ceil(scale * most))
+                else:  # more frames are those of references, too
+                    frames = tensor.shape[at]
+                    tensor = tensor.narrow(at, 0, most + frames - size if frames >= size else min(most, frames))
             return tensor
         if tensor.ndim > 1 and tensor.shape[1] == text:
             return tensor[:, :words]
@@ -198,15 +206,15 @@ def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[i
     return tensor
 
 
-def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> int | None:
-    """Its rows and columns for each of a latent's. None: it does not go with the latent. It may have one frame, or be a
+def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> float | None:
+    """Its rows and columns for each of a latent's. None: it does not go with the latent. It may have other frames, or be a
     picture beside a video."""
     own = tuple(tensor.shape[-len(sizes) :])
     if own == sizes:
         return 1
     if tensor.ndim == 4 and own[-2:] == sizes[-2:]:
         return 1
-    if tensor.ndim < len(sizes) + 2 or any(mine not in (1, frames) for mine, frames in zip(own, sizes[:-2], strict=False)):
+    if tensor.ndim < len(sizes) + 2:
         return None
     return next((by for by in PIXELS if own[-2:] == tuple(by * size for size in sizes[-2:])), None)
 

@@ -1,0 +1,89 @@
+"""A class whose blocks of one list run between those of another: what its trial proves, and what it sees to be wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.core.own_class import OwnEntry
+from parallel_backend.families.own_class.short_model import short_model
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import numbers_of, with_numbers
+from tests.families.test_own_class_bands import ALONE, call
+from tests.support.planted_comfyui import planted, planted_comfyui
+
+BETWEEN = [
+    "blocks.0",
+    "hints.0",
+    "blocks.1",
+    "blocks.2",
+    "blocks.3",
+    "blocks.4",
+    "hints.1",
+    "blocks.5",
+    "blocks.6",
+    "blocks.7",
+]
+
+BEHIND_HINTS = "in a band blocks.1 attends to other values where its tokens are cut"
+
+
+@pytest.fixture(autouse=True)
+def comfyui():
+    with planted_comfyui():
+        yield
+
+
+def hinted():
+    given = call()
+    return replace(
+        given, named={**given.named, "hint": torch.randn(given.x.shape, generator=torch.Generator().manual_seed(5))}
+    )
+
+
+def proof(name: str, tensor: int = 1):
+    return trial(planted(name), hinted(), (1.0,), bands=True, tensor=tensor)
+
+
+@pytest.mark.parametrize("name", ["Hinted", "AddsInPlace"])
+def test_blocks_between_others_are_shared_out(name):
+    found = proof(name, tensor=2)
+    assert (found.stages, found.sequence, found.bands, found.tensor) == ("", "", "", "")
+    assert [block.name for block in found.blocks] == BETWEEN
+    assert {block.name: block.until for block in found.blocks if block.until} == {
+        "blocks.0": "blocks.1",
+        "blocks.4": "blocks.5",
+        "hints.0": "hints.1",
+    }
+    assert replace(found.latent, shared=(), idle=()) == replace(ALONE, again=(OwnEntry(1, before=False, behind=False),))
+
+
+def test_few_blocks_of_mixed_lists_are_tried():
+    short = short_model(planted("Hinted"), hinted(), lambda *_: None)
+    assert {name: len(blocks) for name, blocks in short.kept.items()} == {"blocks": 4, "hints": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "lists", "why"),
+    [
+        # The hints' blocks run whole on every rank, of whose tokens a band has no part.
+        ("NextHint", {"blocks"}, BEHIND_HINTS),
+        ("NextHintLate", {"blocks"}, BEHIND_HINTS),
+        ("PoolsHints", {"blocks"}, BEHIND_HINTS),
+        ("HintsBehindAll", {"blocks"}, BEHIND_HINTS),
+        ("FirstHintAgain", {"blocks"}, BEHIND_HINTS),
+        ("LatentInHints", {"blocks", "hints"}, "a part of its latent is in several streams"),
+        ("LatentInHintsLate", {"blocks", "hints"}, "in a band hints.0 attends to other values where its tokens are cut"),
+        ("HintsUpsideDown", {"blocks", "hints"}, "in a band hints.0 attends to other values where its tokens are cut"),
+    ],
+)
+def test_what_blocks_between_others_would_get_wrong_is_not_proven(name, lists, why):
+    found = proof(name)
+    assert found.latent is None
+    assert ({block.name.partition(".")[0] for block in found.blocks}, found.bands) == (lists, why)
+
+
+def test_numbers_in_lists_can_be_others():
+    given = replace(hinted(), named={"strength": [0.5, 2]})
+    assert numbers_of(given) == {"strength/0": 0.5, "strength/1": 2}
+    assert with_numbers(given, {"strength/0": 3.0}).named == {"strength": [3.0, 2]}
