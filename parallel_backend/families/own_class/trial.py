@@ -176,8 +176,9 @@ def _found(
         call, actual, calls = told, with_tensors_told(actual), [each for each, _ in wholes]
     another = _of_another_size(model, call)
     recorded = recorded_blocks(model, kept, [calls[0], another])
-    batch = why_not_by_entry(model, wholes)
+    batch, of_sharing = why_not_by_entry(model, wholes), [calls[0], *calls[2:]]
     proofs: list[Tried] = []
+    others: list[Tried] = []  # of mixed lists whose layers tensor ranks cannot share, as they may those of one of them
     is_enough = False
     for shared, share in choices(model, lists, kept):
         if is_enough and share < LEAST_SHARE:
@@ -197,15 +198,16 @@ def _found(
         if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
             order, stages = _of_all_blocks(own, lists, order, stages, calls[0], poll)
         proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
-        proofs.append((proof, blocks, cut))
-        is_enough = is_enough or (not stages and not (sequence and isinstance(cut, str)))
+        is_other = tensor > 1 and are_mixed(blocks) and bool(Sharing(model, blocks, of_sharing, tensor).why)
+        (others if is_other else proofs).append((proof, blocks, cut))
+        is_enough = is_enough or not (is_other or stages or (sequence and isinstance(cut, str)))
         if is_enough and (latent is not None or not bands):
             break
     none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
-    best = max(proofs, key=lambda each: _worth(each[0], sequence), default=none)
+    best = max([*proofs, *others], key=lambda each: _worth(each[0], sequence), default=none)
     proof, sharing = best[0], None
     if tensor > 1 and proof.blocks:
-        sharing = Sharing(model, best[1], [calls[0], *calls[2:]], tensor)
+        sharing = Sharing(model, best[1], of_sharing, tensor)
         proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, like), tensor=sharing.why)
         if not sharing.why and not isinstance(tokens := best[2], str):
             of_ranks, of_bands = why_no_products(sharing, model, best[1], tokens, proof.latent, actual, sequence)
