@@ -16,7 +16,7 @@ from parallel_backend.families.base.step_inputs import TEXT_ENDS
 from parallel_backend.families.qwen_image21 import PLACES, POSITIONS, prefix_tensors
 from parallel_backend.placement.memory_model import Request, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
-from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.rank.attention import ulysses
 from parallel_backend.rank.attention.prefix_keys import PrefixKeys
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.kept_texts import KeptTexts
@@ -140,7 +140,7 @@ def test_later_calls_send_the_picture_alone_and_equal_the_class(pools, made, deg
 
 def test_heads_in_two_groups_find_the_keys_of_theirs(pools, made, monkeypatch):
     """As on GPUs, where one group's exchange overlaps another group's attention."""
-    monkeypatch.setitem(parallel_attention.HEAD_GROUPS, "cpu", 2)
+    monkeypatch.setitem(ulysses.HEAD_GROUPS, "cpu", 2)
     model, (x, timestep, tensors) = pools.load(made[1], Degrees(ulysses=2), fresh=True), CASE.inputs()
     for scale in (1, 0.8):
         call = ModelCall(x * scale, timestep * scale, tensors)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel_backend.rank import copy_rate
-from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.rank.attention import ulysses
 from parallel_backend.rank.attention.kernels import sdpa
 from testing import mini
 from testing.thread_ranks import thread_ranks
@@ -101,8 +101,8 @@ def both_kinds(*cards: Card, devices: Callable[[int], tuple[str, ...]] = devices
     """`cards`: those of `devices_of`, all alike, if none are given. Without `nccl` ranks talk by the mailbox, as by Gloo."""
     with contextlib.ExitStack() as stack:
         # Heads go in groups under Ulysses on either kind, however little there is to compute.
-        stack.enter_context(mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=parallel_attention.HEAD_GROUPS["cuda"]))
-        stack.enter_context(mock.patch.object(parallel_attention, "LEAST_WORK", 0))
+        stack.enter_context(mock.patch.dict(ulysses.HEAD_GROUPS, cpu=ulysses.HEAD_GROUPS["cuda"]))
+        stack.enter_context(mock.patch.object(ulysses, "LEAST_WORK", 0))
         stack.enter_context(mock.patch.object(sdpa, "attend_lse", _padded(sdpa.attend_lse)))
         stack.enter_context(mock.patch.object(copy_rate, "SIZE", 1 << 20))  # a rate is of no concern here
         stack.enter_context(host_memory.plenty())

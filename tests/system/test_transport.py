@@ -11,7 +11,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.rank.attention import ulysses
 from parallel_backend.rank.comm import collectives
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.stage import tensor_parallel
@@ -151,7 +151,7 @@ def test_the_mailbox_gives_what_gloo_gives(at_work, process_pools, degrees):
         return process_pools.mini(checkpoint.path, degrees, fresh=True)
 
     found = case.run(at_work.files, load, process_pools)
-    with mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=1):  # as ranks in processes have it
+    with mock.patch.dict(ulysses.HEAD_GROUPS, cpu=1):  # as ranks in processes have it
         expected = at_work.on_mailbox(case)
     if degrees.tensor < 4:
         assert same(found, expected)

@@ -5,13 +5,14 @@ All that is proven for other classes is proven for these.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from .attention_calls import attention_of
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ def pixart_attention(kind: type[nn.Module]) -> type[nn.Module]:
             if mask is not None or self.sr_ratio > 1:
                 return super().forward(x, mask, HW, block_id)
             q, k, v = self.qkv(x).chunk(3, dim=-1)
-            return self.proj(_attention(kind)(self.q_norm(q), self.k_norm(k), v, self.num_heads))
+            return self.proj(attention_of(kind, "optimized_attention")(self.q_norm(q), self.k_norm(k), v, self.num_heads))
 
     return ByHeads
 
@@ -234,15 +235,9 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
             if mask is not None:
                 return super().forward(x, cond, mask)
             k, v = (each.reshape(len(x), -1, each.shape[-1]) for each in self.kv_linear(cond).chunk(2, dim=-1))
-            return self.proj(_attention(kind)(self.q_linear(x), k, v, self.num_heads))
+            return self.proj(attention_of(kind, "optimized_attention")(self.q_linear(x), k, v, self.num_heads))
 
     return ByHeads
-
-
-def _attention(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
-    """The attention function that the class's module has now, which may be a trial's or a rank's."""
-    function: Callable[..., torch.Tensor] = vars(sys.modules[kind.__module__])["optimized_attention"]
-    return function
 
 
 GUIDES = {"guide_attention_entries": without_weights}

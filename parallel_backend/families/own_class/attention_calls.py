@@ -39,6 +39,12 @@ def is_attention(value: Any) -> bool:
     return functions is not None and value.__name__.startswith(functions)
 
 
+def attention_of(kind: type, name: str) -> Callable[..., torch.Tensor]:
+    """The attention function that a class's module has now under this name, which may be a trial's or a rank's."""
+    function: Callable[..., torch.Tensor] = vars(sys.modules[kind.__module__])[name]
+    return function
+
+
 class _Replaced:
     """The functions in all modules of PACKAGES that are imported, replaced as long as a thread asks for it.
 

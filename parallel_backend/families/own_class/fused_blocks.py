@@ -7,7 +7,6 @@ if its source is another, or if a call asks for what a form leaves out.
 import functools
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import nn
 
 from parallel_backend.core.own_class import ROOT
 from parallel_backend.families.models import fused
+
+from .attention_calls import attention_of
 
 
 def fuse(model: nn.Module) -> None:
@@ -32,12 +33,6 @@ def fuse(model: nn.Module) -> None:
 def source_digest(kind: type) -> str:
     """Of a class's source."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
-
-
-def attention_of(kind: type, name: str) -> Callable[..., torch.Tensor]:
-    """The attention function that a class's module has now under this name, which may be a trial's or a rank's."""
-    function: Callable[..., torch.Tensor] = vars(sys.modules[kind.__module__])[name]
-    return function
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from .kv_buffer import KVBuffer, Piece
 from .own_kernels import OwnKernels
 from .patch_keys import exchange_patches
 from .ring import ring_attention
-from .ulysses import start_heads_to_sequence, start_sequence_to_heads
+from .ulysses import groups_of, head_groups, start_heads_to_sequence, start_sequence_to_heads
 
 
 class RankTokens(TokenCut):
@@ -80,13 +80,23 @@ class RankTokens(TokenCut):
             return self._attend(spec, call, all_heads, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
         own = context.ulysses_ranks(self._patch.index, context.ring.index)
         of_queries, of_keys = queries[own.start : own.stop], keys[own.start : own.stop]
-        heads = split(Span(0, call.q_BQHD.shape[2]), axis.size)
-        sent = call.q_BQHD, call.k_BKHD, call.v_BKHD
+        heads, step = call.q_BQHD.shape[2], context.step
+        in_one = step is None or not step.overlap or self._buffer is not None
+        count = 1 if in_one else groups_of(call.q_BQHD, sum(of_queries), heads // axis.size)
+        groups = head_groups(split(Span(0, heads), axis.size), count)
+        sent, tokens = (call.q_BQHD, call.k_BKHD, call.v_BKHD), (of_queries, of_keys, of_keys)
         shared = axis, context.traffic, context.codec
-        q_BQhD, k_BKhD, v_BKhD = start_sequence_to_heads(sent, (of_queries, of_keys, of_keys), heads, *shared)()
-        out_BQhD = self._attend(spec, call, heads[axis.index], q_BQhD, k_BKhD, v_BKhD, keys, mask_bK)
-        out_BQHD = torch.empty_like(call.q_BQHD, memory_format=torch.contiguous_format)
-        start_heads_to_sequence(out_BQhD, out_BQHD, of_queries, heads, *shared)()
+        # As ParallelAttention: the next group comes in before this one's attention, which goes out behind it.
+        ready = start_sequence_to_heads(sent, tokens, groups[0], *shared)
+        out_BQHD, finishing = torch.empty_like(call.q_BQHD, memory_format=torch.contiguous_format), []
+        for number, group in enumerate(groups, 1):
+            q_BQhD, k_BKhD, v_BKhD = ready()
+            if number < len(groups):
+                ready = start_sequence_to_heads(sent, tokens, groups[number], *shared)
+            out_BQhD = self._attend(spec, call, group[axis.index], q_BQhD, k_BKhD, v_BKhD, keys, mask_bK)
+            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, of_queries, group, *shared))
+        for finish in finishing:
+            finish()
         return out_BQHD
 
     def _attend(

@@ -23,17 +23,8 @@ from .paired_attention import paired_attention
 from .patch_keys import exchange_patches
 from .ring import ring_attention
 from .sparse import Layout, SparseStep
-from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_heads
+from .ulysses import groups_of, head_groups, start_heads_to_sequence, start_sequence_to_heads
 from .windowed_attention import windowed_attention
-
-HEAD_GROUPS = {"cuda": 2, "cpu": 1}
-"""Head groups per Ulysses rank, by device. One group's all-to-all overlaps another group's attention.
-
-One on a CPU: the cores that would compute also move the data, so nothing overlaps.
-"""
-
-LEAST_WORK = 1 << 14
-"""Least batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +158,9 @@ class ParallelAttention:
         return out_BQHD
 
     def _groups(self, step: AttentionStep, q_BQHD: torch.Tensor, heads: int) -> int:
-        """Number of groups of a rank's `heads`, see HEAD_GROUPS."""
-        groups = HEAD_GROUPS[q_BQHD.device.type]
-        work = len(q_BQHD) * sum(step.lengths) * (heads // groups)
-        whole = not step.overlap or step.buffer is not None or step.causal or heads < groups
-        return 1 if whole or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
+        """Number of groups of a rank's `heads`."""
+        whole = not step.overlap or step.buffer is not None or step.causal
+        return 1 if whole else groups_of(q_BQHD, sum(step.lengths), heads)
 
     def _attend_fresh(
         self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span, gate_BShD: torch.Tensor | None = None

@@ -13,6 +13,15 @@ from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import Codec
 from parallel_backend.rank.comm.transfers import Traffic
 
+HEAD_GROUPS = {"cuda": 2, "cpu": 1}
+"""Head groups per Ulysses rank, by device. One group's all-to-all overlaps another group's attention.
+
+One on a CPU: the cores that would compute also move the data, so nothing overlaps.
+"""
+
+LEAST_WORK = 1 << 14
+"""Least batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
+
 
 def start_sequence_to_heads(
     tensors_BsHD: Sequence[torch.Tensor],
@@ -109,6 +118,13 @@ def _start(
     if codec is None:
         return start_all_to_all(x_N, send, receive, axis, traffic).wait
     return codec.start_all_to_all(size, x_N, send, receive, axis, traffic)
+
+
+def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
+    """Groups of a Ulysses rank's `heads`, of which the rank with fewest has so many, with the queries of all `tokens`."""
+    groups = HEAD_GROUPS[q_BQHD.device.type]
+    work = len(q_BQHD) * tokens * (heads // groups)
+    return 1 if heads < groups or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
 
 
 def head_groups(by_rank: Sequence[Span], groups: int) -> list[list[Span]]:

@@ -117,7 +117,7 @@ GATHERED = [
 ] + [Degrees(ulysses=4, exchange="all-gather")]
 """Ulysses by all-gather, alone and with each other axis that it goes with."""
 IN_GROUPS = [Degrees(ulysses=2), Degrees(pipe=2, ulysses=2), Degrees(ring=2, ulysses=2)]
-"""Families' heads travel in groups. Those of a class do not."""
+"""Heads travel in groups: of a family here."""
 
 
 def by_family(degrees: Degrees) -> Case:

@@ -17,7 +17,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import Ranks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
-from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.rank.attention import ulysses
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import StartSettings
 from testing import mini
@@ -186,7 +186,7 @@ def trials(folder: Path) -> Iterator[Trials]:
     """Heads go in two groups under Ulysses, as on CUDA: more is under way at once."""
     distributed = StrictDistributed(RULES[8])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=2))
+        stack.enter_context(mock.patch.dict(ulysses.HEAD_GROUPS, cpu=2))
         plain = stack.enter_context(thread_ranks())
         strict = stack.enter_context(thread_ranks(distributed))
         made = Trials(Files(folder), plain, strict, distributed)
