@@ -21,11 +21,8 @@ _FLUX, _WAN = "flux.model:Flux", "wan.model:WanModel"
 NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("Flux", "FluxInpaint", "FluxSchnell"), _FLUX),
     **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"), _WAN),
-    "WAN21_Vace": "wan.model:VaceWanModel",
     "WAN22_Animate": "wan.model_animate:AnimateWanModel",
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
-    "WAN21_SCAIL": "wan.model:SCAILWanModel",
-    "WAN21_SCAIL2": "wan.model:SCAIL2WanModel",
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
     "LTXAV": "lightricks.av_model:LTXAVModel",
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",

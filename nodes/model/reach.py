@@ -43,8 +43,7 @@ READ_BY: Mapping[str, frozenset[str]] = {
         {
             *("Flux", "FluxInpaint", "FluxSchnell"),
             *("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
-            *("WAN21_FlowRVS", "WAN21_Vace", "WAN22_Animate", "WAN_Animate2"),
-            *("WAN21_SCAIL", "WAN21_SCAIL2"),
+            *("WAN21_FlowRVS", "WAN22_Animate", "WAN_Animate2"),
         }
     ),
 }

@@ -10,8 +10,6 @@ from . import (
     wan,
     wan_animate,
     wan_animate_2,
-    wan_scail,
-    wan_vace,
 )
 from .base.family import Family
 
@@ -24,9 +22,7 @@ FAMILIES: dict[str, Family] = {
         wan_animate_2.WAN_ANIMATE_2,
         wan.WAN,
         wan_animate.WAN_ANIMATE,
-        wan_vace.WAN_VACE,
         minimax_h3.MINIMAX_H3,
-        wan_scail.WAN_SCAIL,
         ltx2.LTX2,
         seedvr2.SEEDVR2,
     )

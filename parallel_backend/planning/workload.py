@@ -177,8 +177,8 @@ def _sums(block: str, spec: BlockList, plan: LayerCuts, shapes: Shapes, hidden: 
     """Workload.sums of a block: the number of its layers whose results tensor ranks add up. SUMS if the plan has none.
 
     If text and image have separate weights, each layer's result is for the tokens of one of the two streams. Layers of a
-    narrower stream (sound) do not count, as it is short. If `hidden` counts several streams of the image (VACE), a layer's
-    result is a part of it.
+    narrower stream (sound) do not count, as it is short. If `hidden` counts several streams of the image (Wan Animate 2), a
+    layer's result is a part of it.
     """
     weights = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.") and name.endswith(".weight")}
     cuts = {name: cut_of(plan, name) for name in weights}

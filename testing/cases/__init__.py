@@ -14,7 +14,7 @@ def all_cases() -> list[Case]:
 
 OF_EACH_FORM = (
     *("flux", "qwen-image-2.1", "pixart"),
-    *("wan", "wan-vace", "ltx-2", "minimax-h3"),
+    *("wan", "ltx-2", "minimax-h3"),
 )
 """Families that together have every form of blocks, text and latents: separate streams in either order, a joint stream, text
 by cross-attention, text that every rank has whole, text that runs once a run, a second stream of the

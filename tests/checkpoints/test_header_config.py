@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from testing.cases import flux, ltx2, wan, wan_animate_2, wan_vace
+from testing.cases import flux, ltx2, wan, wan_animate_2
 from testing.gguf_files import write_gguf
 
-CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "flux": flux.CASES[0]}
+CASES = {"wan": wan.CASES[0], "flux": flux.CASES[0]}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,6 @@ def files(tmp_path_factory):
         ("wan", {"model_type": ["t2v"]}, 'its model_type is .*"t2v"'),
         ("wan", {"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
         ("wan", {"num_heads": 7}, "its num_heads is 7"),
-        ("wan-vace", {"model_type": "t2v"}, 'its model_type is "t2v"'),
         ("wan", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
     ],
 )
@@ -87,12 +86,11 @@ def test_a_config_that_is_no_json_counts_where_comfyui_reads_it(files, family, t
             open_checkpoint(path)
 
 
-@pytest.mark.parametrize("family", ["wan", "wan-vace"])
-def test_all_that_the_weights_show_may_be_said(files, family):
-    config = open_checkpoint(files(family, {})).config
-    values = {entry: known(config) for entry, known in FAMILIES[family].file.header.values.items()}
+def test_all_that_the_weights_show_may_be_said(files):
+    config = open_checkpoint(files("wan", {})).config
+    values = {entry: known(config) for entry, known in FAMILIES["wan"].file.header.values.items()}
     for last in (0, -1):
         said = {entry: possible[last] for entry, possible in values.items()}
-        checkpoint = open_checkpoint(files(family, said))
+        checkpoint = open_checkpoint(files("wan", said))
         assert checkpoint.config == config
         assert checkpoint.stated == json.loads(json.dumps(said))

@@ -51,6 +51,9 @@ OWN_CLASS = {
         "SD3",
         "QwenImage",
         "Krea2",
+        "WAN21_Vace",
+        "WAN21_SCAIL",
+        "WAN21_SCAIL2",
     ),
 }
 """Classes that no family computes, which run on ranks as ComfyUI's own if a trial of the call proves it. Of a few others the

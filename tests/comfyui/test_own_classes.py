@@ -18,7 +18,7 @@ OTHERS = (
     *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima", "hidream-i1", "hidream-e1"),
     *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5"),
     *("qwen-image", "qwen-image-masked-text", "qwen-image-edit", "qwen-image-edit-2511", "qwen-image-layered"),
-    *("krea2", "krea2-style-reference"),
+    *("krea2", "krea2-style-reference", "wan-vace", "scail", "scail-2", "scail-2-replaces"),
 )
 CLASSES = *DEFAULT, *OTHERS
 FAR = {"zimage_pixel": 2, "chroma": 0.6, "hunyuan-video": 0.4}

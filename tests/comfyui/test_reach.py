@@ -29,7 +29,7 @@ REFUSED = {  # node -> what is said of it
 FROM_COMFYUI = {
     "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),
 }
-REFUSING_SCALES = ("wan-animate-2", "wan-scail")
+REFUSING_SCALES = ("wan-animate-2",)
 """Families that do not scale positions, where ComfyUI's own model does."""
 REFINED_ON_RANKS = ("minimax-h3",)
 """Families whose wrappers see the prompt as the text encoder gave it out: ComfyUI's own model refines it before."""

@@ -136,10 +136,8 @@ def test_a_wan_without_layers_for_it_ignores_clip_as_the_native_model_does():
     ("family", "tensors"),
     [
         ("wan", {"reference_picture": torch.tensor([[12, 8]])}),
-        ("wan-vace", {"control": torch.zeros(1, 96, 3, 12, 10)}),
         ("wan-animate", {"pose": torch.zeros(1, 16, 3, 10, 10)}),
         ("wan-animate-2", {"pose": torch.zeros(1, 16, 4, 12, 10)}),  # as many frames as the video, whose first has none
-        ("wan-scail", {"mask": torch.zeros(1, 28, 5, 12, 10)}),
     ],
 )
 def test_what_is_not_of_the_latents_size_is_refused(family, tensors):
@@ -151,12 +149,6 @@ def test_what_is_not_of_the_latents_size_is_refused(family, tensors):
     ("family", "config", "given", "message"),
     [
         (
-            "wan-vace",
-            {},
-            {"vace_context": torch.zeros(1, 2, 96, 1, 2, 2), "vace_strength": [1.0, 1.0]},
-            "2 VACE controls at",
-        ),
-        (
             "wan-animate",
             {"motion_encoder_size": 512},
             {"face_pixel_values": torch.zeros(1, 3, 1, 8, 8)},
@@ -167,12 +159,6 @@ def test_what_is_not_of_the_latents_size_is_refused(family, tensors):
             {"reference_channels": None},
             {"context_latents": [torch.zeros(1, 48, 1, 2, 2)]},
             "a reference in context has",
-        ),
-        (
-            "wan-scail",
-            {"mask_channels": 28},
-            {"pose_latents": torch.zeros(1, 20, 1, 3, 2)},
-            "'pose_latents' has an odd size",
         ),
     ],
 )

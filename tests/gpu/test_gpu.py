@@ -273,7 +273,7 @@ def test_packed_blocks_expand_as_on_a_cpu(kind, dtype):
 
 
 DEFAULT = (
-    *("flux-dev", "qwen-image-2.1", "wan-2.1-t2v", "wan-vace", "ltx-2.3"),
+    *("flux-dev", "qwen-image-2.1", "wan-2.1-t2v", "ltx-2.3"),
     "minimax-h3-pruned",
 )
 """Models that people use, on emulated devices. On a GPU all of them run."""

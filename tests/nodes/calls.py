@@ -59,7 +59,6 @@ def with_(family: Family, name: str) -> Iterator[tuple[Any, Call]]:
 
 NEEDED = {
     "pixart": ("c_size", "c_ar"),
-    "wan-vace": ("vace_context", "vace_strength"),
     "seedvr2": ("condition",),
 }
 """Family -> arguments that ComfyUI's model always gives."""
@@ -73,9 +72,6 @@ BELONGS = {
     "pose_strength": ("pose_latents",),
     "context_pose": ("pose_latents",),
     "clip_fea_pose": ("pose_latents", "clip_fea"),
-    "ref_mask_latents": ("reference_latent",),
-    "ref_mask_flag": ("reference_latent",),
-    "sam_latents": ("pose_latents",),
     "guide_attention_entries": ("keyframe_idxs", "denoise_mask"),
     "keyframe_idxs": ("denoise_mask",),
 }
@@ -143,18 +139,13 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "clip_fea_pose": torch.full((1, config.get("pos_embed_seq_len") or 257, CLIP_WIDTH), 2.0),
         "context_pose": torch.full((1, WORDS, config.get("text_dim", 1)), 2.0),
         "context_latents": [torch.ones(1, config.get("in_channels", 1), 1, 4, 4)],
-        "reference_latent": video(latent[0], 1) if "mask_channels" in config else torch.ones(1, 16, 4, 4),
-        "pose_latents": video(latent[0] if "mask_channels" in config else 16, max(1, frames - 1)),
-        "ref_mask_latents": video(config.get("mask_channels") or 1, frames + 1),
-        "sam_latents": video(config.get("mask_channels") or 1, max(1, frames - 1)),
-        "ref_mask_flag": False,
+        "reference_latent": torch.ones(1, 16, 4, 4),
+        "pose_latents": video(16, max(1, frames - 1)),
         "pose_strength": 0.5,
         "reference_strength": 0.5,
         "face_pixel_values": torch.ones(1, 3, 4, *[config.get("motion_encoder_size", 1)] * 2),
         "condition": video(config["in_channels"] - config["out_channels"]) if "separate_layers" in config else None,
         "camera_conditions": video(config.get("control_channels", 1)),
-        "vace_context": video(config.get("vace_in_channels", 1))[:, None],
-        "vace_strength": [0.5],
         "time_dim_replace": torch.ones(1, channels, 1, rows, columns),
         "keyframe_idxs": torch.ones(1, 3, rows * columns, 2),
         "guide_attention_entries": [

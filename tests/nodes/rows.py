@@ -118,10 +118,8 @@ OPTIONS = rows(
     "stg_skip_self_attn v2a_cross_attn k6_magcache prism_attention prism_cdf_threshold prism_sparsity qwen_image21_cache",
 )
 """Entries of transformer_options, for a native model that does not read them."""
-ROPE_REFUSED = "WAN21_SCAIL WAN21_SCAIL2 WAN_Animate2"
-ROPE_PASSED = (
-    "Flux FluxInpaint FluxSchnell WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN21_Vace WAN22_Animate"
-)
+ROPE_REFUSED = "WAN_Animate2"
+ROPE_PASSED = "Flux FluxInpaint FluxSchnell WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN22_Animate"
 READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
     "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
@@ -245,15 +243,6 @@ CONDITIONING: Mapping[str, Rows] = {
     "wan-animate-2": rows(
         passed="clip_fea clip_fea_pose context_pose pose_latents pose_strength reference_strength",
         refused="context_latents reference_latent time_dim_concat y",
-    ),
-    "wan-vace": rows(
-        passed="vace_context vace_strength",
-        harmless="clip_fea",
-        refused="context_latents reference_latent time_dim_concat y",
-    ),
-    "wan-scail": rows(
-        passed="clip_fea pose_latents ref_mask_flag ref_mask_latents reference_latent sam_latents",
-        refused="context_latents time_dim_concat y",
     ),
     "minimax-h3": rows(passed="audio_denoise_mask denoise_mask minimax_payload", refused="y"),
     "ltx-2": rows(

@@ -52,7 +52,7 @@ GB = 10**9
 GIB = 1 << 30
 BELOW, ABOVE = 0.4, 1.25
 """Measured activations over the estimate. Above 1 a run that is thought to fit may not; far below, one is warned about that
-would: the two streams of VACE are computed one after the other. In models as narrow as these, latents and tables of
+would: the two streams of Wan Animate 2 are computed one after the other. In models as narrow as these, latents and tables of
 positions are a tenth or two of what blocks have; in real ones nothing."""
 
 

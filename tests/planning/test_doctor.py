@@ -538,7 +538,7 @@ def test_cancel_ends_it(pools, flux_file):
 
 
 CASES = all_cases()
-DEFAULT = ("flux-dev", "ltx-2.3", "minimax-h3", "qwen-image-edit", "wan-2.1-t2v", "wan-vace")
+DEFAULT = ("flux-dev", "ltx-2.3", "minimax-h3", "qwen-image-edit", "wan-2.1-t2v")
 
 
 @pytest.mark.parametrize(

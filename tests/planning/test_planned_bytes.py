@@ -20,7 +20,7 @@ NO_MACHINE = Calibration(Machine((), Links({})), ())
 DISPLACED = {"patch": 2, "patch_mode": "displaced"}
 MODES = {
     "ltx-2.3": [Degrees(ulysses=2), Degrees(ring=2)],  # two streams, heads of two sizes
-    "wan-vace": [Degrees(ulysses=2)],  # twice as wide between blocks as in its attention
+    "wan-animate-2": [Degrees(ulysses=2)],  # twice as wide between blocks as in its attention
 }
 
 

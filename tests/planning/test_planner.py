@@ -592,8 +592,7 @@ SUMS = {
     "flux-dev": {"transformer_blocks.0": 2, "single_transformer_blocks.0": 1},
     "wan-2.1-t2v": {"blocks.0": 3},  # the video's attention, the text's, the feed-forward
     "pixart-sigma": {"transformer_blocks.0": 3},
-    "wan-vace": {"blocks.0": 3, "blocks.1": 1.5, "blocks.2": 3},  # of half of what a token has between blocks
-    "wan-animate-2": {"blocks.0": 1.5},
+    "wan-animate-2": {"blocks.0": 1.5},  # of half of what a token has between blocks
 }
 """Kind of block -> results that tensor ranks add up in it."""
 

@@ -180,16 +180,6 @@ def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[float, ...]) -> N
         )
 
 
-def size_check(name: str, what: str) -> Callable[[tuple[int, ...], dict[str, torch.Tensor]], None]:
-    """`Inputs.check_grid` for the conditioning tensor `name` [B, C, T, H, W], which must have the latent's sizes."""
-
-    def check(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-        if name in tensors:
-            check_sizes(what, grid, tensors[name].shape[2:])
-
-    return check
-
-
 def native_values(config: Config) -> dict[str, Any]:
     """`Family.native_values`: those that RIFLEx's node reads."""
     return {"dim": hidden(config), "num_heads": config["num_attention_heads"]}

@@ -94,6 +94,6 @@ def _value(shape: Any, g: torch.Generator) -> Any:
         if "weights" in shape:
             return 1 + torch.rand(shape["weights"], generator=g) / 2
         return torch.rand(1, *shape["uniform"], generator=g)
-    if shape and isinstance(shape[0], list):
-        return [torch.randn(1, *each, generator=g) for each in shape]
+    if shape and isinstance(shape[0], list | dict):
+        return [_value(each, g) for each in shape]
     return torch.randn(1, *shape, generator=g)
