@@ -71,15 +71,12 @@ def both_rotated(
 
 
 def normed_and_rotated(
-    query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation, offset: float = 0.0
+    query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, s, H, D] each, normed over a head's channels by the RMS norms of queries and keys, then as `rotated`.
-
-    The norms scale by `offset` + weight.
-    """
+    """[b, s, H, D] each, normed over a head's channels by the RMS norms of queries and keys, then as `rotated`."""
     of_queries, of_keys = norms
     if of_queries.weight is not None and (kernel := _kernel("rms_rope", query)) is not None:
-        weights = (norm.weight + offset if offset else norm.weight for norm in norms)
+        weights = of_queries.weight, of_keys.weight
         return kernel(query.contiguous(), key.contiguous(), turns, *weights, of_queries.eps)
     return both_rotated(of_queries(query), of_keys(key), turns)
 

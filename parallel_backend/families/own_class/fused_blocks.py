@@ -97,7 +97,7 @@ def krea2_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
     class Fused(kind):  # type: ignore[valid-type, misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.rms_norm(x, x.shape[-1:], (self.scale.float() + 1).to(x.dtype), self.eps)
+            return F.rms_norm(x, x.shape[-1:], (self.scale + 1).to(x.dtype), self.eps)
 
     return Fused
 
@@ -117,8 +117,8 @@ def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
 
         def _modulated(self, norm, x, scale, shift):
             """The norm's own factor, 1 + its scale, becomes part of the modulation."""
-            factor = (norm.scale.float() + 1) * (1 + scale.float())
-            return fused.modulated(without_weight(x.shape[-1], norm.eps), x, factor - 1, shift)
+            both = torch.addcmul(scale, norm.scale.to(scale.dtype), 1 + scale)
+            return fused.modulated(without_weight(x.shape[-1], norm.eps), x, both, shift)
 
     return Fused
 
