@@ -1,5 +1,6 @@
 """Marks of model calls that are a band of a PipeFusion run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,16 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.processes.pool import Poll
 
 from .run_shapes import PART, Shapes, is_for_all
+
+
+class NotTried(NotLocal):
+    """No trial was made for a band's call, such as one that another node makes behind the guider's. `prove` makes it, for
+    the whole latent: the run can then begin anew."""
+
+    def __init__(self, reason: str, prove: Callable[[], object]):
+        super().__init__(reason)
+        self.prove = prove
+
 
 BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""

@@ -1,6 +1,7 @@
 """What a call of ComfyUI's own class is to a trial: what it can hold, and which calls are alike."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,8 +48,10 @@ def on_host(values: Any) -> dict[str, Any]:
 
 
 def shapes(tensors: dict[str, torch.Tensor]) -> Any:
-    """Names and shapes of a call's conditioning tensors, whatever the batch."""
-    return frozenset((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items() if name != STRUCTURE)
+    """Names and shapes of a call's conditioning tensors, whatever the batch: a side of 1 in front may be that of a tensor
+    that entries share, or of a single entry."""
+    sides = {name: tuple(itertools.dropwhile(lambda side: side == 1, each.shape[1:])) for name, each in tensors.items()}
+    return frozenset((name, each) for name, each in sides.items() if name != STRUCTURE)
 
 
 def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
@@ -142,9 +145,8 @@ def form(call: Call, sizes: tuple[int, ...]) -> str:
 
     def shown(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            is_any = value.is_floating_point() and not name.startswith(TIMES)
-            return "floats" if is_any else str(value.dtype), value.ndim
-        if name == LATENTS:
+            return "floats" if value.is_floating_point() else str(value.dtype), value.ndim
+        if name == LATENTS or (name == TIMES and isinstance(value, list)):
             return [len(shape) for shape in value]
         if isinstance(value, dict) and name != OPTIONS:
             return {key: shown(f"{name}/{key}", each) for key, each in value.items()}

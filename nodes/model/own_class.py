@@ -33,13 +33,14 @@ from parallel_backend.families.own_class.tried_calls import (
     entry_of,
     numbers_of,
     with_tensors_told,
+    with_tried_blocks,
     words_of,
 )
 
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
 from ..ui.node_text import say
-from .band import BAND_KEY, Band
+from .band import BAND_KEY, Band, NotTried
 from .call_checks import check_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .diffusion_model import RemoteDiffusionModel
@@ -185,7 +186,13 @@ class OwnClassModel(RemoteDiffusionModel):
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
         control = self.controls_here.with_fun(control, latents[0], timestep, context, options, self.run)
         residuals = own_residuals(control, latents[0], None if band is None else band.run.patching)
-        named = {"context": context, CONTROL: None, OPTIONS: told, **sent(family.native_classes[0], extra), **told_form}
+        named = {
+            "context": context,
+            CONTROL: None,
+            OPTIONS: told,
+            **sent(family.native_classes[0], extra, self.native),
+            **told_form,
+        }
         sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
         if band is not None and LATENTS in named:
             named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
@@ -194,8 +201,8 @@ class OwnClassModel(RemoteDiffusionModel):
         others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
         rest = {name: value for name, value in others.items() if is_held(value)}
         added = {CONTROL: for_trial(residuals)} if residuals else {}
-        tried = Call(packed, timestep, named | added, rest)
-        proof = self._proven(tried, sizes) if band is None else self._of_band(tried, sizes, tensors)
+        tried = Call(packed, timestep, named | {OPTIONS: with_tried_blocks(told)} | added, rest)
+        proof = self._proven(tried, sizes) if band is None else self._of_band(tried, sizes, tensors, band.wholes)
         if PROVE_KEY in options:
             if self.run.whole_calls is not None:
                 tokens = self.run.whole_calls[shapes(tensors)] = tokens_of(self.checkpoint.family, latents[0], tensors)
@@ -272,10 +279,16 @@ class OwnClassModel(RemoteDiffusionModel):
             f"model: {name} cannot run in PipeFusion's patches: {reason}. Leave Apply PipeFusion out, and it runs by stages."
         )
 
-    def _of_band(self, call: Call, sizes: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Proof:
-        """The proof for a band's call. NotLocal if it is not the one by which the model was loaded."""
+    def _of_band(
+        self, call: Call, sizes: tuple[int, ...], tensors: dict[str, torch.Tensor], wholes: Sequence[Sequence[int]]
+    ) -> Proof:
+        """The proof for a band's call. NotTried if there is none, and NotLocal if it is not the one by which the model was
+        loaded. `wholes`: shapes of the whole latents."""
         proof = self._kept_proof(self._key(call, sizes), numbers_of(call))
-        if proof is None or (proof.blocks, proof.latent) != (self._own.blocks, self._own.latent):
+        if proof is None:
+            whole = call.with_latents([torch.zeros(len(call.x), *shape[1:]) for shape in wholes])
+            raise NotTried(OTHER_CALL, functools.partial(self._proven, whole, sizes))
+        if (proof.blocks, proof.latent) != (self._own.blocks, self._own.latent):
             raise NotLocal(OTHER_CALL)
         if shapes(tensors) not in (self.run.whole_calls or ()):
             raise NotLocal("a patch has other conditioning than the whole latent")

@@ -18,6 +18,7 @@ from parallel_backend.core.short_text import short
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.others import TO_COME, UNET, other_model
+from parallel_backend.families.own_class.adapters import unstated
 from parallel_backend.families.own_class.family import own_class_family
 
 from .class_code import modules_named_by
@@ -55,6 +56,11 @@ def own_class(
         config.set_inference_dtype(torch.float32, None)
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
         raise unknown from None
+    if entry := unstated(type(config).__name__, stated or {}):
+        raise ValueError(
+            f"model_name: the header of {short(path.name)} does not say its {entry}, as the model's own files do. Whoever "
+            "wrote the file lost it: even ComfyUI would compute something else than the model. Get it from another source."
+        )
     stated_arguments = {name: value for name, value in config.unet_config.items() if name in (stated or {})}
     check_own_arguments(short(path.name), stated_arguments, list(shapes.values()))
     try:

@@ -130,6 +130,7 @@ def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, A
         for name, value in options.items()
         if value is not None and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches or name.startswith(OURS))
     }
+    others = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in others.items()}
     told = {name: value for name, value in others.items() if is_plain(value)}
     refuse_what_does_not_reach_the_ranks({name: options[name] for name in patches if name in options}, (), family)
     # A trial has tensors, such as the run's sigmas, on the one side alone, and so finds out whether the class reads them.

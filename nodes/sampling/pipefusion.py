@@ -27,6 +27,7 @@ from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
 from parallel_backend.wire.sampling import RunStats
 
+from ..model.band import NotTried
 from ..model.call_checks import check_has_family
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..model.end_of_run import gain_and_advice, say_report
@@ -156,14 +157,8 @@ class PipeFusion:
         if cache is not None:
             cache.restart(len(cut.rows))
         try:
-            if reason is None and model.degrees.displaced:
-                reason = why_not_displaced(sampling)
-                if reason is None:
-                    result, run = self._displaced(model, cut, sampling, executor)
-            elif reason is None and len(cut.rows) > 1:
-                reason = why_not_banded(sampling) or why_wrapped(executor)
-                if reason is None:
-                    result, run = self._in_bands(model, cut, sampling)
+            if reason is None:
+                result, run, reason = self._in_patches(model, cut, sampling, executor)
         except NotLocal as why:
             reason = str(why)
         if result is None:
@@ -199,6 +194,22 @@ class PipeFusion:
         log.info("Parallel DiT: %s", self.last.summary)
         say_report(self.last)
         return result
+
+    def _in_patches(
+        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor
+    ) -> tuple[torch.Tensor | None, BandedRun | None, str | None]:
+        """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch."""
+        try:
+            if model.degrees.displaced:
+                reason = why_not_displaced(sampling)
+                return (None, None, reason) if reason else (*self._displaced(model, cut, sampling, executor), None)
+            if len(cut.rows) == 1:
+                return None, None, None
+            reason = why_not_banded(sampling) or why_wrapped(executor)
+            return (None, None, reason) if reason else (*self._in_bands(model, cut, sampling), None)
+        except NotTried as call:
+            call.prove()
+            return self._in_patches(model, cut, sampling, executor)
 
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""

@@ -1,6 +1,7 @@
 """Blocks of classes that take tokens in another form compute a part of their tokens as they compute all of them."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from parallel_backend.families.own_class.adapters import (
     pixart_cross_attention,
     qwen_image_block,
     sent,
+    unstated,
     wan_block,
 )
 from tests.families.planted_tokens import optimized_attention
@@ -42,15 +44,57 @@ def test_frames_times_reach_each_token_of_a_part(tokens):
         assert torch.equal(found, plain[:, part])
 
 
-@pytest.mark.parametrize("kind", ["LTXV", "LTXAV"])
-def test_guides_that_change_no_attention_are_not_sent(kind):
+def test_guides_that_change_no_attention_are_not_sent():
     plain, weighted = ({"pre_filter_count": 6, "strength": each, "pixel_mask": None} for each in (1.0, 0.5))
     masked = plain | {"pixel_mask": torch.ones(1)}
     given = {"frame_rate": 25, "guide_attention_entries": [plain, plain]}
-    assert sent(kind, given) == {"frame_rate": 25}
+    assert sent("LTXV", given, None) == {"frame_rate": 25}
     for other in (weighted, masked):
         told = given | {"guide_attention_entries": [plain, other]}
-        assert sent(kind, told).keys() == told.keys()
+        assert sent("LTXV", told, None).keys() == told.keys()
+
+
+def ltx2_call(strengths=(1.0, 1.0), **more):
+    """Two guides of a frame each behind four frames of 2 x 3 tokens. The second one leaves every other token out."""
+    mask = torch.ones(1, 1, 6, 2, 3)
+    mask[:, :, 0], mask[:, :, 5, :, ::2] = 0.0, -1.0
+    guides = [{"pre_filter_count": 6, "strength": each, "pixel_mask": None} for each in strengths]
+    given = {"denoise_mask": mask, "keyframe_idxs": torch.zeros(1, 3, 12, 2), "guide_attention_entries": guides, **more}
+    return sent("LTXAV", given, SimpleNamespace(_downsample_mask_to_latent=lambda mask, *_shape: mask.flatten()[None]))
+
+
+def test_guides_of_ltx2_are_told_by_tokens():
+    found = ltx2_call()
+    assert found.keys() == {"keyframe_idxs", "spatial", "unseen"}, "weights of 1 change nothing"
+    assert (found["unseen"] != 0).nonzero()[:, 1].tolist() == [30, 32, 33, 35]
+    assert ltx2_call((0.5, 2.0))["guide_weights"].tolist() == [[0.5] * 6 + [1.0, 2.0, 1.0, 1.0, 2.0, 1.0]]
+    half = {"pre_filter_count": 6, "strength": 0.5, "latent_shape": (1, 1, 2), "pixel_mask": torch.tensor([0.4, 0.8])}
+    masked = ltx2_call(guide_attention_entries=[half | {"pixel_mask": None}, half])
+    assert masked["guide_weights"][0, 6:].tolist() == pytest.approx([1, 0.2, 1, 1, 0.4, 1])
+    mask = torch.ones(1, 1, 4, 2, 3)
+    mask[:, :, 0] = 0.0
+    assert sent("LTXAV", {"denoise_mask": mask, "frame_rate": 25}, None) == {"frame_rate": 25}, "times tell it"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"denoise_mask": None}, "^latent_image: the conditioning has guides, and this latent is without the mask"),
+        (
+            {"keyframe_idxs": torch.zeros(1, 3, 8, 2)},
+            "^positive, negative: the guides have 8 tokens, which is no whole number",
+        ),
+    ],
+)
+def test_guides_that_do_not_fit_the_latent_are_refused(change, why):
+    with pytest.raises(ValueError, match=why):
+        ltx2_call(**change)
+
+
+def test_a_header_that_was_lost_is_told():
+    stated = {"rope_type": "split", "causal_temporal_positioning": True, "use_middle_indices_grid": True}
+    assert unstated("LTXAV", stated) == unstated("Flux", {}) == ""
+    assert unstated("LTXAV", {name: stated[name] for name in ("rope_type",)}) == "causal_temporal_positioning"
 
 
 WIDTH, HEADS = 12, 4

@@ -7,12 +7,13 @@ All that is proven for other classes is proven for these.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from .attention_calls import attention_of
+from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,38 @@ class Adapter:
     """Argument that is a dictionary -> keys of objects that the class makes anew if they are missing."""
     idle: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     """Argument -> whether its value changes nothing, and is not sent."""
+    model: Callable[..., type[nn.Module]] | None = None
+    """As `forms`, of the model itself. None: it stays."""
+    arguments: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
+    """(a call's arguments, the class) -> those that `model` takes. None: they are the class's own."""
+    stated: tuple[str, ...] = ()
+    """Entries that a file's header has to have: ComfyUI's values in their place are those of no such model."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
     """Bring the blocks of a model, of this class of ComfyUI's supported_models, into the form that ranks cut."""
     if adapter := ADAPTERS.get(kind):
+        if adapter.model is not None:
+            model.__class__ = adapter.model(type(model))
         for block in model.get_submodule(adapter.blocks).children():
             for name, form in adapter.forms.items():
                 module = block.get_submodule(name)
                 module.__class__ = form(type(module))
 
 
-def sent(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without what is not sent."""
+def unstated(kind: str, stated: Mapping[str, Any]) -> str:
+    """An entry that the header of this class's files has to have, and that is not `stated` in one. Empty: there is none."""
+    adapter = ADAPTERS.get(kind)
+    return next((entry for entry in (adapter.stated if adapter else ()) if entry not in stated), "")
+
+
+def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
+    """The arguments as they are sent. `native`: the class."""
     adapter = ADAPTERS.get(kind)
     if adapter is None:
         return dict(arguments)
+    if adapter.arguments is not None:
+        arguments = adapter.arguments(arguments, native)
     left_out = adapter.unsent
     return {
         name: {key: each for key, each in value.items() if key not in left_out[name]}
@@ -73,43 +90,6 @@ def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
             return super().forward(x_BSD[0], t_emb, runs, rope_freqs, transformer_options=transformer_options)[None]
 
     return Rows
-
-
-class Indexed(NamedTuple):
-    """Frames' values [B, F, ...], such as those of LTX-2's CompressedTimestep, which each token finds by an index. Ranks cut
-    the index."""
-
-    data_BFD: torch.Tensor
-    index_S: torch.Tensor
-    tokens: int
-    """Of the whole."""
-
-
-@functools.cache
-def ltx_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Times of frames become Indexed."""
-
-    class ByIndex(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, **named):
-            return super().__call__(x, **{name: indexed(value) for name, value in named.items()})
-
-        def get_ada_values(self, scale_shift_table, batch_size, timestep, indices=slice(None)):
-            if not isinstance(timestep, Indexed):
-                return super().get_ada_values(scale_shift_table, batch_size, timestep, indices)
-            values = super().get_ada_values(scale_shift_table, batch_size, timestep.data_BFD, indices)
-            return tuple(each if each.shape[1] == 1 else each[:, timestep.index_S] for each in values)
-
-    return ByIndex
-
-
-def indexed(value: Any) -> Any:
-    """A CompressedTimestep as Indexed; other values as they are."""
-    if type(value).__name__ != "CompressedTimestep":
-        return value
-    if value.patches_per_frame == 1 or value.num_frames == 1:
-        return value.data
-    tokens = torch.arange(value.num_frames, device=value.data.device).repeat_interleave(value.patches_per_frame)
-    return Indexed(value.data, tokens, len(tokens))
 
 
 def without_weights(entries: Any) -> bool:
@@ -245,7 +225,13 @@ PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter("blocks", {"": minimax_h3_block}, {"minimax_payload": frozenset({"layout"})}),
     "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
-    "LTXAV": Adapter("transformer_blocks", {"": ltx_block}, idle=GUIDES),
+    "LTXAV": Adapter(
+        "transformer_blocks",
+        LTX2_FORMS,
+        model=ltx_model,
+        arguments=ltx_arguments,
+        stated=("rope_type", "causal_temporal_positioning", "use_middle_indices_grid"),
+    ),
     "WAN22_T2V": Adapter("blocks", {"": wan_block}),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "Krea2": Adapter("blocks", {"": krea2_block}),

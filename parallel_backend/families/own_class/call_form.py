@@ -14,8 +14,9 @@ from .unproven import Unproven
 LATENTS = "parallel_dit_latents"
 """Argument of a call with nested latents: the shape of each, without the batch."""
 TIMES = "parallel_dit_times"
-"""Argument of a call with several timesteps, one for each latent. The call's own timestep then stands for them. A number:
-all so many are the call's, which bands need: what differs from step to step would be another prompt to them."""
+"""Argument of a call with several timesteps, one for each latent. A number: all so many are the call's timestep. Shapes,
+without the batch: the call's timestep [B, n] has their values side by side, since what differs from step to step is another
+prompt to bands."""
 
 
 def in_form(
@@ -29,16 +30,29 @@ def in_form(
     if not isinstance(timestep, torch.Tensor):
         first = timestep[0]
         alike = first.ndim == 1 and all(each is first or torch.equal(each, first) for each in timestep)
-        told[TIMES] = len(timestep) if alike else list(timestep)
-        timestep = first.flatten(1).amax(1) if first.ndim > 1 else first
+        told[TIMES] = len(timestep) if alike else [list(each.shape[1:]) for each in timestep]
+        timestep = first if alike else joined(timestep)
     return x, timestep, told
+
+
+def joined(times: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[B, ...] each -> [B, n]"""
+    return torch.cat([each.reshape(len(each), -1) for each in times], dim=1)
+
+
+def apart(timestep: torch.Tensor, told: int | Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+    """The timesteps that `timestep` stands for. `told`: see TIMES."""
+    if isinstance(told, int):
+        return (timestep,) * told
+    parts = timestep.split([math.prod(shape) for shape in told], dim=1)
+    return tuple(part.reshape(len(part), *shape) for part, shape in zip(parts, told, strict=True))
 
 
 def run(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor, named: Mapping[str, Any]) -> Any:
     """The model's output for a call in this form, in it too. None: the model is a stage that is not the last one."""
     named = dict(named)
     shapes, times = named.pop(LATENTS, None), named.pop(TIMES, None)
-    of_latents = timestep if times is None else (timestep,) * times if isinstance(times, int) else tuple(times)
+    of_latents = timestep if times is None else apart(timestep, times)
     out = model(x if shapes is None else unpack(x, shapes), of_latents, **named)
     if shapes is None or out is None:
         return out

@@ -21,7 +21,7 @@ from parallel_backend.core.own_class import OwnBlock, OwnClass
 from .attention_calls import attention_by, attention_call
 from .building import build
 from .call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
-from .call_form import LATENTS
+from .call_form import LATENTS, TIMES
 from .second_text import SECOND
 from .stages import passing_through
 from .token_cut import tensor_places
@@ -93,7 +93,9 @@ def _counts_of(
     values = sum(math.prod(shape) for shape in named.get(LATENTS, ()))
     axes = 5 if own.video else 4
     shape = (*(1,) * (axes - 1), values) if LATENTS in named else (1, *structure[LATENT])
-    times = timestep_of(torch.empty(1, device="meta"), structure)
+    of_latents = named.get(TIMES)
+    sizes = (sum(map(math.prod, of_latents)),) if isinstance(of_latents, list) else ()
+    times = timestep_of(torch.empty(1, *sizes, device="meta"), structure)
     return counted(own, Call(torch.empty(shape, device="meta"), times, named))
 
 
@@ -131,6 +133,21 @@ _LOCK = threading.Lock()
 """Bands call on several threads, and share the counted models."""
 
 
+SELECTS = torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default
+"""Operations that take some elements by indices, or by masks."""
+
+
+def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices with numbers in place of masks, which are true everywhere."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            found += [index.new_empty(index.numel(), dtype=torch.long)] * index.ndim
+        else:
+            found.append(index)
+    return found
+
+
 class _AnyNumbers(TorchDispatchMode):
     """A number that a class reads off a tensor of floats, such as a time, is 0.5, and what it compares is true. Others would
     be sizes: an error. Whole numbers that it works out, such as each token's expert, are all 0."""
@@ -147,6 +164,8 @@ class _AnyNumbers(TorchDispatchMode):
                 return 0.5
         if func is torch.ops.aten.index.Tensor and (mask := args[1][0]) is not None and mask in self._masks:
             return args[0].new_empty((self._masks[mask] * mask.numel(), *args[0].shape[mask.ndim :]))
+        if func in SELECTS and args[0].is_meta:
+            args = args[0], _of_all_true(args[1]), *args[2:]
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.eq.Scalar and _is_whole(args[0]):
             self._masks[out] = args[1] == 0

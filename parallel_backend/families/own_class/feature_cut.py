@@ -109,6 +109,9 @@ class BlockRun:
                 continue
             if not name.startswith(ARGUMENT):
                 needed = needed.flatten(0, -2).any(0)
+            if name in self.heads:  # of attention whole heads, of which a class may drop some channels
+                values = self.heads[name][2]
+                needed = needed.view(values.shape[2], -1).any(1).repeat_interleave(values.shape[3])
             found[name] = found[name] | needed if name in found else needed
         return found
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from parallel_backend.core.own_class import OwnClass
 
 from .call_arguments import OPTIONS, SIGMAS, from_tensors, structure_of, to_tensors
-from .call_form import LATENTS, TIMES, pack, run, unpack
+from .call_form import LATENTS, TIMES, apart, joined, pack, run, unpack
 from .residuals import CONTROL, smaller_residuals, with_patches
 
 SIZES = (8, 8), (16, 32)
@@ -24,6 +24,11 @@ PIXELS = 1, 8, 16, 0.5
 latent's."""
 NOISE = 1_000_003
 """Random values of which weights are made: a prime number of them, so that no two rows of a layer are equal."""
+
+NUMBERED = "stg_self_attn_blocks"
+"""Entry of transformer_options that has numbers of blocks. A trial gives the class those of the blocks that are tried."""
+SOME_BLOCKS = [0, 1], [-1, -1], [-1, 1]
+"""By seed of the call. The first call, by which a cut is learnt, tells no block."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,19 @@ class Call:
         return dataclasses.replace(self, x=pack(latents, self.x.ndim), named=named)
 
     @property
+    def times(self) -> tuple[torch.Tensor, ...]:
+        """The one timestep, or that of each latent."""
+        told = self.named.get(TIMES)
+        return (self.timestep,) if told is None else apart(self.timestep, told)
+
+    def with_times(self, times: Sequence[torch.Tensor]) -> "Call":
+        """The call with other ones, of any sizes."""
+        if not isinstance(self.named.get(TIMES), list):
+            return dataclasses.replace(self, timestep=times[0])
+        named = {**self.named, TIMES: [list(each.shape[1:]) for each in times]}
+        return dataclasses.replace(self, timestep=joined(times), named=named)
+
+    @property
     def longest(self) -> int:
         """Of the latents' sides that a call can have shorter."""
         return max(
@@ -71,6 +89,11 @@ class Call:
             for axis, side in enumerate(latent.shape[2:])
             if (number, axis) not in self.whole_axes
         )
+
+
+def with_tried_blocks(options: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
+    """Entries of transformer_options, with numbers of tried blocks in NUMBERED if it is there."""
+    return {**options, NUMBERED: SOME_BLOCKS[seed % len(SOME_BLOCKS)]} if NUMBERED in options else dict(options)
 
 
 def with_tensors_told(call: Call) -> Call:
@@ -178,17 +201,25 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
     control = call.named.get(CONTROL)
     others = {name: value for name, value in call.named.items() if name != CONTROL}
     named, parts = pytree.tree_map_only(torch.Tensor, cut, others), [cut(latent) for latent in latents]
-    timestep = _of_cells(call.timestep, latents[0].shape[2:], side) if of_cells else call.timestep
+    first, *times = call.times
+    times = [_of_frames(each, *both) for each, *both in zip(times, latents[1:], parts[1:], strict=False)]
+    times = [_of_cells(first, latents[0].shape[2:], side) if of_cells else first, *times]
     if CONTROL in call.named:
         sizes, smaller_sizes = latents[0].shape[2:], parts[0].shape[2:]
         named[CONTROL] = None if control is None else smaller_residuals(control, sizes, smaller_sizes)
-    return dataclasses.replace(call, named=named, timestep=timestep).with_latents(parts)
+    return dataclasses.replace(call, named=named).with_times(times).with_latents(parts)
 
 
 def _has_times_of_cells(call: Call) -> bool:
     """Whether each cell of its latent has a time of its own, as of an LTX video with a mask."""
-    cells = call.latents[0].shape[2:]
-    return call.timestep.ndim > 1 and call.timestep.shape[1] == math.prod(cells) > cells[0]
+    cells, times = call.latents[0].shape[2:], call.times[0]
+    return times.ndim > 1 and times.shape[1] == math.prod(cells) > cells[0]
+
+
+def _of_frames(times: torch.Tensor, latent: torch.Tensor, smaller_latent: torch.Tensor) -> torch.Tensor:
+    """Times for each frame of a latent: for those of a smaller one. Others stay."""
+    frames = latent.shape[2]
+    return times.narrow(1, 0, smaller_latent.shape[2]) if times.ndim > 1 and times.shape[1] == frames else times
 
 
 def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[int]) -> torch.Tensor:
@@ -242,8 +273,8 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
 
     times = draw_times(call.timestep)
     named, options = (pytree.tree_map_only(torch.Tensor, draw, dict(each)) for each in (call.named, call.options))
-    if isinstance(named.get(TIMES), list):
-        named[TIMES] = [draw_times(each) for each in call.named[TIMES]]
+    if OPTIONS in named:
+        named[OPTIONS] = with_tried_blocks(named[OPTIONS], seed)
     for drawn_options, of_call in ((options, call.options), (named.get(OPTIONS, {}), call.named.get(OPTIONS, {}))):
         if set(SIGMAS) <= set(of_call):
             of_run, last = of_call[SIGMAS[1]].cpu(), len(of_call[SIGMAS[1]]) - 2

@@ -59,8 +59,12 @@ def guided(model, what: str):
 
 def sample(model, name: str, what: str) -> tuple[torch.Tensor, ...]:
     extras, mask = with_guides() if what in ("guides", "guidance") else ({}, None)
-    video, sound = randn(1, 1, 128, FRAMES, HEIGHT, WIDTH) / 2, randn(2, 1, 8, SOUND, 16) / 2
+    frames, height, width = (10, 12, 12) if what == "image" else (FRAMES, HEIGHT, WIDTH)
+    video, sound = randn(1, 1, 128, frames, height, width) / 2, randn(2, 1, 8, SOUND, 16) / 2
     latent = video if what == "video alone" else comfy.nested_tensor.NestedTensor((video, sound))
+    if what == "image":  # the first frame is given, as by LTXVImgToVideoInplace
+        mask = torch.ones_like(video)
+        mask[:, :, 0] = 0.3
     if mask is not None:
         of_sound = torch.linspace(0.3, 1, SOUND).view(1, 1, -1, 1).expand_as(sound)
         mask = comfy.nested_tensor.NestedTensor((mask.expand_as(video), of_sound))
