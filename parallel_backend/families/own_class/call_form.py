@@ -13,6 +13,8 @@ from .unproven import Unproven
 
 LATENTS = "parallel_dit_latents"
 """Argument of a call with nested latents: the shape of each, without the batch."""
+LISTED = "parallel_dit_listed"
+"""Argument of a call whose one latent is in a list."""
 TIMES = "parallel_dit_times"
 """Argument of a call with several timesteps, one for each latent. A number: all so many are the call's timestep. Shapes,
 without the batch: the call's timestep [B, n] has their values side by side, since what differs from step to step is another
@@ -24,7 +26,9 @@ def in_form(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """(latent of so many axes, timestep, arguments that say what they were made of)."""
     told: dict[str, Any] = {}
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, torch.Tensor) and len(x) == 1:
+        told[LISTED], x = True, x[0]
+    elif not isinstance(x, torch.Tensor):
         told[LATENTS] = [list(latent.shape[1:]) for latent in x]
         x = pack(x, axes)
     if not isinstance(timestep, torch.Tensor):
@@ -51,11 +55,12 @@ def apart(timestep: torch.Tensor, told: int | Sequence[Sequence[int]]) -> tuple[
 def run(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor, named: Mapping[str, Any]) -> Any:
     """The model's output for a call in this form, in it too. None: the model is a stage that is not the last one."""
     named = dict(named)
-    shapes, times = named.pop(LATENTS, None), named.pop(TIMES, None)
+    shapes, times, is_listed = named.pop(LATENTS, None), named.pop(TIMES, None), named.pop(LISTED, False)
     of_latents = timestep if times is None else apart(timestep, times)
-    out = model(x if shapes is None else unpack(x, shapes), of_latents, **named)
+    given = [x] if is_listed else x if shapes is None else unpack(x, shapes)
+    out = model(given, of_latents, **named)
     if shapes is None or out is None:
-        return out
+        return out[0] if isinstance(out, list) and is_listed else out
     latents = [out] if isinstance(out, torch.Tensor) else list(out)
     if [list(latent.shape[1:]) for latent in latents] != shapes:
         raise Unproven("it returns other latents than it gets")
