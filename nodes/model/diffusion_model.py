@@ -34,7 +34,7 @@ from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controls_here import ControlsHere, NativeArguments
-from .head_bank import BANK_KEYS, BANKED_FAMILY, bank_deltas, heads_of, strengths_in_call
+from .head_bank import BANK_KEYS, BANKED, bank_deltas, heads_of, strengths_in_call
 from .long_step import LongStep
 from .lora import PREFIX, NativeWeights
 from .make_room import make_room
@@ -230,9 +230,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         """Output heads of a PDD acceleration LoRA among the patches. 1: there is none."""
         return heads_of(self.weights, patches) if self._has_bank else 1
 
+    def _choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
+        """For a model call at `timestep`, if the run's patches have a bank of heads."""
+        if (heads := self.heads_of(self.run.patches)) > 1:
+            self.run.head_strengths = strengths_in_call(heads, timestep, options)
+
     @property
     def _has_bank(self) -> bool:
-        return self.checkpoint.family.name == BANKED_FAMILY
+        return BANKED in self.checkpoint.family.native_classes
 
     def _strengths(self) -> tuple[float, ...]:
         """Strengths of the hooks in the present model call, in the order of `hook_patches`.
@@ -333,8 +338,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         native_arguments = NativeArguments(latents, asked_timestep, others, options)
         block_residuals = self.controls_here.residuals(native_arguments, control, tensors, along, self.run)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        if (heads := self.heads_of(self.run.patches)) > 1:
-            self.run.head_strengths = strengths_in_call(heads, timestep, options)
+        self._choose_heads(timestep, options)
         call = ModelCall(
             x=latents,
             timestep=timestep,

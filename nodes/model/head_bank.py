@@ -20,7 +20,8 @@ from parallel_backend.families.parts.minimax_conditioning import SHIFTS
 from .lora import PREFIX, NativeWeights
 from .patch_trial import Patch, shape_after
 
-BANKED_FAMILY = "minimax-h3"
+BANKED = "MiniMaxH3"
+"""Class of ComfyUI's supported_models that has such LoRAs."""
 STREAMS = ("final_layer.video_out", "final_layer.audio_out")
 """The output layers, each with a schedule of its own."""
 LEAVES = (".weight", ".bias")

@@ -214,6 +214,7 @@ class OwnClassModel(RemoteDiffusionModel):
         if proof.options or more:
             named |= {OPTIONS: told | {name: options[name] for name in proof.options}} | more
             tensors = to_tensors(named, timestep, told_latent)
+        self._choose_heads(timestep, options)
         in_parts = LATENTS in named and self.checkpoint.family.patching.companion is not None
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         call = ModelCall(

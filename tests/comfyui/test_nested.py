@@ -64,6 +64,11 @@ def test_other_schedules_for_video_and_sound(found):
     assert found["no shifts"]["native"] > 1e-3
 
 
+def test_output_heads_of_a_lora_are_chosen_for_the_own_class(found):
+    heads = found["output heads"]
+    assert heads["moved"] > 0.1 and heads["own class"] <= 5e-5, heads
+
+
 def test_a_step_cache_forecasts_both(found):
     assert all(1e-6 < moved < 1 for moved in found["step cache"].values())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import comfy.nested_tensor
 import comfy.sample
-from boot import BASE, Results, by_own_class, comfy, difference, torch
+from boot import BASE, Results, by_own_class, comfy, difference, parallel, torch
 from comfy_extras import nodes_lt
 from families import MODES, read
 
@@ -98,7 +98,7 @@ def compare(name: str, what: str, make, expected: tuple[torch.Tensor, ...]) -> d
 
 def main(results: Results, name: str) -> None:
     expected = {}
-    for what in ("dual cfg", "guides", "guidance", "video alone", "lora"):
+    for what in ("dual cfg", "guides", "guidance", "video alone", "lora", "image"):
         results.case(f"{what}, native", partial(native, name, what, expected))
     tried = {
         "one rank": ("guides", "guidance", "video alone", "lora"),
@@ -108,6 +108,11 @@ def main(results: Results, name: str) -> None:
     for mode, whats in tried.items():
         for what in whats:
             results.case(f"{what}, {mode}", partial(compare, name, what, MODES[mode], expected[what]))
-    for mode, what in (("stages", "lora"), ("stages", "guides"), ("ulysses", "video alone")):
-        make = partial(by_own_class, mode)
+    own = {
+        "stages": ("lora", "guides"),
+        "ulysses": ("video alone", "guidance"),
+        "all warm-up": ("image", "guidance"),
+    }
+    for mode, what in ((mode, what) for mode, whats in own.items() for what in whats):
+        make = partial(by_own_class, MODES.get(mode, parallel))
         results.case(f"{what}, own class by {mode}", partial(compare, name, what, make, expected[what]))

@@ -6,8 +6,9 @@ The test process has put the file of the case `name` and its inputs where famili
 from functools import partial
 from unittest.mock import patch
 
+import comfy.weight_adapter
 import latent_preview
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
+from boot import BASE, Results, by_own_class, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
 from comfy.ldm.minimax.model import MiniMaxH3Model
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
@@ -60,6 +61,8 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     own = {kind: shifted(model) for kind, model in {"native": native, "plain": plain, "warm": warm}.items()}
     results.case("shifts", lambda: {kind: difference(run(own["native"]), run(model)) for kind, model in own.items()})
     results.case("no shifts", lambda: {"native": difference(run(own["native"]), run(native))})
+    own = by_own_class(parallel, path.name)
+    results.case("output heads", lambda: output_heads(run, plain, own))
     models = {"plain": plain, "bands": banded}
     results.case("step cache", lambda: {kind: forecast(run, model) for kind, model in models.items()})
     models["native"] = native
@@ -97,6 +100,24 @@ def multiplied(forward):
 def shifted(model):
     """With other schedules for the video and its sound."""
     return MiniMaxH3SigmaShift.execute(model, 5.0, 2.0).result[0]
+
+
+def output_heads(run, model, own) -> dict:
+    """A PDD acceleration LoRA, whose heads ComfyUI 0.33 does not know: by the family, and by ComfyUI's own class."""
+    patches, g = {}, torch.Generator().manual_seed(4)
+    for key, value in model.model.diffusion_model.state_dict().items():
+        if key.startswith("final_layer.") and "_out" in key:
+            rows, columns = 4 * len(value), value[0].numel()
+            up, down = torch.randn(rows, 3, generator=g), torch.randn(3, columns, generator=g) / columns
+            larger = [rows, *value.shape[1:]]
+            adapter = comfy.weight_adapter.LoRAAdapter(set(), (up, down, None, None, None, larger))
+            patches[f"diffusion_model.{key}"] = adapter
+    found = []
+    for each in (model, own):
+        clone = each.clone()
+        clone.add_patches(patches, 0.3)
+        found.append(run(clone))
+    return {"moved": difference(run(model), found[0]), "own class": difference(*found)}
 
 
 def forecast(run, model) -> float:
