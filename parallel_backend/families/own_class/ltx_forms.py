@@ -221,7 +221,7 @@ def ltx_attention(kind: type[nn.Module], factors: str = "", severed: str = "") -
                     F.pad(heads, (0, -(-(size + of_keys.shape[-1]) // EIGHTS) * EIGHTS - heads.shape[-1])).flatten(2)
                 )
             exactly = {"scale": size**-0.5, "low_precision_attention": False, "transformer_options": options}
-            out = attention_of(kind)(*tensors, self.heads, attn_precision=self.attn_precision, **exactly)
+            out = attention_of_package(kind)(*tensors, self.heads, attn_precision=self.attn_precision, **exactly)
             out = out.unflatten(-1, (self.heads, -1))[..., :size]
             if self.to_gate_logits is not None:
                 out = out * (2.0 * torch.sigmoid(self.to_gate_logits(x))).unsqueeze(-1)
@@ -230,7 +230,7 @@ def ltx_attention(kind: type[nn.Module], factors: str = "", severed: str = "") -
     return Always
 
 
-def attention_of(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
+def attention_of_package(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
     """The attention function of the class's package, which may be a trial's or a rank's now."""
     package = next(each for each in PACKAGES if kind.__module__.startswith(each.root))
     function: Callable[..., torch.Tensor] = vars(sys.modules[package.attention])["optimized_attention"]
