@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import Residuals
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.base.patching import Latents, Patching
+from parallel_backend.families.base.patching import Latents, Patching, latents_of
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
@@ -57,6 +57,24 @@ def shapes(tensors: dict[str, torch.Tensor]) -> Any:
 def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
     """A call's outputs as ComfyUI's classes return them."""
     return list(latents) if len(latents) > 1 else latents[0]
+
+
+def by_entry(x: Any, timestep: Any, named: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a call for each of its batch entries: of tensors, and of lists of latents and timesteps."""
+    entries = len(x if isinstance(x, torch.Tensor) else x[0])
+
+    def one(value: Any, entry: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[entry : entry + 1] if value.ndim and len(value) == entries else value
+        return [one(each, entry) for each in value] if isinstance(value, list | tuple) else value
+
+    for entry in range(entries):
+        yield {name: one(value, entry) for name, value in {"x": x, "timestep": timestep, **named}.items()}
+
+
+def joined(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> torch.Tensor | list[torch.Tensor]:
+    """The outputs of calls of an entry each, as one call's."""
+    return returned(tuple(torch.cat(parts) for parts in zip(*map(latents_of, outputs), strict=True)))
 
 
 def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | None) -> Residuals:

@@ -16,7 +16,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.adapters import sent
+from parallel_backend.families.own_class.adapters import sent, takes_one_entry
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
@@ -49,8 +49,10 @@ from .native_call import NativeClass
 from .own_calls import (
     NodeChanges,
     asked,
+    by_entry,
     changes_and_options,
     is_held,
+    joined,
     near,
     on_host,
     own_residuals,
@@ -171,6 +173,11 @@ class OwnClassModel(RemoteDiffusionModel):
     ) -> torch.Tensor | list[torch.Tensor]:
         """As RemoteDiffusionModel._call."""
         options = transformer_options or {}
+        if len(latents_of(x)[0]) > 1 and takes_one_entry(self._own.kind):
+            if BAND_KEY in options:
+                raise NotLocal(OTHER_CALL)
+            named = {"context": context, "control": control, "transformer_options": options, **extra}
+            return joined([self._call(**each, is_carried=is_carried) for each in by_entry(x, timestep, named)])
         axes = 5 if self.checkpoint.family.patching.video else 4
         latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
         band: Band | None = options.get(BAND_KEY)

@@ -64,6 +64,11 @@ def test_other_schedules_for_video_and_sound(found):
     assert found["no shifts"]["native"] > 1e-3
 
 
+def test_a_batch_runs_by_the_own_class_too(found):
+    """Which the class itself refuses."""
+    assert found["batch 2 by own class"].get("difference", 1) <= 5e-5, found["batch 2 by own class"]
+
+
 def test_output_heads_of_a_lora_are_chosen_for_the_own_class(found):
     heads = found["output heads"]
     assert heads["moved"] > 0.1 and heads["own class"] <= 5e-5, heads

@@ -16,12 +16,12 @@ OTHERS = (
     *("hunyuan-image-2.1", "hunyuan-image-2.1-distilled", "hunyuan-image-2.1-refiner"),
     *("sd3.5-large", "sd3.5-medium", "flux2-dev", "flux2-klein", "flux2-references", "z-image", "z-image-padded"),
     *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima", "hidream-i1", "hidream-e1"),
-    *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5"),
+    *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5", "ltx-2", "ltx-2.3"),
     *("qwen-image", "qwen-image-masked-text", "qwen-image-edit", "qwen-image-edit-2511", "qwen-image-layered"),
     *("krea2", "krea2-style-reference", "wan-vace", "scail", "scail-2", "scail-2-replaces"),
 )
 CLASSES = *DEFAULT, *OTHERS
-FAR = {"zimage_pixel": 2, "chroma": 0.6, "hunyuan-video": 0.4}
+FAR = {"zimage_pixel": 2, "ltx-2.3": 0.4, "chroma": 0.6, "hunyuan-video": 0.4}
 FAR |= dict.fromkeys(("flux2-dev", "flux2-klein", "flux2-references", "z-image", "z-image-padded"), 0.6)
 """Decoders of pixels, and modulations of many layers, make ten times as much of a difference."""
 AT_FIRST_SIGMA = {"cogvideox-5b": 5e-5, "cogvideox-1.5": 5e-5, "cogvideox-1.5-i2v": 5e-5}

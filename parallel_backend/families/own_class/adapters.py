@@ -33,6 +33,8 @@ class Adapter:
     """(a call's arguments, the class) -> those that `model` takes. None: they are the class's own."""
     stated: tuple[str, ...] = ()
     """Entries that a file's header has to have: ComfyUI's values in their place are those of no such model."""
+    one_entry: bool = False
+    """The class takes a batch of one alone: the client calls it for one entry after the other."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -50,6 +52,12 @@ def unstated(kind: str, stated: Mapping[str, Any]) -> str:
     """An entry that the header of this class's files has to have, and that is not `stated` in one. Empty: there is none."""
     adapter = ADAPTERS.get(kind)
     return next((entry for entry in (adapter.stated if adapter else ()) if entry not in stated), "")
+
+
+def takes_one_entry(kind: str) -> bool:
+    """See Adapter.one_entry."""
+    adapter = ADAPTERS.get(kind)
+    return adapter is not None and adapter.one_entry
 
 
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
@@ -223,7 +231,7 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
 GUIDES = {"guide_attention_entries": without_weights}
 PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
 ADAPTERS: Mapping[str, Adapter] = {
-    "MiniMaxH3": Adapter("blocks", {"": minimax_h3_block}, {"minimax_payload": frozenset({"layout"})}),
+    "MiniMaxH3": Adapter("blocks", {"": minimax_h3_block}, {"minimax_payload": frozenset({"layout"})}, one_entry=True),
     "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
     "LTXAV": Adapter(
         "transformer_blocks",

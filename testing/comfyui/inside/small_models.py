@@ -4,8 +4,8 @@ small_models.json has by name: `kind`, a class of ComfyUI's supported_models; `a
 detection gives them for the file; `detected`, names of those that it takes for granted and that are others here, "all" of
 them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
 conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shape} with so many {"zeros"} at its end,
-{"whole": shape} numbers {"below"} one, or so many {"ids"} or {"weights"} of tokens. `like` names another model, of which it
-has all that it does not say.
+{"whole": shape} numbers {"below"} one, or so many {"ids"} or {"weights"} of tokens; `companion`, the latent of its sound;
+`stated`, true if its file's header says the arguments. `like` names another model, of which it has all that it does not say.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 
 import comfy.supported_models
 from boot import BASE, torch
+from comfy.nested_tensor import NestedTensor
 from safetensors.torch import save_file
 
 DEPTHS = "depth_single_blocks", "num_single_layers", "num_visual_blocks", "num_layers", "n_layers", "num_blocks", "depth"
@@ -52,7 +53,8 @@ def write(name: str, more_blocks: int = 0) -> Path:
         std = 1 / math.sqrt(value[0].numel()) if value.ndim > 1 else 0.1
         state[key] = std * torch.randn(value.shape, generator=g) + (1.0 if value.ndim == 1 and "weight" in key else 0.0)
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
-    save_file(state, path)
+    stated = {"config": json.dumps({"transformer": arguments})} if row.get("stated") else None
+    save_file(state, path, stated)
     return path
 
 
@@ -63,8 +65,9 @@ def prompts(name: str) -> list:
     return [[[torch.randn(1, *row["text"], generator=g), entries(row.get("more", {}), g)]] for g in seeds]
 
 
-def latent(name: str) -> torch.Tensor:
-    return torch.zeros(1, *small_model(name)["latent"])
+def latent(name: str) -> torch.Tensor | NestedTensor:
+    parts = [torch.zeros(1, *row) for row in map(small_model(name).get, ("latent", "companion")) if row]
+    return NestedTensor(parts) if len(parts) > 1 else parts[0]
 
 
 def entries(more: Mapping[str, Any], g: torch.Generator) -> dict[str, Any]:

@@ -62,6 +62,9 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     results.case("shifts", lambda: {kind: difference(run(own["native"]), run(model)) for kind, model in own.items()})
     results.case("no shifts", lambda: {"native": difference(run(own["native"]), run(native))})
     own = by_own_class(parallel, path.name)
+    results.case(
+        "batch 2 by own class", lambda: {"difference": difference(run(plain, {"samples": two}), run(own, {"samples": two}))}
+    )
     results.case("output heads", lambda: output_heads(run, plain, own))
     models = {"plain": plain, "bands": banded}
     results.case("step cache", lambda: {kind: forecast(run, model) for kind, model in models.items()})
