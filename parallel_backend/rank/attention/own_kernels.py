@@ -74,7 +74,8 @@ class OwnKernels:
         """As ParallelAttention's: the blocks, where ComfyUI's node would make the call block-sparse."""
         step, calls = self._context.step, self._context.sparse_calls
         sparse = None if step is None else step.sparse
-        if sparse is None or mask is not None or self._running() in sparse.settings.full:
+        exactly = call.arguments.get(QUANTISES) is False  # as natively a call with a mask, which LTX-2's factors stand for
+        if sparse is None or exactly or mask is not None or self._running() in sparse.settings.full:
             return None
         if call.shares_keys or q_BShD.shape != k_BShD.shape or q_BShD.shape[1] < sparse.settings.least_tokens:
             return None
