@@ -173,13 +173,13 @@ class OwnClassModel(RemoteDiffusionModel):
     ) -> torch.Tensor | list[torch.Tensor]:
         """As RemoteDiffusionModel._call."""
         options = transformer_options or {}
-        if len(latents_of(x)[0]) > 1 and takes_one_entry(self._own.kind):
+        latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
+        if len(latents[0]) > 1 and takes_one_entry(self._own.kind):
             if BAND_KEY in options:
                 raise NotLocal(OTHER_CALL)
             named = {"context": context, "control": control, "transformer_options": options, **extra}
             return joined([self._call(**each, is_carried=is_carried) for each in by_entry(x, timestep, named)])
         axes = 5 if self.checkpoint.family.patching.video else 4
-        latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
         band: Band | None = options.get(BAND_KEY)
         if band is not None and not band.takes(self, latents, options):
             band = None
