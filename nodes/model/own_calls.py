@@ -74,7 +74,8 @@ def by_entry(x: Any, timestep: Any, named: Mapping[str, Any]) -> Iterator[dict[s
 
 def joined(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> torch.Tensor | list[torch.Tensor]:
     """The outputs of calls of an entry each, as one call's."""
-    return returned(tuple(torch.cat(parts) for parts in zip(*map(latents_of, outputs), strict=True)))
+    latents = [latents_of(each if isinstance(each, torch.Tensor) else tuple(each)) for each in outputs]
+    return returned(tuple(torch.cat(parts) for parts in zip(*latents, strict=True)))
 
 
 def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | None) -> Residuals:
