@@ -18,7 +18,8 @@ OTHERS = (
     *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima", "hidream-i1", "hidream-e1"),
     *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5", "ltx-2", "ltx-2.3"),
     *("qwen-image", "qwen-image-masked-text", "qwen-image-edit", "qwen-image-edit-2511", "qwen-image-layered"),
-    *("krea2", "krea2-style-reference", "wan-vace", "scail", "scail-2", "scail-2-replaces"),
+    *("krea2", "krea2-style-reference", "wan-vace", "wan-vace-two"),
+    *("scail", "scail-2", "scail-2-replaces"),
 )
 CLASSES = *DEFAULT, *OTHERS
 FAR = {"zimage_pixel": 2, "ltx-2.3": 0.4, "chroma": 0.6, "hunyuan-video": 0.4}
@@ -83,6 +84,8 @@ def refusal(name: str, mode: str, with_sound: bool) -> str:
         return "cannot be shared out"
     if name == "wan_dancer" and with_sound and "exact" in mode:
         return "it does not run in a trial of cut tokens"
+    if name == "wan-vace-two" and "exact" in mode:  # a block runs for each control
+        return "attends to other values where its tokens are cut"
     if name == "chroma_radiance" and "exact" in mode:
         return "patches"
     return ""
