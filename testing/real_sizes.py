@@ -1,9 +1,6 @@
 """Models with the shapes of published ones: their files, of which only the header is written, and the inputs of a call."""
 
 import json
-import math
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.patching import Latents
 from parallel_backend.rank.stage.meta_model import meta_model
 from testing import ltx_headers
+from testing.files import write_header
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,18 +230,3 @@ def save_header(
         state = meta_model(FAMILIES[family], config).state_dict()
         shapes = {name: tuple(value.shape) for name, value in to_original(FAMILIES[family], config, state).items()}
     return write_header(path, shapes | FAMILIES[family].file.computed(config), metadata)
-
-
-def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: dict[str, Any] | None) -> Path:
-    """A bf16 file of tensors with these names and shapes. The values are a hole that takes no disk: all read as 0."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    start = 0
-    for name, shape in shapes.items():
-        stop = start + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + start)
-    return path

@@ -16,7 +16,7 @@ from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.rank.block_probe import probe
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
-from testing import tiny
+from testing import mini
 from testing.quantised import KINDS, quantise_blocks
 from tests.checkpoints.test_formats import make_gguf
 from tests.emulated.test_own_class import saved
@@ -41,11 +41,11 @@ def expanded(monkeypatch) -> set[str]:
     ("file", "dtype", "kinds"),
     [("bf16", "fp32", set()), ("bf16", "fp8_e4m3fn", {"fp8_e4m3fn"}), ("Q8_0", "fp32", {"Q8_0", "fp16"})],
 )
-def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_model, tmp_path, expanded, file, dtype, kinds):
-    path = flux_file
+def test_packed_weights_are_expanded_while_blocks_are_timed(mini_file, mini_model, tmp_path, expanded, file, dtype, kinds):
+    path = mini_file
     if file != "bf16":
         path = tmp_path / "model.gguf"
-        make_gguf(path, file, to_original(FAMILIES["flux"], tiny.FLUX, flux_model.state_dict()))
+        make_gguf(path, file, to_original(FAMILIES["flux"], mini.CONFIG, mini_model.state_dict()))
     found = probe(0, open_checkpoint(path), torch.device("cpu"), dtype, (4, 1))
     assert expanded == kinds
     assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
@@ -53,7 +53,7 @@ def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_mode
 
 
 @pytest.mark.parametrize("kind", ["int8, rotated by 16", "nvfp4"])
-def test_comfyuis_formats_are_timed_as_they_are_computed(flux_file, tmp_path, monkeypatch, kind):
+def test_comfyuis_formats_are_timed_as_they_are_computed(mini_file, tmp_path, monkeypatch, kind):
     used = set()
 
     def noting(self, x, bias, linear=KitchenWeight.linear):
@@ -61,7 +61,7 @@ def test_comfyuis_formats_are_timed_as_they_are_computed(flux_file, tmp_path, mo
         return linear(self, x, bias)
 
     monkeypatch.setattr(KitchenWeight, "linear", noting)
-    save_file(quantise_blocks(load_file(flux_file), kind, 16)[0], tmp_path / "model.safetensors")
+    save_file(quantise_blocks(load_file(mini_file), kind, 16)[0], tmp_path / "model.safetensors")
     probe(0, open_checkpoint(tmp_path / "model.safetensors"), torch.device("cpu"), "fp32", (4, 1))
     assert used == {(KINDS[kind][0], kind != "nvfp4")}
 
