@@ -36,6 +36,16 @@ from testing.files import write_header
 
 CONFIG: dict[str, Any] = json.loads(TINY.arguments)
 """The class's arguments: 8 heads of 16, 3 blocks of two streams and 5 of one."""
+IN_COMFYUI = CONFIG | {
+    "context_width": 64,
+    "pooled_width": 32,
+    "width": 256,
+    "axes": (16, 56, 56),
+    "double_blocks": 2,
+    "single_blocks": 3,
+    "guidance": False,
+}
+"""Of a width that ComfyUI takes for its Flux: it knows positions for heads of 128 alone."""
 FLUX_DEV: dict[str, Any] = {
     "context_width": 4096,
     "pooled_width": 768,
@@ -165,7 +175,13 @@ def opened(
 ) -> Checkpoint:
     """The file's checkpoint by the class, proven for so many tensor ranks, with an example of this size for plans."""
     config = config_of(path, conversion)
-    checkpoint = open_own_class(path, proven(config, tensor), conversion)
+    return with_call(open_own_class(path, proven(config, tensor), conversion), config, height, width, text)
+
+
+def with_call(
+    checkpoint: Checkpoint, config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7
+) -> Checkpoint:
+    """An opened file of this config, with an example of this size for plans."""
     assert isinstance(checkpoint.family, OwnClassFamily)
     return replace(checkpoint, family=with_example(checkpoint.family, _example(config, height, width, text)))
 

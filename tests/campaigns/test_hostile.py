@@ -24,7 +24,7 @@ def ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("packed", 24), ("ggufs", 8)])
 def test_quantised_files_are_named_or_run(ranks, tmp_path, kind, count):
-    tally = run(kind, getattr(files, kind)(tmp_path), count, SEED, ranks, degrees)
+    tally = run(kind, getattr(files, kind)(tmp_path), count, SEED, ranks, own_degrees)
     assert not tally.defects, tally.defects
     assert {"refused", "run"} <= set(tally.outcomes), tally
 

@@ -73,7 +73,7 @@ def of_files(count: Callable[[str], int], seed: int, only: Collection[str]) -> I
             "own classes": files.own_classes(places["made"]),
         }
         for kind in [kind for kind in kinds if kind in only]:
-            cuts = own_degrees if kind == "own classes" else degrees
+            cuts = own_degrees if kind in ("own classes", "quantised", "GGUF") else degrees
             yield said(run(kind, kinds[kind], count(kind), seed, ranks, cuts, say))
 
 

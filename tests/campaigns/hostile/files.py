@@ -20,7 +20,7 @@ from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import to_tensors
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
-from testing import quantised, tiny
+from testing import mini, quantised
 from testing.cases import all_cases
 from testing.cases.case import Case
 from tests.campaigns.fuzz import damage
@@ -30,16 +30,8 @@ from .tensors import NUMBERS, TEXTS, Stored, Tensors, changed, reshaped, resized
 from .verdict import Trial
 
 MADE = "model.safetensors"
-QUANTISED = tiny.FLUX | {
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "attention_head_dim": 64,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 256,
-    "pooled_projection_dim": 256,
-    "axes_dims_rope": (8, 28, 28),
-}
-"""A Flux whose rows are whole groups of every format."""
+QUANTISED = mini.IN_COMFYUI | {"double_blocks": 1, "single_blocks": 1, "context_width": 256, "pooled_width": 256}
+"""The mini class, with rows of whole groups of every format."""
 FAST = tuple(kind for kind in quantised.KINDS if kind not in quantised.SLOW)
 LEAVES = (
     *("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "weight_s_rel", "weight_s_channel"),
@@ -222,15 +214,8 @@ def other_values(tensor: Stored) -> Stored:
 
 @cache
 def quantised_state(kind: str) -> dict[str, torch.Tensor]:
-    model = tiny.random_flux(QUANTISED)
-    state = to_original(quantised_case().row, QUANTISED, model.state_dict())
-    if kind == "plain":
-        return state
-    return quantised.quantise_blocks(state, kind)[0]
-
-
-def quantised_case() -> Case:
-    return next(case for case in cases() if case.name == "flux-dev")
+    state = dict(mini.random_model(QUANTISED).state_dict())
+    return state if kind == "plain" else quantised.quantise_blocks(state, kind)[0]
 
 
 def packed(folder: Path) -> Callable[[random.Random], Trial]:
@@ -267,7 +252,7 @@ def packed(folder: Path) -> Callable[[random.Random], Trial]:
             tensors = changed(rng, tensors, layer)
         path = emptied(folder) / MADE
         write(path, tensors)
-        return Trial(path, ModelCall(*tiny.inputs(QUANTISED)))
+        return Trial(path, ModelCall(*mini.inputs(QUANTISED)), own=mini.proven(QUANTISED))
 
     return make
 
@@ -310,7 +295,7 @@ def ggufs(folder: Path) -> Callable[[random.Random], Trial]:
             content = path.read_bytes()
             head = content.find(b"img_in") + 2000
             path.write_bytes(damage.bytes_of(rng, content[:head]) + content[head:])
-        return Trial(path, ModelCall(*tiny.inputs(QUANTISED)))
+        return Trial(path, ModelCall(*mini.inputs(QUANTISED)), own=mini.proven(QUANTISED))
 
     return make
 

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.quickstart.model import WEIGHTS
-from testing import tiny
+from testing import mini, tiny
 from tests.comfyui import standins
 
 from .requests import CONTROL_IMAGE, CONTROL_NET, LORA, VAES
@@ -30,8 +30,8 @@ def write(base: Path) -> None:
     for folder in (transformers, encoders, vaes, loras, controls, inputs):
         folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(WEIGHTS, transformers / FILES[DIGITS])
-    flux = standins.FLUX | {"guidance_embeds": True}
-    tiny.save_original(tiny.random_flux(flux), flux, transformers / FILES[FLUX_DEV])
+    flux = standins.FLUX | {"guidance": True}
+    mini.save(mini.random_model(flux), transformers / FILES[FLUX_DEV])
     tiny.randomise(PixArtTransformer2DModel(**standins.PIXART), 0).save_pretrained(transformers / FILES[PIXART])
     save_file(standins.clip(layers=12), encoders / "clip_l.safetensors")
     save_file(standins.t5(), encoders / "t5xxl_fp8_e4m3fn.safetensors")
