@@ -56,7 +56,7 @@ FLUX_DEV: dict[str, Any] = {
     "guidance": True,
 }
 """The arguments at FLUX.1 dev's sizes."""
-AXES = {16: (4, 6, 6), 128: (16, 56, 56)}
+AXES = {16: (4, 6, 6), 64: (8, 28, 28), 128: (16, 56, 56)}
 """Size of a head -> features of each axis, which a file does not tell."""
 WIDE = 512
 

@@ -126,10 +126,11 @@ def _run_out_of_memory(_agent: Agent, fault: Fault, _value: Any) -> Any:
 
 
 def _spoil(_agent: Agent, _fault: Fault, value: Any) -> Any:
-    """One value of what a block gives, in the picture's tokens: first of two streams, and last in a common one."""
+    """One feature of what a block gives: of the picture's tokens, which are the first of two streams. The last block gives
+    places for other bands' tokens too."""
     picture, *others = value if isinstance(value, tuple) else (value,)
     spoiled = picture.clone()
-    spoiled[0, -1, 0] = float("nan")
+    spoiled[0, :, 0] = float("nan")
     return (spoiled, *others) if isinstance(value, tuple) else spoiled
 
 
