@@ -22,9 +22,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from testing.comfyui.models import FLUX
+
 from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
-from testing.comfyui.models import FLUX
 from testing.tiny import random_flux, save_original
 
 MODEL = FLUX | {"num_attention_heads": 4, "num_layers": 2, "num_single_layers": 10}

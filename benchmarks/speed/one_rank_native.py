@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from testing.comfyui.models import FLUX
 
 from benchmarks.harness import measuring
 from benchmarks.harness.needs import need
@@ -32,7 +33,6 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.rank.allocator import KEPT_BYTES, LARGEST_IN_HEAP
 from scripts.comfyui_server import find_python
 from testing.cases.wan import WAN
-from testing.comfyui.models import FLUX
 from testing.tiny import randomise, save_original
 
 FORMATS = {"fp32": None, "bf16": None, "fp8": "fp8", "int8": "int8, rotated", "nvfp4": "nvfp4"}

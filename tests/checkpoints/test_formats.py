@@ -463,7 +463,7 @@ def test_sides_of_one_may_be_missing(whole, tmp_path):
     save_file(whole | {"img_in.bias": bias[None]}, tmp_path / "model.safetensors")
     assert torch.equal(loaded(tmp_path / "model.safetensors").img_in.bias, bias)
     save_file(whole | {"img_in.bias": torch.cat((bias, bias))}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"^model_name: model.safetensors holds img_in.bias of the shape \[512\], .* \[256\]"):
+    with pytest.raises(ValueError, match=r"^model_name: model.safetensors holds img_in.bias of the shape \[512\], "):
         loaded(tmp_path / "model.safetensors")
 
 
