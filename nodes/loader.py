@@ -47,7 +47,7 @@ IN_CHECKPOINTS = f"{CHECKPOINTS}/"
 
 
 def model_names() -> list[str]:
-    """The bundled model; safetensors and GGUF files of models/diffusion_models, which ComfyUI's list lacks; all-in-one files."""
+    """The bundled model; safetensors and GGUF files of models/diffusion_models (ComfyUI lists no GGUF); all-in-one files."""
     found = {
         name for base in folder_paths.get_folder_paths(FOLDER) for name in folder_paths.recursive_search(base, [".git"])[0]
     }

@@ -64,13 +64,14 @@ WIDE = 512
 def random_model(config: Mapping[str, Any] = CONFIG, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The class on the CPU with random weights, large enough that every part of the model changes the output."""
     model, g = build(mini_flux(**config)), torch.Generator().manual_seed(seed)
-
-    def drawn(name: str, shape: torch.Size) -> torch.Tensor:
-        values = torch.randn(shape, generator=g)
-        return values * 0.7 / shape[1] ** 0.5 if len(shape) > 1 else values * 0.1 + name.endswith("norm.scale")
-
-    model.load_state_dict({name: drawn(name, each.shape) for name, each in model.state_dict().items()}, assign=True)
+    model.load_state_dict({name: drawn(name, each.shape, g) for name, each in model.state_dict().items()}, assign=True)
     return model.to(dtype)
+
+
+def drawn(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Random values of a tensor."""
+    values = torch.randn(shape, generator=generator)
+    return values * 0.7 / shape[1] ** 0.5 if len(shape) > 1 else values * 0.1 + name.endswith("norm.scale")
 
 
 def inputs(
