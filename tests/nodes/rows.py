@@ -233,8 +233,6 @@ ALWAYS = rows(
 )
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
-    "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
-    "pixart": rows(passed="c_ar c_size", refused="y"),
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
     "wan": rows(passed="clip_fea context_latents reference_latent", computed="denoise_mask", refused="time_dim_concat y"),
     "wan-animate": rows(
