@@ -14,6 +14,12 @@ from testing import real_sizes
 from testing.cases import all_cases
 
 REAL = real_sizes.REAL_MODELS
+CASE = all_cases()[0]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return CASE.save(CASE.model(), tmp_path_factory.mktemp("file") / "model.safetensors")
 
 
 @pytest.mark.slow
@@ -44,15 +50,15 @@ def test_published_sizes_are_taken(tmp_path, name):
     open_checkpoint(REAL[name].save(tmp_path / "model.safetensors"))
 
 
-def test_torchs_generator_stays_where_it_is(flux_file):
+def test_torchs_generator_stays_where_it_is(file):
     class_check._class_shapes.cache_clear()
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    open_checkpoint(flux_file)
+    open_checkpoint(file)
     assert torch.equal(before, torch.get_rng_state()), "a sampler's noise would be another one"
 
 
-def test_other_threads_build_their_modules_as_ever(flux_file, monkeypatch):
+def test_other_threads_build_their_modules_as_ever(file, monkeypatch):
     """ComfyUI loads an encoder while its server asks for a plan."""
     made = []
 
@@ -60,14 +66,14 @@ def test_other_threads_build_their_modules_as_ever(flux_file, monkeypatch):
         thread = threading.Thread(target=lambda: made.append(torch.nn.Linear(2, 2).weight.device.type))
         thread.start()
         thread.join()
-        return type(FAMILIES["flux"]).transformer_class(FAMILIES["flux"])
+        return type(FAMILIES[CASE.family]).transformer_class(FAMILIES[CASE.family])
 
     class_check._class_shapes.cache_clear()
-    monkeypatch.setitem(FAMILIES["flux"].__dict__, "transformer_class", elsewhere)
-    open_checkpoint(flux_file)
+    monkeypatch.setitem(FAMILIES[CASE.family].__dict__, "transformer_class", elsewhere)
+    open_checkpoint(file)
     assert made == ["cpu"]
 
 
-def test_a_rank_does_not_build_the_class_twice(flux_file, monkeypatch):
+def test_a_rank_does_not_build_the_class_twice(file, monkeypatch):
     monkeypatch.setattr(opening, "check_class", lambda *_: pytest.fail("the client has done it"))
-    open_checked(flux_file)
+    open_checked(file)
