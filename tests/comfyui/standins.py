@@ -69,6 +69,11 @@ PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists
 }
 
 
+def pixart() -> Tensors:
+    """A tiny PixArt in diffusers' layout, which ComfyUI converts."""
+    return dict(tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).state_dict())
+
+
 def write(models: Path) -> None:
     """All files, below ComfyUI's `models` folder: 150 MB, mostly vocabularies and the projection of 4,096-wide text."""
     for folder, names in PLACEHOLDERS.items():
@@ -88,7 +93,7 @@ def write(models: Path) -> None:
     lora = {f"{layer}.lora_A.weight": torch.ones(4, width), f"{layer}.lora_B.weight": torch.ones(width, 4)}
     save_file(lora, models / "loras" / "flux_style.safetensors")
     sd3_file.write(transformers / "sd3.5_large.safetensors", T5_OUTPUT, 2 * CLIP_WIDTH)
-    tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).save_pretrained(transformers / "PixArt-Sigma-XL-2-2K-MS")
+    save_file(pixart(), transformers / "PixArt-Sigma-XL-2-2K-MS.safetensors")
     save_file(clip(layers=12), encoders / "clip_l.safetensors")
     save_file(clip(layers=32), encoders / "clip_g.safetensors")
     save_file(t5(), encoders / "t5xxl_fp8_e4m3fn.safetensors")

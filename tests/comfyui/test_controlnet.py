@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from testing.cases import all_cases
+from testing import mini
 from testing.comfyui import sd3_file
 from tests.comfyui.conftest import unselected
 
@@ -46,8 +46,7 @@ def pipelined_rows() -> Iterator[pytest.param]:
 @pytest.fixture(scope="module")
 def found(request, inside, base):
     models = base / "models" / "diffusion_models"
-    case = next(case for case in all_cases() if case.name == "flux-dev")
-    case.save(case.model(case.native.config), models / "flux.safetensors", case.native.config)
+    mini.save(mini.random_model(mini.IN_COMFYUI | {"guidance": True}), models / "flux.safetensors")
     inside.run("small_files", names=["qwen-image"])
     sd3_file.write(models / "sd3.safetensors")
     ours = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]

@@ -20,7 +20,7 @@ def module() -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.fixture
-def patcher(module, mini_file) -> Any:
+def patcher(module, mini_file, monkeypatch) -> Any:
     """A MODEL on ranks, which are not started."""
     checkpoint = mini.opened(mini_file)
     meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
@@ -32,6 +32,7 @@ def patcher(module, mini_file) -> Any:
     model.diffusion_model = module("model.diffusion_model").RemoteDiffusionModel(
         checkpoint, setup, setup.devices, True, weights, "Flux", {}
     )
+    monkeypatch.setitem(module("model.native_call").NATIVE, "Flux", "flux.model:Flux")
     return module("model.patcher").RemoteModelPatcher(model, torch.device("cpu"))
 
 
