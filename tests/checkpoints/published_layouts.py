@@ -1,8 +1,8 @@
 """Layouts of files as they are published, by names and shapes: what ComfyUI does with each, and what Parallel DiT does.
 
-A row takes the file of a case of testing/cases, or of Flux, in ComfyUI's layout, and changes its names. To add a row, append a
-Layout to LAYOUTS: tests/checkpoints/test_published_layouts.py opens it, and tests/comfyui/test_published_layouts.py loads it
-in ComfyUI too, and compares.
+A row takes the file of a case of testing/cases, or of Flux, in ComfyUI's layout, and changes its names. To add a row, append
+a Layout to LAYOUTS: tests/checkpoints/test_published_layouts.py opens it, and tests/comfyui/test_published_layouts.py loads
+it in ComfyUI too, and compares.
 """
 
 import json

@@ -88,10 +88,10 @@ SIGNS = {
 }
 
 
-def plain(path, words: str = ""):
+def plain(path, words: str = "", by=open_checkpoint):
     """The refusal is one short line that names the file as far as it can be read, and so is all that a log shows of it."""
     with pytest.raises(ValueError, match=f"^model_name: .*{words}") as caught:
-        open_checkpoint(path)
+        by(path)
     shown = "".join(traceback.format_exception(caught.value))
     assert len(str(caught.value)) <= MAX_REFUSAL + 20 and len(shown) < 10_000
     assert all(line.isprintable() for line in shown.splitlines())
@@ -112,11 +112,11 @@ def test_names_from_a_file_are_clipped_and_escaped(tmp_path, mini_file, mini_sha
         },
         path,
     )
-    plain(path, "no use")
+    plain(path, "no use", opened)
     save_file(whole | {f"img_in{said}.weight": zero, f"img_in{said}.comfy_quant": torch.tensor([1, 2])}, path)
-    plain(path)
+    plain(path, by=opened)
     save_file(whole, path, {"_quantization_metadata": json.dumps({"layers": {"img_in": {"format": said}}})})
-    plain(path, "in the format")
+    plain(path, "in the format", opened)
     shapes = json.dumps({said: {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
     plain(sparse(path, shapes, size=4), "damaged")
 
@@ -157,7 +157,6 @@ def test_tensors_without_values_are_refused(tmp_path, mini_shapes):
         ("img_in.weight", [8192]),
         ("img_in.weight", []),
         ("txt_in.weight", [24]),
-        ("double_blocks.0.img_attn.norm.query_norm.scale", [1, 16]),
         ("double_blocks.0.img_attn.norm.query_norm.scale", [2**20]),
         ("final_layer.linear.weight", []),
         ("vector_in.in_layer.weight", [3]),
@@ -166,7 +165,7 @@ def test_tensors_without_values_are_refused(tmp_path, mini_shapes):
 def test_shapes_of_another_kind_are_refused(tmp_path, mini_shapes, key, shape):
     shapes = mini_shapes | {key: shape}
     size = sum(4 * torch.Size(each).numel() for each in shapes.values())
-    refused(sparse(tmp_path / "a.safetensors", header(shapes), size=size), "do not fit each other")
+    refused(sparse(tmp_path / "a.safetensors", header(shapes), size=size), "of the shape")
 
 
 DEEP = "[" * 100_000

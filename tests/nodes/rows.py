@@ -96,7 +96,7 @@ PATCHER_STATE = rows(
 
 PATCHES = rows(
     # Where the native model runs the patch (`native` in the names), it is refused, and has no effect elsewhere.
-    refused="attn1_output_patch attn1_patch attn2_patch double_block post_input single_block",
+    refused="attn1_patch attn2_patch double_block post_input single_block",
     # Of UNets.
     harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
     "middle_block_after_patch middle_patch mlp_patch output_block_patch "
@@ -119,7 +119,7 @@ OPTIONS = rows(
 )
 """Entries of transformer_options, for a native model that does not read them."""
 ROPE_REFUSED = "WAN_Animate2"
-ROPE_PASSED = "Flux FluxInpaint FluxSchnell WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN22_Animate"
+ROPE_PASSED = "WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN22_Animate"
 READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
     "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
