@@ -68,7 +68,7 @@ def test_a_conditioning_stays_on_its_replica_in_bands(found, run):
 )
 def test_what_is_evaluated_side_by_side(found, case, calls, apart):
     """ComfyUI gives a prompt without the area one more entry with it, joined to the area's own call: all hang together."""
-    result = got(found)
+    result = got(found, case)
     assert result["same"] == 0.0
     assert result["micro-steps"] == [STEPS * count for count in calls]
     assert result["one by one"]["micro-steps"] == [STEPS * count for count in apart]
