@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-NAME = "qwen-image-masked-text"
+NAME = "qwen-image"
 STEPS, LIMIT = 3, 5e-5
 ROUNDING = 2e-6
 """Of a sample's largest value: how far from the native one it may be if that is more than LIMIT."""
