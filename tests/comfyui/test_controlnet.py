@@ -19,7 +19,7 @@ PIPELINED = ("Flux, latent", "SD3", "Qwen")
 SAMPLERS = ("euler", "heun", "euler_ancestral")
 UNFIT = "control_net: this ControlNet does not fit the model: "
 SAID = {
-    "other width": f"ValueError: {UNFIT}an output is [",
+    "other width": "ValueError: control_net: ComfyUI's class Flux does not run with this ControlNet (The size of tensor a",
     "other size": f"ValueError: {UNFIT}an output is [",
     "post_input": "ValueError: model: model patch 'post_input' (",
     "attn1": "ValueError: model: model patch 'attn1_patch' (",

@@ -49,7 +49,9 @@ def stops_of_ranks(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, given: 
         model.predict(ModelCall(x, timestep, tensors), lambda: None)
         if sampled:
             bands = 1 if degrees.displaced else 2
-            sample_in_bands(model, x, linear_sigmas(3) * float(timestep.flatten()[0]) / 0.7, Prompt(tensors, tensors, 1.0), bands, 1)
+            sample_in_bands(
+                model, x, linear_sigmas(3) * float(timestep.flatten()[0]) / 0.7, Prompt(tensors, tensors, 1.0), bands, 1
+            )
 
     run()  # what belongs to a prompt, a size or a run is made once
     record: Record = machine.record
