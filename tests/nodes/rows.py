@@ -100,7 +100,7 @@ PATCHES = rows(
     # Of UNets.
     harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
     "middle_block_after_patch middle_patch mlp_patch output_block_patch "
-    "noise_refiner",  # of a class without a family, which is asked on ranks
+    "attn1_output_patch noise_refiner",  # of classes without a family, which are asked on ranks
 )
 """Unknown functions in transformer_options["patches"]; known ones become data (block_patches.py)."""
 REPLACEMENTS = rows(refused="attn1 attn2 dit")
