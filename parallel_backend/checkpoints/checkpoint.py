@@ -268,8 +268,6 @@ def _open_single_file(path: Path, conversion: Conversion) -> Checkpoint:
             f"model_name: {short(path.name)} has a header whose field config is no JSON of a {family.name}. ComfyUI cannot "
             "read it either: get the file from another source."
         )
-    for ending, usual in family.file.aliases.items():
-        entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
     config = configured(path, family, entries, stated_config)
     key_map = family.file.key_map(config)
     opened = Checkpoint(path, family, config, key_map, entries, stated_config, attention=attention, conversion=conversion)

@@ -44,14 +44,6 @@ def test_files_of_own_classes_are_named_or_run(ranks, tmp_path):
     assert tally.outcomes["refused"]
 
 
-@pytest.mark.slow
-def test_folders_are_named_or_right(ranks, tmp_path):
-    (made := tmp_path / "made").mkdir()
-    tally = run("folders", files.folders(made, tmp_path), 12, SEED, ranks, degrees)
-    assert not tally.defects, tally.defects
-    assert tally.outcomes["refused"]
-
-
 def of_lora(**found):
     return {"lives": True, "not finite": False, "rank": False, "seconds": 0.1, "bytes": 1} | found
 
