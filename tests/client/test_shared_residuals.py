@@ -30,6 +30,7 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
+from testing.cases import all_cases
 from tests.emulated.test_own_class import saved
 from tests.families.planted_classes import WIDTH
 from tests.support import fake_cuda
@@ -259,16 +260,20 @@ def test_a_pool_that_has_failed_is_lent_nothing_that_stays(shared, pool):
     assert (maps(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, file, monkeypatch):
+def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, tmp_path, monkeypatch):
     """Neither in this process nor under a name anywhere."""
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     before, names = maps(), set(os.listdir("/dev/shm"))
-    model = process_pools.load(file, Degrees(pipe=2), fresh=True)
-    outputs(model)
+    case = next(case for case in all_cases() if case.name == "wan-2.1-t2v")
+    x, timestep, tensors = case.inputs()
+    size = len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)
+    call = ModelCall(x, timestep, tensors, residuals={"blocks.0": torch.ones(size)})
+    model = process_pools.load(case.save(case.model(), tmp_path / "model.safetensors"), Degrees(pipe=2), fresh=True)
+    model.predict(call, nothing)
     assert maps() > before
     os.kill(model.pool.pids[1], signal.SIGKILL)
     with pytest.raises(RankError):
-        outputs(model)
+        model.predict(call, nothing)
     process_pools.end(2)
     del model
     assert maps() == before
