@@ -179,9 +179,9 @@ def form(call: Call, sizes: tuple[int, ...]) -> str:
 
 
 def widths_of(call: Call) -> frozenset[tuple[str, int]]:
-    """Channels of the call's tensors, by name."""
-    named = call.named.items()
-    return frozenset((name, each.shape[-1]) for name, each in named if isinstance(each, torch.Tensor) and each.ndim)
+    """Channels of the call's tensors, by name, and of its latents."""
+    named = [(name, each.shape[-1]) for name, each in call.named.items() if isinstance(each, torch.Tensor) and each.ndim]
+    return frozenset([*named, *((f"latent {number}", latent.shape[1]) for number, latent in enumerate(call.latents))])
 
 
 def asked(call: Call, sizes: tuple[int, ...], times: Sequence[float], sequence: bool, bands: bool, tensor: int) -> Asked:

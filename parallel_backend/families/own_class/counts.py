@@ -113,7 +113,7 @@ def counted(own: OwnClass, call: Call) -> Counts | None:
     return None
 
 
-MISFITS = "cannot be multiplied", "same reduction dim", "normalized_shape"
+MISFITS = "cannot be multiplied", "same reduction dim", "normalized_shape", "Invalid channel dimensions"
 """Parts of what torch says of a tensor whose size is none of a layer's."""
 
 
