@@ -164,7 +164,7 @@ def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
     if call.named.get(CONTROL):
         return ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
     text, encoder = call.named.get("context"), ""
-    if isinstance(text, torch.Tensor):
+    if isinstance(text, torch.Tensor) and text.numel():
         encoder = f" Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."
     what = f"ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."
     return ValueError(f"positive, negative: {what}{encoder}")
