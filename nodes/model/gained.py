@@ -52,7 +52,6 @@ class MeasuredRun:
         for devices in self._calibrated():
             key = calibration_key(devices, self.checkpoint, setup.dtype, setup.attention)
             calibration = load(kept_path(folder(), key, NAME), key)
-            print("DBGKEY", setup.degrees, calibration is None, key, [ (f.name, f.read_text()[:1200]) for f in folder().glob("calibration*")], flush=True)
             if calibration is not None and calibration.machine.names == devices:
                 return calibration
         return None
