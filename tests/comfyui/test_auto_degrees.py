@@ -126,7 +126,6 @@ def test_real_ranks_are_calibrated_once_and_the_file_is_kept(found):
 
 
 def test_another_setting_that_is_faster_is_named_once(found):
-    print("ENDED", found["advised"])
     stages, again, replicas, cached = (text.splitlines() for text in got(found, "advised")["ended"])
     for text in (stages, again, replicas):
         assert re.fullmatch(r"Parallel DiT: [\d.]+ s, 0\.0 x one rank", text[0])

@@ -257,5 +257,5 @@ def main(results: Results) -> None:
 
     # Those of two ranks first: ranks start anew where their number changes.
     two = (batches, tokens, displaced, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, advised)
-    for case in (advised,):
+    for case in (*two, nothing_fits, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
         results.case(case.__name__, case)
