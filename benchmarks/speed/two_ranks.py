@@ -12,9 +12,10 @@ from benchmarks.harness.measuring import Outcome, Outcomes, figure, ratios
 from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import Subject
 from benchmarks.rivals.peers import APART, PLAIN, DiffusersRanks, PeerFailed, XditRanks, xdit_version
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from testing import mini
+from testing import tiny
 from testing.models import on_ranks
 
 WHAT = "two_ranks"
@@ -70,12 +71,13 @@ def pictures(name: str) -> int:
 
 
 def names(subject: Subject) -> list[str]:
-    """The cases that this model has: a guided one has a batch of two of its own."""
+    """The cases that this model has: a guided one has a batch of two of its own, and diffusers cuts Flux only."""
     guided = subject.cfg > 1
     ours = [name for name in OURS if name != "split batch" or guided]
     ours = [name for name in ours if not (guided and OURS[name].pictures > 1)]
-    xdit = [] if guided else list(XDIT)  # its Flux takes no second prompt
-    return [PLAIN_LOOP, PLAIN_TWICE, *ours, *DIFFUSERS, *xdit]
+    diffusers = list(DIFFUSERS) if subject.family_name == "flux" else []
+    xdit = [name for name in XDIT if name != "xDiT cfg" or guided]
+    return [PLAIN_LOOP, PLAIN_TWICE, *ours, *diffusers, *xdit]
 
 
 class Bench:
@@ -84,20 +86,20 @@ class Bench:
     def __init__(
         self,
         subject: Subject,
-        path: Path,
+        folder: Path,
         stack: ExitStack,
         pools: Callable[[int], Pool],
         xdit_python: Path | None,
     ):
-        checkpoint = subject.opened(path)
+        checkpoint = open_checkpoint(folder)
 
         @functools.cache
         def diffusers() -> DiffusersRanks:
-            return stack.enter_context(closing(DiffusersRanks(subject, path)))
+            return stack.enter_context(closing(DiffusersRanks(subject, folder)))
 
         @functools.cache
         def xdit(name: str) -> XditRanks:
-            ranks = stack.enter_context(closing(XditRanks(xdit_python, subject, path, *XDIT[name])))
+            ranks = stack.enter_context(closing(XditRanks(xdit_python, subject, folder, *XDIT[name])))
             ranks.run_steps(measuring.REHEARSAL)
             return ranks
 
@@ -148,7 +150,7 @@ def row(outcomes: Outcomes, name: str, subject: Subject) -> dict:
     if name not in (PLAIN_TWICE, reference) and reference in outcomes:
         sample, expected = outcomes[name][0].sample, outcomes[reference][0].sample
         if sample.shape == expected.shape:
-            difference = mini.relative(sample, expected)
+            difference = tiny.relative(sample, expected)
             said |= {"relative_difference": float(f"{difference:.2g}"), "exact": difference < EXACT}
     return said
 
@@ -181,9 +183,8 @@ def run(
     left_out: dict[str, str] = {}
     version = None
     with TemporaryDirectory() as directory, ExitStack() as stack:
-        path = subject.save(Path(directory))
-        subject.for_others(path)
-        bench = Bench(subject, path, stack, pools or stack.enter_context(Pools()), xdit_python)
+        folder = subject.save(Path(directory))
+        bench = Bench(subject, folder, stack, pools or stack.enter_context(Pools()), xdit_python)
         try:
             version = xdit_version(xdit_python)
         except PeerFailed as error:
@@ -203,7 +204,7 @@ def run(
             "exact_below": EXACT,
             "xdit": version,
             "left_out": left_out,
-            "weights_MB": round(path.stat().st_size / 1e6, 1),
+            "weights_MB": round(subject.bytes(folder) / 1e6, 1),
             "comparisons": comparisons(outcomes, subject),
             "cases": {name: row(outcomes, name, subject) for name in outcomes},
         }

@@ -310,5 +310,4 @@ def request_of(
         conditioning.changes.kept_text,
         added,
         counted.streams,
-        layout.grid,
     )

@@ -210,6 +210,7 @@ def _case(name, config, native, full):
         native=native,
         adjust=_adjust,
         full=full,
+        in_folders=False,
     )
 
 
