@@ -35,13 +35,16 @@ class Hinted(Banded):
         return self.leaving(self.out(self.behind(h, c)), x)
 
     def between(self, h, c, emb, t):
-        table, first = rows(h.shape[1], h), h
+        table, first = rows(h.shape[1], h), self.read_by_hints(h)
         for number, block in enumerate(self.blocks):
             h = block(h, emb, table)
             if (at := self.numbers.get(number)) is not None:
                 more, c = self.hints[at](c, first, emb, table)
                 h = self.added(h, more, t)
         return h, c
+
+    def read_by_hints(self, h):
+        return h
 
     def hint(self, c, x, t):
         return c
@@ -92,14 +95,8 @@ class LatentInHintsLate(Hinted):
 class HintsUpsideDown(Hinted):
     """The tokens of the latent that hints read are others' than those that they are added to."""
 
-    def between(self, h, c, emb, t):
-        table, first = rows(h.shape[1], h), h.flip(1)
-        for number, block in enumerate(self.blocks):
-            h = block(h, emb, table)
-            if (at := self.numbers.get(number)) is not None:
-                more, c = self.hints[at](c, first, emb, table)
-                h = self.added(h, more, t)
-        return h, c
+    def read_by_hints(self, h):
+        return h.flip(1)
 
 
 class FirstHintAgain(Hinted):
