@@ -79,6 +79,8 @@ def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
 
 
 log = logging.getLogger(__name__)
+MOST_TRIALS = 4
+"""Of calls that a run in bands turns out to make beside those that it was tried for. Each begins the run anew."""
 
 
 class StepCallbacks:
@@ -196,9 +198,10 @@ class PipeFusion:
         return result
 
     def _in_patches(
-        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor
+        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
     ) -> tuple[torch.Tensor | None, BandedRun | None, str | None]:
-        """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch."""
+        """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch. NotLocal if
+        a call is still not tried after so many `trials`."""
         try:
             if model.degrees.displaced:
                 reason = why_not_displaced(sampling)
@@ -208,8 +211,10 @@ class PipeFusion:
             reason = why_not_banded(sampling) or why_wrapped(executor)
             return (None, None, reason) if reason else (*self._in_bands(model, cut, sampling), None)
         except NotTried as call:
+            if trials == 0:
+                raise
             call.prove()
-            return self._in_patches(model, cut, sampling, executor)
+            return self._in_patches(model, cut, sampling, executor, trials - 1)
 
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""
