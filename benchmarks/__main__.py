@@ -2,7 +2,7 @@
 
     bash scripts/benchmark --with-xdit
     bash scripts/benchmark --quick --only flux,overheads
-    bash scripts/benchmark --only field-pixart,field-flux,one-device --device cuda
+    bash scripts/benchmark --only field-flux,one-device --device cuda
     bash scripts/benchmark --only one-device --compiled --device cuda
 
 The script installs what they need, xDiT in an environment of its own; where all is there, `python -m benchmarks` does.
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import measuring
-from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, PIXART_LIKE
+from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, GUIDED_FLUX_LIKE
 from benchmarks.rivals import field
 from benchmarks.speed import first_picture, growth, one_device, overheads, two_ranks
 
@@ -48,11 +48,10 @@ def _one_device(given: argparse.Namespace, say: Say) -> dict:
 
 PARTS: dict[str, Callable[[argparse.Namespace, Say], dict]] = {
     "flux": _two_ranks(FLUX_LIKE),
-    "pixart": _two_ranks(PIXART_LIKE),
+    "guided": _two_ranks(GUIDED_FLUX_LIKE),
     "overheads": lambda given, say: overheads.run(given.rounds, say),
     "growth": lambda given, say: growth.run(1, say),
     "first-picture": lambda given, say: first_picture.run(1, say, given.with_vae),
-    "field-pixart": _field("field-pixart"),
     "field-flux": _field("field-flux"),
     "one-device": _one_device,
 }

@@ -47,16 +47,12 @@ IN_CHECKPOINTS = f"{CHECKPOINTS}/"
 
 
 def model_names() -> list[str]:
-    """The bundled model; diffusers folders, safetensors and GGUF files of models/diffusion_models; all-in-one files.
-
-    Files are listed as ComfyUI lists them, those of diffusers folders too. GGUF files are added: ComfyUI's list lacks them.
-    """
+    """The bundled model; safetensors and GGUF files of models/diffusion_models (ComfyUI lists no GGUF); all-in-one files."""
     found = {
         name for base in folder_paths.get_folder_paths(FOLDER) for name in folder_paths.recursive_search(base, [".git"])[0]
     }
-    folders = sorted(str(Path(name).parent) for name in found if Path(name).name == "config.json" != name)
     files = sorted({*safetensors_names(FOLDER), *folder_paths.filter_files_extensions(found, GGUF)})
-    return [BUNDLED, *folders, *files, *(IN_CHECKPOINTS + name for name in safetensors_names(CHECKPOINTS))]
+    return [BUNDLED, *files, *(IN_CHECKPOINTS + name for name in safetensors_names(CHECKPOINTS))]
 
 
 def safetensors_names(folder: str) -> list[str]:
@@ -65,19 +61,28 @@ def safetensors_names(folder: str) -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Path of an entry of `model_names`. ValueError if the file or folder is gone."""
+    """Path of an entry of `model_names`. ValueError if the file is gone, and for a diffusers folder."""
     if name == BUNDLED:
         return Path(WEIGHTS)
     if (path := file_path(FOLDER, name)) is not None:
         return path
     if name.startswith(IN_CHECKPOINTS) and (path := file_path(CHECKPOINTS, name.removeprefix(IN_CHECKPOINTS))) is not None:
         return path
+    if _is_diffusers_folder(name):
+        raise ValueError(
+            f"model_name: {short(name)} is a diffusers folder, which is not read. Load the model's single file, as ComfyUI "
+            "has it."
+        )
+    raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
+
+
+def _is_diffusers_folder(name: str) -> bool:
     with contextlib.suppress(OSError, ValueError):
         for base in folder_paths.get_folder_paths(FOLDER):
             folder = Path(os.path.normpath(Path(base) / name))  # symbolic links may lead elsewhere, names may not
             if folder.is_relative_to(os.path.normpath(base)) and (folder / "config.json").is_file():
-                return folder
-    raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
+                return True
+    return False
 
 
 def file_path(folder: str, name: str) -> Path | None:
@@ -207,7 +212,7 @@ class ParallelDiTLoader:
     @classmethod
     def INPUT_TYPES(cls):
         tooltip = (
-            "A file or diffusers folder of models/diffusion_models, or an all-in-one file of models/checkpoints. The kind "
+            "A file of models/diffusion_models, or an all-in-one file of models/checkpoints. The kind "
             "of model is read from its weights."
         )
         return widgets("model_name", (model_names(), {"default": BUNDLED, "tooltip": tooltip}))
@@ -219,7 +224,7 @@ class ParallelDiTLoader:
 
 
 def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
-    """The MODEL of a file or folder. `settings`: values of `widgets`; absent ones have the widget's default.
+    """The MODEL of a file. `settings`: values of `widgets`; absent ones have the widget's default.
 
     ValueError, beginning with the input's name, for a model or a value that cannot be loaded.
     """
@@ -283,11 +288,11 @@ def opened(path: Path, devices: tuple[str, ...], conversion: Conversion = ()) ->
             if not conversion and path.is_file() and (converted := conversion_of(path)):
                 return opened(path, devices, converted)
         # A family goes by a few keys, which a class made from the family's may have too.
-        elif path.is_dir() or has_family(*file_shapes(path, conversion)):
+        elif has_family(*file_shapes(path, conversion)):
             raise
     else:
         unused = {key: entry.shape for key, entry in checkpoint.unused.items()}
-        if path.is_dir() or has_family(checkpoint.original_shapes | unused, checkpoint.stated):
+        if has_family(checkpoint.original_shapes | unused, checkpoint.stated):
             check_left_over(checkpoint)
             return checkpoint, None
         unknown = UnknownModel(

@@ -156,7 +156,7 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
     native = wanted_halves(half_dtypes(devices), halves, "default")
     dtype = resolve_dtype("default", checkpoint.dtype, devices, halves, native)
     weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes
-    pipefusion = "" if own is not None else why_pipefusion(weights, cards(devices))
+    pipefusion = "" if own is not None and own.unet else why_pipefusion(weights, cards(devices))
     return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=pipefusion)
 
 

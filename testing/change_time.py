@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from parallel_backend.checkpoints import checkpoint, file_state
+from parallel_backend.checkpoints import checkpoint, file_state, own_class
 from parallel_backend.wire.rank_settings import RankSettings
 from testing.emulated_device import EmulatedDevice, enter
 
 
 def overlook_change_time() -> None:
     """From now on a file of the same size and time of writing is the same file to this process."""
-    checkpoint.file_state = file_state.file_state = _state
+    checkpoint.file_state = own_class.file_state = file_state.file_state = _state
 
 
 def overlooking(device: EmulatedDevice, settings: RankSettings, connection: Connection) -> None:

@@ -26,28 +26,52 @@ from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, to_tensors
 from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.families.own_class.narrow import widened
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.tried_calls import Call as TriedCall
 from parallel_backend.planning.trials import Trials
 from parallel_backend.quickstart.mini_flux import PATCH
 from parallel_backend.quickstart.model import mini_flux
+from testing.files import write_header
 
 CONFIG: dict[str, Any] = json.loads(TINY.arguments)
 """The class's arguments: 8 heads of 16, 3 blocks of two streams and 5 of one."""
-AXES = {16: (4, 6, 6), 128: (16, 56, 56)}
+IN_COMFYUI = CONFIG | {
+    "context_width": 64,
+    "pooled_width": 32,
+    "width": 256,
+    "axes": (16, 56, 56),
+    "double_blocks": 2,
+    "single_blocks": 3,
+    "guidance": False,
+}
+"""Of a width that ComfyUI takes for its Flux: it knows positions for heads of 128 alone."""
+FLUX_DEV: dict[str, Any] = {
+    "context_width": 4096,
+    "pooled_width": 768,
+    "width": 3072,
+    "axes": (16, 56, 56),
+    "double_blocks": 19,
+    "single_blocks": 38,
+    "guidance": True,
+}
+"""The arguments at FLUX.1 dev's sizes."""
+AXES = {16: (4, 6, 6), 64: (8, 28, 28), 128: (16, 56, 56)}
 """Size of a head -> features of each axis, which a file does not tell."""
+WIDE = 512
 
 
 def random_model(config: Mapping[str, Any] = CONFIG, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The class on the CPU with random weights, large enough that every part of the model changes the output."""
     model, g = build(mini_flux(**config)), torch.Generator().manual_seed(seed)
-
-    def drawn(name: str, shape: torch.Size) -> torch.Tensor:
-        values = torch.randn(shape, generator=g)
-        return values * 0.7 / shape[1] ** 0.5 if len(shape) > 1 else values * 0.1 + name.endswith("norm.scale")
-
-    model.load_state_dict({name: drawn(name, each.shape) for name, each in model.state_dict().items()}, assign=True)
+    model.load_state_dict({name: drawn(name, each.shape, g) for name, each in model.state_dict().items()}, assign=True)
     return model.to(dtype)
+
+
+def drawn(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Random values of a tensor."""
+    values = torch.randn(shape, generator=generator)
+    return values * 0.7 / shape[1] ** 0.5 if len(shape) > 1 else values * 0.1 + name.endswith("norm.scale")
 
 
 def inputs(
@@ -71,6 +95,12 @@ def conditioning(
         named["guidance"] = torch.full((batch,), 3.5)
     whole = (-(-side // PATCH) * PATCH for side in (height, width))  # the client fills it up in a circle
     return to_tensors(named, torch.ones(batch), (16, *whole))
+
+
+def save_header(path: Path, config: Mapping[str, Any] = FLUX_DEV) -> Path:
+    """A bf16 file of the class, of which only the header is written."""
+    state = build(mini_flux(**config)).state_dict()
+    return write_header(path, {name: tuple(value.shape) for name, value in state.items()}, None)
 
 
 def load(path: Path) -> torch.nn.Module:
@@ -109,8 +139,22 @@ def config_of(path: Path, conversion: Conversion = ()) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=32)
 def _proven(arguments: str, tensor: int) -> OwnClass:
-    own, example = mini_flux(**json.loads(arguments)), _example(json.loads(arguments), 15, 11)  # to be filled up
+    config = json.loads(arguments)
+    if config["width"] > WIDE:  # a trial at this width takes minutes
+        heads = config["width"] // sum(config["axes"])
+        factor = max(each for each in range(1, heads) if heads % (2 * tensor * each) == 0)
+        return _widened(proven(config | {"width": config["width"] // factor}, tensor), arguments, factor)
+    own, example = mini_flux(**config), _example(config, 15, 11)  # to be filled up
     return proven_class.proven(own, example, Degrees(pipe=2, ulysses=2, tensor=tensor), "the mini model")
+
+
+def _widened(own: OwnClass, arguments: str, factor: int) -> OwnClass:
+    """The class of these arguments, by what is proven of one with so many times fewer heads."""
+    blocks = [
+        replace(block, cuts=tuple(replace(cut, sizes=tuple(factor * size for size in cut.sizes)) for cut in block.cuts))
+        for block in widened(own.blocks, factor)
+    ]
+    return replace(own, arguments=arguments, blocks=tuple(blocks))
 
 
 def proven(config: Mapping[str, Any] = CONFIG, tensor: int = 1) -> OwnClass:
@@ -127,12 +171,20 @@ def trials(config: Mapping[str, Any] = CONFIG, degrees: Sequence[int] = (1, 2)) 
     return Trials(mini_flux(**config), proofs)
 
 
-def opened(path: Path, tensor: int = 1, conversion: Conversion = ()) -> Checkpoint:
-    """The file's checkpoint by the class, proven for so many tensor ranks, with an example for plans."""
+def opened(
+    path: Path, tensor: int = 1, conversion: Conversion = (), height: int = 16, width: int = 12, text: int = 7
+) -> Checkpoint:
+    """The file's checkpoint by the class, proven for so many tensor ranks, with an example of this size for plans."""
     config = config_of(path, conversion)
-    checkpoint = open_own_class(path, proven(config, tensor), conversion)
+    return with_call(open_own_class(path, proven(config, tensor), conversion), config, height, width, text)
+
+
+def with_call(
+    checkpoint: Checkpoint, config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7
+) -> Checkpoint:
+    """An opened file of this config, with an example of this size for plans."""
     assert isinstance(checkpoint.family, OwnClassFamily)
-    return replace(checkpoint, family=with_example(checkpoint.family, _example(config, 16, 12)))
+    return replace(checkpoint, family=with_example(checkpoint.family, _example(config, height, width, text)))
 
 
 def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *others: Any, **named: Any) -> Setup:
@@ -151,6 +203,6 @@ def own_of(checkpoint: Checkpoint) -> OwnClass | None:
     return checkpoint.family.own if isinstance(checkpoint.family, OwnClassFamily) else None
 
 
-def _example(config: Mapping[str, Any], height: int, width: int) -> TriedCall:
-    x, _, tensors = inputs(config, height=height, width=width)
+def _example(config: Mapping[str, Any], height: int, width: int, text: int = 7) -> TriedCall:
+    x, _, tensors = inputs(config, height=height, width=width, text=text)
     return call_of(x, from_tensors(tensors, structure_of(tensors)))

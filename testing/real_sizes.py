@@ -1,20 +1,19 @@
 """Models with the shapes of published ones: their files, of which only the header is written, and the inputs of a call."""
 
 import json
-import math
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import to_original
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint, to_original
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.patching import Latents
+from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.rank.stage.meta_model import meta_model
-from testing import ltx_headers
+from testing import ltx_headers, mini
+from testing.files import write_header
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +54,9 @@ class RealModel:
     def save(self, path: Path) -> Path:
         return save_header(path, self.config, self.family_name, self.metadata)
 
+    def opened(self, path: Path) -> Checkpoint:
+        return open_checkpoint(path)
+
     def noise(self) -> torch.Tensor | Latents:
         """The latents of a call."""
         parts = tuple(torch.zeros(self.entries, *shape) for shape in self.latents)
@@ -73,18 +75,26 @@ class RealModel:
         return tensors
 
 
-FLUX_DEV = {
-    "patch_size": 1,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "guidance_embeds": True,
-    "axes_dims_rope": (16, 56, 56),
-}
+@dataclass(frozen=True, eq=False)
+class MiniModel(RealModel):
+    """One of the mini class, which ranks run by its class."""
+
+    @property
+    def family(self) -> Family:
+        return own_class_family(mini.proven(self.config))
+
+    def save(self, path: Path) -> Path:
+        return mini.save_header(path, self.config)
+
+    def opened(self, path: Path) -> Checkpoint:
+        _, height, width = self.latents[0]
+        return mini.opened(path, height=height, width=width, text=self.text[0])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        _, height, width = self.latents[0]
+        return mini.conditioning(self.config, self.entries, height, width, self.text[0])
+
+
 WAN_14B = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 40,
@@ -169,14 +179,6 @@ def _qwen_image_21(references: int) -> RealModel:
 
 
 REAL_MODELS = {
-    "flux-dev": RealModel(
-        "flux",
-        FLUX_DEV,
-        "picture, 1024 x 1024",
-        ((16, 128, 128),),
-        (512, 4096),
-        depths=("num_layers", "num_single_layers"),
-    ),
     "wan-2.2-14b": RealModel(
         "wan",
         WAN_14B,
@@ -213,7 +215,18 @@ REAL_MODELS = {
         timestep=1000.0,
     ),
 }
-"""By name."""
+"""By name, of families."""
+BY_CLASS = {
+    "flux-dev": MiniModel(
+        "",
+        mini.FLUX_DEV,
+        "picture, 1024 x 1024",
+        ((16, 128, 128),),
+        (512, 4096),
+        depths=("double_blocks", "single_blocks"),
+    ),
+}
+"""Of no family: ranks run the mini class, whose arithmetic is plain, or ComfyUI's."""
 
 
 WITH_REFERENCES = {
@@ -224,26 +237,9 @@ WITH_REFERENCES = {
 """A model whose prompt, with its given pictures, is computed once a run."""
 
 
-def save_header(
-    path: Path, config: dict[str, Any] = FLUX_DEV, family: str = "flux", metadata: dict[str, Any] | None = None
-) -> Path:
+def save_header(path: Path, config: dict[str, Any], family: str, metadata: dict[str, Any] | None = None) -> Path:
     """A bf16 file of this model, in its original layout."""
     with torch.device("meta"):
         state = meta_model(FAMILIES[family], config).state_dict()
         shapes = {name: tuple(value.shape) for name, value in to_original(FAMILIES[family], config, state).items()}
     return write_header(path, shapes | FAMILIES[family].file.computed(config), metadata)
-
-
-def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: dict[str, Any] | None) -> Path:
-    """A bf16 file of tensors with these names and shapes. The values are a hole that takes no disk: all read as 0."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    start = 0
-    for name, shape in shapes.items():
-        stop = start + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + start)
-    return path

@@ -26,7 +26,7 @@ from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.wire.rank_settings import StartSettings
-from testing import mini, tiny
+from testing import mini
 from testing.cases.case import Case
 from testing.fork_server import fork_server, started_by
 from testing.models import on_ranks
@@ -254,18 +254,6 @@ def pools(request: pytest.FixtureRequest) -> Pools:
     """`pools(n)`: a Pool of n CPU ranks that is known to work. In threads in a file that is marked so, else in processes."""
     threads = request.node.get_closest_marker("threads")
     return request.getfixturevalue("thread_pools" if threads else "process_pools")
-
-
-@pytest.fixture(scope="session")
-def flux_model() -> torch.nn.Module:
-    """The tiny random Flux as diffusers' own module: the reference."""
-    return tiny.random_flux()
-
-
-@pytest.fixture(scope="session")
-def flux_file(flux_model, tmp_path_factory) -> Path:
-    """The same weights as a file in original key layout."""
-    return tiny.save_original(flux_model, tiny.FLUX, tmp_path_factory.mktemp("flux") / "tiny.safetensors")
 
 
 @pytest.fixture(scope="session")

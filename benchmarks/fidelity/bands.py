@@ -23,7 +23,7 @@ from benchmarks.harness.mini_model import CHUNK, judge, load, sample
 from parallel_backend.client.call import PostedCall
 from parallel_backend.client.pipefusion.banded_run import cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas
+from parallel_backend.client.sampling import Prompt, linear_sigmas
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pipefusion_order import MicroStep
 from parallel_backend.core.spans import Span
@@ -126,7 +126,7 @@ def pictures(
     """[N, 256, 256], as mini.sample gives them."""
     sigmas = linear_sigmas(steps)
     parts = zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True)
-    latents = [run(model, x, sigmas, digit_prompts(own, cfg), bands, variant) for own, x in parts]
+    latents = [run(model, x, sigmas, mini.prompts_of(own, cfg), bands, variant) for own, x in parts]
     return mini.pictures(torch.cat(latents))
 
 

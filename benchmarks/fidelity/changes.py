@@ -16,12 +16,10 @@ from unittest import mock
 import torch
 
 from benchmarks.harness import mini_model, mini_video
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.rank.attention import context
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
@@ -102,21 +100,21 @@ def main() -> None:
     torch.set_num_threads(1)
     report = mini_model.Report(options, videos=str(options.videos))
     table = {
-        "pictures": (WEIGHTS, *mini_model.requests(options.images), options.cfg, mini_model.judge),
-        "videos": (mini_video.WEIGHTS, *mini_video.requests(options.videos), 2.0, mini_video.judge),
+        "pictures": (mini_model.opened(), *mini_model.requests(options.images), options.cfg, mini_model.judge),
+        "videos": (mini_video.opened(), *mini_video.requests(options.videos), 2.0, mini_video.judge),
     }
     with thread_ranks() as start:
         pools = [Pool(("cpu",) * count, start=start, silence=3600) for count in (1, 2)]
-        for name, (weights, asked, noise, cfg, judge) in table.items():
+        for name, (checkpoint, asked, noise, cfg, judge) in table.items():
             exact, full = {}, {}
-            model = on_ranks(pools[0], open_checkpoint(weights), Degrees(), "fp32", "auto", lambda: None)
+            model = on_ranks(pools[0], checkpoint, Degrees(), "fp32", "auto", lambda: None)
             for steps in options.steps:
                 exact[steps] = draw(name, model, asked, noise, steps, 0, cfg)
                 fewer = draw(name, model, asked, noise, steps - 1, 0, cfg)
                 report({"of": name, "steps": steps, "mode": "one step fewer", **judge(fewer, exact[steps], asked)})
             for mode, codec in CODECS.items():
                 with mock.patch.object(context, "changes_for", lambda _, codec=codec: codec):
-                    model = on_ranks(pools[1], open_checkpoint(weights), DISPLACED, "fp32", "auto", lambda: None)
+                    model = on_ranks(pools[1], checkpoint, DISPLACED, "fp32", "auto", lambda: None)
                 sent_by_axis = counted(model)
                 for steps in options.steps:
                     sent_by_axis.clear()

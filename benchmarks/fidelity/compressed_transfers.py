@@ -17,11 +17,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import measuring
-from benchmarks.harness.mini_model import CHUNK, judge, requests, sample
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from benchmarks.harness.mini_model import CHUNK, judge, opened, requests, sample
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
 from testing.models import on_ranks
 
@@ -34,9 +32,7 @@ def pictures(count: int, steps: int, ranks: int) -> list[dict]:
     pool = Pool(("cpu",) * ranks, threads=1)
     rows, exact = [], None
     for kind in ("full", *KINDS):
-        model = on_ranks(
-            pool, open_checkpoint(WEIGHTS), Degrees(ulysses=ranks), "fp32", "auto", lambda: None, transfer_dtype=kind
-        )
+        model = on_ranks(pool, opened(), Degrees(ulysses=ranks), "fp32", "auto", lambda: None, transfer_dtype=kind)
         images = sample(model, symbols, noise, steps, 0, 3.0)
         exact = images if exact is None else exact
         stats = model.close_run(model.open_run(), lambda: None)

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness import mini_model, mini_video, moving_digits
 from parallel_backend.client.call import ModelCall
-from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas
+from parallel_backend.client.sampling import Prompt, linear_sigmas
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
 
@@ -120,7 +120,7 @@ class Subject:
 
 
 SUBJECTS = {
-    "pictures": Subject(mini_model, digit_prompts, mini_model.pictures, 1.0, "rows"),
+    "pictures": Subject(mini_model, mini_model.prompts_of, mini_model.pictures, 1.0, "rows"),
     "video": Subject(mini_video, mini_video.prompts_of, moving_digits.decode, mini_video.START, "frames"),
 }
 

@@ -108,7 +108,7 @@ def run_plain(
 
 def run_ranks(model: RemoteTransformer, subject: Subject, pictures: int = 1, bands: int = 0) -> Outcome:
     """Our ranks. `bands`: PipeFusion's patches, 1 for displaced patches; 0 where every call is whole (sampling.py)."""
-    x, prompt = subject.problem(pictures)
+    x, prompt = subject.problem_of_ranks(pictures)
 
     def report() -> list[RunStats]:
         return model.close_run(model.open_run(), lambda: None)

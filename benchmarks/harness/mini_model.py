@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.needs import need
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.proven_class import prompt_for_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.client.step_cache import StepCache
@@ -21,6 +22,7 @@ from parallel_backend.quickstart.codec import decode, process_out
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
 from scripts.digits import read_digits
+from testing import mini
 from testing.models import on_ranks
 
 CHUNK = 20  # pictures per request
@@ -28,7 +30,16 @@ CHUNK = 20  # pictures per request
 
 def load(degrees: Degrees) -> RemoteTransformer:
     pool = Pool(("cpu",) * degrees.world, threads=1)
-    return on_ranks(pool, open_checkpoint(WEIGHTS), degrees, "fp32", "auto", lambda: None)
+    return on_ranks(pool, opened(), degrees, "fp32", "auto", lambda: None)
+
+
+def opened() -> Checkpoint:
+    return mini.opened(WEIGHTS, height=32, width=32, text=CELLS)
+
+
+def prompts_of(symbols: torch.Tensor, cfg: float) -> Prompt:
+    """Of digits [B, CELLS], with the unconditional prompt as negative."""
+    return prompt_for_class(digit_prompts(symbols, cfg))
 
 
 def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +56,7 @@ def sample_latents(
     bands: int,
     cfg: float,
     threshold: float = 0.0,
-    prompt_of: Callable[[torch.Tensor, float], Prompt] = digit_prompts,
+    prompt_of: Callable[[torch.Tensor, float], Prompt] = prompts_of,
     along: str = "rows",
     start: float = 1.0,
     warm_up: int = 1,

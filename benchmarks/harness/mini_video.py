@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.harness import mini_model, moving_digits
 from benchmarks.harness.mini_model import closeness
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt
 from parallel_backend.core.degrees import Degrees
@@ -23,8 +23,11 @@ but not on one path: it was not trained for long enough to agree with itself ove
 
 def load(degrees: Degrees, transfer_dtype: str = "full") -> RemoteTransformer:
     pool = Pool(("cpu",) * degrees.world, threads=1)
-    checkpoint = open_checkpoint(WEIGHTS)
-    return on_ranks(pool, checkpoint, degrees, "fp32", "auto", lambda: None, transfer_dtype=transfer_dtype)
+    return on_ranks(pool, opened(), degrees, "fp32", "auto", lambda: None, transfer_dtype=transfer_dtype)
+
+
+def opened() -> Checkpoint:
+    return open_checkpoint(WEIGHTS)
 
 
 def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from benchmarks.speed.one_gpu_native import CASES, DEVICE, Case, fill
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import LocalRanks
@@ -64,7 +63,7 @@ def profile_of(case: Case, folder: Path) -> dict[str, Any]:
         "with": {"start": functools.partial(LocalRanks, entry=functools.partial(main_of_rank, stats))},
     }.items():
         with contextlib.closing(Pool((DEVICE,), **start)) as pool:
-            model = on_ranks(pool, open_checkpoint(path), Degrees(), "bf16", "sdpa", lambda: None)
+            model = on_ranks(pool, real.opened(path), Degrees(), "bf16", "sdpa", lambda: None)
             for turn in range(WARM_UP + CALLS):
                 if turn == WARM_UP:
                     began = time.perf_counter()

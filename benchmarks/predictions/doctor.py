@@ -13,19 +13,20 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome, Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.planning.doctor import examine
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.planner import Plan
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
+from testing import mini
 from testing.models import on_ranks
 
 WORLD = 2
@@ -57,6 +58,7 @@ class Bench:
         """What the doctor finds, and the seconds it needs."""
         shape = (1, 16, problem.side, problem.side)
         workload = workload_of(self.checkpoint, "fp32", "cpu", shape, problem.batch, problem.steps, DEEPEST_FLUX_LIKE.text)
+        workload = replace(workload, trials=mini.trials(DEEPEST_FLUX_LIKE.config))
         started = time.perf_counter()
         found = examine(self.pool, self.checkpoint, workload, "auto", lambda: None, lambda: None)
         return found, time.perf_counter() - started
@@ -76,8 +78,8 @@ Round = tuple[dict[str, float], str, float]
 def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
     predicted: list[Round] = []
     measured: Outcomes = {}
-    with DEEPEST_FLUX_LIKE.saved() as folder, ExitStack() as stack:
-        bench = Bench(open_checkpoint(folder), stack)
+    with DEEPEST_FLUX_LIKE.saved() as path, ExitStack() as stack:
+        bench = Bench(DEEPEST_FLUX_LIKE.opened(path), stack)
         for turn in range(rounds):
             plan, seconds = bench.examine(problem)
             modes = {str(found.mode): found for found in plan.predictions if 1 <= found.mode.bands <= 2 * WORLD}

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.calibration import calibrate
 from parallel_backend.planning.planner import Plan, choose, plan
@@ -53,8 +52,8 @@ def planned(bench: Bench, problem: Problem) -> Round:
 def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
     turns: list[Round] = []
     measured: Outcomes = {}
-    with DEEPEST_FLUX_LIKE.saved() as folder, ExitStack() as stack:
-        bench = Bench(open_checkpoint(folder), stack)
+    with DEEPEST_FLUX_LIKE.saved() as path, ExitStack() as stack:
+        bench = Bench(DEEPEST_FLUX_LIKE.opened(path), stack)
         for turn in range(rounds):
             turns.append(planned(bench, problem))
             for found in sorted(turns[-1].plan.predictions, key=lambda each: str(each.mode)):

@@ -1,4 +1,4 @@
-"""The field's own cases at every degree: PixArt-XL-2-1024-MS at 2048 x 2048 pixels, Flux-schnell at 1024 and 4 steps.
+"""The field's own case at every degree: Flux-schnell at 1024 x 1024 pixels and 4 steps.
 
 Random weights in the real shapes. On CUDA devices whole, one device a rank; on a CPU in a reduction that the result's
 "model" states, on processes that share the cores, so that CPU seconds by rank say more than the clock.
@@ -17,17 +17,15 @@ import torch
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome, figure, ratios
 from benchmarks.harness.pools import Pools
-from benchmarks.harness.subjects import FLUX_SCHNELL, PIXART_XL, Subject
+from benchmarks.harness.subjects import FLUX_SCHNELL, Subject
 from benchmarks.speed.two_ranks import EXACT, Mode
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
-SUBJECTS = {"field-pixart": PIXART_XL, "field-flux": FLUX_SCHNELL}
+SUBJECTS = {"field-flux": FLUX_SCHNELL}
 ON_CPU = {
-    "field-pixart": {"layers": 8, "side": 40, "steps": 4},
     "field-flux": {"layers": 8, "side": 64, "steps": 4, "heads": 8},
 }
 """What a CPU gets of them unless it is told otherwise: a few minutes each, and eight whole copies fit 16 GB."""
@@ -64,7 +62,7 @@ def row(outcomes: dict[str, list[Outcome]], name: str, mode: Mode, steps: int) -
     said = {"ranks": mode.degrees.world} | measuring.row(outcomes[name], steps)
     said["seconds_per_step"] = round(said["seconds"]["median"] / steps, 4)
     if name != ONE and ONE in outcomes:
-        difference = tiny.relative(outcomes[name][0].sample, outcomes[ONE][0].sample)
+        difference = mini.relative(outcomes[name][0].sample, outcomes[ONE][0].sample)
         said |= {
             "speed_up": figure(ratios(outcomes[ONE], outcomes[name])),
             "relative_difference": float(f"{difference:.2g}"),
@@ -101,7 +99,7 @@ def run(
         say(f"left out: {name}: {why}, there are {available}")
     with TemporaryDirectory() as directory, ExitStack() as stack:
         say(f"writing the weights of: {own}")
-        checkpoint = open_checkpoint(own.save(Path(directory)))
+        checkpoint = own.opened(own.save(Path(directory)))
         pools = pools or stack.enter_context(Pools(device, kept=0))
 
         def once(mode: Mode) -> Outcome:

@@ -28,7 +28,7 @@ from parallel_backend.rank.comm.interfaces import loopback_interface
 from parallel_backend.rank.comm.process_group import join, leave
 from parallel_backend.rank.comm.rendezvous import Rendezvous
 
-from . import diffusers_cpu
+from . import diffusers_cpu, diffusers_flux
 
 RANKS = 2
 STOP_SECONDS = 5
@@ -43,7 +43,7 @@ class PeerFailed(RuntimeError):
 
 
 def _serve_diffusers(
-    rank: int, world: int, subject: Subject, folder: Path, rendezvous: Path, connection: Connection, links: Path | None
+    rank: int, world: int, subject: Subject, path: Path, rendezvous: Path, connection: Connection, links: Path | None
 ) -> None:
     """A rank's life: a mode in, an Outcome's numbers out, until the connection ends. `links`: see DiffusersRanks."""
     from diffusers.utils import logging
@@ -54,8 +54,8 @@ def _serve_diffusers(
     if links is not None:
         slow_link.slow_down(links, world)
     join(rank, ("cpu",) * world, Rendezvous(rendezvous, world, GROUP_TIMEOUT), GROUP_TIMEOUT)
-    alone = functools.cache(lambda: subject.load(folder))
-    together = functools.cache(lambda mode: diffusers_cpu.parallel(subject.load(folder), mode, world))
+    alone = functools.cache(lambda: subject.load(path))
+    together = functools.cache(lambda mode: diffusers_cpu.parallel(subject.load(path), mode, world))
     while True:
         try:
             mode, asked = connection.recv()
@@ -75,7 +75,7 @@ class DiffusersRanks:
     `links`: folder of the Switch that is between them (slow_link.py); None for the machine's own links.
     """
 
-    def __init__(self, subject: Subject, folder: Path, links: Path | None = None, world: int = RANKS):
+    def __init__(self, subject: Subject, path: Path, links: Path | None = None, world: int = RANKS):
         self._subject = subject
         self._directory = TemporaryDirectory(prefix="diffusers-ranks-")
         store = Path(self._directory.name) / "store"
@@ -84,7 +84,7 @@ class DiffusersRanks:
         self._connections, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = (rank, world, subject, folder, store, theirs, links)
+            arguments = (rank, world, subject, path, store, theirs, links)
             process = context.Process(target=_serve_diffusers, args=arguments, name=f"diffusers rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -138,7 +138,7 @@ class XditRanks:
         self,
         python: Path,
         subject: Subject,
-        folder: Path,
+        path: Path,
         degrees: dict[str, int],
         patches: int,
         links: Path | None = None,
@@ -150,8 +150,6 @@ class XditRanks:
         self._sample = place / "sample.safetensors"
         x, prompt = subject.problem()
         inputs = {"latent": x, **prompt.positive}
-        if subject.cfg > 1:
-            inputs |= {f"negative_{name}": tensor for name, tensor in prompt.negative.items()}
         save_file(inputs, place / "inputs.safetensors")
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()}
         self._processes = []
@@ -161,13 +159,11 @@ class XditRanks:
                 "world": world,
                 "threads": 1,
                 "store": str(place / "store"),
-                "family": subject.family_name,
-                "folder": str(folder),
+                "folder": str(path.with_name("diffusers")),
                 "inputs": str(place / "inputs.safetensors"),
                 "sample": str(self._sample),
                 "degrees": dict.fromkeys(("pipe", "ulysses", "ring", "cfg", "tensor"), 1) | degrees,
                 "patches": patches,
-                "guidance": subject.cfg,
                 "links": str(links or ""),
             }
             with (place / f"stderr.{rank}").open("w") as errors:
@@ -223,7 +219,7 @@ class XditRanks:
         answers = self.run_steps(self._subject.steps)
         sample = load_file(self._sample)["sample"]
         if sample.ndim == 3:  # packed, as Flux's pipeline has it
-            sample = self._subject.family.patching.unpack(sample, tuple(self._subject.problem()[0].shape))
+            sample = diffusers_flux.unpacked(sample, self._subject.side // 2)
         names = ("cpu_seconds", "peak_bytes", "weight_bytes")
         cpu, peaks, weights = (tuple(answer[name] for answer in answers) for name in names)
         return Outcome(max(answer["seconds"] for answer in answers), sample, cpu, peaks, weights)

@@ -43,13 +43,11 @@ class Settings:
     world: int
     threads: int
     store: str
-    family: str
     folder: str
     inputs: str
     sample: str
     degrees: dict[str, int]
     patches: int
-    guidance: float
     links: str
 
 
@@ -99,15 +97,6 @@ def keep_sends(coordinator: type) -> None:
     coordinator._pipeline_isend = isend
 
 
-class FlowEuler:
-    """What PixArt's pipeline asks of a scheduler beyond what diffusers' flow-matching Euler has."""
-
-    init_noise_sigma = 1.0
-
-    def scale_model_input(self, sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        return sample
-
-
 def engine_config(settings: Settings) -> Any:
     from xfuser.config import config as c
 
@@ -130,43 +119,26 @@ def engine_config(settings: Settings) -> Any:
 def pipeline(settings: Settings, package: ModuleType) -> Any:
     import diffusers
 
-    # PixArt's pipeline hands on the timestep as it is, Flux's a thousandth of it: the model gets sigma in both.
-    timesteps = 1000 if settings.family == "flux" else 1
+    timesteps = 1000  # the pipeline hands on a thousandth of it: the model gets sigma
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(timesteps, shift=1.0)
     parts = {"vae": None, "text_encoder": None, "tokenizer": None, "scheduler": scheduler}
-    if settings.family == "flux":
-        transformer = diffusers.FluxTransformer2DModel.from_pretrained(settings.folder)
-        parts |= {"text_encoder_2": None, "tokenizer_2": None}
-        theirs, wrapper = diffusers.FluxPipeline, package.xFuserFluxPipeline
-    else:
-        transformer = diffusers.PixArtTransformer2DModel.from_pretrained(settings.folder)
-        for name in ("init_noise_sigma", "scale_model_input"):
-            setattr(diffusers.FlowMatchEulerDiscreteScheduler, name, getattr(FlowEuler, name))
-        theirs, wrapper = diffusers.PixArtSigmaPipeline, package.xFuserPixArtSigmaPipeline
+    transformer = diffusers.FluxTransformer2DModel.from_pretrained(settings.folder)
+    parts |= {"text_encoder_2": None, "tokenizer_2": None}
+    theirs, wrapper = diffusers.FluxPipeline, package.xFuserFluxPipeline
     made = wrapper(theirs(transformer=transformer.eval().requires_grad_(False), **parts), engine_config(settings))
     made.set_progress_bar_config(disable=True)
     return made
 
 
 def arguments(settings: Settings) -> dict[str, Any]:
-    """The pipeline's, from tensors `latent` [1, C, H, W], `context` [1, T, D] and the family's own."""
+    """The pipeline's, from tensors `latent` [1, C, H, W], `context` [1, T, D] and `pooled` [1, v]."""
     given = load_file(settings.inputs)
     height, width = (PIXELS * side for side in given["latent"].shape[-2:])
     made = {"height": height, "width": width, "prompt_embeds": given["context"], "output_type": "latent"}
-    if settings.family == "flux":
-        batch, channels, rows, columns = given["latent"].shape
-        patches = given["latent"].view(batch, channels, rows // 2, 2, columns // 2, 2).permute(0, 2, 4, 1, 3, 5)
-        made["latents"] = patches.reshape(batch, rows * columns // 4, 4 * channels)
-        return made | {"pooled_prompt_embeds": given["pooled"], "max_sequence_length": given["context"].shape[1]}
-    return made | {
-        "latents": given["latent"],
-        "negative_prompt": None,
-        "prompt_attention_mask": torch.ones(given["context"].shape[:2]),
-        "negative_prompt_embeds": given["negative_context"],
-        "negative_prompt_attention_mask": torch.ones(given["negative_context"].shape[:2]),
-        "guidance_scale": settings.guidance,
-        "use_resolution_binning": False,
-    }
+    batch, channels, rows, columns = given["latent"].shape
+    patches = given["latent"].view(batch, channels, rows // 2, 2, columns // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    made["latents"] = patches.reshape(batch, rows * columns // 4, 4 * channels)
+    return made | {"pooled_prompt_embeds": given["pooled"], "max_sequence_length": given["context"].shape[1]}
 
 
 class Clock:
@@ -206,8 +178,7 @@ def serve(settings: Settings, answers: Any) -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         steps = json.loads(line)["steps"]
-        sigmas = {} if settings.family == "flux" else {"sigmas": torch.linspace(1, 1 / steps, steps).tolist()}
-        output = made(num_inference_steps=steps, **sigmas, **given)
+        output = made(num_inference_steps=steps, **given)
         if output is not None:
             save_file({"sample": output.images.contiguous()}, settings.sample)
         answer = {

@@ -40,9 +40,10 @@ from parallel_backend.families.own_class.call_arguments import OPTIONS, structur
 from parallel_backend.families.own_class.call_form import in_form  # noqa: E402
 from parallel_backend.families.own_class.trial import trial  # noqa: E402
 from parallel_backend.families.own_class.tried_calls import Call  # noqa: E402
+from testing.files import write_header  # noqa: E402
 from testing.hollow.ranks import hollow_pool  # noqa: E402
 from testing.models import on_ranks  # noqa: E402
-from testing.real_sizes import REAL_MODELS, RealModel, write_header  # noqa: E402
+from testing.real_sizes import BY_CLASS, REAL_MODELS, RealModel  # noqa: E402
 
 DEVICES = ("cuda:0",)
 
@@ -60,7 +61,7 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
     nodes_of_pack = importlib.import_module(f"{PACK}.nodes.model.own_class")
     with tempfile.TemporaryDirectory() as folder:
         path = real.save(Path(folder) / "model.safetensors")
-        own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{real.family_name} has no class"))
+        own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{name} has no class"))
         # Of the family's file some of the class's tensors are missing: those that compute on a prompt.
         keys, shapes = dict(own.keys), {name: tuple(each.shape) for name, each in build(own).state_dict().items()}
         write_header(path, {keys.get(name, name): shape for name, shape in shapes.items()}, real.metadata)
@@ -87,4 +88,4 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
 
 load_pack()
 for name, axis, ranks in cases:
-    print(json.dumps(figures(REAL_MODELS[name], Degrees(**{axis: int(ranks)}))), file=said, flush=True)
+    print(json.dumps(figures((BY_CLASS | REAL_MODELS)[name], Degrees(**{axis: int(ranks)}))), file=said, flush=True)

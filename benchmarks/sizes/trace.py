@@ -10,16 +10,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.families.own_class import family as own_class
+from parallel_backend.families.own_class.call_arguments import STRUCTURE, structure_of
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_model import KV_COPIES, MemoryNeed, Request, memory_by_rank
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
@@ -66,11 +68,15 @@ class Trace:
 def trace(real: RealModel, degrees: Degrees) -> Trace:
     """A run of this model, whole."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        checkpoint = open_checkpoint(real.save(Path(folder) / "model.safetensors"))  # first: it imports the model's class
+        checkpoint = real.opened(real.save(Path(folder) / "model.safetensors"))  # first: it imports the model's class
         pool, accounts = stack.enter_context(hollow_pool(degrees.world))
+        tensors = real.tensors()
+        if STRUCTURE in tensors:  # no value can be read from a hollow device
+            told = structure_of(tensors)
+            stack.enter_context(mock.patch.object(own_class, "structure_of", lambda _tensors: told))
         model = on_ranks(pool, checkpoint, degrees, "bf16", "sdpa", lambda: None, stage_split="even")
         weights = [account.allocated for account in accounts]
-        inputs = Inputs(real.noise(), real.tensors(), real.timestep)
+        inputs = Inputs(real.noise(), tensors, real.timestep)
         found = traced(pool, model, inputs, accounts)
         for figures, nbytes in zip(found, weights, strict=True):
             figures["peak"] -= nbytes
@@ -78,7 +84,7 @@ def trace(real: RealModel, degrees: Degrees) -> Trace:
         shapes = [tuple(latent.shape) for latent in latents_of(real.noise())]
         patching = model.family.patching
         conditioning = conditioning_of(
-            model, patching.grid(shapes[0]), real.tensors(), sound=patching.companion_tokens(tuple(shapes))
+            model, patching.grid(shapes[0]), tensors, sound=patching.companion_tokens(tuple(shapes))
         )
         kept = KV_COPIES if keeps(degrees) else 0
         return Trace(found, request_of(conditioning, model.family, kept, bands_of(degrees)))
@@ -154,7 +160,7 @@ def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list
 def _sizes(real: RealModel) -> ModelSizes:
     """The sizes of this model. Its class takes seconds to build, and modes ask for it one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = open_checkpoint(real.save(Path(folder) / "model.safetensors"))
+        checkpoint = real.opened(real.save(Path(folder) / "model.safetensors"))
         return model_sizes(checkpoint, "bf16", "cuda")
 
 

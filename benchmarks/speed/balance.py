@@ -15,7 +15,6 @@ import torch
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome, Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, Subject
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from testing.models import on_ranks
@@ -38,7 +37,7 @@ def case_name(mode: str, split: str) -> str:
 def measure(subject: Subject, rounds: int) -> tuple[Outcomes, Cuts]:
     cuts: Cuts = {case_name(mode, split): [] for mode in MODES for split in SPLITS}
     with subject.saved() as folder, closing(Pool(("cpu", "cpu"), threads=1, start=start_with(SLOWDOWN))) as pool:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = subject.opened(folder)
 
         def case(mode: str, split: str) -> Callable[[], Outcome]:
             def run() -> Outcome:

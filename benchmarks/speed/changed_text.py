@@ -24,10 +24,9 @@ from typing import Any
 
 from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
-from testing.comfyui.models import FLUX
-from testing.tiny import random_flux, save_original
+from testing import mini
 
-MODEL = FLUX | {"num_attention_heads": 4, "num_layers": 2, "num_single_layers": 10}
+MODEL = mini.IN_COMFYUI | {"width": 512, "single_blocks": 10}
 """246 MB in fp32."""
 LAYERS = 90
 """Of a text encoder of 59 MB."""
@@ -98,7 +97,7 @@ def run(checkout: Path, prompts: int, either: int) -> dict[str, Any]:
         base = Path(directory)
         folder = base / "models" / "diffusion_models"
         folder.mkdir(parents=True)
-        save_original(random_flux(MODEL), MODEL, folder / "model.safetensors")
+        mini.save(mini.random_model(MODEL), folder / "model.safetensors")
         common = {
             "file": "model.safetensors",
             "sizes": {"both": BOTH * 10**6, "either": either * 10**6},

@@ -22,11 +22,10 @@ import torch
 
 from benchmarks.harness import measuring
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, FLUX_SCHNELL, Subject
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 BLOCKS = 12
@@ -51,10 +50,10 @@ class Run:
     sample: torch.Tensor
 
 
-def plain_process(subject: Subject, folder: Path, device: str, compiled: bool, connection: Connection) -> None:
+def plain_process(subject: Subject, path: Path, device: str, compiled: bool, connection: Connection) -> None:
     """Answers every message on the connection with a run of the plain loop."""
     torch.set_num_threads(1)
-    model = subject.load(folder, device)
+    model = subject.load(path, device)
     if compiled:
         model.compile_repeated_blocks(fullgraph=True, dynamic=False)
     x, prompt = subject.problem()
@@ -68,10 +67,10 @@ def plain_process(subject: Subject, folder: Path, device: str, compiled: bool, c
         connection.send((time.perf_counter() - started, time.process_time() - cpu, first, sample.numpy()))
 
 
-def plain(stack: ExitStack, subject: Subject, folder: Path, device: str, compiled: bool) -> Callable[[], Run]:
+def plain(stack: ExitStack, subject: Subject, path: Path, device: str, compiled: bool) -> Callable[[], Run]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=plain_process, args=(subject, folder, device, compiled, theirs))
+    process = context.Process(target=plain_process, args=(subject, path, device, compiled, theirs))
     process.start()
     stack.callback(process.join)
     stack.callback(ours.send, False)
@@ -85,14 +84,14 @@ def plain(stack: ExitStack, subject: Subject, folder: Path, device: str, compile
 
 
 def ranks(
-    stack: ExitStack, subject: Subject, folder: Path, devices: tuple[str, ...], compiled: bool, bands: int
+    stack: ExitStack, subject: Subject, path: Path, devices: tuple[str, ...], compiled: bool, bands: int
 ) -> Callable[[], Run]:
     """Ours: a stage on each device."""
     pool = stack.enter_context(closing(Pool(devices, threads=1)))
     model = on_ranks(
-        pool, open_checkpoint(folder), Degrees(pipe=len(devices)), subject.dtype, "auto", lambda: None, compile=compiled
+        pool, subject.opened(path), Degrees(pipe=len(devices)), subject.dtype, "auto", lambda: None, compile=compiled
     )
-    x, prompt = subject.problem()
+    x, prompt = subject.problem_of_ranks()
 
     def sample(sigmas: torch.Tensor) -> torch.Tensor:
         if bands:
@@ -113,15 +112,16 @@ def ranks(
 
 def measure(subject: Subject, devices: tuple[str, ...], rounds: int) -> dict[str, list[Run]]:
     say = measuring.TimedLog()
-    with subject.saved() as folder, ExitStack() as stack:
+    with subject.saved() as path, ExitStack() as stack:
+        subject.for_others(path)
         make: dict[str, Callable[[], Callable[[], Run]]] = {}
         for compiled in (False, True):
             how = "compiled" if compiled else "eager"
-            make[f"diffusers {how}"] = functools.partial(plain, stack, subject, folder, devices[0], compiled)
-            make[f"one rank {how}"] = functools.partial(ranks, stack, subject, folder, devices[:1], compiled, 0)
+            make[f"diffusers {how}"] = functools.partial(plain, stack, subject, path, devices[0], compiled)
+            make[f"one rank {how}"] = functools.partial(ranks, stack, subject, path, devices[:1], compiled, 0)
             if len(devices) > 1:
                 name = f"pipefusion 2 stages, {BANDS} patches, {how}"
-                make[name] = functools.partial(ranks, stack, subject, folder, devices, compiled, BANDS)
+                make[name] = functools.partial(ranks, stack, subject, path, devices, compiled, BANDS)
         cases = {}
         for name, prepare in make.items():
             cases[name] = prepare()
@@ -149,7 +149,7 @@ def summary(subject: Subject, devices: tuple[str, ...], runs: dict[str, list[Run
             rows[name] |= {
                 "speed_up": round(statistics.median(a.seconds / b.seconds for a, b in zip(eager, done, strict=True)), 3),
                 "speed_up_cpu_seconds": round(statistics.median(a.cpu / b.cpu for a, b in zip(eager, done, strict=True)), 3),
-                "relative_difference_to_eager": float(f"{tiny.relative(done[0].sample, eager[0].sample):.2g}"),
+                "relative_difference_to_eager": float(f"{mini.relative(done[0].sample, eager[0].sample):.2g}"),
             }
     ratio = [a.seconds / b.seconds for a, b in zip(runs["one rank compiled"], runs["diffusers compiled"], strict=True)]
     rows["one rank compiled"]["time_over_diffusers_compiled"] = round(statistics.median(ratio), 3)

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import measuring
-from benchmarks.harness.subjects import PIXART_LIKE, Subject
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from benchmarks.harness.subjects import GUIDED_FLUX_LIKE, Subject
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
@@ -37,7 +36,7 @@ MODES = {
 }
 PLAIN = "plain diffusers"
 WIDTHS = (32, 64, 64)
-SUBJECT = PIXART_LIKE.at(side=32)
+SUBJECT = GUIDED_FLUX_LIKE.at(side=32)
 
 PARTS = ("start", "load", "first picture, from nothing", "next picture")
 VAE_PARTS = ("to the VAE", "decode")
@@ -73,8 +72,8 @@ class Lap:
         self.seconds[name], self._last = now - (self.began if since_begin else self._last), now
 
 
-def ranks_seconds(subject: Subject, folder: Path, with_vae: bool, mode: Mode) -> Seconds:
-    x, prompt = subject.problem()
+def ranks_seconds(subject: Subject, path: Path, with_vae: bool, mode: Mode) -> Seconds:
+    x, prompt = subject.problem_of_ranks()
     sigmas, lap = linear_sigmas(subject.steps), Lap()
 
     def sample(model: RemoteTransformer) -> torch.Tensor:
@@ -85,14 +84,14 @@ def ranks_seconds(subject: Subject, folder: Path, with_vae: bool, mode: Mode) ->
     with closing(Pool(("cpu",) * mode.degrees.world, threads=1)) as pool:
         pool.ready.result()
         lap("start")
-        model = on_ranks(pool, open_checkpoint(folder), mode.degrees, "fp32", "auto", lambda: None)
+        model = on_ranks(pool, subject.opened(path), mode.degrees, "fp32", "auto", lambda: None)
         lap("load")
         latent = sample(model)
         lap("first picture, from nothing", since_begin=True)
         sample(model)
         lap("next picture")
         if with_vae:
-            weights = decoder_of(autoencoder(subject.family.sizes.latent_channels(subject.config)))
+            weights = decoder_of(autoencoder(subject.latent[0]))
             decoder = OnRanks(pool, "vae", lambda: weights)
             decoder.decode(latent[:, :, : mode.degrees.world, :1], lambda: None)
             lap("to the VAE")
@@ -101,10 +100,10 @@ def ranks_seconds(subject: Subject, folder: Path, with_vae: bool, mode: Mode) ->
     return lap.seconds
 
 
-def _plain(subject: Subject, folder: Path, with_vae: bool, connection: Connection) -> None:
+def _plain(subject: Subject, path: Path, with_vae: bool, connection: Connection) -> None:
     torch.set_num_threads(1)
     connection.send(None)
-    model = subject.load(folder)
+    model = subject.load(path)
     connection.send(None)
     x, prompt = subject.problem()
     sigmas = linear_sigmas(subject.steps)
@@ -113,7 +112,7 @@ def _plain(subject: Subject, folder: Path, with_vae: bool, connection: Connectio
     euler(subject.predict(model), x, sigmas, prompt)
     connection.send(None)
     if with_vae:
-        vae = autoencoder(subject.family.sizes.latent_channels(subject.config))
+        vae = autoencoder(subject.latent[0])
         with torch.inference_mode():
             vae.decode(latent[:, :, :1, :1])
             connection.send(None)
@@ -121,12 +120,12 @@ def _plain(subject: Subject, folder: Path, with_vae: bool, connection: Connectio
             connection.send(None)
 
 
-def in_a_process(subject: Subject, folder: Path, with_vae: bool) -> Seconds:
+def in_a_process(subject: Subject, path: Path, with_vae: bool) -> Seconds:
     """A process that imports torch and diffusers, loads, and samples."""
     lap = Lap()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_plain, args=(subject, folder, with_vae, theirs))
+    process = context.Process(target=_plain, args=(subject, path, with_vae, theirs))
     process.start()
     theirs.close()
     for name in PARTS + (VAE_PARTS if with_vae else ()):
@@ -146,9 +145,10 @@ def run(
     """The result: by case and part, seconds (median, and each round's)."""
     found: dict[str, list[Seconds]] = {}
     with TemporaryDirectory() as directory:
-        folder = subject.save(Path(directory))
-        cases = {PLAIN: partial(in_a_process, subject, folder, with_vae)}
-        cases |= {name: partial(ranks_seconds, subject, folder, with_vae, mode) for name, mode in modes.items()}
+        path = subject.save(Path(directory))
+        subject.for_others(path)
+        cases = {PLAIN: partial(in_a_process, subject, path, with_vae)}
+        cases |= {name: partial(ranks_seconds, subject, path, with_vae, mode) for name, mode in modes.items()}
         for turn in range(rounds):
             for name, case in cases.items():
                 seconds = case()

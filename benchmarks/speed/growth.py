@@ -13,7 +13,6 @@ from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import DEEPER_FLUX_LIKE, Subject
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from testing.models import on_ranks
@@ -61,7 +60,7 @@ def run(
     """The result: by curve and mode, a list of points."""
     curves: dict[str, dict[str, list[dict]]] = {"tokens": {}, "steps": {}, "ranks": {}}
     with TemporaryDirectory() as directory, ExitStack() as stack:
-        checkpoint = open_checkpoint(subject.save(Path(directory)))
+        checkpoint = subject.opened(subject.save(Path(directory)))
 
         pools = pools or stack.enter_context(Pools())
 

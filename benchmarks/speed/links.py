@@ -42,7 +42,7 @@ from benchmarks.harness.subjects import FLUX_LIKE, Subject
 from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.rivals.peers import DiffusersRanks, PeerFailed, XditRanks, xdit_version
 from benchmarks.speed.two_ranks import EXACT
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
@@ -52,7 +52,7 @@ from parallel_backend.planning.planner import advise
 from parallel_backend.planning.prediction import Prediction, predict
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 STEPS = 6
@@ -158,7 +158,7 @@ class Bench:
     def planned(self, modes: dict[str, Mode]) -> dict[str, Prediction]:
         """Runs as the planner sees them, by a calibration over the links as they are now. It does not know naive patches."""
         subject = self._subject
-        shape = (1, subject.family.sizes.latent_channels(subject.config), subject.side, subject.side)
+        shape = (1, *subject.latent)
         run = (shape, subject.entries, subject.steps, subject.text)
         calibration = calibrate(self._pool, self._checkpoint, "fp32", lambda: None)
 
@@ -173,14 +173,14 @@ class Bench:
 class Peers:
     """Processes of others, each kind at a switch of its own. A context: it ends them."""
 
-    def __init__(self, subject: Subject, folder: Path, xdit_python: Path | None, world: int):
+    def __init__(self, subject: Subject, path: Path, xdit_python: Path | None, world: int):
         self._stack, self._switches, self._world = ExitStack(), [], world
         self.runs: dict[str, Callable[[], Outcome]] = {}
-        diffusers = self._stack.enter_context(contextlib.closing(DiffusersRanks(subject, folder, self._links(), world)))
+        diffusers = self._stack.enter_context(contextlib.closing(DiffusersRanks(subject, path, self._links(), world)))
         self.runs |= {name: functools.partial(diffusers.run, mode) for name, mode in DIFFUSERS.items()}
         for name, axis in XDIT.items() if xdit_python else ():
             patches = world if axis == "pipe" else 1
-            ranks = XditRanks(xdit_python, subject, folder, {axis: world}, patches, self._links(), world)
+            ranks = XditRanks(xdit_python, subject, path, {axis: world}, patches, self._links(), world)
             self.runs[f"{name} M={patches}" if axis == "pipe" else name] = self._stack.enter_context(
                 contextlib.closing(ranks)
             ).run
@@ -223,7 +223,7 @@ def _auto(plans: list[dict[str, Prediction]], cases: dict[str, list[float]], mod
 
 def _row(outcomes: list[Outcome], one: list[Outcome], planned: list[float], steps: int) -> dict:
     seconds = [each / steps for each in measuring.seconds(outcomes)]
-    difference = tiny.relative(outcomes[0].sample, one[0].sample)
+    difference = mini.relative(outcomes[0].sample, one[0].sample)
     said = {
         "seconds_per_step": figure(seconds, 4),
         "speed_up": figure(measuring.ratios(one, outcomes)),
@@ -274,11 +274,12 @@ def run(
     scaled: dict[str, tuple[float, float]] = {}
     left_out: dict[str, str] = {}
     with TemporaryDirectory() as directory, ExitStack() as stack:
-        folder = subject.save(Path(directory))
-        checkpoint = open_checkpoint(folder)
+        path = subject.save(Path(directory))
+        subject.for_others(path)
+        checkpoint = subject.opened(path)
         pool, set_links = stack.enter_context(_ranks(real, world))
         bench = Bench(subject, checkpoint, pool, stack.enter_context(Pools())(1))
-        others = stack.enter_context(Peers(subject, folder, xdit_python, world)) if peers and not real else None
+        others = stack.enter_context(Peers(subject, path, xdit_python, world)) if peers and not real else None
         for turn in range(rounds):
             one.append(bench.one())
             step = one[-1].seconds / subject.steps

@@ -33,12 +33,12 @@ from safetensors.torch import load_file, save_file
 from benchmarks.harness import measuring
 from benchmarks.harness.needs import need
 from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, WEIGHTS, Subject
-from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
+from testing import mini
 from testing.emulated_device import EmulatedDevice, start_with
 from testing.host_memory import held_bytes, mapped_bytes
 from testing.models import on_ranks
@@ -70,29 +70,6 @@ FORMATS = {
     "w4a8": "w4a8, no codebook",
 }
 """Format -> its name in testing.quantised; None: a plain file."""
-MINIMAX_H3 = {
-    "num_attention_heads": 8,
-    "attention_head_dim": 128,
-    "hidden_size": 768,
-    "num_refiner_layers": 2,
-    "ffn_dim": 2048,
-    "text_dim": 736,
-    "time_embed_hidden_dim": 768,
-    "time_embed_dim": 384,
-}
-LTX2 = {
-    "num_attention_heads": 32,
-    "attention_head_dim": 16,
-    "cross_attention_dim": 512,
-    "audio_num_attention_heads": 32,
-    "audio_attention_head_dim": 8,
-    "audio_cross_attention_dim": 256,
-    "use_prompt_embeddings": False,
-    **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
-}
-LTX2_CONNECTORS = {"video": 512, "audio": 256}
-"""Stream -> width."""
-CONNECTOR_LAYERS = 8
 INTERVAL = 0.05  # seconds between looks
 
 
@@ -104,38 +81,9 @@ def large(gigabytes: float, heads: int = 7) -> Subject:
     return replace(
         subject,
         name="Flux-like",
-        config=subject.config | {"num_layers": 4, "num_single_layers": max(1, singles), "joint_attention_dim": 64},
+        config=subject.config | {"double_blocks": 4, "single_blocks": max(1, singles), "context_width": 64},
         reduced="",
     )
-
-
-def large_minimax_h3(gigabytes: float) -> Subject:
-    """MiniMax H3 a seventh as wide, and as deep as it takes: what every rank has weighs twice as much as in the real one."""
-    config = MINIMAX_H3 | {"num_layers": round(gigabytes * 1e9 / (13.2e6 * 4))}
-    return Subject("MiniMax-H3-like", "minimax-h3", config, side=32, text=32)
-
-
-def large_ltx2(gigabytes: float) -> Subject:
-    """LTX-2.3 an eighth as wide, with as many blocks as it takes; 1.3 GB are the real one's 48."""
-    around, block = 145, 23  # in width^2 values: connectors and embeddings of the time; a block's two streams
-    layers = round((gigabytes * 1e9 / 4 / 512**2 - around) / block)
-    return Subject("LTX-2.3-like", "ltx-2", LTX2 | {"num_layers": layers}, side=32, text=32)
-
-
-def save_connectors(folder: Path) -> None:
-    """Those of LTX-2.3, a tenth of its file. ComfyUI's process reads them, and no rank has them."""
-    tensors, generator = {}, torch.Generator().manual_seed(0)
-    for stream, width in LTX2_CONNECTORS.items():
-        sizes = {f"attn1.to_{part}": (width, width) for part in ("q", "k", "v", "out.0")}
-        sizes |= {"ff.net.0.proj": (4 * width, width), "ff.net.2": (width, 4 * width)}
-        for layer in range(CONNECTOR_LAYERS):
-            block = f"{stream}_embeddings_connector.transformer_1d_blocks.{layer}."
-            for name, shape in sizes.items():
-                tensors[f"{block}{name}.weight"] = torch.randn(shape, generator=generator)
-    save_file(tensors, folder / "connectors.safetensors")
-
-
-LARGE = {"flux": large, "minimax-h3": large_minimax_h3, "ltx-2": large_ltx2}
 
 
 def memory(pids: tuple[int, ...]) -> tuple[int, int]:
@@ -176,7 +124,7 @@ def measure(
     pool.ask(Unload(), Unloaded).result(timeout=120)
     with Peak((*pool.pids, os.getpid())) as peak:
         started = time.perf_counter()
-        model = on_ranks(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
+        model = on_ranks(pool, mini.opened(path), degrees, dtype, "sdpa", lambda: None)
         seconds = time.perf_counter() - started
     held, mapped = peak.extra
     on_devices = sum(model.resident.device_bytes) if emulated else 0
@@ -189,9 +137,9 @@ def measure(
     }
 
 
-def in_format(subject: Subject, folder: Path, path: Path, kind: str | None, dtype: torch.dtype) -> int:
+def in_format(folder: Path, path: Path, kind: str | None, dtype: torch.dtype) -> int:
     """Writes the weights in `folder` to `path` in the native layout, quantised as `kind`, others in `dtype`. Its bytes."""
-    plain = to_original(subject.family, subject.config, load_file(folder / WEIGHTS))
+    plain = load_file(folder / WEIGHTS)
     stored = plain
     if kind is not None:
         from testing.quantised import quantise_blocks  # it imports comfy_kitchen, which plain formats do without
@@ -211,12 +159,12 @@ def by_format(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
         model.save(place)
     for format in given.formats:
         dtype = "fp32" if format == "fp32" else "bf16"
-        size = in_format(subject, folder, path, FORMATS[format], TORCH_DTYPES[dtype])
-        in_format(FLUX_LIKE, other, small, FORMATS[format], TORCH_DTYPES[dtype])  # so that imports do not count
+        size = in_format(folder, path, FORMATS[format], TORCH_DTYPES[dtype])
+        in_format(other, small, FORMATS[format], TORCH_DTYPES[dtype])  # so that imports do not count
         for mode, degrees in FORMAT_MODES.items():
             with closing(Pool(("cpu",) * degrees.world, threads=1)) as pool:
                 pool.ready.result()
-                on_ranks(pool, open_checkpoint(small), degrees, dtype, "sdpa", lambda: None)
+                on_ranks(pool, mini.opened(small), degrees, dtype, "sdpa", lambda: None)
                 runs = [measure(pool, path, size, degrees, dtype) for _ in range(given.rounds)]
             found[f"{format}, {mode}"] = {"file_MB": round(size / 1e6, 1), **summary(runs)}
             print(f"{format}, {mode}: {found[f'{format}, {mode}']}", flush=True)
@@ -232,22 +180,16 @@ def summary(runs: list[dict[str, float]]) -> dict[str, float]:
 
 def by_mode(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
-    subject = LARGE[given.model](given.gigabytes)
-    path, small = (directory / name for name in ("large", "small"))
-    path.mkdir()
-    small.mkdir()
-    subject.save(path)
-    if given.model == "ltx-2":
-        save_connectors(path)
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    FLUX_LIKE.save(small)
+    subject = large(given.gigabytes)
+    path, small = subject.save(directory / "large"), FLUX_LIKE.save(directory / "small")
+    size = path.stat().st_size
     streamed = {f"{name}, streamed": MODES[name] for name in STREAMED}
     found |= {name: [] for name in streamed}
     device = EmulatedDevice(round(ROOM * size), RATE)
     for start, modes in ((LocalRanks, MODES), (start_with(device), streamed)):
         with closing(Pool(("cpu",) * RANKS, threads=1, start=start)) as pool:
             pool.ready.result()
-            on_ranks(pool, open_checkpoint(small), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
+            on_ranks(pool, mini.opened(small), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
             for turn in range(given.rounds):
                 for name, degrees in modes.items():
                     found[name].append(measure(pool, path, size, degrees, emulated=modes is streamed))
@@ -260,7 +202,6 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--gigabytes", type=float, default=2.0)
     options.add_argument("--rounds", type=int, default=2)
-    options.add_argument("--model", choices=LARGE, default="flux", help="whose shape, without --formats")
     options.add_argument("--formats", type=lambda text: text.split(","), help=f"of {', '.join(FORMATS)}")
     options.add_argument("--out", type=Path)
     given = options.parse_args()

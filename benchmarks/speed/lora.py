@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome, Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, Subject
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -40,7 +40,7 @@ def lora(checkpoint: Checkpoint) -> list[Delta]:
 
 def measure(subject: Subject, folder: Path, rounds: int) -> tuple[Outcomes, dict]:
     """The outcomes, and how large the LoRA is: bytes of its factors, and on the ranks."""
-    pool, checkpoint = Pool(("cpu", "cpu"), threads=1), open_checkpoint(folder)
+    pool, checkpoint = Pool(("cpu", "cpu"), threads=1), subject.opened(folder)
     pool.ready.result()
     models: dict[str, RemoteTransformer] = {}
     factors, others = lora(checkpoint), lora(checkpoint)
@@ -86,7 +86,7 @@ def measure(subject: Subject, folder: Path, rounds: int) -> tuple[Outcomes, dict
     finally:
         pool.close()
     sent = sum(delta.up.nbytes + delta.down.nbytes for delta in factors)
-    return outcomes, {"file_bytes": subject.bytes(folder), "factor_bytes": sent, "bytes_on_ranks_tensor_2": adapter_bytes}
+    return outcomes, {"file_bytes": folder.stat().st_size, "factor_bytes": sent, "bytes_on_ranks_tensor_2": adapter_bytes}
 
 
 def summary(subject: Subject, rounds: int, outcomes: Outcomes, sizes: dict) -> dict:

@@ -31,9 +31,7 @@ from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.subjects import Subject
 from benchmarks.predictions.presets import BF16, HARDWARE, MODELS, PCIE_4
 from benchmarks.speed.loading import large
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.model_sizes import RankWeights
@@ -42,6 +40,7 @@ from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.rank_settings import StartSettings
+from testing import mini
 from testing.emulated_device import EmulatedDevice, start_with
 from testing.models import on_ranks
 
@@ -113,10 +112,11 @@ def block_by_block(
     return seconds + exact * (sum if pipe > 1 else max)(later(call)) + banded * bands * max(later(call / bands))
 
 
-def weights_of(path: Path, mode: str) -> list[RankWeights]:
-    checkpoint, degrees = open_checkpoint(path), MODES[mode][0]
+def weights_of(path: Path, subject: Subject, mode: str) -> list[RankWeights]:
+    degrees = MODES[mode][0]
+    checkpoint = subject.opened(path, degrees.tensor)
     stages = even_stages(checkpoint.family.blocks.total(checkpoint.config), degrees.pipe)
-    setup = Setup(path, "fp32", ("cpu",) * degrees.world, degrees, "auto")
+    setup = mini.setup(path, "fp32", ("cpu",) * degrees.world, degrees, "auto")
     return MemoryCheck(checkpoint, setup, stages, 1).weights()
 
 
@@ -130,7 +130,7 @@ def weights_alone(budget: int) -> Iterator[None]:
 
 def sample(pool: Pool, path: Path, subject: Subject, mode: str) -> Run:
     degrees, bands = MODES[mode]
-    model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+    model = on_ranks(pool, subject.opened(path), degrees, "fp32", "sdpa", lambda: None)
     outcome = measuring.run_ranks(model, subject, bands=bands)
     pool.ask(Unload(), Unloaded).result(timeout=120)
     return Run(outcome, (1, subject.steps - 1) if bands else (subject.steps, 0), bands)
@@ -148,7 +148,7 @@ def run(
     found: dict[str, list[tuple[Run, Run]]] = {mode: [] for mode in MODES}
     two = ("cpu", "cpu")
     with subject.saved() as path, closing(Pool(two, threads=1, start=start)) as plain:
-        size = subject.bytes(path)
+        size = path.stat().st_size
         compute = sum(sample(plain, path, subject, "ulysses").compute)  # of both halves
         rate = size / (compute * copies_over_compute())
         say(f"a call computes {compute:.2f} s on one core; copies: {rate / 1e9:.3f} GB/s")
@@ -160,7 +160,7 @@ def run(
                         runs.append((whole, sample(emulated, path, subject, mode)))
                     seconds = [each.outcome.seconds for each in runs[-1]]
                     say(f"round {turn + 1}/{rounds}  {mode:16} all there {seconds[0]:.2f} s, streamed {seconds[1]:.2f} s")
-        weights = {mode: weights_of(path, mode) for mode in MODES}
+        weights = {mode: weights_of(path, subject, mode) for mode in MODES}
     modes = {mode: row(runs, rate, budget, MODES[mode][0].pipe, weights[mode]) for mode, runs in found.items()}
     return {
         "file_MB": round(size / 1e6, 1),

@@ -20,13 +20,12 @@ from benchmarks.harness import measuring
 from benchmarks.harness.measuring import figure, run_plain
 from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import FLUX_SCHNELL, Subject
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.timeline_kinds import WORK
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 SIDES = (128, 256)
@@ -82,7 +81,7 @@ def _rounds(
     subject: Subject, model: torch.nn.Module, remote: RemoteTransformer, device: str, rounds: int, say: Callable[[str], None]
 ) -> dict:
     forward = Stopwatch(subject.predict(model), device)
-    x, prompt = subject.problem()
+    x, prompt = subject.problem_of_ranks()
     sigmas = linear_sigmas(subject.steps)
     found: dict[str, list[float]] = {}
 
@@ -126,7 +125,7 @@ def _rounds(
         "seconds": {name: figure(values, 5) for name, values in found.items()},
         "ratios": ratios,
         "limits": LIMITS,
-        "relative_difference": float(f"{tiny.relative(samples['whole'], samples['plain']):.2g}"),
+        "relative_difference": float(f"{mini.relative(samples['whole'], samples['plain']):.2g}"),
         "peak_MB_of_rank": round(remote.close_run(remote.open_run(), lambda: None)[0].peak_bytes / 1e6),
     }
 
@@ -147,12 +146,13 @@ def run(
     whole = replace(subject, dtype="bf16" if device.startswith("cuda") else "fp32").at(layers=layers)
     with TemporaryDirectory() as directory, ExitStack() as stack:
         say(f"writing the weights of: {whole}")
-        folder = whole.save(Path(directory))
-        model = whole.load(folder, device)
+        path = whole.save(Path(directory))
+        whole.for_others(path)
+        model = whole.load(path, device)
         if compiled:
             model.compile_repeated_blocks(fullgraph=True)
         pool = (pools or stack.enter_context(Pools(device)))(1)
-        checkpoint = open_checkpoint(folder)
+        checkpoint = subject.opened(path)
         remote = on_ranks(pool, checkpoint, Degrees(), whole.dtype, "auto", lambda: None, compile=compiled)
         sizes = [_rounds(replace(whole, side=side, steps=steps), model, remote, device, rounds, say) for side in sides]
     return measuring.head(

@@ -22,14 +22,13 @@ from safetensors.torch import save_file
 
 from benchmarks.harness import measuring
 from benchmarks.sizes.trace import predicted
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.pool import Pool
 from testing.models import conditioning_of, on_ranks
-from testing.real_sizes import REAL_MODELS, RealModel
+from testing.real_sizes import BY_CLASS, REAL_MODELS, RealModel
 
 from .one_rank_native import inside, row
 
@@ -48,7 +47,7 @@ class Case:
 
     @property
     def real(self) -> RealModel:
-        return REAL_MODELS[self.name].with_depths(*self.depths)
+        return (BY_CLASS | REAL_MODELS)[self.name].with_depths(*self.depths)
 
 
 CASES = {case.name: case for case in (Case("flux-dev", (4, 8)), Case("wan-2.2-14b", (2,)))}
@@ -75,7 +74,7 @@ def memory(path: Path, real: RealModel) -> dict[str, float]:
     pool = Pool((DEVICE,))
     try:
         pool.ready.result(timeout=120)
-        model = on_ranks(pool, open_checkpoint(path), Degrees(), "bf16", "sdpa", lambda: None)
+        model = on_ranks(pool, real.opened(path), Degrees(), "bf16", "sdpa", lambda: None)
         noise, tensors = real.noise(), real.tensors()
         for _ in range(CALLS):
             model.predict(ModelCall(noise, torch.full((real.entries,), real.timestep), tensors), lambda: None)
@@ -104,7 +103,7 @@ def run(rounds: int, steps: int, say: Callable[[str], None], checkout: Path, cas
             real, file = case.real, folder / f"{case.name}.safetensors"
             fill(real, file)
             say(f"{case.name}: {file.stat().st_size / 1e9:.1f} GB")
-            call = {"latent": real.latents[0], "text": real.text, "pooled": real.config.get("pooled_projection_dim", 0)}
+            call = {"latent": real.latents[0], "text": real.text, "pooled": real.config.get("pooled_width", 0)}
             with inside(checkout, base, FLAGS) as ask:  # one ComfyUI each, so that its memory is free for the next
                 asked = {"file": file.name, "dtype": "bf16", "call": call, "steps": steps, "rounds": rounds}
                 made = row(ask(asked | {"device": DEVICE}))

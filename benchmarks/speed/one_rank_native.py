@@ -28,12 +28,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import measuring
 from benchmarks.harness.needs import need
-from parallel_backend.families import FAMILIES
 from parallel_backend.rank.allocator import KEPT_BYTES, LARGEST_IN_HEAP
 from scripts.comfyui_server import find_python
-from testing.cases.wan import WAN
-from testing.comfyui.models import FLUX
-from testing.tiny import randomise, save_original
+from testing import mini
 
 FORMATS = {"fp32": None, "bf16": None, "fp8": "fp8", "int8": "int8, rotated", "nvfp4": "nvfp4"}
 """Format -> its name in testing.quantised; None: a plain file."""
@@ -49,38 +46,33 @@ LIMIT = 1.03
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its call. `latent`: [C, (T,) H, W]. `text`: [tokens, width]. `pooled`: width of the pooled text, or 0."""
+    """A Flux and its call. `config`: arguments of the mini class, whose tensors have Flux's names. `latent`: [C, H, W].
+    `words`: tokens of the text."""
 
-    family: str
     config: dict[str, Any]
     latent: tuple[int, ...]
-    text: tuple[int, int]
-    pooled: int = 0
+    words: int
+
+    @property
+    def text(self) -> tuple[int, int]:
+        return self.words, self.config["context_width"]
+
+    @property
+    def pooled(self) -> int:
+        return self.config["pooled_width"]
 
     def __str__(self) -> str:
-        heads, width = self.config["num_attention_heads"], self.config["attention_head_dim"]
-        blocks = " + ".join(str(self.config[name]) for name in ("num_layers", "num_single_layers") if name in self.config)
+        blocks = f"{self.config['double_blocks']} + {self.config['single_blocks']} blocks"
         return (
-            f"{self.family}, random weights, hidden {heads * width}, {blocks} blocks, latent {list(self.latent)}, "
-            f"{self.text[0]} text tokens"
+            f"flux, random weights, hidden {self.config['width']}, {blocks}, latent {list(self.latent)}, {self.words} text "
+            "tokens"
         )
 
     def save(self, path: Path) -> Path:
-        model = FAMILIES[self.family].transformer_class()(**self.config).eval()
-        return save_original(randomise(model, 0), dict(model.config), path, family=self.family)
+        return mini.save(mini.random_model(self.config), path)
 
 
-SUBJECTS = {
-    "flux": Subject(
-        "flux", FLUX | {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4}, (16, 64, 64), (32, 64), 32
-    ),
-    "wan": Subject(
-        "wan",
-        WAN | {"num_attention_heads": 4, "ffn_dim": 2048, "num_layers": 6, "text_dim": 4096},
-        (16, 4, 32, 32),
-        (512, 4096),
-    ),
-}
+SUBJECTS = {"flux": Subject(mini.IN_COMFYUI | {"width": 512, "single_blocks": 4}, (16, 64, 64), 32)}
 """Half a second to one second a step on one core."""
 
 
@@ -179,7 +171,7 @@ def run(
 def main() -> None:
     options: argparse.ArgumentParser = measuring.parser(__doc__)
     options.set_defaults(rounds=4, steps=4)
-    options.add_argument("--cases", type=lambda text: text.split(","), default=list(SUBJECTS), help="of flux, wan")
+    options.add_argument("--cases", type=lambda text: text.split(","), default=list(SUBJECTS), help="of flux")
     options.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
     options.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI")
     options.add_argument("--beside", default="not noted", help="what else ran on the machine, in words")

@@ -18,8 +18,9 @@ from benchmarks.harness import measuring
 from benchmarks.harness.measuring import figure
 from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import FLUX_LIKE, Subject
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.proven_class import tensors_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
@@ -49,7 +50,7 @@ def work(timeline: Timeline) -> torch.Tensor:
 
 def request_ms(model: RemoteTransformer, subject: Subject, calls: int) -> list[float]:
     """Of each whole call: its time at the client, less the time from the first rank's start to the last one's stop."""
-    x, prompt = subject.problem()
+    x, prompt = subject.problem_of_ranks()
     sample_whole(model, x, linear_sigmas(3), prompt)
     model.begin_timeline()
     times = []
@@ -66,7 +67,7 @@ def request_ms(model: RemoteTransformer, subject: Subject, calls: int) -> list[f
 def hop_ms(model: RemoteTransformer, subject: Subject, calls: int, bands: int) -> list[float]:
     """From the last stage's end of a micro-step to the first stage's start of the next: the output's way to the client,
     the sampler, the next micro-step's way back. One micro-step is under way at a time, so nothing else is waited for."""
-    x, prompt = subject.problem()
+    x, prompt = subject.problem_of_ranks()
     sigmas = linear_sigmas(calls)
     model.begin_timeline()
     if bands:
@@ -82,7 +83,7 @@ def second_prompt_ms(model: RemoteTransformer, subject: Subject, prompts: int, b
     x, prompt = subject.problem()
     found = []
     for number in range(prompts):
-        tensors = {name: tensor + number for name, tensor in prompt.positive.items()}
+        tensors = tensors_of({name: tensor + number for name, tensor in prompt.positive.items()})
         model.begin_timeline()
         started = time.perf_counter()
         sample_in_bands(model, x, linear_sigmas(2), Prompt(tensors, {}, 1.0), bands, warm_up=1)
@@ -124,7 +125,7 @@ def run(
         checkpoints = {}
         for name, made in (("tiny", subject), ("larger", larger)):
             (folder := Path(directory) / name).mkdir()
-            checkpoints[name] = open_checkpoint(made.save(folder))
+            checkpoints[name] = made.opened(made.save(folder))
         pools = pools or stack.enter_context(Pools())
 
         def load(checkpoint: Checkpoint, degrees: Degrees) -> RemoteTransformer:

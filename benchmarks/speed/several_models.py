@@ -24,6 +24,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
+from testing import mini
 from testing.emulated_device import EmulatedDevice, start_with
 
 SUBJECT = replace(DEEPEST_FLUX_LIKE, side=16)
@@ -38,8 +39,8 @@ CALLS = 3
 
 def measure(subject: Subject, files: list[Path], degrees: Degrees, rounds: int) -> dict[str, list[float]]:
     """Seconds by turn, from the second of each model on."""
-    x, prompt = subject.problem(1)
-    keys = [Setup(path, "fp32", ("cpu:0", "cpu:1"), degrees, "sdpa", "even") for path in files]
+    x, prompt = subject.problem_of_ranks()
+    keys = [mini.setup(path, "fp32", ("cpu:0", "cpu:1"), degrees, "sdpa", "even") for path in files]
 
     def call(registry: Registry, key: Setup) -> float:
         started = time.perf_counter()
@@ -76,8 +77,8 @@ def main() -> None:
     options = measuring.parser(__doc__).parse_args()
     torch.set_num_threads(1)
     found = {}
-    with SUBJECT.saved() as folder, tempfile.TemporaryDirectory() as other:
-        files = [folder, Path(shutil.copytree(folder, Path(other) / "other"))]
+    with SUBJECT.saved() as path, tempfile.TemporaryDirectory() as other:
+        files = [path, Path(shutil.copy(path, Path(other) / "other.safetensors"))]
         for mode, degrees in MODES.items():
             found[mode] = measure(SUBJECT, files, degrees, options.rounds)
     scope = "from the first call of a turn to its end, less a later call; both models were loaded before"

@@ -12,10 +12,9 @@ from benchmarks.harness.measuring import Outcome, Outcomes, figure, ratios
 from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import Subject
 from benchmarks.rivals.peers import APART, PLAIN, DiffusersRanks, PeerFailed, XditRanks, xdit_version
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 
 WHAT = "two_ranks"
@@ -71,13 +70,12 @@ def pictures(name: str) -> int:
 
 
 def names(subject: Subject) -> list[str]:
-    """The cases that this model has: a guided one has a batch of two of its own, and diffusers cuts Flux only."""
+    """The cases that this model has: a guided one has a batch of two of its own."""
     guided = subject.cfg > 1
     ours = [name for name in OURS if name != "split batch" or guided]
     ours = [name for name in ours if not (guided and OURS[name].pictures > 1)]
-    diffusers = list(DIFFUSERS) if subject.family_name == "flux" else []
-    xdit = [name for name in XDIT if name != "xDiT cfg" or guided]
-    return [PLAIN_LOOP, PLAIN_TWICE, *ours, *diffusers, *xdit]
+    xdit = [] if guided else list(XDIT)  # its Flux takes no second prompt
+    return [PLAIN_LOOP, PLAIN_TWICE, *ours, *DIFFUSERS, *xdit]
 
 
 class Bench:
@@ -86,20 +84,20 @@ class Bench:
     def __init__(
         self,
         subject: Subject,
-        folder: Path,
+        path: Path,
         stack: ExitStack,
         pools: Callable[[int], Pool],
         xdit_python: Path | None,
     ):
-        checkpoint = open_checkpoint(folder)
+        checkpoint = subject.opened(path)
 
         @functools.cache
         def diffusers() -> DiffusersRanks:
-            return stack.enter_context(closing(DiffusersRanks(subject, folder)))
+            return stack.enter_context(closing(DiffusersRanks(subject, path)))
 
         @functools.cache
         def xdit(name: str) -> XditRanks:
-            ranks = stack.enter_context(closing(XditRanks(xdit_python, subject, folder, *XDIT[name])))
+            ranks = stack.enter_context(closing(XditRanks(xdit_python, subject, path, *XDIT[name])))
             ranks.run_steps(measuring.REHEARSAL)
             return ranks
 
@@ -150,7 +148,7 @@ def row(outcomes: Outcomes, name: str, subject: Subject) -> dict:
     if name not in (PLAIN_TWICE, reference) and reference in outcomes:
         sample, expected = outcomes[name][0].sample, outcomes[reference][0].sample
         if sample.shape == expected.shape:
-            difference = tiny.relative(sample, expected)
+            difference = mini.relative(sample, expected)
             said |= {"relative_difference": float(f"{difference:.2g}"), "exact": difference < EXACT}
     return said
 
@@ -183,8 +181,9 @@ def run(
     left_out: dict[str, str] = {}
     version = None
     with TemporaryDirectory() as directory, ExitStack() as stack:
-        folder = subject.save(Path(directory))
-        bench = Bench(subject, folder, stack, pools or stack.enter_context(Pools()), xdit_python)
+        path = subject.save(Path(directory))
+        subject.for_others(path)
+        bench = Bench(subject, path, stack, pools or stack.enter_context(Pools()), xdit_python)
         try:
             version = xdit_version(xdit_python)
         except PeerFailed as error:
@@ -204,7 +203,7 @@ def run(
             "exact_below": EXACT,
             "xdit": version,
             "left_out": left_out,
-            "weights_MB": round(subject.bytes(folder) / 1e6, 1),
+            "weights_MB": round(path.stat().st_size / 1e6, 1),
             "comparisons": comparisons(outcomes, subject),
             "cases": {name: row(outcomes, name, subject) for name in outcomes},
         }

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.core.setup import Setup
 from parallel_backend.families import Family
 from parallel_backend.families.base.patching import Latents
 
@@ -58,10 +57,3 @@ def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> N
                 f"latent_image: the latent has {latent.shape[1]} channels, this model needs {needed}. "
                 "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
             )
-
-
-def check_has_family(setup: Setup, does: str, instead: str) -> None:
-    """ValueError for a model that runs as ComfyUI's own class, which the node does nothing with. `instead`: advice."""
-    if setup.own_class is not None:
-        what = f"{setup.path.name} runs as ComfyUI's own class"
-        raise ValueError(f"model: {does} models that Parallel DiT computes itself. {what}. {instead}")

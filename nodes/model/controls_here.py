@@ -12,7 +12,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import Residuals
 from parallel_backend.families.base.patching import Latents
 
-from .controlnet import Control, residuals
+from .controlnet import Control, refuse_outputs
 from .fun_control import FunControl, fun_controls
 from .layers_here import LayersHere, Patches
 from .native_call import NativeClass
@@ -51,22 +51,20 @@ class ControlsHere:
         call: NativeArguments,
         control: Control | None,
         tensors: Mapping[str, torch.Tensor],
-        along: str,
         run: SamplingRun,
     ) -> Residuals:
-        """What all controls of a call add behind blocks: of ControlNets, whose outputs are `control`, and of those here.
+        """What controls of all tokens add behind blocks. `tensors`: the call's conditioning tensors.
 
-        `tensors`: the call's conditioning tensors. `along`: see `controlnet.residuals`.
+        ValueError if a ControlNet has outputs (`control`): families take none.
         """
-        family, config, latents, options = self._checkpoint.family, self._checkpoint.config, call.latents, call.options
-        control = self.with_fun(control, latents[0], call.timestep, call.others["context"], options, run)
-        of_blocks = residuals(family, config, control, tuple(latents[0].shape), along)
-        if of_sequence := sequence_controls(family, options):
-            assert not of_blocks, "a family with controls of all tokens takes no ControlNet, which is refused above"
-            return self._sequence_control.residuals(
-                self._layers(options, run), of_sequence, latents, call.timestep, call.others, options, tensors
-            )
-        return of_blocks
+        family = self._checkpoint.family
+        refuse_outputs(control, family.name)
+        if not (controls := sequence_controls(family, call.options)):
+            return {}
+        layers = self._layers(call.options, run)
+        return self._sequence_control.residuals(
+            layers, controls, call.latents, call.timestep, call.others, call.options, tensors
+        )
 
     def with_fun(
         self,

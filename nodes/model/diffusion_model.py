@@ -334,9 +334,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         timestep = for_entries(timestep, tensors, len(latents[0]))
         if is_carried:
             latents, finish = family.inputs.carried(latents, timestep, inputs)
-        along = "rows" if band is None else band.run.patching.along
         native_arguments = NativeArguments(latents, asked_timestep, others, options)
-        block_residuals = self.controls_here.residuals(native_arguments, control, tensors, along, self.run)
+        block_residuals = self.controls_here.residuals(native_arguments, control, tensors, self.run)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         self._choose_heads(timestep, options)
         call = ModelCall(

@@ -42,7 +42,7 @@ def kept_proof(
         "code": code_digest(class_code(own)),
         "trial": _of_code(Path(own_classes.__file__).parent),
         **{name: _version(name) for name in PACKAGES},
-        "class": digest([own.kind, own.module, own.name, own.arguments, own.video, own.unet, repr(own.form)]),
+        "class": digest([own.kind, own.module, own.name, own.arguments, own.video, own.unet]),
         "structure": structure,
     }
     of_these = of_all | {"numbers": repr(sorted(numbers.items()))}

@@ -17,13 +17,11 @@ import torch
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.step_inputs import Shapes
 
-_FLUX, _WAN = "flux.model:Flux", "wan.model:WanModel"
+_WAN = "wan.model:WanModel"
 NATIVE: Mapping[str, str] = {
-    **dict.fromkeys(("Flux", "FluxInpaint", "FluxSchnell"), _FLUX),
     **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"), _WAN),
     "WAN22_Animate": "wan.model_animate:AnimateWanModel",
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
-    **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
     "LTXAV": "lightricks.av_model:LTXAVModel",
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",

@@ -178,10 +178,13 @@ def form(call: Call, sizes: tuple[int, ...]) -> str:
     return repr((single, call.timestep.dtype, named))
 
 
-def widths_of(call: Call) -> frozenset[tuple[str, int]]:
-    """Channels of the call's tensors, by name."""
-    named = call.named.items()
-    return frozenset((name, each.shape[-1]) for name, each in named if isinstance(each, torch.Tensor) and each.ndim)
+def widths_of(call: Call) -> frozenset[tuple[str, int, bool]]:
+    """Channels of the call's tensors, by name, and of its latents, each with whether it is empty."""
+    latents = {f"latent {number}": latent.movedim(1, -1) for number, latent in enumerate(call.latents)}
+    values = {**call.named, **latents}.items()
+    return frozenset(
+        (name, each.shape[-1], 0 in each.shape) for name, each in values if isinstance(each, torch.Tensor) and each.ndim
+    )
 
 
 def asked(call: Call, sizes: tuple[int, ...], times: Sequence[float], sequence: bool, bands: bool, tensor: int) -> Asked:

@@ -242,12 +242,12 @@ class RemoteModelPatcher(RankMemoryPatcher):
         refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees take its place.")
 
     def get_key_patches(self, filter_prefix=None):
-        """As ComfyUI's, with the file's values. ValueError for a quantised file or a folder."""
+        """As ComfyUI's, with the file's values. ValueError for a quantised file."""
         stored = stored_weights(self.stub.weights, "merging it into another model")
         return key_patches(stored, self.patches, filter_prefix)
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        """As ComfyUI's, with the file's values. ValueError for a quantised file or a folder."""
+        """As ComfyUI's, with the file's values. ValueError for a quantised file."""
         return for_saving(self, self.stub.weights, prefix)
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):

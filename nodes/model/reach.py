@@ -41,7 +41,6 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sigmas", "sample_sigmas"), frozenset()),
     "rope_options": frozenset(
         {
-            *("Flux", "FluxInpaint", "FluxSchnell"),
             *("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
             *("WAN21_FlowRVS", "WAN22_Animate", "WAN_Animate2"),
         }

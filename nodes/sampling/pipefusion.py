@@ -28,7 +28,6 @@ from parallel_backend.placement.pipeline_model import choose_bands
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.band import NotTried
-from ..model.call_checks import check_has_family
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..model.end_of_run import gain_and_advice, say_report
 from ..model.long_step import LongStep
@@ -48,11 +47,8 @@ WRAPPER_KEY, AUTO_KEY = "parallel_dit_pipefusion", "parallel_dit_auto_degrees"
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked=True):
     """A clone of the MODEL with PipeFusion, and the wrapper that runs it. `is_asked`: see PipeFusion."""
-    setup, kind = remote_stub(model).setup, comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
-    is_planned = bool(model.get_wrappers(kind, AUTO_KEY))
-    if setup.degrees.pipe == 1 and not setup.degrees.displaced and not is_planned:
-        check_has_family(setup, "with a pipefusion_degree of 1 PipeFusion works for", "Leave this node out.")
-    patched = model.clone()
+    remote_stub(model)  # refuses a native MODEL
+    kind, patched = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked)
     patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
     patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
@@ -141,8 +137,8 @@ class PipeFusion:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
         stub, reason = sampling.stub, None
-        if type(stub) is OwnClassModel and (stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced):
-            reason = prove(sampling, stub) or None
+        if type(stub) is OwnClassModel:
+            reason = prove(sampling, stub, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
             if reason is not None and self.is_asked and not stub.setup.planned:
                 raise ValueError(stub.without_bands(reason))
         load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
@@ -233,7 +229,8 @@ class PipeFusion:
         grid = patching.grid(shape)
         if len(shape) == 5:  # a video; other shapes are pictures, or are refused by the model call
             patching = patching.cut(patching.best_axis(grid))
-        if model.degrees.patch > 1 or (sampling.stub.setup.planned and model.degrees.pipe == 1):  # auto chose an exact mode
+        is_exact = model.degrees.pipe == 1 and (sampling.stub.setup.planned or type(sampling.stub) is OwnClassModel)
+        if model.degrees.patch > 1 or is_exact:  # auto chose an exact mode, or a class's patches need a second stage
             return BandCut(patching, (Span(0, shape[patching.band_dim]),), sampling.shapes)
         bands = self.num_pipeline_patch or choose_bands(
             model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries

@@ -4,7 +4,6 @@ import time
 
 import torch
 
-from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.attention_kernels import KERNELS, as_wish
 from parallel_backend.core.degrees import Degrees
@@ -20,10 +19,7 @@ timestep, so that an output which a replay left as it was shows."""
 
 
 def look_at_graphs(session: SelfTestSession, findings: Findings) -> None:
-    """On one rank with each kernel, and in a pipeline with torch's. In half precision, which other kernels want.
-
-    By the family of the tiny model's file: a class attends by its own function, and is not captured.
-    """
+    """On one rank with each kernel, and in a pipeline with torch's. In half precision, which other kernels want."""
     if not session.settings.on_gpus:
         raise NotLookedAt("the ranks are on CPUs")
     one, dtype = session.reference(), session.settings.half or "fp32"
@@ -36,7 +32,7 @@ def look_at_graphs(session: SelfTestSession, findings: Findings) -> None:
         with findings.of(what):
             outputs, seconds = {}, {}
             for graphs in (False, True):
-                model = session.load(degrees, dtype, session.tiny_file, as_wish(name), graphs)
+                model = session.load(degrees, dtype, attention=as_wish(name), graphs=graphs)
                 outputs[graphs], seconds[graphs] = _calls(session, model)
             stats = model.close_run(0, session.poll)
             findings.expect(all(rank.replayed for rank in stats), f"{what}: nothing was replayed")
@@ -48,10 +44,10 @@ def look_at_graphs(session: SelfTestSession, findings: Findings) -> None:
 
 def _calls(session: SelfTestSession, model: RemoteTransformer) -> tuple[torch.Tensor, float]:
     """The outputs of CALLS calls, and the seconds of the last."""
-    (x, timestep, tensors), outputs, seconds = tiny_model.call(), [], 0.0
+    (x, timestep, named), outputs, seconds = tiny_model.call(), [], 0.0
     for number in range(CALLS):
         started = time.perf_counter()
-        output = model.predict(ModelCall(x, timestep * (1 - number / 10), tensors), session.poll)
+        output = model.predict(tiny_model.on_ranks(x, timestep * (1 - number / 10), named), session.poll)
         outputs.append(tiny_model.as_one(output).float().cpu())
         seconds = time.perf_counter() - started
     return torch.stack(outputs), seconds

@@ -1,11 +1,9 @@
 """Checkpoints on disk: a checkpoint's family, where each parameter's values are, and how they are stored.
 
 Supported: single files in original (ComfyUI) key layout, safetensors or GGUF, with or without the `model.diffusion_model.`
-prefix, and diffusers folders (config.json, one or several safetensors files). Opening reads headers only. READABLE lists
-the storage formats.
+prefix. Opening reads headers only. READABLE lists the storage formats.
 """
 
-import inspect
 import math
 import re
 from collections import Counter
@@ -31,12 +29,10 @@ from parallel_backend.families.others import UnknownModel
 
 from .class_check import check_class
 from .file_state import check_file_state, file_state, has_changed
-from .folder import read_config, read_folder
 from .limits import check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
-from .quantised_layers import attach_quantisation
-from .single_file import entries_of, unknown, with_values
+from .single_file import entries_of, unknown
 from .tensor_files import GGUF, Entry
 
 NAMED = "model_name: "
@@ -219,7 +215,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, conversion: Conversion = ()) -> Checkpoint:
-    """Open a file or a diffusers folder, and hold it to the class that computes it (class_check.py).
+    """Open a file, and hold it to the class that computes it (class_check.py).
 
     ValueError, with a text for the user that names the file, if it is no model that can be run.
     """
@@ -235,7 +231,7 @@ def open_checked(path: str | Path, conversion: Conversion = ()) -> Checkpoint:
     """As `open_checkpoint`, for a file that another process has held to its class already."""
     path = Path(path)
     with refusals(path):
-        checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path, conversion)
+        checkpoint = _open_single_file(path, conversion)
         return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))
 
 
@@ -272,8 +268,6 @@ def _open_single_file(path: Path, conversion: Conversion) -> Checkpoint:
             f"model_name: {short(path.name)} has a header whose field config is no JSON of a {family.name}. ComfyUI cannot "
             "read it either: get the file from another source."
         )
-    for ending, usual in family.file.aliases.items():
-        entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
     config = configured(path, family, entries, stated_config)
     key_map = family.file.key_map(config)
     opened = Checkpoint(path, family, config, key_map, entries, stated_config, attention=attention, conversion=conversion)
@@ -300,35 +294,9 @@ def _settings(name: str, family: Family, config: dict[str, Any], stated: dict[st
     return settings
 
 
-def _open_folder(path: Path) -> Checkpoint:
-    config = read_config(path)
-    kind = config.get("_class_name")
-    of_class = (family for family in FAMILIES.values() if kind in (family.model_class, family.file.folder.older_class))
-    family = next((family for family in of_class if family.file.folder.takes(config)), None)
-    if family is None:
-        raise ValueError(
-            f"model_name: {short(path.name)} is a diffusers folder with a {short(kind)}, which is not read. Load the "
-            "model's single file, as ComfyUI has it."
-        )
-    entries, stated = read_folder(path)
-    entries = with_values(short(path.name), attach_quantisation(short(path.name), entries, stated))
-    config = _constructor_arguments(short(path.name), family, config, len(entries))
-    key_map = {target: family.file.folder.source(config, target) for target in family.file.key_map(config)}
-    return checked(Checkpoint(path, family, config, key_map, entries))
-
-
-def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
-    """Arguments of the class, from config.json or else the class's defaults."""
-    parameters = inspect.signature(family.transformer_class().__init__).parameters  # importing diffusers takes seconds
-    defaults = {parameter: p.default for parameter, p in parameters.items() if parameter != "self"}
-    arguments = {parameter: config.get(parameter, default) for parameter, default in defaults.items()}
-    check_settings(name, family.file, arguments, defaults, tensors)
-    return arguments | _settings(name, family, arguments, config, tensors)
-
-
 def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
     """The checkpoint with the tensors that nothing uses in `unused`. ValueError for a missing or unreadable tensor, for an
-    unused one of a folder, for an unused scale of 8-bit values, and, if `sized`, for sizes that do not fit the tensors."""
+    unused scale of 8-bit values, and, if `sized`, for sizes that do not fit the tensors."""
     name, entries = short(checkpoint.path.name), checkpoint.entries
     missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
@@ -344,7 +312,7 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
         for key, entry in entries.items()
         if key not in used_or_not and not any(re.fullmatch(each, key) for each in ignored)
     }
-    if refused := [key for key in unused if checkpoint.path.is_dir() or _scales_values(key, entries)]:
+    if refused := [key for key in unused if _scales_values(key, entries)]:
         raise ValueError(
             f"model_name: {name} holds {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."

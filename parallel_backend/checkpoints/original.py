@@ -58,11 +58,10 @@ class OriginalTensors:
         ValueError for a file in another layout (diffusers), and for quantised values or GGUF's blocks.
         """
         checkpoint = self._checkpoint
-        if not checkpoint.path.is_dir():
-            entry = checkpoint.entries.get(key) or self._unused.get(key)
-            if entry is None:
-                return None
-            if entry.dtype in PLAIN and entry.scale is None and not entry.pieces:
-                with reading(checkpoint) as reader:
-                    return reader.tensor(entry)
+        entry = checkpoint.entries.get(key) or self._unused.get(key)
+        if entry is None:
+            return None
+        if entry.dtype in PLAIN and entry.scale is None and not entry.pieces:
+            with reading(checkpoint) as reader:
+                return reader.tensor(entry)
         raise ValueError(f"{short(checkpoint.path.name)} does not hold {short(key)} as plain values in ComfyUI's own layout")

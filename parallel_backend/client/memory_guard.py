@@ -310,4 +310,5 @@ def request_of(
         conditioning.changes.kept_text,
         added,
         counted.streams,
+        layout.grid,
     )

@@ -80,4 +80,4 @@ def size_of(requests: Sequence[Request]) -> Size | None:
     if not requests:
         return None
     largest = max(requests, key=lambda request: request.image * request.entries)
-    return largest.grid, largest.entries
+    return largest.picture, largest.entries

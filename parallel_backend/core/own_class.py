@@ -30,19 +30,14 @@ class Package:
     attention: str
     """The module of the attention functions. Other modules import them by names of their own."""
     functions: str
-    """Beginning of their names."""
+    """Beginning of their names. They have ComfyUI's signature."""
     around: tuple[str, ...] = ()
     """Beginnings of the names of modules that are imported before the class's, or in which values are set."""
-    heads_last: bool = False
-    """The functions take and return [B, S, H, D], and torch's arguments by name. Else they have ComfyUI's signature."""
 
 
 PACKAGES = (
     Package(ROOT, f"{ROOT}modules.attention", "attention_", around=("comfy.",)),
     Package("parallel_backend.quickstart.", "parallel_backend.quickstart.attention", "attention"),
-    Package(
-        "diffusers.models.transformers.", "diffusers.models.attention_dispatch", "dispatch_attention_fn", heads_last=True
-    ),
 )
 """All of which ranks build classes: no message has them import anything else."""
 
@@ -193,23 +188,6 @@ class OwnEntry:
 
 
 @dataclass(frozen=True)
-class OwnForm:
-    """How a class of diffusers' form is called: its forward's names, and what ComfyUI's classes make themselves."""
-
-    names: tuple[tuple[str, str], ...]
-    """(argument of a call, argument of the class), where they differ."""
-    patch: int = 1
-    """Rows and columns of a token of the latent, which the class gets as tokens [B, N, C x patch x patch]. 1: it gets the
-    latent itself."""
-    places: tuple[str, str] = ("", "")
-    """The arguments that are places of the latent's tokens and of text, [S, axes]. Empty: the class makes them."""
-    axes: int = 3
-    """Of places. Those of the latent are rows on axis 1 and columns on axis 2."""
-    counts_text: bool = False
-    """Text has its number on the last axis of its places. Else they are all 0."""
-
-
-@dataclass(frozen=True)
 class OwnClass:
     """A class, its arguments, and the settings of the process that imports it."""
 
@@ -231,8 +209,6 @@ class OwnClass:
     """See Family.half_dtypes."""
     video: bool
     """Latents have a time axis."""
-    form: OwnForm | None = None
-    """None: the class has the form of ComfyUI's."""
     unet: bool = False
     """Its blocks are no row of like ones. Split batch alone shares it out."""
     blocks: tuple[OwnBlock, ...] = ()

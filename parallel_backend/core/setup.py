@@ -36,7 +36,7 @@ class Setup:
     """
 
     path: Path
-    """A single file, or a diffusers folder, on every rank's machine."""
+    """A file on every rank's machine."""
     dtype: str
     """Dtype in which weights are stored and computed, see core/dtypes.py."""
     devices: tuple[str, ...]

@@ -1,10 +1,8 @@
 """The registry of families. Each family has a file in this folder and a row here."""
 
 from . import (
-    flux,
     ltx2,
     minimax_h3,
-    pixart,
     qwen_image21,
     seedvr2,
     wan,
@@ -16,8 +14,6 @@ from .base.family import Family
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        flux.FLUX,
-        pixart.PIXART,
         qwen_image21.QWEN_IMAGE_21,
         wan_animate_2.WAN_ANIMATE_2,
         wan.WAN,

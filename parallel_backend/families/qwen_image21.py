@@ -20,8 +20,8 @@ from .base.segments import text_then_image
 from .base.step_inputs import TEXT_ENDS, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, hidden, text
-from .parts.flux_blocks import rope_axes
 from .parts.key_map import WEIGHT, KeyMap
+from .parts.rope import rope_axes
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(side=1)
 SPLICED, PLACES, POSITIONS = "spliced", "prefix_places", "prefix_positions"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .base.family import cached
-from .base.file_layout import FolderLayout, Source
+from .base.file_layout import Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
 from .parts import wan
@@ -77,18 +77,6 @@ def _add_motion(motion: KeyMap, blocks: int) -> None:
         block.tensor("conv_skip.weight", "skip.1.weight")
 
 
-def _folder_source(config: Config, parameter: str) -> Source:
-    match parameter.split("."):
-        case ["patch_embedding", stream, leaf]:
-            return Source(f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}")
-        case ["faces", *rest]:
-            return Source(".".join(rest))
-        case ["blocks", index, "face", *rest]:
-            return Source(".".join(["face_adapter", str(int(index) // config["inject_face_latents_blocks"]), *rest]))
-        case _:
-            return Source(parameter)
-
-
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As Wan's and, if the call has them, `pose` [B, 16, t, H, W] in whole patches and `faces` [B, 3, t, side, side]."""
     tensors, side = wan.conditioning(config, call), config["motion_encoder_size"]
@@ -128,7 +116,6 @@ WAN_ANIMATE = replace(
         detect=lambda shapes: wan.kind(shapes) == "animate",
         configure=_configure,
         key_map=_key_map,
-        folder=FolderLayout(source=_folder_source),
         header=wan.header("animate", motion_encoder_dim=lambda config: (config["motion_encoder_dim"],)),
         ignored=(*WAN.file.ignored, r"motion_encoder\..*\.kernel"),
     ),

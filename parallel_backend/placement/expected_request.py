@@ -31,4 +31,5 @@ def expected_request(
         kept=kept,
         bands=bands,
         band_dim=family.patching.cut(family.patching.best_axis(image_grid)).band_dim,
+        picture=image_grid,
     )

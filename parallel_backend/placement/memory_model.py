@@ -126,6 +126,8 @@ class Request:
     """Tensors of hidden states that controls add behind blocks."""
     streams: tuple[tuple[int, int], ...] = ()
     """See families.base.family.Counted."""
+    picture: tuple[int, ...] = ()
+    """The grid of the latent, the same for each conditioning: `grid` may have other tokens too (OwnClassFamily.counted)."""
 
     @property
     def image(self) -> int:

@@ -48,13 +48,6 @@ def _between(traced: ByRanks, ranks: int) -> float:
 
 TRACED: dict[tuple[str, int], TracedStates] = {
     # traced: python -m benchmarks.sizes.states
-    ("flux", 3072): TracedStates(
-        tensor=(14.34, 9.34, 6.84, 5.96),
-        ulysses=(14.34, 17.34, 19.34, 19.35),
-        ring=(14.34, 20.39, 22.39, 22.39),
-        patch=(14.34, 14.34, 18.34, 26.35),
-        lists=(0.783, 1.0),
-    ),
     ("wan", 5120): TracedStates(
         tensor=(9.54, 7.65, 5.89, 5.48),
         ulysses=(9.54, 14.21, 16.36, 20.66),

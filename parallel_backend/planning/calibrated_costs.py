@@ -16,7 +16,7 @@ from parallel_backend.placement.model_sizes import ModelSizes
 
 from .machine import Machine
 from .modes import Mode
-from .prediction import Sent, StepCost, StepKind
+from .prediction import AROUND, Sent, StepCost, StepKind
 from .workload import SUMS, Workload, list_of
 
 LEAST_GROWTH = 0.05
@@ -131,7 +131,21 @@ class CalibratedCosts:
         def of_block(axis: str, name: str) -> float:
             return sum(self._bytes(mode, axis, name, kind, entries) for kind in kinds)
 
-        return {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kept}
+        sent = {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kept}
+        if self.workload.trials is not None:
+            leaving = sum(sum(self._tokens(mode, kind)) for kind in kinds)
+            sent[AROUND] = self._gathered(mode.degrees, entries * leaving * self.workload.sizes.token_bytes)
+        return sent
+
+    def _gathered(self, degrees: Degrees, size: float) -> dict[str, list[float]]:
+        """Bytes that a rank sends along each axis until all sequence ranks have `size` bytes, of which it had its part:
+        tokens that leave the blocks, for a class's own epilogue."""
+        gathered, own = {}, size / degrees.sequence
+        for axis in ("ulysses", "ring", "patch"):
+            if (count := getattr(degrees, axis)) > 1 and not (axis == "patch" and degrees.naive):
+                gathered[axis] = [own * (count - 1)] * degrees.world
+                own *= count
+        return gathered
 
     def activations(self, mode: Mode) -> Sequence[int | None]:
         return [None] * mode.degrees.world

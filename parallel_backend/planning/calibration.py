@@ -35,14 +35,15 @@ def contexts(device: str) -> int:
 
 
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
-    """Everything that a calibration depends on: a file with another key is not used."""
+    """Everything that a calibration depends on: a file with another key is not used. Of a class, nothing that only some of
+    its trials note, such as heads: its kind has its sizes."""
     family, config = checkpoint.family, checkpoint.config
     return {
         "version": VERSION,
         "devices": [_device(name) for name in devices],
         "torch": torch.__version__,
         "family": family.kind,
-        "blocks": [family.sizes.hidden(config), family.sizes.heads(config), *sorted(family.blocks.counts(config))],
+        "blocks": [family.sizes.hidden(config), *sorted(family.blocks.counts(config))],
         "dtype": dtype,
         "packed": sorted({kind for name in checkpoint.key_map if (kind := checkpoint.storage(name, dtype))}),
         "attention": attention,

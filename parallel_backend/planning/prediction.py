@@ -154,7 +154,8 @@ def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str,
     kinds = [StepKind.EXACT] if exact else [_kind(step) for step in micro_steps([False], mode.bands)]
     for rank in range(degrees.world):
         at = degrees.coordinate(rank)
-        for name in (*workload.blocks[cut.stage_blocks[at.pipe].slice], AROUND):
+        ends = workload.trials is None or at.pipe == degrees.pipe - 1  # behind a class's blocks
+        for name in (*workload.blocks[cut.stage_blocks[at.pipe].slice], *([AROUND] if ends else [])):
             for axis, counts in sent.get(name, {}).items():
                 axes[axis][rank] += counts[rank]
         if degrees.pipe > 1:

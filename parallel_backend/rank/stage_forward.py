@@ -11,14 +11,13 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import PAIRED
 from parallel_backend.families.base.segments import CallTokens
-from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_ENDS, Rows, StepInputs, kept_on
+from parallel_backend.families.base.step_inputs import REFERENCES, TEXT_ENDS, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.prefix_keys import PrefixKeys
 from parallel_backend.rank.attention.sparse import SparseStep
 from parallel_backend.rank.attention.token_groups import TokenGroups, frames, windows
 from parallel_backend.rank.stage.block_slots import Residual, StageDone
-from parallel_backend.rank.stage.build import keep_timestep_exact
 from parallel_backend.wire.sampling import Step
 
 from .conditioning_store import RankConditioning
@@ -32,14 +31,7 @@ class StageForward:
     def __init__(self, stage: LoadedStage, graphs: MicroStepGraphs | None = None):
         """`graphs`: of the micro-steps of `stage`; None: micro-steps are not captured."""
         self._stage, self._family, self._graphs = stage, stage.family, graphs
-        self._timestep: torch.Tensor | None = None
-        self._guidance: torch.Tensor | None = None
         self._paired = any(PAIRED in spec.attention.values() for spec in self._family.blocks.lists)
-        keep_timestep_exact(stage.model, self._family, self._exact_times, stage.dtype)
-
-    def _exact_times(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert self._timestep is not None, "times are read in a micro-step"
-        return self._timestep, self._guidance
 
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
         """Shape of the tensor that the previous stage sends for the micro-step, see StageIO.outgoing."""
@@ -112,7 +104,6 @@ class StageForward:
             stage.own_link.begin_forward(inputs.received)
         stage.stage_io.begin_step(next(iter(inputs.received), None), len(text_span), rows, residuals)
         tensors = self._tensors(step, conditioning)
-        self._guidance = tensors.get(GUIDANCE)
         x, companion = self._latents(inputs.x, tensors, conditioning, image_span)
 
         def read_timestep() -> torch.Tensor:
@@ -134,7 +125,6 @@ class StageForward:
             conditioning.companion_tokens,
             read_timestep,
         )
-        self._timestep = step_inputs.timestep
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):
                 out = self._family.run(stage.model, step_inputs)

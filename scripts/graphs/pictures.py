@@ -192,7 +192,7 @@ SD3_ENCODERS = ("clip_l", "clip_g", "t5xxl_fp8_e4m3fn")
 
 def pixart_2048() -> Graph:
     """PixArt-Sigma at 2048 x 2048 on four GPUs, a pipeline of four."""
-    loader = loader_node("PixArt-Sigma-XL-2-2K-MS", pipefusion_degree=4)
+    loader = loader_node("PixArt-Sigma-XL-2-2K-MS.safetensors", pipefusion_degree=4)
     widgets = {"clip_name": "t5xxl_fp8_e4m3fn.safetensors", "type": "pixart", "device": "default"}
     clip = Node("CLIPLoader", (320, 106), widgets, (("CLIP", "CLIP"),))
     vae = vae_node("sdxl_vae.safetensors")
@@ -205,8 +205,8 @@ def pixart_2048() -> Graph:
     sampler = pipefusion_sampler_node(inputs | {"scheduler": "normal"})
     text = (
         "Needs **your own files**, by these names or picked in the loaders:\n"
-        "- `models/diffusion_models/PixArt-Sigma-XL-2-2K-MS/`: that repository's `transformer` folder (`config.json` and "
-        "`diffusion_pytorch_model.safetensors`), renamed\n"
+        "- `models/diffusion_models/PixArt-Sigma-XL-2-2K-MS.safetensors`: that repository's "
+        "`transformer/diffusion_pytorch_model.safetensors`, renamed\n"
         "- `models/text_encoders/t5xxl_fp8_e4m3fn.safetensors`\n"
         "- `models/vae/sdxl_vae.safetensors`\n\n"
         "Made for **4 GPUs** of any kind and link. The model is small; at 2048 x 2048 its time goes into 16,384 tokens.\n"

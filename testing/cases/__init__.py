@@ -13,7 +13,7 @@ def all_cases() -> list[Case]:
 
 
 OF_EACH_FORM = (
-    *("flux", "qwen-image-2.1", "pixart"),
+    *("qwen-image-2.1",),
     *("wan", "ltx-2", "minimax-h3"),
 )
 """Families that together have every form of blocks, text and latents: separate streams in either order, a joint stream, text

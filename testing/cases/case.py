@@ -60,8 +60,8 @@ class Case:
     output has the latent's shape, so that a sampler can be tried without ComfyUI, which adds the other channels.
     `fine_time`: a timestep in bf16 is as good. `rounds_time`: ComfyUI's class itself rounds the timestep to the compute
     dtype, and ours with it. `full`: tables of all cases have it in the full tier only: it is a further variant of a
-    model that another case shows in the default tier. `in_folders`: there are diffusers folders of the family. `marks`: keys
-    without values of a single file.
+    model that another case shows in the default tier. `marks`: keys without values of
+    a single file.
     """
 
     name: str
@@ -80,7 +80,6 @@ class Case:
     fine_time: bool = False
     rounds_time: bool = False
     full: bool = False
-    in_folders: bool = True
     marks: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -91,7 +90,6 @@ class Case:
     def model(self, config: dict[str, Any] | None = None) -> torch.nn.Module:
         """The family's class with random weights in which every part shows."""
         model = self.row.transformer_class()(**(config or self.config)).eval()
-        self.row.use_epsilons(model)
         model = tiny.randomise(model, 0)
         self.adjust(model)
         return model
@@ -102,10 +100,6 @@ class Case:
         state |= {mark: torch.zeros(0) for mark in self.marks}
         save_file({key: value.contiguous() for key, value in state.items()}, path)
         return path
-
-    def save_folder(self, model: torch.nn.Module, path: Path) -> None:
-        """As a diffusers folder."""
-        model.save_pretrained(path)
 
     def inputs(self, batch: int = 2, latent: tuple[int, ...] | None = None, seed: int = 1):
         """(x, timestep, tensors) of a model call."""

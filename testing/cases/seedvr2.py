@@ -210,7 +210,6 @@ def _case(name, config, native, full):
         native=native,
         adjust=_adjust,
         full=full,
-        in_folders=False,
     )
 
 

@@ -6,7 +6,6 @@ import diffusers
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.families import FAMILIES
 from parallel_backend.families.parts.wan import PROMPT
 from testing.cases.case import Case, Native
 from testing.cases.wan import CLIP, I2V, WAN
@@ -35,11 +34,23 @@ WHOLE = ANIMATE | {
 }
 
 
+def _name_in_diffusers(config, parameter):
+    match parameter.split("."):
+        case ["patch_embedding", stream, leaf]:
+            return f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}"
+        case ["faces", *rest]:
+            return ".".join(rest)
+        case ["blocks", index, "face", *rest]:
+            return ".".join(["face_adapter", str(int(index) // config["inject_face_latents_blocks"]), *rest])
+        case _:
+            return parameter
+
+
 def of_diffusers(model):
     """diffusers' class with the weights of the family's."""
-    source, config = FAMILIES["wan-animate"].file.folder.source, dict(model.config)
+    config = dict(model.config)
     theirs = diffusers.WanAnimateTransformer3DModel(**{key: config[key] for key in ANIMATE}).eval()
-    theirs.load_state_dict({source(config, key).key: value for key, value in model.state_dict().items()})
+    theirs.load_state_dict({_name_in_diffusers(config, key): value for key, value in model.state_dict().items()})
     return theirs
 
 
@@ -108,9 +119,6 @@ class Animated(Case):
                 state[key] = value.view(1, -1, 1, 1)
         save_file(state, path)
         return path
-
-    def save_folder(self, model, path):
-        of_diffusers(model).save_pretrained(path)
 
 
 def _case(name, **others):

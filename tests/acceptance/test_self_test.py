@@ -22,7 +22,6 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
-from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.wire.rank_settings import SelfTest
 from testing.cases import OF_EACH_FORM, all_cases
 from tests.support.fake_cuda import ADA, AMPERE, fake_cuda
@@ -274,8 +273,15 @@ class Played:
         return sample, degrees.pipe == 1, figures
 
 
-def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch):
-    session = SelfTestSession(dataclasses.replace(CPUS, model=WEIGHTS))
+@pytest.fixture
+def users_file(tmp_path):
+    """A file of a family."""
+    case = next(case for case in all_cases() if case.name == "wan-2.1-t2v")
+    return case.save(case.model(), tmp_path / "model.safetensors")
+
+
+def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch, users_file):
+    session = SelfTestSession(dataclasses.replace(CPUS, model=users_file))
     Played(monkeypatch, session, {"ulysses_degree 2": 0.0, "ring_degree 2": 0.5, "pipefusion_degree 2": 0.03})
     result = kit.look("model file", session)
     first, ring, piped = result.figures["runs"]
@@ -293,10 +299,10 @@ def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch):
     found = document.document_of(session.settings, [dataclasses.replace(result, status=kit.PASSED, why="")], 1.0)
     valid(found)
     assert "pipefusion_degree 2: 0.5 s a step" in describe(found)
-    assert str(WEIGHTS.parent) not in document.dumps(found)
+    assert str(users_file.parent) not in document.dumps(found)
 
 
-def test_the_hosts_own_model_is_run_where_it_has_one(monkeypatch):
+def test_the_hosts_own_model_is_run_where_it_has_one(monkeypatch, users_file):
     calls = []
 
     @contextlib.contextmanager
@@ -307,7 +313,7 @@ def test_the_hosts_own_model_is_run_where_it_has_one(monkeypatch):
 
         yield predict
 
-    session = SelfTestSession(dataclasses.replace(CPUS, model=WEIGHTS, steps=3), Host("ComfyUI 9", native=native))
+    session = SelfTestSession(dataclasses.replace(CPUS, model=users_file, steps=3), Host("ComfyUI 9", native=native))
     Played(monkeypatch, session, {"one rank": 0.0})
     result = kit.look("model file", session)
     assert [run["mode"] for run in result.figures["runs"]] == ["ComfyUI 9, no ranks", "one rank"]

@@ -12,20 +12,14 @@ import torch
 from benchmarks import __main__ as suite
 from benchmarks.harness import measuring, render
 from benchmarks.harness.measuring import Outcome
-from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, PIXART_LIKE, PIXART_XL
+from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, GUIDED_FLUX_LIKE
 from benchmarks.rivals import field, peers
 from benchmarks.speed import first_picture, growth, offload, one_device, overheads, two_ranks
-from parallel_backend.client.sampling import euler, linear_sigmas
-from parallel_backend.core.degrees import Degrees
-from testing import tiny
 
-SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
-FLUX = replace(
-    FLUX_LIKE, config=FLUX_LIKE.config | SMALL | {"num_layers": 1, "num_single_layers": 1}, side=16, text=4, steps=3
-)
-SMALL_PIXART = {"num_attention_heads": 2, "cross_attention_dim": 144, "num_layers": 2}
-PIXART = replace(PIXART_LIKE, config=PIXART_LIKE.config | SMALL_PIXART, side=16, text=4, steps=3)
-PIXART_CASES = ["one rank", "pipefusion M=2", "split batch"]
+SMALL = {"width": 32, "axes": (4, 6, 6), "double_blocks": 1, "single_blocks": 1}
+FLUX = replace(FLUX_LIKE, config=FLUX_LIKE.config | SMALL, side=16, text=4, steps=3)
+GUIDED = replace(GUIDED_FLUX_LIKE, config=FLUX.config, side=16, text=4, steps=3)
+GUIDED_CASES = [two_ranks.PLAIN_LOOP, "one rank", "pipefusion M=2", "split batch"]
 FLUX_CASES = [
     *(two_ranks.PLAIN_LOOP, two_ranks.PLAIN_TWICE, "one rank", "one rank, 2 pictures", "split batch, 2 pictures"),
     *("pipefusion M=2", "displaced", "naive", *two_ranks.DIFFUSERS, *two_ranks.XDIT),
@@ -61,20 +55,10 @@ def measured_growth(own_pools, results) -> dict:
     return result
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("subjects")
-    made = {}
-    for name, subject in (("flux", FLUX), ("pixart", PIXART)):
-        (base / name).mkdir()
-        made[name] = subject.save(base / name)
-    return made
-
-
-@pytest.mark.parametrize("subject", [pytest.param(FLUX, marks=pytest.mark.slow), PIXART], ids=["flux", "pixart"])
-def test_all_competitors_compute_the_same(subject, folders, own_pools, said, results):
+@pytest.mark.parametrize("subject", [pytest.param(FLUX, marks=pytest.mark.slow), GUIDED], ids=["flux", "guided"])
+def test_all_competitors_compute_the_same(subject, own_pools, said, results):
     """Every exact mode, whoever's, ends with the plain loop's sample; the others with another one."""
-    mine = FLUX_CASES if subject is FLUX else PIXART_CASES
+    mine = FLUX_CASES if subject is FLUX else GUIDED_CASES
     result = two_ranks.run(subject, 1, said.append, only=mine, pools=own_pools)
     cases = result["cases"]
     assert set(cases) == {name for name in mine if name not in two_ranks.XDIT}
@@ -87,17 +71,6 @@ def test_all_competitors_compute_the_same(subject, folders, own_pools, said, res
     assert cases["pipefusion M=2"]["sent_MB_per_step"]["pipe"] > 0
     assert str(subject.tokens) in result["model"] and "transformer" in result["scope"]
     measuring.keep(result, results, "test")
-
-
-def test_the_plain_loop_is_the_same_with_our_ranks(folders, pools):
-    """PixArt has no peer in the test above that is not ours."""
-    x, prompt = PIXART.problem()
-    expected = euler(PIXART.predict(PIXART.load(folders["pixart"])), x, linear_sigmas(PIXART.steps), prompt)
-    outcome = measuring.run_ranks(pools.load(folders["pixart"], Degrees()), PIXART)
-    assert tiny.relative(outcome.sample, expected) < 1e-5
-    half = replace(PIXART, cfg=1.0)
-    alone = euler(PIXART.predict(PIXART.load(folders["pixart"])), x, linear_sigmas(PIXART.steps), half.problem()[1])
-    assert tiny.relative(alone, expected) > 1e-2, "guidance does nothing here"
 
 
 def test_overheads(own_pools, said, results):
@@ -116,20 +89,19 @@ def test_growth(measured_growth):
 
 def test_the_fields_cases(own_pools, said, results):
     two = ["one rank", "pipefusion 2", "ulysses 2", "split batch 2"]
-    result = field.run("field-pixart", 1, said.append, only=two, subject=PIXART, side=8, pools=own_pools)
+    result = field.run("field-flux", 1, said.append, only=two, subject=GUIDED, side=8, pools=own_pools)
     assert set(result["cases"]) == set(two) and "64 instead of 128 pixels" in result["model"]
     assert result["cases"]["ulysses 2"]["exact"] and not result["cases"]["pipefusion 2"]["exact"]
     measuring.keep(result, results, "test")
 
 
 def test_the_fields_shapes_are_the_real_ones():
-    assert (PIXART_XL.tokens, PIXART_XL.width, PIXART_XL.blocks) == (16384, 1152, (28,))
     assert (FLUX_SCHNELL.tokens, FLUX_SCHNELL.width, FLUX_SCHNELL.blocks) == (4096, 3072, (19, 38))
     assert {mode.degrees.world for mode in field.degrees(True).values()} == {1, 2, 4, 8}
     reduced = FLUX_SCHNELL.at(layers=8, side=16)
     assert reduced.blocks == (2, 6) and "8 of 57 blocks, 128 instead of 1024 pixels" in str(reduced)
-    narrow = PIXART_XL.at(heads=8)
-    assert (narrow.width, narrow.config["cross_attention_dim"]) == (576, 576) and "8 of 16 heads" in str(narrow)
+    narrow = FLUX_SCHNELL.at(heads=8)
+    assert narrow.width == 1024 and "8 of 24 heads" in str(narrow)
     assert "reduced" not in str(FLUX_SCHNELL.at(layers=57, side=128))
 
 
@@ -148,7 +120,7 @@ def test_one_device(own_pools, said, results):
 @pytest.mark.slow
 def test_first_picture_with_a_vae(said, results):
     modes = {"one rank": first_picture.MODES["one rank"]}
-    result = first_picture.run(1, said.append, True, PIXART, modes)
+    result = first_picture.run(1, said.append, True, GUIDED, modes)
     for case in result["cases"].values():
         assert tuple(case) == first_picture.PARTS + first_picture.VAE_PARTS
         parts = {name: figures["median"] for name, figures in case.items()}
@@ -212,7 +184,7 @@ def test_unknown_parts_are_refused(capsys):
 @pytest.mark.slow
 def test_weights_that_are_streamed_cost_what_is_predicted_of_them(thread_pools, said):
     """The figures of the emulation; its seconds mean nothing here."""
-    config = FLUX.config | {"num_layers": 1, "num_single_layers": 7}
+    config = FLUX.config | {"single_blocks": 7}
     start = thread_pools.start
     result = offload.run(
         replace(FLUX, config=config), 400_000, 1, said.append, start, lambda device: functools.partial(start, device=device)

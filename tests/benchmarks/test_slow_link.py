@@ -19,10 +19,8 @@ from benchmarks.speed import links
 from benchmarks.speed.links import LINKS, scale
 from parallel_backend.rank.comm.interfaces import loopback_interface
 
-SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
-FLUX = replace(
-    FLUX_LIKE, config=FLUX_LIKE.config | SMALL | {"num_layers": 1, "num_single_layers": 1}, side=16, text=4, steps=2
-)
+SMALL = {"width": 32, "axes": (4, 6, 6), "double_blocks": 1, "single_blocks": 1}
+FLUX = replace(FLUX_LIKE, config=FLUX_LIKE.config | SMALL, side=16, text=4, steps=2)
 
 
 class Wires:

@@ -51,11 +51,6 @@ def test_gguf(models, tmp_path):
     sound(runner.run("gguf", files.gguf(models, tmp_path), 200, SEED), "refused", "opened")
 
 
-@pytest.mark.slow
-def test_folders(models, tmp_path):
-    sound(runner.run("folders", files.folders(models, tmp_path), 100, SEED), "refused", "opened")
-
-
 def test_calibrations(tmp_path):
     sound(runner.run("calibrations", files.calibrations(calibration(), tmp_path), 200, SEED), "measured anew")
 

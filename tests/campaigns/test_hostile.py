@@ -24,7 +24,7 @@ def ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("packed", 24), ("ggufs", 8)])
 def test_quantised_files_are_named_or_run(ranks, tmp_path, kind, count):
-    tally = run(kind, getattr(files, kind)(tmp_path), count, SEED, ranks, degrees)
+    tally = run(kind, getattr(files, kind)(tmp_path), count, SEED, ranks, own_degrees)
     assert not tally.defects, tally.defects
     assert {"refused", "run"} <= set(tally.outcomes), tally
 
@@ -40,14 +40,6 @@ def test_single_files_are_named_or_run(ranks, tmp_path):
 def test_files_of_own_classes_are_named_or_run(ranks, tmp_path):
     with planted_comfyui():
         tally = run("own classes", files.own_classes(tmp_path), 20, SEED, ranks, own_degrees)
-    assert not tally.defects, tally.defects
-    assert tally.outcomes["refused"]
-
-
-@pytest.mark.slow
-def test_folders_are_named_or_right(ranks, tmp_path):
-    (made := tmp_path / "made").mkdir()
-    tally = run("folders", files.folders(made, tmp_path), 12, SEED, ranks, degrees)
     assert not tally.defects, tally.defects
     assert tally.outcomes["refused"]
 

@@ -1,8 +1,8 @@
 """Layouts of files as they are published, by names and shapes: what ComfyUI does with each, and what Parallel DiT does.
 
-A row takes the file that a case of testing/cases writes in ComfyUI's layout, and changes its names. To add a row, append a
-Layout to LAYOUTS: tests/checkpoints/test_published_layouts.py opens it, and tests/comfyui/test_published_layouts.py loads it
-in ComfyUI too, and compares.
+A row takes the file of a case of testing/cases, or of Flux, in ComfyUI's layout, and changes its names. To add a row, append
+a Layout to LAYOUTS: tests/checkpoints/test_published_layouts.py opens it, and tests/comfyui/test_published_layouts.py loads
+it in ComfyUI too, and compares.
 """
 
 import json
@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.rivals.diffusers_flux import renamed
+from testing import mini
 from testing.cases import all_cases
 from testing.cases.case import Case
 from testing.gguf_files import write_gguf
@@ -24,6 +26,8 @@ Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
 CASES: Mapping[str, Case] = {case.name: case for case in all_cases()}
 E4M3 = torch.float8_e4m3fn
+FLUX, CONFIG = "flux-dev", mini.IN_COMFYUI | {"guidance": True}
+"""No case: the mini class has the names of Flux's tensors, and these arguments."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,15 @@ class Layout:
     """Further entries that ComfyUI's detection finds at the model's real width."""
     by_comfyui: bool = False
     """ComfyUI's class or conversion decides: without a ComfyUI it is not known."""
-    sampled: bool = False
-    """A run of the ranks is compared with the native model's."""
 
     def save(self, folder: Path) -> Path:
         """The file, of the case's small model for ComfyUI, with random weights."""
-        case, path = CASES[self.case], folder / f"{self.case}.whole"
-        assert case.native is not None
-        if not path.exists():
+        path = folder / f"{self.case}.whole"
+        if not path.exists() and self.case == FLUX:
+            mini.save(mini.random_model(CONFIG), path)
+        elif not path.exists():
+            case = CASES[self.case]
+            assert case.native is not None
             case.save(case.model(case.native.config), path, case.native.config)
         with safe_open(path, "pt") as file:
             texts = (file.metadata() or {}) | self.texts
@@ -85,20 +90,9 @@ def one_after_the_other(*changes: Change) -> Change:
     return change
 
 
-def diffusers(case: str) -> Change:
-    """Under diffusers' names: a parameter of the class each, cut out of ComfyUI's tensors."""
-
-    def change(tensors: Tensors) -> Tensors:
-        row, config = CASES[case].row, dict(CASES[case].model(CASES[case].native.config).config)
-        parts = {}
-        for target, source in row.file.key_map(config).items():
-            value = tensors[source.key] if source.rows is None else tensors[source.key][source.rows.slice]
-            parts[row.file.folder.source(config, target).key] = (
-                torch.cat(value.chunk(2)[::-1]) if source.swap_halves else value
-            )
-        return parts
-
-    return change
+def diffusers(tensors: Tensors) -> Tensors:
+    """Flux's under diffusers' names."""
+    return {name: each for key, value in tensors.items() for name, each in renamed(key, value, CONFIG["width"]).items()}
 
 
 def _matrices(tensors: Tensors) -> list[str]:
@@ -156,14 +150,14 @@ TRAINING = ("model_ema.decay", "alphas_cumprod", "model_sampling.sigmas", "optim
 
 LAYOUTS = (
     # prefixes
-    *(Layout(f"flux {prefix}", "flux-dev", under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
-    Layout("flux unknown prefix", "flux-dev", under("dit."), refused="no diffusion transformer .*dit", native=False),
-    Layout("auraflow-like model. leftover", "flux-dev", with_more("model.a"), refused="no diffusion", native=False),
+    *(Layout(f"flux {prefix}", FLUX, under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
+    Layout("flux unknown prefix", FLUX, under("dit."), refused="no diffusion transformer .*dit", native=False),
+    Layout("auraflow-like model. leftover", FLUX, with_more("model.a"), refused="no diffusion", native=False),
     # several parts in one file
-    Layout("flux all in one", "flux-dev", ALL_IN_ONE),
-    Layout("flux with a VAE beside it", "flux-dev", with_more(*TRAINING), unused=TRAINING),
+    Layout("flux all in one", FLUX, ALL_IN_ONE),
+    Layout("flux with a VAE beside it", FLUX, with_more(*TRAINING), unused=TRAINING),
     # tensors that no class has
-    Layout("flux position_ids", "flux-dev", with_more("position_ids"), unused=("position_ids",)),
+    Layout("flux position_ids", FLUX, with_more("position_ids"), unused=("position_ids",)),
     Layout(
         "h3 pruned adaln", "minimax-h3-pruned", with_more("adaln_basis", "adaln_mean"), unused=("adaln_basis", "adaln_mean")
     ),
@@ -178,50 +172,48 @@ LAYOUTS = (
         native=False,
     ),
     # header fields
-    Layout("flux config no JSON", "flux-dev", texts={"config": "made by hand"}),
-    Layout("flux config of others", "flux-dev", texts={"config": '{"transformer": {"model_type": "x"}}'}),
+    Layout("flux config no JSON", FLUX, texts={"config": "made by hand"}),
+    Layout("flux config of others", FLUX, texts={"config": '{"transformer": {"model_type": "x"}}'}),
     Layout("wan config no JSON", "wan-2.1-t2v", texts={"config": "made by hand"}, refused="config is no JSON", native=False),
     Layout("ltx config lost", "ltx-2.3", texts={"config": "{}"}, refused="does not say its rope_type", native=False),
     Layout("ltx 2.3 gguf", "ltx-2.3", ending=".gguf"),
     Layout("wan animate 2 gguf", "wan-animate-2", ending=".gguf"),
     # GGUF and endings
-    Layout("flux gguf", "flux-dev", ending=".gguf"),
-    Layout("flux gguf prefixed", "flux-dev", under(WHOLE), ending=".gguf"),
-    Layout("flux capital", "flux-dev", ending=".SAFETENSORS"),
-    Layout("flux sft", "flux-dev", ending=".sft"),
+    Layout("flux gguf", FLUX, ending=".gguf"),
+    Layout("flux gguf prefixed", FLUX, under(WHOLE), ending=".gguf"),
+    Layout("flux capital", FLUX, ending=".SAFETENSORS"),
+    Layout("flux sft", FLUX, ending=".sft"),
     # diffusers' names
-    Layout("flux diffusers", "flux-dev", diffusers("flux-dev"), by_comfyui=True, sampled=True),
-    Layout("flux diffusers prefixed", "flux-dev", one_after_the_other(diffusers("flux-dev"), under(WHOLE)), by_comfyui=True),
+    Layout("flux diffusers", FLUX, diffusers, by_comfyui=True),
+    Layout("flux diffusers prefixed", FLUX, one_after_the_other(diffusers, under(WHOLE)), by_comfyui=True),
     # quantised
-    Layout("flux fp8", "flux-dev", fp8),
-    Layout(
-        "flux scaled_fp8", "flux-dev", scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})
-    ),
+    Layout("flux fp8", FLUX, fp8),
+    Layout("flux scaled_fp8", FLUX, scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})),
     Layout(
         "flux scaled_fp8 last.up",
-        "flux-dev",
+        FLUX,
         one_after_the_other(
             scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(1, dtype=E4M3)}),
             lambda tensors: tensors | {"last.up.weight": torch.zeros(4, 2, dtype=E4M3)},
         ),
         unused=("last.up.weight",),
     ),
-    Layout("flux comfy_quant", "flux-dev", scaled_fp8("weight_scale", _said)),
-    Layout("flux comfy_quant all in one", "flux-dev", one_after_the_other(scaled_fp8("weight_scale", _said), ALL_IN_ONE)),
-    Layout("flux nunchaku", "flux-dev", nunchaku, refused=r"quantised by Nunchaku", native=False),
-    Layout("flux nf4", "flux-dev", nf4, refused=r"quantised by bitsandbytes", native=False),
+    Layout("flux comfy_quant", FLUX, scaled_fp8("weight_scale", _said)),
+    Layout("flux comfy_quant all in one", FLUX, one_after_the_other(scaled_fp8("weight_scale", _said), ALL_IN_ONE)),
+    Layout("flux nunchaku", FLUX, nunchaku, refused=r"quantised by Nunchaku", native=False),
+    Layout("flux nf4", FLUX, nf4, refused=r"quantised by bitsandbytes", native=False),
     # other kinds of files
-    Layout("lora", "flux-dev", instead("a.lora_down.weight", "a.lora_up.weight"), refused="It is a LoRA", native=False),
+    Layout("lora", FLUX, instead("a.lora_down.weight", "a.lora_up.weight"), refused="It is a LoRA", native=False),
     Layout(
         "VAE alone",
-        "flux-dev",
+        FLUX,
         instead("decoder.conv_in.weight", "encoder.conv_in.weight"),
         refused="It is a VAE",
         native=False,
     ),
     Layout(
         "text encoder",
-        "flux-dev",
+        FLUX,
         instead("text_model.encoder.layers.0.mlp.fc1.weight"),
         refused="It is a text encoder",
         native=False,

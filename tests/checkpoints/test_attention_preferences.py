@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.tensor_files import MAX_JSON_BYTES
+from testing import mini
 
 LAYER = "double_blocks.0.img_attn"
 INT8, SOL = {"attention": "comfy_kitchen_int8"}, {"attention": "comfy_kitchen_sol", "tau": 1.3}
@@ -18,9 +18,9 @@ def said(value) -> torch.Tensor:
     return torch.tensor(list(text), dtype=torch.uint8)
 
 
-def save(flux_file, folder, preferences: dict[str, torch.Tensor], prefix: str = ""):
-    """`flux_file`'s weights with a preference for each layer."""
-    state = load_file(flux_file) | {f"{layer}.comfy_attention.config": value for layer, value in preferences.items()}
+def save(mini_file, folder, preferences: dict[str, torch.Tensor], prefix: str = ""):
+    """`mini_file`'s weights with a preference for each layer."""
+    state = load_file(mini_file) | {f"{layer}.comfy_attention.config": value for layer, value in preferences.items()}
     path = folder / "asking.safetensors"
     save_file({prefix + key: value for key, value in state.items()}, path)
     return path
@@ -28,17 +28,17 @@ def save(flux_file, folder, preferences: dict[str, torch.Tensor], prefix: str = 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @pytest.mark.parametrize("wish", [INT8, [SOL, INT8], [{"attention": "of next year"}, INT8]])
-def test_a_layers_wish_is_known_and_is_no_weight(flux_file, tmp_path, prefix, wish):
-    plain = open_checkpoint(flux_file)
-    asking = open_checkpoint(save(flux_file, tmp_path, {LAYER: said(wish)}, prefix))
+def test_a_layers_wish_is_known_and_is_no_weight(mini_file, tmp_path, prefix, wish):
+    plain = mini.opened(mini_file)
+    asking = mini.opened(save(mini_file, tmp_path, {LAYER: said(wish)}, prefix))
     assert asking.attention == {LAYER: "comfy_kitchen"}
     assert asking.entries.keys() == plain.entries.keys()
     assert not plain.attention
 
 
 @pytest.mark.parametrize("wish", [SOL, [], [SOL], {"attention": ["comfy_kitchen_int8"]}, {}])
-def test_a_wish_for_what_is_not_known_is_left_out(flux_file, tmp_path, wish):
-    assert not open_checkpoint(save(flux_file, tmp_path, {LAYER: said(wish)})).attention
+def test_a_wish_for_what_is_not_known_is_left_out(mini_file, tmp_path, wish):
+    assert not mini.opened(save(mini_file, tmp_path, {LAYER: said(wish)})).attention
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,6 @@ def test_a_wish_for_what_is_not_known_is_left_out(flux_file, tmp_path, wish):
         torch.zeros(MAX_JSON_BYTES + 1, dtype=torch.uint8),
     ],
 )
-def test_a_wish_that_cannot_be_read_is_refused_by_the_files_name(flux_file, tmp_path, wish):
+def test_a_wish_that_cannot_be_read_is_refused_by_the_files_name(mini_file, tmp_path, wish):
     with pytest.raises(ValueError, match=r"^model_name: .*asking\.safetensors"):
-        open_checkpoint(save(flux_file, tmp_path, {LAYER: wish}))
+        mini.opened(save(mini_file, tmp_path, {LAYER: wish}))

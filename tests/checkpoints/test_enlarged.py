@@ -12,10 +12,9 @@ from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
-from testing.cases import flux, wan
+from testing.cases import wan
 
 FIRST = {  # case, key of the first layer, its name on the ranks
-    "flux": (flux.CASES[0], "img_in.weight", "x_embedder.weight"),
     "wan": (wan.CASES[0], "patch_embedding.weight", "patch_embedding.weight"),
 }
 

@@ -4,17 +4,16 @@ import os
 
 import pytest
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from testing import tiny
+from testing import mini
 
 
-def test_another_file_of_the_same_size_and_time_is_another_file(flux_file, tmp_path):
+def test_another_file_of_the_same_size_and_time_is_another_file(mini_file, tmp_path):
     """As `cp -p`, `rsync -t` and unpacking an archive leave it: fine-tuned models of one kind have the same size."""
     path, other = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
-    path.write_bytes(flux_file.read_bytes())
-    tiny.save_original(tiny.random_flux(seed=1), tiny.FLUX, other)
+    path.write_bytes(mini_file.read_bytes())
+    mini.save(mini.random_model(seed=1), other)
     now = path.stat()
-    checkpoint = open_checkpoint(path)
+    checkpoint = mini.opened(path)
     assert not checkpoint.has_changed
     path.read_bytes()
     assert not checkpoint.has_changed, "reading is no change"

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from testing.cases import flux, ltx2, wan, wan_animate_2
+from testing.cases import ltx2, wan, wan_animate_2
 from testing.gguf_files import write_gguf
 
-CASES = {"wan": wan.CASES[0], "flux": flux.CASES[0]}
+CASES = {"wan": wan.CASES[0]}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,6 @@ def test_another_model_than_the_tensors_show_is_refused(files, family, said, wor
     [
         ("wan", {"model_type": "i2v", "causal_ar": False}),
         ("wan", {"model_type": "flow_rvs"}),
-        ("flux", {"model_type": "whatever"}),  # ComfyUI reads no header for it
     ],
 )
 def test_what_changes_nothing_is_allowed(files, family, said):

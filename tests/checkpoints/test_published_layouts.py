@@ -3,7 +3,9 @@
 import pytest
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from tests.checkpoints.published_layouts import CASES, LAYOUTS
+from parallel_backend.checkpoints.own_class import open_own_class
+from testing import mini
+from tests.checkpoints.published_layouts import CASES, CONFIG, FLUX, LAYOUTS
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +20,8 @@ def test_a_published_layout_is_opened_or_refused(folder, layout):
         if layout.refused:
             with pytest.raises(ValueError, match=f"model_name: .*{layout.refused}"):
                 open_checkpoint(path)
+        elif layout.case == FLUX:
+            assert set(open_own_class(path, mini.proven(CONFIG)).unused) == set(layout.unused)
         else:
             checkpoint = open_checkpoint(path)
             assert checkpoint.family.name == CASES[layout.case].family

@@ -3,6 +3,7 @@
 Files are made by comfy-kitchen's quantisers, and expected values by its own expansion and products.
 """
 
+from pathlib import Path
 from unittest import mock
 
 import comfy_kitchen
@@ -13,7 +14,8 @@ from comfy_kitchen.tensor import QuantizedTensor
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.checkpoints.quantised_formats import (
     FORMATS,
     ROTATIONS,
@@ -34,27 +36,22 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
 from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.linear import PackedLinear
-from testing import tiny
+from testing import mini
 from testing.quantised import KINDS, marked, quantise_blocks, quantised, settings
+from tests.checkpoints.test_formats import loaded
 
-CONFIG = tiny.FLUX | {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 64,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 64,
-    "axes_dims_rope": (8, 28, 28),
-}
+CONFIG = mini.IN_COMFYUI | {"axes": (8, 28, 28), "single_blocks": 2, "pooled_width": 64}
 CPU = torch.device("cpu")
-LAYER, TARGET = "double_blocks.1.img_attn.qkv", "transformer_blocks.1.attn.to_k.weight"
-"""A fused layer of the file, and the second third of its rows."""
+LAYER, PROJ = "double_blocks.1.img_attn.qkv", "double_blocks.1.img_attn.proj"
+
+
+def opened(path: Path, tensor: int = 1) -> Checkpoint:
+    return open_own_class(path, mini.proven(CONFIG, tensor))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    model = tiny.random_flux(CONFIG)
-    return load_file(tiny.save_original(model, CONFIG, tmp_path_factory.mktemp("whole") / "whole.safetensors"))
+    return load_file(mini.save(mini.random_model(CONFIG), tmp_path_factory.mktemp("whole") / "whole.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8, no codebook", "w4a16"])
@@ -64,7 +61,7 @@ def test_the_weights_take_no_more_than_the_file(whole, tmp_path, kind):
     stored = quantise_blocks(whole, kind)[0].items()
     save_file({key: value.bfloat16() if value is whole.get(key) else value for key, value in stored}, path)
     for dtype, most in (("bf16", 1.0), ("fp32", 1.02)):  # biases and norms are in float32 then
-        model = tiny.whole_model(path, dtype)
+        model = loaded(path, dtype)
         scales = sum(layer.packing.nbytes for layer in model.modules() if isinstance(layer, PackedLinear))
         assert scales + sum(p.nbytes for p in model.parameters()) <= most * path.stat().st_size
 
@@ -92,14 +89,11 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_comfy_kitchens_and_stay_as_small_as_in_the_file(files, kind):
     path, values = files(kind)
-    checkpoint, model = open_checkpoint(path), tiny.whole_model(path)
+    checkpoint, model = opened(path), loaded(path)
     layers = packed_layers(model)
-    assert len(layers) > 12
+    assert len(layers) > 10
     for name, layer in layers.items():
-        source = checkpoint.key_map[f"{name}.weight"]
-        expected = values[source.key] if source.rows is None else values[source.key][source.rows.slice]
-        if source.swap_halves:
-            expected = torch.cat(expected.chunk(2)[::-1])
+        expected = values[f"{name}.weight"]
         assert torch.equal(layer.weight, expected), name
         assert layer.weight_shape == tuple(expected.shape)
     held = sum(layer.nbytes for layer in layers.values())
@@ -150,8 +144,8 @@ def test_a_layers_product_is_comfy_kitchens_own(files, request, kind, forced):
     path, _ = files(kind)
     if forced:
         request.getfixturevalue("as_on_a_gpu")
-    layer = tiny.whole_model(path).get_submodule("transformer_blocks.1.attn.to_out.0")
-    weight = as_comfyui(path, "double_blocks.1.img_attn.proj", kind)
+    layer = loaded(path).get_submodule(PROJ)
+    weight = as_comfyui(path, PROJ, kind)
     x = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(0))
     rounds_input = KINDS[kind][0] in quantised_products.CAPABILITY
     with torch.inference_mode():  # on some CPUs a product with a bias has other bits outside of it
@@ -165,28 +159,28 @@ def test_a_layers_product_is_comfy_kitchens_own(files, request, kind, forced):
         assert layer(x[:, :0]).shape == (2, 0, 256)
         # The control: a product that rounds the input is another one.
         rounds = KINDS[kind][0] != "awq_w4a16" and (forced or not rounds_input)
-        assert (tiny.relative(layer(x), F.linear(x, layer.weight, layer.bias)) > 1e-3) == rounds
+        assert (mini.relative(layer(x), F.linear(x, layer.weight, layer.bias)) > 1e-3) == rounds
 
 
 def test_what_is_beside_the_product(whole, tmp_path, as_on_a_gpu):
     """Scales of inputs, a layer that is to multiply in full, and inputs that are smoothed before they are rounded."""
-    proj, mlp, x = "double_blocks.1.img_attn.proj", "double_blocks.1.img_mlp.0", torch.randn(5, 256)
+    proj, mlp, x = PROJ, "double_blocks.1.img_mlp.0", torch.randn(5, 256)
     smoothing = 0.5 + torch.rand(256)
     tensors, values = quantise_blocks(whole, "fp8")
     tensors |= {f"{proj}.input_scale": torch.tensor([0.03]), f"{mlp}.comfy_quant": marked(settings("fp8"))}
     tensors |= {f"{mlp}.comfy_quant": marked(settings("fp8", full_precision_matrix_mult=True))}
     save_file(tensors, tmp_path / "fp8.safetensors")
-    layers = packed_layers(tiny.whole_model(tmp_path / "fp8.safetensors"))
-    layer = layers["transformer_blocks.1.attn.to_out.0"]
+    layers = packed_layers(loaded(tmp_path / "fp8.safetensors"))
+    layer = layers[PROJ]
     rounded = QuantizedTensor.from_float(x, "TensorCoreFP8Layout", scale=torch.tensor(0.03))
     assert torch.equal(layer(x), F.linear(rounded, as_comfyui(tmp_path / "fp8.safetensors", proj, "fp8"), layer.bias))
-    full = layers["transformer_blocks.1.ff.net.0.proj"]
+    full = layers[mlp]
     assert torch.equal(full(x), F.linear(x, values[f"{mlp}.weight"], full.bias))
 
     tensors, values = quantise_blocks(whole, "nvfp4")
     tensors |= {f"{proj}.input_scale": torch.tensor(0.002), f"{proj}.pre_quant_scale": smoothing}
     save_file(tensors, tmp_path / "nvfp4.safetensors")
-    layer = packed_layers(tiny.whole_model(tmp_path / "nvfp4.safetensors"))["transformer_blocks.1.attn.to_out.0"]
+    layer = packed_layers(loaded(tmp_path / "nvfp4.safetensors"))[PROJ]
     rounded = QuantizedTensor.from_float(x * smoothing, "TensorCoreNVFP4Layout", scale=torch.tensor(0.002))
     assert torch.equal(layer(x), F.linear(rounded, as_comfyui(tmp_path / "nvfp4.safetensors", proj, "nvfp4"), layer.bias))
     assert torch.equal(layer.weight, values[f"{proj}.weight"] * smoothing)
@@ -215,7 +209,7 @@ def test_a_product_that_comfy_kitchen_falls_back_from_is_called_no_product(files
     x, words = torch.randn(5, 256), []
     for broken in (RuntimeError, ValueError, None):
         quantised_products.trial.cache_clear()
-        layer = tiny.whole_model(files(kind)[0]).get_submodule("transformer_blocks.1.attn.to_out.0")
+        layer = loaded(files(kind)[0]).get_submodule(PROJ)
         words.append(layer.arithmetic.word)
         assert len(calls) == 1  # one trial for all layers
         with torch.inference_mode():
@@ -235,7 +229,7 @@ def test_without_the_package_weights_are_expanded(files, monkeypatch):
     path, values = files("int8, rotated")
     missing = Kitchen(None, "comfy-kitchen cannot be used (it is not there)")
     monkeypatch.setattr(quantised_products, "kitchen", lambda: missing)
-    layer = tiny.whole_model(path).get_submodule("transformer_blocks.1.attn.to_out.0")
+    layer = loaded(path).get_submodule(PROJ)
     x = torch.randn(5, 256)
     assert torch.equal(layer(x), F.linear(x, values["double_blocks.1.img_attn.proj.weight"], layer.bias))
     assert layer.arithmetic.word == ("int8_tensorwise expanded to float32: comfy-kitchen cannot be used (it is not there)")
@@ -245,29 +239,26 @@ def test_without_the_package_weights_are_expanded(files, monkeypatch):
 def test_parts_of_a_weight(files, kind):
     """Rows of a fused layer, in any order; columns in whole groups stay packed, others are expanded and cut."""
     path, values = files(kind)
-    checkpoint = open_checkpoint(path)
+    checkpoint = opened(path)
     entry = checkpoint.entries[f"{LAYER}.weight"]
-    weight, unit = values[f"{LAYER}.weight"][256:512], entry.layer.unit
+    weight, unit = values[f"{LAYER}.weight"], entry.layer.unit
     shards = [Shard(0, spans) for spans in ((Span(3, 40), Span(64, 65)), (Span(128, 256), Span(0, 128)))]
     inner = Span(0, 256) if unit == 256 else Span(unit, 3 * unit)
     shards += [Shard(1, (inner,)), Shard(1, (Span(128, 256), Span(0, 64))), Shard(1, (Span(3, 70),))]
     with reading(checkpoint) as reader:
         for shard in shards:
             expected = torch.cat([weight.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)
-            assert torch.equal(reader.values(TARGET, torch.float32, shard, CPU), expected)
+            assert torch.equal(reader.values(f"{LAYER}.weight", torch.float32, shard, CPU), expected)
             inside = shard.dim == 0 or all(edge % unit == 0 for span in shard.spans for edge in (span.start, span.stop))
-            assert reader.packable(TARGET, entry.dtype, shard) == inside
+            assert reader.packable(f"{LAYER}.weight", entry.dtype, shard) == inside
             if inside:
-                packed, packing = reader.packed(TARGET, entry.dtype, shard, CPU)
+                packed, packing = reader.packed(f"{LAYER}.weight", entry.dtype, shard, CPU)
                 assert torch.equal(packing.expand(packed, torch.float32), expected)
                 assert packed.nbytes == expected.numel() * entry.layer.bits // 8
 
 
-SIX = "double_blocks.1.img_attn.proj"
-
-
 def six_bits(**how) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(a file's tensors of the layer SIX in w6a8_int8, the values before their rotation by 64), made by hand.
+    """(a file's tensors of the layer PROJ in w6a8_int8, the values before their rotation by 64), made by hand.
 
     The low four bits of a row's values come first, two to a byte, then the high two, four to a byte.
     """
@@ -280,7 +271,7 @@ def six_bits(**how) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     integers = ((codes.float() - 32) * groups.float().repeat_interleave(16, 1)).round().clamp(-127, 127)
     said = {"format": "w6a8_int8", "group_size": 16, "convrot": True, "convrot_groupsize": 64} | how
     made = {"weight": torch.cat((low, high), 1).view(torch.int8), "weight_s_rel": groups, "weight_s_channel": channels}
-    tensors = {f"{SIX}.{leaf}": tensor for leaf, tensor in (made | {"comfy_quant": marked(said)}).items()}
+    tensors = {f"{PROJ}.{leaf}": tensor for leaf, tensor in (made | {"comfy_quant": marked(said)}).items()}
     return tensors, integers * channels[:, None]
 
 
@@ -288,10 +279,10 @@ def test_six_bits_are_read_without_a_comfy_kitchen_that_knows_them(whole, tmp_pa
     monkeypatch.setattr(quantised_products, "_knows", lambda _tensors, format: format != "w6a8_int8")
     tensors, values = six_bits()
     save_file(whole | tensors, path := tmp_path / "six.safetensors")
-    linear = tiny.whole_model(path).get_submodule("transformer_blocks.1.attn.to_out.0")
+    linear = loaded(path).get_submodule(PROJ)
     assert torch.equal(linear.weight, rotate(values, 64))
     assert linear.arithmetic.word.startswith("w6a8_int8 expanded to float32: this comfy-kitchen or torch is too old")
-    assert open_checkpoint(path).tensor_degrees == {1}
+    assert opened(path, tensor=2).tensor_degrees == {1}
 
 
 @pytest.mark.parametrize(
@@ -303,10 +294,10 @@ def test_six_bits_are_read_without_a_comfy_kitchen_that_knows_them(whole, tmp_pa
     ],
 )
 def test_damaged_six_bits_are_refused(whole, tmp_path, without, how, why):
-    tensors = {key: tensor for key, tensor in six_bits(**how)[0].items() if key != f"{SIX}.{without}"}
+    tensors = {key: tensor for key, tensor in six_bits(**how)[0].items() if key != f"{PROJ}.{without}"}
     save_file(whole | tensors, path := tmp_path / "six.safetensors")
     with pytest.raises(ValueError, match=why):
-        open_checkpoint(path)
+        opened(path)
 
 
 def test_scales_of_16_bits_stay_so_and_are_computed_in(whole, tmp_path):
@@ -314,22 +305,22 @@ def test_scales_of_16_bits_stay_so_and_are_computed_in(whole, tmp_path):
     stored, values = quantise_blocks(whole, "w4a16")
     groups = (".weight_scale", ".weight_zeros")
     stored = {key: value.bfloat16() if key.endswith(groups) else value for key, value in stored.items()}
-    path, name = tmp_path / "half.safetensors", "transformer_blocks.1.attn.to_out.0"
+    path, name = tmp_path / "half.safetensors", PROJ
     save_file(stored, path)
-    layer, checkpoint = tiny.whole_model(path).get_submodule(name), open_checkpoint(path)
+    layer, checkpoint = loaded(path).get_submodule(name), opened(path)
     assert layer.nbytes == checkpoint.nbytes(f"{name}.weight", "fp32") == 256 * 256 // 2 + 2 * 2 * 256 * 4
-    weight, x = as_comfyui(path, "double_blocks.1.img_attn.proj", "w4a16"), torch.randn(5, 256)
+    weight, x = as_comfyui(path, PROJ, "w4a16"), torch.randn(5, 256)
     with torch.inference_mode():
         assert torch.equal(layer(x), F.linear(x, weight, layer.bias).float())
         assert layer(x.bfloat16()).dtype == torch.bfloat16
-    assert tiny.relative(layer.weight, values["double_blocks.1.img_attn.proj.weight"]) < 2e-2
+    assert mini.relative(layer.weight, values["double_blocks.1.img_attn.proj.weight"]) < 2e-2
 
 
 def test_large_weights_are_expanded_piece_by_piece(files, monkeypatch):
     monkeypatch.setattr("parallel_backend.checkpoints.quantised_formats.CHUNK_VALUES", 5 * 256)
     for kind in ("nvfp4", "w4a8", "w4a16", "int8, rotated"):
         path, values = files(kind)
-        layer = packed_layers(tiny.whole_model(path))["transformer_blocks.1.attn.to_out.0"]
+        layer = packed_layers(loaded(path))[PROJ]
         assert torch.equal(layer.weight, values["double_blocks.1.img_attn.proj.weight"])
 
 
@@ -420,7 +411,7 @@ def test_a_damaged_file_is_refused_by_name(files, tmp_path, case):
     kind, edit, message = BROKEN[case]
     save_file(edit(load_file(files(kind)[0])), tmp_path / "broken.safetensors")
     with pytest.raises(ValueError, match=f"^model_name: broken.safetensors .*{message}"):
-        open_checkpoint(tmp_path / "broken.safetensors")
+        opened(tmp_path / "broken.safetensors")
 
 
 SCALES = {
@@ -442,7 +433,7 @@ def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tm
         (put(leaf, scale)(sound), rf"^model_name: broken\.safetensors holds {LAYER}\.{leaf}, a "),
     ):
         save_file(tensors, path)
-        checkpoint = open_checkpoint(path)
+        checkpoint = opened(path)
         if words is None:
             check_scales(checkpoint)
             continue
@@ -460,7 +451,7 @@ def test_every_format_has_a_damaged_file():
 @pytest.mark.parametrize("kind", ["int8, rotated", "nvfp4"])
 def test_a_tensor_degree_that_cuts_groups_apart_is_refused(whole, files, kind):
     """Four heads of 64 columns: three ranks have two, one and one, the feed-forward's 1,024 columns in thirds."""
-    checkpoint = open_checkpoint(files(kind)[0])
+    checkpoint = opened(files(kind)[0], tensor=2)
     assert checkpoint.tensor_degrees == {1, 2, 4}
     with pytest.raises(ValueError, match=r"^tensor_parallel_degree is 3, .* Use tensor_parallel_degree 1, 2, "):
         checkpoint.check_degrees(Degrees(tensor=3))

@@ -1,7 +1,6 @@
 """ControlNet: what it adds behind the blocks gives diffusers' own forward with the same additions, on the ranks that have
 the blocks and the tokens, and once per rank; and one ControlNet serves all bands of a run."""
 
-import functools
 import importlib
 import sys
 import threading
@@ -12,21 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.reader import original_values
-from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.band_cut import BandCut
-from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
-from parallel_backend.client.pipefusion.threads import run_bands
-from parallel_backend.client.sampling import Prompt, euler, linear_sigmas
-from parallel_backend.core.degrees import Degrees
+from parallel_backend.client.pipefusion.banded_run import NotLocal, cut_rows
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.wire import messages as m
-from testing import mini
-from testing.cases import all_cases
 from tests.support.emulated_gpu import emulated
 from tests.support.fake_cuda import HOPPER
 
@@ -35,26 +23,6 @@ pytestmark = pytest.mark.threads
 TOLERANCE = 1e-5
 PATIENCE = 20.0
 """Seconds after which a run that should have ended counts as hanging."""
-CASES = [case for case in all_cases() if case.name == "flux-dev"]
-DIFFUSERS = {
-    "flux": {
-        "transformer_blocks": "controlnet_block_samples",
-        "single_transformer_blocks": "controlnet_single_block_samples",
-    },
-}
-"""Family -> block list -> the argument of diffusers' forward, a list with one tensor for each block; None: it has none, and
-they are added to the image that a block gives."""
-MODES = (
-    Degrees(),
-    Degrees(pipe=2),
-    Degrees(pipe=3),
-    Degrees(ulysses=2),
-    Degrees(ring=2),
-    Degrees(tensor=2),
-    Degrees(batch=2),
-    Degrees(patch=2, patch_mode="displaced"),
-)
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
 
 
 def node_module(name: str):
@@ -65,272 +33,7 @@ def node_module(name: str):
     return importlib.import_module(f"{package.__name__}.{name}")
 
 
-node, model_control = node_module("sampling.band_controlnet"), node_module("model.controlnet")
-
-
-def named(name: str):
-    return next(case for case in CASES if case.name == name)
-
-
-@pytest.fixture(scope="module")
-def case(request):
-    """A fixture, so that pytest runs all tests of one case before the next."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """`made(case)`: (diffusers' model, its single file)."""
-
-    @functools.cache
-    def make(name: str):
-        case = named(name)
-        model = case.model()
-        return model, case.save(model, tmp_path_factory.mktemp(name) / f"{name}.safetensors")
-
-    return lambda case: make(case.name)
-
-
-def blocks(case) -> list[str]:
-    """Those that take residuals, in order."""
-    counts = case.row.blocks.counts(case.config)
-    return [f"{name}.{index}" for name in DIFFUSERS[case.family] for index in range(counts[name])]
-
-
-def random_residuals(case, x: torch.Tensor, names: list[str], of_each: int = 1, seed: int = 7) -> dict[str, torch.Tensor]:
-    """`of_each`: how many blocks in a row have one tensor."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config))
-    tensors = [torch.randn(shape, generator=generator) * 0.5 for _ in names[::of_each]]
-    return {name: tensors[index // of_each] for index, name in enumerate(names)}
-
-
-def reference(case, model, x, timestep, tensors, residuals) -> torch.Tensor:
-    """diffusers' own forward, with zeros where there is no residual and on reference tokens."""
-    size = (len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config))
-    references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
-    order = case.row.patching.order(case.row.patching.grid(tuple(x.shape)))
-    lists, hooks, counts = {}, [], case.row.blocks.counts(case.config)
-    for name, argument in DIFFUSERS[case.family].items():
-        added = [residuals.get(f"{name}.{index}", torch.zeros(size)) for index in range(counts[name])]
-        if argument is not None:
-            lists[argument] = [torch.nn.functional.pad(tensor, (0, 0, 0, references)) for tensor in added]
-            continue
-        for block, tensor in zip(getattr(model, name), added, strict=True):
-            tensor = tensor if order is None else tensor[:, torch.argsort(order)]
-            hooks.append(block.register_forward_hook(lambda _block, _args, out, add=tensor: (out[0] + add, *out[1:])))
-    with torch.inference_mode():
-        out = case.reference(functools.partial(model, **lists), x, timestep, tensors)
-    for hook in hooks:
-        hook.remove()
-    return out
-
-
-def nothing() -> None:
-    """A poll that has nothing to look at."""
-
-
-@pytest.mark.parametrize("degrees", MODES, ids=str)
-@every_case
-def test_residuals_give_diffusers_forward_with_them(case, degrees, pools, made, measured):
-    model, file = made(case)
-    remote = pools.load(file, degrees)
-    for latent in filter(None, (case.latent, case.odd)):
-        given = case.inputs(latent=latent)
-        residuals = random_residuals(case, given[0], blocks(case))
-        expected = reference(case, model, *given, residuals)
-        error = mini.relative(remote.predict(ModelCall(*given, residuals=residuals), nothing), expected)
-        measured(f"relative error with residuals, {case.name}", error)
-        assert error <= TOLERANCE
-        assert mini.relative(remote.predict(ModelCall(*given), nothing), expected) > 0.05  # the control: they do something
-
-
-@every_case
-def test_each_blocks_residual_is_added_once_whatever_the_stage(case, pools, made):
-    """At a border it is the sending stage that adds it: none twice, none never."""
-    model, file = made(case)
-    given = case.inputs()
-    remote = pools.load(file, Degrees(pipe=3))
-    plain = remote.predict(ModelCall(*given), nothing)
-    for name, residual in random_residuals(case, given[0], blocks(case)).items():
-        found = remote.predict(ModelCall(*given, residuals={name: residual}), nothing)
-        assert mini.relative(found, reference(case, model, *given, {name: residual})) <= TOLERANCE, name
-        assert mini.relative(found, plain) > 1e-3, name
-
-
-class Steps:
-    """The Step messages that a model sends, by rank."""
-
-    def __init__(self, monkeypatch, remote):
-        self.by_rank: dict[int, list[m.Step]] = {}
-        send = remote.pool.send
-
-        def note(rank, message, *rest):
-            if isinstance(message, m.Step):
-                self.by_rank.setdefault(rank, []).append(message)
-            send(rank, message, *rest)
-
-        monkeypatch.setattr(remote.pool, "send", note)
-
-    def bytes(self) -> int:
-        """Of residuals, on their way to all ranks."""
-        return sum(tensor.nbytes for steps in self.by_rank.values() for step in steps for tensor in step.added)
-
-
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=3), Degrees(ulysses=2), Degrees(batch=2)], ids=str)
-def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees, pools, made, monkeypatch):
-    case = named("flux-dev")
-    model, file = made(case)
-    given = case.inputs()
-    remote = pools.load(file, degrees)
-    residuals = random_residuals(case, given[0], blocks(case), of_each=2)  # blocks 0 and 1, 2 and 3
-    one = next(iter(residuals.values())).nbytes
-    apart = {name: tensor.clone() for name, tensor in residuals.items()}
-    found = {}
-    for given_as, added in {"once": residuals, "apart": apart}.items():
-        with monkeypatch.context() as patched:
-            steps = Steps(patched, remote)
-            output = remote.predict(ModelCall(*given, residuals=added), nothing)
-            assert mini.relative(output, reference(case, model, *given, residuals)) <= TOLERANCE
-        found[given_as] = steps.bytes()
-        for rank, sent in steps.by_rank.items():
-            stage = degrees.coordinate(rank).pipe
-            owned = case.row.blocks.owned(open_checkpoint(file).config, remote.balance.stage_blocks[stage])
-            for step in sent:
-                assert set(step.residuals) == {f"{name}.{index}" for name, range_ in owned.items() for index in range_}
-    assert found["apart"] == len(residuals) * one
-    borders = sum(span.start % 2 for span in remote.balance.stage_blocks)  # a pair on two stages goes to both
-    assert found["once"] == (len(residuals) / 2 + borders) * one
-
-
-def test_without_a_controlnet_nothing_is_sent(pools, made, monkeypatch):
-    case = named("flux-dev")
-    remote = pools.load(made(case)[1], Degrees(pipe=2))
-    steps = Steps(monkeypatch, remote)
-    remote.predict(ModelCall(*case.inputs()), nothing)
-    assert len(steps.by_rank) == 2
-    assert steps.bytes() == 0
-    assert not any(step.residuals for sent in steps.by_rank.values() for step in sent)
-
-
-def in_bands(remote, case, x, sigmas, tensors, residuals, exact_steps) -> torch.Tensor:
-    """As client/sampling.py does it, with the same residuals at each step."""
-    patching = case.row.patching
-    rows = cut_rows(tuple(x.shape), case.bands, patching)
-    run = BandedRun(remote, rows, tuple(x.shape), warm_up=True)
-
-    def sample(band: int) -> torch.Tensor:
-        row = patching.row_tokens(patching.grid(tuple(x.shape)))
-        tokens = slice(rows[band].start // patching.side * row, -(-rows[band].stop // patching.side) * row)
-        own = {id(tensor): tensor[:, tokens] for tensor in residuals.values()}
-        added = {name: own[id(tensor)] for name, tensor in residuals.items()}
-
-        def predict(x, timestep, tensors):
-            exact = bool(timestep[0] > sigmas[exact_steps])
-            return run.predict(band, ModelCall(x, timestep * scale_of(case), tensors, residuals=added), exact)
-
-        return euler(predict, patching.rows(x, rows[band]), sigmas, Prompt(tensors, {}, 1.0))
-
-    parts = run_bands(run, sample, nothing, nothing)
-    remote.close_run(run.run, nothing)
-    assert (run.exact_calls, run.banded_calls) == (exact_steps, len(sigmas) - 1 - exact_steps)
-    return torch.cat(parts, patching.band_dim)
-
-
-def scale_of(case) -> float:
-    """Of the model's timesteps; sigmas are 0 ... 1 in every family here."""
-    return case.timestep / 0.7
-
-
-def sampling(case, latent, steps: int):
-    """(x, sigmas, tensors, residuals)"""
-    x, _, tensors = case.inputs(latent=latent)
-    return x, linear_sigmas(steps), tensors, random_residuals(case, x, blocks(case), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "degrees"),
-    [
-        ("odd", Degrees(pipe=2)),
-        ("whole", Degrees(ulysses=2)),
-        pytest.param("whole", Degrees(pipe=2), marks=pytest.mark.full),
-        pytest.param("odd", Degrees(ulysses=2), marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-@every_case
-def test_pipefusion_that_only_warms_up_equals_diffusers(case, size, degrees, pools, made, measured):
-    model, file = made(case)
-    x, sigmas, tensors, residuals = sampling(case, case.latent if size == "whole" else case.odd, 2)
-
-    def whole(added, x, timestep, tensors):
-        return reference(case, model, x, timestep * scale_of(case), tensors, added)
-
-    prompt = Prompt(tensors, {}, 1.0)
-    expected, without = (euler(functools.partial(whole, added), x, sigmas, prompt) for added in (residuals, {}))
-    error = mini.relative(in_bands(pools.load(file, degrees), case, x, sigmas, tensors, residuals, 2), expected)
-    measured(f"relative error of PipeFusion's warm-up with residuals, {case.name}", error)
-    assert error <= TOLERANCE
-    assert mini.relative(without, expected) > 0.02
-
-
-@every_case
-def test_bands_with_old_keys_depend_on_the_schedule_alone(case, pools, made):
-    _, file = made(case)
-    x, sigmas, tensors, residuals = sampling(case, case.odd, 4)
-    alone, piped = (
-        in_bands(pools.load(file, degrees), case, x, sigmas, tensors, residuals, 1)
-        for degrees in (Degrees(), Degrees(pipe=2))
-    )
-    error = mini.relative(piped, alone)
-    assert error <= TOLERANCE
-    exact, without = (in_bands(pools.load(file, Degrees()), case, x, sigmas, tensors, r, 4) for r in (residuals, {}))
-    assert max(TOLERANCE, 10 * error) < mini.relative(alone, exact) < mini.relative(without, exact)
-
-
-# What ComfyUI's `get_control` gives -> residuals.
-
-
-def outputs(case, shape, count: int, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    size = shape[0], torch.Size(case.row.patching.grid(shape)).numel(), case.row.sizes.hidden(case.config)
-    return [torch.randn(size, generator=generator) for _ in range(count)]
-
-
-def test_outputs_belong_to_the_blocks_of_their_number():
-    case, shape = named("flux-dev"), (2, 16, 16, 12)
-    assert case.row.blocks.residuals == {"input": "transformer_blocks", "output": "single_transformer_blocks"}
-    a, b, c = outputs(case, shape, 3)
-    control = {"input": [a, None, a, c], "middle": [None], "output": [None, b]}  # one more than there are double blocks
-    found = model_control.residuals(case.row, case.config, control, shape)
-    assert {name: id(tensor) for name, tensor in found.items()} == {
-        "transformer_blocks.0": id(a),
-        "transformer_blocks.2": id(a),
-        "single_transformer_blocks.1": id(b),
-    }
-    for empty in (None, {}, {"input": [], "middle": [], "output": []}):
-        assert model_control.residuals(case.row, case.config, empty, shape) == {}
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("flux", "middle"), ("wan", "output")],
-)
-def test_outputs_that_the_family_takes_none_of_are_refused_by_name(family, kind):
-    case = next(case for case in all_cases() if case.family == family)
-    shape = (1, *case.latent)
-    with pytest.raises(ValueError, match=rf"^control_net: .* it has '{kind}' outputs, which {family} takes none of"):
-        model_control.residuals(case.row, case.config, {kind: outputs(case, shape, 1)}, shape)
-
-
-@pytest.mark.parametrize(
-    "change", [lambda t: t[:1], lambda t: t[:, 1:], lambda t: t[..., 1:], lambda t: t.unflatten(1, (8, 6))]
-)
-def test_outputs_for_another_model_are_refused_before_they_reach_a_rank(change):
-    case, shape = named("flux-dev"), (2, 16, 16, 12)
-    with pytest.raises(ValueError, match=r"^control_net: .* where the model's blocks have \[2, 48, 128\]"):
-        model_control.residuals(case.row, case.config, {"input": [change(outputs(case, shape, 1)[0])]}, shape)
+node = node_module("sampling.band_controlnet")
 
 
 # One ControlNet for all bands.
@@ -543,17 +246,3 @@ def test_nobody_is_held_up_while_it_computes():
     _, shared = shared_control(SHAPES[0], float("inf"), during)
     assert [type(result) for result in run_control(shared, SHAPES[0])] == [KeyError] * BANDS
     assert ended == [True]
-
-
-def test_controlnets_that_copy_layers_of_the_model_find_them_under_their_native_names(tmp_path):
-    """Some take the first layer; the others here are cut, fused or swapped in diffusers' layout."""
-    case = next(case for case in all_cases() if case.name == "flux-dev")
-    model = case.model()
-    expected = load_file(file := case.save(model, tmp_path / "model.safetensors"))
-    model.save_pretrained(folder := tmp_path / "folder")
-    for prefix in ("img_in.", "double_blocks.1.img_attn.", "final_layer."):
-        wanted = {key.removeprefix(prefix): value for key, value in expected.items() if key.startswith(prefix)}
-        for path in (file, folder):
-            found = original_values(open_checkpoint(path), prefix)
-            assert found.keys() == wanted.keys() and len(found) > 1
-            assert all(torch.equal(found[key], wanted[key]) for key in found)

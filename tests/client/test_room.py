@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import Conditioning, TokenLayout
 from parallel_backend.client.memory_guard import MemoryGuard
 from parallel_backend.core.communicators import communicators, connections
@@ -23,7 +22,7 @@ from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.wire import messages as m
-from testing.real_sizes import save_header
+from testing import mini
 from tests.support.fake_cuda import ADA, fake_cuda
 
 TWO = Degrees(pipe=2)
@@ -37,7 +36,8 @@ WORLD = COMMUNICATOR + CONNECTION
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory):
-    return open_checkpoint(save_header(tmp_path_factory.mktemp("flux") / "flux1-dev.safetensors"))
+    path = mini.save_header(tmp_path_factory.mktemp("flux") / "flux1-dev.safetensors")
+    return mini.opened(path, height=LATENT[-2], width=LATENT[-1], text=PROMPT)
 
 
 def nobody() -> None:
@@ -55,7 +55,7 @@ class Host:
         for device in range(2):
             cuda.hold_elsewhere(CONTEXT + WORLD, device)  # the rank's, and the world's
         spans = even_stages(57, 2)
-        self.check = MemoryCheck(flux, Setup(flux.path, "bf16", DEVICES, TWO, "auto"), spans, 2)
+        self.check = MemoryCheck(flux, mini.setup(flux.path, "bf16", DEVICES, TWO, "auto"), spans, 2)
         pool = SimpleNamespace(devices=DEVICES, ask=self._ask)
         self.guard = MemoryGuard(pool, self.check, flux.family, self.make_room)
 
@@ -182,7 +182,7 @@ def test_a_packed_weight_is_expanded_beside_the_others(flux):
     plain, packed = (
         memory_of(model_sizes(flux, dtype, "cuda:0"), TWO, spans, 0, (request,)) for dtype in ("bf16", "fp8_e4m3fn")
     )
-    assert packed.activations - plain.activations == 2 * 3072 * 18432  # the modulation of a double block
+    assert packed.activations - plain.activations == 2 * 3072 * 7 * 3072  # the first layer of a single block
 
 
 # What blocks are timed with and cut by.
@@ -209,7 +209,7 @@ def test_a_stage_leaves_room_for_what_the_run_keeps(flux):
     """A card of 24 GB and one of 16 GB, equally fast: by weights alone the second one could have half of the blocks."""
     lists, sizes = block_lists(flux), model_sizes(flux, "bf16", "cuda:0")
     expected = expected_request(flux, LATENT, 1, PROMPT, KV_COPIES, 4)
-    blocks = {"transformer_blocks": (2.0, 0.6), "single_transformer_blocks": (1.0, 0.3)}
+    blocks = {"double_blocks": (2.0, 0.6), "single_blocks": (1.0, 0.3)}
     probes = [m.Probed(rank, blocks, (0.1, 0.1), free) for rank, free in enumerate((23 * 10**9, 15 * 10**9))]
     kept = bytes_by_block(sizes, TWO, (expected,))
     found = {

@@ -4,11 +4,11 @@ import functools
 import gc
 import itertools
 import logging
-import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,22 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shared_residuals import SharedResiduals
 from parallel_backend.core import pinned
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.residuals import CONTROL, for_trial
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.engine import Engine
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
 from testing.cases import all_cases
+from tests.emulated.test_own_class import saved
+from tests.families.planted_classes import WIDTH
 from tests.support import fake_cuda
 from tests.support.on_card import OnCard
+from tests.support.planted_comfyui import planted_comfyui
 
 pytestmark = [
     pytest.mark.threads,
@@ -37,23 +45,36 @@ pytestmark = [
 MODES = (
     Degrees(pipe=2),
     Degrees(ulysses=2),
-    Degrees(tensor=2),
     Degrees(batch=2),
     Degrees(patch=2, patch_mode="displaced"),
-    Degrees(pipe=2, tensor=2),
+    Degrees(pipe=2, ulysses=2),
 )
-CASE = next(case for case in all_cases() if case.name == "flux-dev")
-"""A family whose blocks take residuals."""
+KINDS = "input", "output"
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """A planted class that adds residuals to the picture's tokens, proven; its file, a call, and what is sent of it."""
+
+    own: OwnClass
+    path: Path
+    given: Call
+    tensors: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    return CASE.save(CASE.model(), tmp_path_factory.mktemp("model") / "model.safetensors")
+def controlled(tmp_path_factory) -> Iterator[Controlled]:
+    with planted_comfyui():
+        own, given, path, _ = saved("ToPicture", tmp_path_factory.mktemp("model"))
+        residuals = for_trial({f"{kind}.1": torch.ones(2, 2 * 4 * 6, WIDTH) for kind in KINDS})
+        proof = trial(own, replace(given, named=given.named | {CONTROL: residuals}), (900.0, 1.0), bands=True)
+        tensors = to_tensors({**given.named, CONTROL: None}, given.timestep, given.x.shape[1:])
+        yield Controlled(replace(own, blocks=proof.blocks, latent=proof.latent), path, given, tensors)
 
 
 @pytest.fixture(scope="module")
-def remote(pools, file) -> Callable[..., RemoteTransformer]:
-    return functools.partial(pools.load, file)
+def remote(pools, controlled) -> Callable[..., RemoteTransformer]:
+    return functools.partial(pools.load, controlled.path, own=controlled.own)
 
 
 def nothing() -> None:
@@ -66,22 +87,22 @@ def maps() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:parallel-dit")
 
 
-def residuals(x: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-    generator, sizes = torch.Generator().manual_seed(seed), CASE.row.sizes
-    shape = (len(x), math.prod(CASE.row.patching.grid(tuple(x.shape))), sizes.hidden(CASE.config))
-    counts = CASE.row.blocks.counts(CASE.config)
-    names = [f"{name}.{index}" for name, count in counts.items() for index in range(count)]
-    return {name: torch.randn(shape, generator=generator) for name in names}
+@pytest.fixture
+def outputs(controlled) -> Callable[[RemoteTransformer], list[torch.Tensor]]:
+    """`outputs(model)`: of calls that differ in their residuals."""
 
+    def call(seed: int) -> ModelCall:
+        generator = torch.Generator().manual_seed(seed)
+        residuals = {f"{kind}.0": torch.randn(2, 2 * 4 * 6, WIDTH, generator=generator) for kind in KINDS}
+        return ModelCall(controlled.given.x, controlled.given.timestep, controlled.tensors, residuals=residuals)
 
-def outputs(model: RemoteTransformer) -> list[torch.Tensor]:
-    """Of calls that differ in their residuals."""
-    x, timestep, tensors = CASE.inputs()
-    return [model.predict(ModelCall(x, timestep, tensors, residuals=residuals(x, seed)), nothing) for seed in range(4)]
+    return lambda model: [model.predict(call(seed), nothing) for seed in range(4)]
 
 
 @pytest.mark.parametrize("degrees", MODES, ids=str)
-def test_results_are_those_over_pipes_though_a_segment_is_written_over_once_it_is_free(remote, degrees, monkeypatch):
+def test_results_are_those_over_pipes_though_a_segment_is_written_over_once_it_is_free(
+    remote, outputs, degrees, monkeypatch
+):
     """As soon as it may be, with what no result could hide."""
     model = remote(degrees, fresh=True)
     sent: list[int] = []
@@ -111,7 +132,7 @@ def test_results_are_those_over_pipes_though_a_segment_is_written_over_once_it_i
     assert not torch.equal(shared[0], shared[1])  # the control: residuals do decide
 
 
-def test_memory_goes_with_the_model(remote, monkeypatch):
+def test_memory_goes_with_the_model(remote, outputs, monkeypatch):
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     model = remote(Degrees(pipe=2), fresh=True)
     before = maps()
@@ -239,25 +260,29 @@ def test_a_pool_that_has_failed_is_lent_nothing_that_stays(shared, pool):
     assert (maps(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, file, monkeypatch):
+def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, tmp_path, monkeypatch):
     """Neither in this process nor under a name anywhere."""
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     before, names = maps(), set(os.listdir("/dev/shm"))
-    model = process_pools.load(file, Degrees(pipe=2), fresh=True)
-    outputs(model)
+    case = next(case for case in all_cases() if case.name == "wan-2.1-t2v")
+    x, timestep, tensors = case.inputs()
+    size = len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)
+    call = ModelCall(x, timestep, tensors, residuals={"blocks.0": torch.ones(size)})
+    model = process_pools.load(case.save(case.model(), tmp_path / "model.safetensors"), Degrees(pipe=2), fresh=True)
+    model.predict(call, nothing)
     assert maps() > before
     os.kill(model.pool.pids[1], signal.SIGKILL)
     with pytest.raises(RankError):
-        outputs(model)
+        model.predict(call, nothing)
     process_pools.end(2)
     del model
     assert maps() == before
     assert set(os.listdir("/dev/shm")) == names
 
 
-def test_a_rank_lets_a_segment_go_between_its_messages(remote, monkeypatch):
+def test_a_rank_lets_a_segment_go_between_its_messages(remote, controlled, monkeypatch):
     """Not while it computes, when it may be capturing a CUDA graph."""
-    let_go, computing = [], threading.local()
+    let_go, computing, given = [], threading.local(), controlled.given
     step, return_segment = Engine.step, Channel.return_segment
 
     def marked(*arguments):
@@ -272,9 +297,9 @@ def test_a_rank_lets_a_segment_go_between_its_messages(remote, monkeypatch):
     monkeypatch.setattr(Engine, "step", marked)
     monkeypatch.setattr(Channel, "return_segment", noted)
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
-    for height in (8, 16):  # the second call needs a larger segment in the place of the first one's
-        x, timestep, tensors = CASE.inputs(latent=(16, 1, height, 12))
-        model.predict(ModelCall(x, timestep, tensors, residuals=residuals(x, 0)), nothing)
+    for kinds in (KINDS[:1], KINDS):  # the second call needs a larger segment in the place of the first one's
+        residuals = {f"{kind}.0": torch.randn(2, 2 * 4 * 6, WIDTH) for kind in kinds}
+        model.predict(ModelCall(given.x, given.timestep, controlled.tensors, residuals=residuals), nothing)
     model.close_run(0, nothing)  # the ranks have come so far
     assert let_go
     assert all(let_go)

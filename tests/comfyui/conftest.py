@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
-from testing import tiny
+from testing import mini
 from testing.comfyui import sd3_file
-from testing.comfyui.models import FLUX
 from testing.comfyui.scripted import FORKED_RANKS, ComfyUI, Inside
 from tests.comfyui import standins
 from tests.support.requirements import missing
@@ -54,7 +53,7 @@ def base(tmp_path_factory) -> Path:
     models, loras, inputs = (base / name for name in ("models/diffusion_models", "models/loras", "input"))
     for folder in (models, loras, inputs):
         folder.mkdir(parents=True)
-    whole = tiny.save_original(tiny.random_flux(FLUX), FLUX, models / "tiny.safetensors").read_bytes()
+    whole = mini.save(mini.random_model(mini.IN_COMFYUI), models / "tiny.safetensors").read_bytes()
     (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
     sd3_file.write(models / "tiny-sd3.safetensors")
     save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")

@@ -11,7 +11,7 @@ from diffusers import PixArtTransformer2DModel
 from PIL import Image
 from safetensors.torch import save_file
 
-from testing import tiny
+from testing import mini, tiny
 from testing.comfyui import sd3_file
 
 Tensors = dict[str, torch.Tensor]
@@ -19,14 +19,11 @@ ENCODERS_PACK, EMULATED_PACK = (Path(__file__).parent / name for name in ("tiny_
 CLIP_WIDTH, T5_WIDTH = 64, 16
 T5_OUTPUT = 4096
 """What `tiny_encoders` pads T5's output to."""
-FLUX = tiny.FLUX | {
-    "num_layers": 1,
-    "num_single_layers": 2,
-    "attention_head_dim": 128,
-    "num_attention_heads": 2,
-    "joint_attention_dim": T5_OUTPUT,
-    "pooled_projection_dim": CLIP_WIDTH,
-    "axes_dims_rope": (16, 56, 56),
+FLUX = mini.IN_COMFYUI | {
+    "context_width": T5_OUTPUT,
+    "pooled_width": CLIP_WIDTH,
+    "double_blocks": 1,
+    "single_blocks": 2,
 }
 PIXART = {
     "num_attention_heads": 2,
@@ -72,6 +69,11 @@ PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists
 }
 
 
+def pixart() -> Tensors:
+    """A tiny PixArt in diffusers' layout, which ComfyUI converts."""
+    return dict(tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).state_dict())
+
+
 def write(models: Path) -> None:
     """All files, below ComfyUI's `models` folder: 150 MB, mostly vocabularies and the projection of 4,096-wide text."""
     for folder, names in PLACEHOLDERS.items():
@@ -84,14 +86,14 @@ def write(models: Path) -> None:
     for folder in (transformers, encoders, vaes):
         folder.mkdir(parents=True, exist_ok=True)
     for name, guidance in {"flux1-schnell": False, "flux1-dev": True}.items():
-        config = FLUX | {"guidance_embeds": guidance}
-        tiny.save_original(tiny.random_flux(config), config, transformers / f"{name}.safetensors")
+        config = FLUX | {"guidance": guidance}
+        mini.save(mini.random_model(config), transformers / f"{name}.safetensors")
     (models / "loras").mkdir(exist_ok=True)
-    layer, width = "diffusion_model.double_blocks.0.img_attn.proj", FLUX["num_attention_heads"] * FLUX["attention_head_dim"]
+    layer, width = "diffusion_model.double_blocks.0.img_attn.proj", FLUX["width"]
     lora = {f"{layer}.lora_A.weight": torch.ones(4, width), f"{layer}.lora_B.weight": torch.ones(width, 4)}
     save_file(lora, models / "loras" / "flux_style.safetensors")
     sd3_file.write(transformers / "sd3.5_large.safetensors", T5_OUTPUT, 2 * CLIP_WIDTH)
-    tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).save_pretrained(transformers / "PixArt-Sigma-XL-2-2K-MS")
+    save_file(pixart(), transformers / "PixArt-Sigma-XL-2-2K-MS.safetensors")
     save_file(clip(layers=12), encoders / "clip_l.safetensors")
     save_file(clip(layers=32), encoders / "clip_g.safetensors")
     save_file(t5(), encoders / "t5xxl_fp8_e4m3fn.safetensors")

@@ -4,31 +4,20 @@ import math
 
 import pytest
 
-from testing.cases import all_cases
-from tests.comfyui.test_families import save_case
-
 pytestmark = pytest.mark.comfyui
 
-CASES = [case for case in all_cases() if case.name == "pixart-sigma"]
-"""Its prompts have masks."""
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-STEPS = 3
+NAME = "qwen-image"
+STEPS, LIMIT = 3, 5e-5
 ROUNDING = 2e-6
-"""Of a sample's largest value, which is 4,600 for PixArt: how far from the native one it may be where that is more than the
-family's limit, which CPUs differ in by a factor of two."""
+"""Of a sample's largest value: how far from the native one it may be if that is more than LIMIT."""
 ROUND_OFF = 5e-6
 """Where a replica computes two pictures at once and one replica three: the other order of sums."""
 
 
 @pytest.fixture(scope="module")
-def found(request, inside, base):
-    calls = [
-        item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
-    ]
-    cases = [case for case in CASES if any(call.get("case") is case for call in calls)]
-    for case in cases:
-        save_case(case, base)
-    return inside.run("concurrent_conds", names=[case.name for case in cases])[0]
+def found(inside):
+    inside.run("small_files", names=[NAME])
+    return inside.run("concurrent_conds", names=[NAME])[0]
 
 
 def got(found: dict, case: str) -> dict:
@@ -37,23 +26,21 @@ def got(found: dict, case: str) -> dict:
 
 
 @pytest.mark.parametrize(("run", "calls"), [("KSampler", 2), ("CFGGuider", 2), ("DualCFGGuider", 3)])
-@every_case
-def test_two_replicas_share_the_prompts(found, measured, case, run, calls):
+def test_two_replicas_share_the_prompts(found, measured, run, calls):
     """Bit for bit what one replica gave, one call after the other, and ComfyUI's own model's picture."""
-    result = got(found, f"{case.name}, {run}, 2")
+    result = got(found, f"{NAME}, {run}, 2")
     assert result["same"] == 0.0
     assert result["one by one"]["micro-steps"] == [calls * STEPS, 0]
     assert result["one by one"]["shared"] == 0.0
     assert result["micro-steps"] == [math.ceil(calls / 2) * STEPS, calls // 2 * STEPS]
     assert result["shared"] > 0.0
-    measured(f"ComfyUI parity, prompts side by side, {case.name}", result["native"])
-    assert result["native"] <= max(case.native.limit, ROUNDING * result["largest"])
+    measured(f"ComfyUI parity, prompts side by side, {NAME}", result["native"])
+    assert result["native"] <= max(LIMIT, ROUNDING * result["largest"])
 
 
 @pytest.mark.parametrize("run", ["PipeFusion", "PipeFusion, all steps warm-up"])
-@every_case
-def test_a_conditioning_stays_on_its_replica_in_bands(found, case, run):
-    one, two = (got(found, f"{case.name}, {run}, {replicas}") for replicas in (1, 2))
+def test_a_conditioning_stays_on_its_replica_in_bands(found, run):
+    one, two = (got(found, f"{NAME}, {run}, {replicas}") for replicas in (1, 2))
     assert one["same"] == two["same"] == two["one replica"] == 0.0
     steps = 2 * STEPS if "all" in run else 2 * (1 + 2 * (STEPS - 1))  # micro-steps of two calls, in two bands or whole
     assert one["micro-steps"] == [steps, steps]
@@ -61,7 +48,7 @@ def test_a_conditioning_stays_on_its_replica_in_bands(found, case, run):
     assert two["micro-steps"] == [steps // 2] * 4
     assert two["shared"] > 0.0
     if "all" in run:
-        assert two["native"] <= max(case.native.limit, ROUNDING * two["largest"])
+        assert two["native"] <= max(LIMIT, ROUNDING * two["largest"])
 
 
 @pytest.mark.parametrize(

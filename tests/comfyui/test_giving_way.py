@@ -2,12 +2,11 @@
 
 import pytest
 
-from testing import tiny
-from testing.comfyui.models import FLUX
+from testing import mini
 
 pytestmark = pytest.mark.comfyui
 
-DEEP = FLUX | {"num_attention_heads": 1, "num_layers": 2, "num_single_layers": 20}
+DEEP = mini.IN_COMFYUI | {"width": 128, "single_blocks": 20}
 """24 MB, 13 of them on the first rank, in blocks of 1 and 2.4 MB."""
 CARD = 17_000_000
 BLOCK = 2_400_000
@@ -20,7 +19,7 @@ CASES = {"room for a part": (0, 1), "room for all": (0, 1), "on the other card":
 @pytest.fixture(scope="module")
 def found(inside, base):
     path = base / "models" / "diffusion_models" / "deep.safetensors"
-    tiny.save_original(tiny.random_flux(DEEP), DEEP, path)
+    mini.save(mini.random_model(DEEP), path)
     yield inside.run("giving_way", name=path.name, size=CARD, layers=LAYERS)[0]
     path.unlink()
 

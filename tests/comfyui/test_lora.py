@@ -21,8 +21,8 @@ LIKE_NATIVE = (
 SAID = {
     "none fits": "this LoRA is for another model: its only layer does not fit (double_blocks.0.img_attn.proj.weight is "
     "[256, 256], the tensors for it are [256, 4], [4, 128])",
-    "enlarging": "a LoRA that enlarges double_blocks.0.img_attn.proj.weight to [256, 512] cannot run on ranks, which have "
-    "no flux model of that size",
+    "enlarging": "a LoRA that enlarges double_blocks.0.img_attn.proj.weight to [256, 512] cannot run on ranks: ComfyUI has "
+    "no class Flux of that size",
     "factors of a LoHa": "ComfyUI cannot compute with the LOHA for double_blocks.0.img_attn.proj.weight (",
     "factors of a LoKr": "ComfyUI cannot compute with the LOKR for double_blocks.0.img_attn.proj.weight (",
     "set": "ComfyUI cannot compute with the difference for double_blocks.0.img_attn.proj.weight (",

@@ -34,6 +34,7 @@ NAMED = {  # what a refusal says of a model -> the classes of which it says so; 
 
 
 OWN_CLASS = {
+    *("Flux", "FluxInpaint", "FluxSchnell", "PixArtAlpha", "PixArtSigma"),
     *("AuraFlow", "HiDreamO1", "ChromaRadiance", "Boogu", "MageFlow", "JoyImage", "Lens", "ErnieImage", "LongCatImage"),
     *("Chroma", "Lumina2", "Ideogram4", "Kandinsky5", "Kandinsky5Image", "WAN22_S2V", "WAN21_HuMo", "WAN22_WanDancer"),
     *("WAN21_CausalAR_T2V", "WAN21_Camera", "WAN22_Camera", "CogVideoX_T2V", "CogVideoX_I2V", "CogVideoX_Inpaint"),

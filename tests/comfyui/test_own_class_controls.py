@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.comfyui.test_families import CASES, save_case
-
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 LIMIT, IN_PATCHES = 2e-5, 5e-6
 """Of a difference, as a share of the latents' largest value: to the native model, and to the family."""
@@ -11,8 +9,8 @@ MODES = ["stages", "split batch", "ulysses", "ring", "tensor"]
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("flux-dev", ("input", "output"))])
-def test_a_controlnet_adds_what_it_adds_natively(inside, base, name, kinds):
-    save_case(next(case for case in CASES if case.name == name), base)
+def test_a_controlnet_adds_what_it_adds_natively(inside, name, kinds):
+    inside.run("small_files", names=[name])
     found, _ = inside.run("own_class_controls", name=name, modes=MODES)
     for kind in kinds:
         for mode in MODES:

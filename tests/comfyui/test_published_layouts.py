@@ -2,27 +2,21 @@
 
 import pytest
 
-from tests.checkpoints.published_layouts import CASES, LAYOUTS
-from tests.comfyui.test_families import save_case
+from tests.checkpoints.published_layouts import CASES, FLUX, LAYOUTS
 
 pytestmark = pytest.mark.comfyui
 
 PLACES = ("a.SAFETENSORS", "b.sft", "c.GGUF", "FLUX.1-dev/flux1-dev.safetensors", "FLUX.1-dev/config.json")
 """Files of a folder that is linked into models/diffusion_models."""
-LIMIT = 5e-5
-"""Of a run's samples, as a share of the largest value: fp32 rounding."""
 
 
 @pytest.fixture(scope="module")
 def found(inside, base):
     folder, rows = base / "models" / "diffusion_models", []
-    for case in {each.case for each in LAYOUTS if each.sampled}:
-        save_case(CASES[case], base)
     paths = {each.name: each.save(folder) for each in LAYOUTS}
     for each in LAYOUTS:
-        detected = CASES[each.case].native.detected | each.detected
+        detected = each.detected if each.case == FLUX else CASES[each.case].native.detected | each.detected
         rows.append({"name": each.name, "file": paths[each.name].name, "case": each.case, "detected": detected})
-        rows[-1]["sampled"] = each.sampled
     elsewhere = base / "elsewhere"
     for name in PLACES:
         path = elsewhere / name
@@ -47,8 +41,6 @@ def test_the_pack_does_with_a_file_what_comfyui_does(found, layout):
     assert native["kind"] in ours["kinds"]
     assert set(ours["unused"]) == set(layout.unused)
     assert set(layout.unused) <= set(native["unexpected"])
-    if layout.sampled:
-        assert got["difference"] <= LIMIT
 
 
 @pytest.mark.parametrize("kind", ["auraflow", "pixart", "unet"])
@@ -56,9 +48,9 @@ def test_other_models_are_converted_as_comfyui_converts_them(found, kind):
     assert found[f"conversion of {kind}"] is True
 
 
-def test_files_are_listed_as_comfyui_lists_them_and_gguf_files_and_folders_too(found):
+def test_files_are_listed_as_comfyui_lists_them_and_gguf_files_too(found):
     listed, by_comfyui = (set(found["listed"][key]) for key in ("pack", "comfyui"))
     assert listed >= by_comfyui
     assert {name for name in listed if name.startswith("linked/")} == (
-        {f"linked/{name}" for name in PLACES if not name.endswith(".json")} | {"linked/FLUX.1-dev"}
+        {f"linked/{name}" for name in PLACES if not name.endswith(".json")}
     )

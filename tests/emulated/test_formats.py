@@ -6,23 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from tests.campaigns.transport.cases import nothing
 from tests.checkpoints.test_formats import CONFIG, dtype_of, files, whole  # noqa: F401 (fixtures)
 from tests.support.cpu_and_gpu import Both
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
 
-GIVEN = tiny.inputs(CONFIG)
+GIVEN = mini.inputs(CONFIG)
 MODES = (Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
 DEFAULT = ("GGUF mixed", "scaled, new, by row")
 FULL = (
     *("GGUF Q8_0", "bf16", "fp8 e4m3"),
-    *("fp16", "fp8 e5m2", "scaled, old", "scaled, in the header, prefixed", "fp8 folder, sharded"),
+    *("fp16", "fp8 e5m2", "scaled, old", "scaled, in the header, prefixed"),
     *("GGUF Q4_K", "GGUF Q4_0", "GGUF Q6_K", "scaled, new, e5m2"),
 )
 
@@ -38,7 +37,7 @@ def test_every_format(both: Both, files, what):  # noqa: F811
 
     def on(degrees: Degrees):
         def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
-            return [load(open_checkpoint(path), degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
+            return [load(mini.opened(path), degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
 
         return run
 

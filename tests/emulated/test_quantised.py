@@ -13,18 +13,16 @@ import torch
 from comfy_kitchen.backends.eager import convrot_w4a4, quantization
 from comfy_kitchen.tensor import int8_utils
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from testing import tiny
+from testing import mini
 from tests.campaigns.transport.cases import name, nothing
-from tests.rank.test_quantised_ranks import CASES, KINDS, RATIO, files, made  # noqa: F401 (fixtures)
+from tests.rank.test_quantised_ranks import INPUTS, KINDS, RATIO, files, plain, plain_file  # noqa: F401 (fixtures)
 from tests.support.cpu_and_gpu import Both, both_kinds
 
 pytestmark = pytest.mark.threads
 
-GIVEN = CASES["flux"].inputs()
 MODES = (Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
 QUICK = ("int8, rotated", MODES[0])
 DEFAULT = (("nvfp4", MODES[1]), ("w4a4", MODES[2]))
@@ -57,14 +55,14 @@ def of_kinds() -> list[pytest.param]:
 
 def on(path, degrees: Degrees, dtype: str):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        return [load(open_checkpoint(path), degrees, dtype=dtype).predict(ModelCall(*GIVEN), nothing)]
+        return [load(mini.opened(path), degrees, dtype=dtype).predict(ModelCall(*INPUTS), nothing)]
 
     return run
 
 
 @pytest.mark.parametrize(("kind", "degrees"), of_kinds())
-def test_every_format(both: Both, made, files, kind, degrees):  # noqa: F811
-    path, (_, _, plain) = files("flux", kind)[0], made("flux")
+def test_every_format(both: Both, plain, files, kind, degrees):  # noqa: F811
+    path = files(kind)[0]
     both.check(on(path, degrees, "fp32"))
     (alone,), (found,) = (both.on_gpu(on(path, each, "bf16")) for each in (Degrees(), degrees))
-    assert tiny.relative(found.float(), plain) == pytest.approx(tiny.relative(alone.float(), plain), rel=RATIO)
+    assert mini.relative(found.float(), plain) == pytest.approx(mini.relative(alone.float(), plain), rel=RATIO)

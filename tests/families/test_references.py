@@ -6,14 +6,8 @@ import torch
 
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.families.parts.references import reference_tensors, reference_tokens
+from parallel_backend.families.parts.references import reference_tokens
 from testing.cases.minimax_h3 import CONFIG, GRID, payload
-
-
-def test_reference_latents():
-    row, given = FAMILIES["flux"], {"ref_latents": [torch.zeros(1, 16, 8, 6), torch.zeros(1, 16, 5, 7)]}
-    assert reference_tokens(row, given) == reference_tensors(row.patching, given, "index")[REFERENCES].shape[1]
-    assert reference_tokens(row, {}) == reference_tokens(row, {"ref_latents": []}) == 0
 
 
 def test_references_and_keyframes_of_minimax_without_those_of_sound():

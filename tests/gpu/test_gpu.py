@@ -37,7 +37,7 @@ from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.comm.staging import from_staging, to_staging
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
-from testing import tiny
+from testing import mini
 from testing.cases import all_cases
 from testing.models import on_ranks
 from testing.vaes import OnRanks, decoder_of
@@ -66,12 +66,7 @@ PAIRS = [
 OF_PAIR = {"shared": [pytest.mark.full], "distinct": [], "reversed": [pytest.mark.full]}
 """Marks of the self-test's runs: the one through NCCL shows most."""
 
-LARGE = tiny.FLUX | {
-    "num_layers": 6,
-    "attention_head_dim": 128,
-    "num_attention_heads": 4,
-    "axes_dims_rope": (16, 56, 56),
-}
+LARGE = mini.CONFIG | {"double_blocks": 6, "width": 512, "axes": (16, 56, 56)}
 """300 MB in fp32: large beside what the allocator rounds and what libraries keep for themselves."""
 
 
@@ -100,7 +95,7 @@ class Ranks:
         attention: str = "sdpa",
         path: Path | None = None,
     ) -> RemoteTransformer:
-        checkpoint = open_checkpoint(path or self.path)
+        checkpoint = mini.opened(path or self.path)
         return on_ranks(self(devices), checkpoint, degrees, dtype, attention, lambda: None)
 
     def close(self) -> None:
@@ -109,30 +104,28 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(flux_file) -> Iterator[Ranks]:
-    """`ranks.load(devices, Degrees(...))`: the tiny Flux on CUDA ranks.
+def ranks(mini_file) -> Iterator[Ranks]:
+    """`ranks.load(devices, Degrees(...))`: the mini model on CUDA ranks.
 
     No matrix product in TF32, here or in the ranks, which inherit the variable: torch's default, but the user's
     environment may say otherwise.
     """
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("NVIDIA_TF32_OVERRIDE", "0")
-        ranks = Ranks(flux_file)
+        ranks = Ranks(mini_file)
         yield ranks
         ranks.close()
 
 
 @pytest.fixture(scope="module")
 def given():
-    """With a guidance that has its 1000-fold in bf16: diffusers' model takes that, and rounding it is a different input."""
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
-    return x, timestep, tensors | {"guidance": torch.full((len(x),), 4.0)}
+    return mini.inputs()
 
 
 @pytest.fixture(scope="module")
-def expected(flux_model, given) -> torch.Tensor:
-    """diffusers' forward on the CPU."""
-    return tiny.reference(flux_model, *given)
+def expected(mini_model, given) -> torch.Tensor:
+    """The class's forward on the CPU."""
+    return mini.reference(mini_model, *given)
 
 
 def banded(model: RemoteTransformer, given) -> tuple[torch.Tensor, list[RunStats]]:
@@ -157,17 +150,16 @@ def moved_to(device: str, given):
     return x.to(device), timestep.to(device), {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def test_one_rank_equals_diffusers(ranks, flux_model, given, expected, measured):
+def test_one_rank_equals_the_class(ranks, mini_model, given, expected, measured):
     """Against the CPU, whose kernels add up in another order, the limit is where test_exactness.py's control begins: the
     smallest change of an input there moves the output by more than 1e-3. Rounding in fp32 is far below it (3e-7 between
     this model in fp32 and in fp64), TF32 in the linear layers just so (4e-4). On the same device kernels are the same.
     """
     output = ranks.load(ALONE, Degrees()).predict(ModelCall(*given), lambda: None)
-    with torch.device(DEVICE):  # the reference makes its position ids itself
-        same_device = tiny.reference(copy.deepcopy(flux_model).to(DEVICE), *moved_to(DEVICE, given)).cpu()
-    errors = tiny.relative(output, expected), tiny.relative(output, same_device)
+    same_device = mini.reference(copy.deepcopy(mini_model).to(DEVICE), *moved_to(DEVICE, given)).cpu()
+    errors = mini.relative(output, expected), mini.relative(output, same_device)
     measured("relative difference between a GPU and the CPU", errors[0])
-    measured("relative difference from diffusers on the same GPU", errors[1])
+    measured("relative difference from the class on the same GPU", errors[1])
     assert errors[0] <= 1e-3
     assert errors[1] <= TOLERANCE
 
@@ -181,8 +173,8 @@ def test_inputs_and_outputs_on_the_device(ranks, given):
     output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
     sample = sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), BANDS, 1)[0]
     assert output.device == sample.device == x.device
-    assert tiny.relative(output.cpu(), call) <= TOLERANCE
-    assert tiny.relative(sample.cpu(), bands) <= TOLERANCE
+    assert mini.relative(output.cpu(), call) <= TOLERANCE
+    assert mini.relative(sample.cpu(), bands) <= TOLERANCE
 
 
 @needs_two
@@ -218,7 +210,7 @@ def test_copies_for_gloo_are_page_locked_and_come_back_whole():
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2), Degrees(ring=2)], ids=str)
 def test_flash_in_the_model(ranks, given, expected, degrees):
     output = ranks.load(SHARED, degrees, "bf16", "flash").predict(ModelCall(*given), lambda: None)
-    assert tiny.relative(output.float(), expected) <= 5e-2
+    assert mini.relative(output.float(), expected) <= 5e-2
 
 
 def free_bytes() -> int:
@@ -228,8 +220,8 @@ def free_bytes() -> int:
 
 def test_peak_memory_and_unloading(ranks, tmp_path, measured):
     """A first model leaves behind what libraries keep for good (kernels, workspaces); a second must leave nothing."""
-    path = tiny.save_original(tiny.random_flux(LARGE), LARGE, tmp_path / "large.safetensors")
-    given, pool = tiny.inputs(LARGE), ranks(ALONE)
+    path = mini.save(mini.random_model(LARGE), tmp_path / "large.safetensors")
+    given, pool = mini.inputs(LARGE), ranks(ALONE)
     free = []
     for _ in range(2):
         model = ranks.load(ALONE, Degrees(), path=path)
@@ -250,10 +242,10 @@ def test_peak_memory_and_unloading(ranks, tmp_path, measured):
 
 def test_streamed_weights_give_what_weights_on_the_device_give(ranks, tmp_path):
     """Also after all of them have given way and come back."""
-    path = tiny.save_original(tiny.random_flux(LARGE), LARGE, tmp_path / "large.safetensors")
-    given, load = tiny.inputs(LARGE), (Degrees(), "bf16", "sdpa", lambda: None)
-    expected = on_ranks(ranks(ALONE), open_checkpoint(path), *load).predict(ModelCall(*given), lambda: None)
-    model = on_ranks(ranks(ALONE), open_checkpoint(path), *load, offload=Offload(leave_free=1 << 50))
+    path = mini.save(mini.random_model(LARGE), tmp_path / "large.safetensors")
+    given, load = mini.inputs(LARGE), (Degrees(), "bf16", "sdpa", lambda: None)
+    expected = on_ranks(ranks(ALONE), mini.opened(path), *load).predict(ModelCall(*given), lambda: None)
+    model = on_ranks(ranks(ALONE), mini.opened(path), *load, offload=Offload(leave_free=1 << 50))
     assert sum(model.weight_bytes) < sum(model.resident.host_bytes)
     for _ in range(2):
         assert all(torch.equal(model.predict(ModelCall(*given), lambda: None), expected) for _ in range(2))
@@ -284,7 +276,7 @@ DEFAULT = (
     [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.full) for case in all_cases()],
 )
 def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measured):
-    """The limit is that of `test_one_rank_equals_diffusers`, for its reason."""
+    """The limit is that of `test_one_rank_equals_the_class`, for its reason."""
     model = case.model()
     given = case.inputs()
     remote = on_ranks(
@@ -296,7 +288,7 @@ def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measure
         lambda: None,
     )
     with torch.inference_mode():
-        error = tiny.relative(remote.predict(ModelCall(*given), lambda: None), case.reference(model, *given))
+        error = mini.relative(remote.predict(ModelCall(*given), lambda: None), case.reference(model, *given))
     measured(f"relative difference between a GPU and the CPU, {case.name}", error)
     assert error <= 1e-3
 

@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import to_device, to_host
@@ -15,7 +14,7 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.shared_memory import make_segment
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
 
@@ -25,14 +24,14 @@ LONG = 2_000_000_000
 """Cycles that a device sleeps in: about a second."""
 
 
-def test_a_micro_step_does_not_stop_its_host(flux_file):
+def test_a_micro_step_does_not_stop_its_host(mini_file):
     """Counted by CUDA's own look-out for calls that wait, which waits for events are not. The rank is a thread, so that it
     counts here.
     """
     with thread_ranks() as start:
         pool = Pool((str(DEVICE),), start=start, silence=600.0)
-        model = on_ranks(pool, open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None)
-        x, _, tensors = tiny.inputs(tiny.FLUX)
+        model = on_ranks(pool, mini.opened(mini_file), Degrees(), "fp32", "sdpa", lambda: None)
+        x, _, tensors = mini.inputs()
 
         def run() -> None:
             sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 2, 1)

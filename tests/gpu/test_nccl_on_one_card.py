@@ -9,20 +9,18 @@ import torch
 from parallel_backend.acceptance import measured_rank, memory, system, transport
 from parallel_backend.acceptance.kit import FAILED, run
 from parallel_backend.acceptance.session import Settings
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
-from testing import tiny
+from testing import mini
 from testing.models import on_ranks
 from tests.support import nccl_on_one_card
 
 DEVICES = ("cuda:0", "cuda:0")
 MODES = [
     *(Degrees(**{axis: 2}) for axis in ("ulysses", "ring", "tensor", "pipe", "batch")),
-    Degrees(ulysses=2, exchange="all-gather"),
     Degrees(patch=2, patch_mode="displaced"),
     Degrees(patch=2, patch_mode="naive"),
 ]
@@ -50,12 +48,12 @@ def pools() -> Iterator[dict[str, Pool]]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("degrees", MODES, ids=str)
-def test_every_mode_gives_the_bits_of_gloo(pools, flux_file, degrees, dtype):
+def test_every_mode_gives_the_bits_of_gloo(pools, mini_file, degrees, dtype):
     """A call and a run, of which the second half is with old keys where the mode has such."""
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     prompt, found = Prompt(tensors, tensors, 1.0), {}
     for name, pool in pools.items():
-        model = on_ranks(pool, open_checkpoint(flux_file), degrees, dtype, "sdpa", lambda: None)
+        model = on_ranks(pool, mini.opened(mini_file), degrees, dtype, "sdpa", lambda: None)
         found[name] = model.predict(ModelCall(x, timestep, tensors), lambda: None)
         if degrees.pipe > 1 or degrees.displaced:
             run = sample_in_bands(model, x, linear_sigmas(STEPS), prompt, degrees.pipe, 2)[0]

@@ -58,7 +58,6 @@ def with_(family: Family, name: str) -> Iterator[tuple[Any, Call]]:
 
 
 NEEDED = {
-    "pixart": ("c_size", "c_ar"),
     "seedvr2": ("condition",),
 }
 """Family -> arguments that ComfyUI's model always gives."""

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
+from testing import mini
 from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, pack
 
 
@@ -21,18 +20,19 @@ def module() -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.fixture
-def patcher(module, flux_file) -> Any:
+def patcher(module, mini_file, monkeypatch) -> Any:
     """A MODEL on ranks, which are not started."""
-    checkpoint = open_checkpoint(flux_file)
+    checkpoint = mini.opened(mini_file)
     meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
     config = types.SimpleNamespace(process_unet_state_dict=lambda tensors: tensors)
     weights = module("model.lora").NativeWeights(checkpoint, meta, config, torch.float32)
-    setup = Setup(checkpoint.path, "fp32", ("cpu",), Degrees(), "auto")
+    setup = mini.setup(checkpoint.path, "fp32", ("cpu",), Degrees(), "auto")
     model = torch.nn.Module()
     model.model_loaded_weight_memory, model.latent_shapes = 0, None
     model.diffusion_model = module("model.diffusion_model").RemoteDiffusionModel(
         checkpoint, setup, setup.devices, True, weights, "Flux", {}
     )
+    monkeypatch.setitem(module("model.native_call").NATIVE, "Flux", "flux.model:Flux")
     return module("model.patcher").RemoteModelPatcher(model, torch.device("cpu"))
 
 

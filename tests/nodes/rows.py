@@ -96,11 +96,11 @@ PATCHER_STATE = rows(
 
 PATCHES = rows(
     # Where the native model runs the patch (`native` in the names), it is refused, and has no effect elsewhere.
-    refused="attn1_output_patch attn1_patch attn2_patch double_block post_input single_block",
+    refused="attn1_patch attn2_patch double_block post_input single_block",
     # Of UNets.
     harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
     "middle_block_after_patch middle_patch mlp_patch output_block_patch "
-    "noise_refiner",  # of a class without a family, which is asked on ranks
+    "attn1_output_patch noise_refiner",  # of classes without a family, which are asked on ranks
 )
 """Unknown functions in transformer_options["patches"]; known ones become data (block_patches.py)."""
 REPLACEMENTS = rows(refused="attn1 attn2 dit")
@@ -119,7 +119,7 @@ OPTIONS = rows(
 )
 """Entries of transformer_options, for a native model that does not read them."""
 ROPE_REFUSED = "WAN_Animate2"
-ROPE_PASSED = "Flux FluxInpaint FluxSchnell WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN22_Animate"
+ROPE_PASSED = "WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN22_Animate"
 READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
     "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
@@ -233,8 +233,6 @@ ALWAYS = rows(
 )
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
-    "flux": rows(passed="guidance ref_latents ref_latents_method y", refused="attention_mask"),
-    "pixart": rows(passed="c_ar c_size", refused="y"),
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
     "wan": rows(passed="clip_fea context_latents reference_latent", computed="denoise_mask", refused="time_dim_concat y"),
     "wan-animate": rows(

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from parallel_backend.core.attention_kernels import KERNELS, SAGE_VARIANTS
-from parallel_backend.families import FAMILIES
+from parallel_backend.families.own_class.family import own_class_family
+from testing import mini
 
-FLUX, CONFIG = FAMILIES["flux"], {"num_layers": 1, "num_single_layers": 1}
-BLOCKS = 2
+FAMILY, CONFIG = own_class_family(mini.proven()), mini.CONFIG
+BLOCKS = 8
 
 
 def in_module(function, module, qualname):
@@ -131,17 +132,17 @@ def test_patch_flash_attention(module):
 def test_another_one_is_left_to_be_refused(module, other):
     patches = module("model.block_patches")
     assert module("model.attention_choice").chosen_attention(other, "auto") is None
-    changes, left = patches.block_changes(FLUX, CONFIG, {"optimized_attention_override": other}, 1, "auto")
+    changes, left = patches.block_changes(FAMILY, CONFIG, {"optimized_attention_override": other}, 1, "auto")
     assert (changes.attention, left["optimized_attention_override"]) == ("", other)
-    refused = list(module("model.reach").unread(left, FLUX))
+    refused = list(module("model.reach").unread(left, FAMILY))
     assert [each.what for each in refused] == ["an attention kernel set on the MODEL"]
 
 
 def test_a_known_one_becomes_the_calls_kernel(module):
     options = {"optimized_attention_override": by_kj("fp8_cuda")}
-    changes, left = module("model.block_patches").block_changes(FLUX, CONFIG, options, 1, "auto")
+    changes, left = module("model.block_patches").block_changes(FAMILY, CONFIG, options, 1, "auto")
     assert changes.attention == "sage.fp8_cuda"
-    assert not list(module("model.reach").unread(options | left, FLUX))
+    assert not list(module("model.reach").unread(options | left, FAMILY))
 
 
 def test_every_native_kernel_has_its_row(module):
@@ -163,10 +164,10 @@ def test_what_a_file_asks_for_is_taken_where_all_blocks_have_it_and_the_user_has
     module, layers, loaded, expected
 ):
     attention = {f"layer {index}": "comfy_kitchen" for index in range(layers)}
-    checkpoint = SimpleNamespace(attention=attention, family=FLUX, config=CONFIG)
+    checkpoint = SimpleNamespace(attention=attention, family=FAMILY, config=CONFIG)
     preferred = module("model.attention_choice").preferred_attention(checkpoint, loaded, {})
     assert preferred == expected
     block_changes = module("model.block_patches").block_changes
-    assert block_changes(FLUX, CONFIG, {}, 1, loaded, preferred=preferred)[0].attention == expected
+    assert block_changes(FAMILY, CONFIG, {}, 1, loaded, preferred=preferred)[0].attention == expected
     chosen = {"optimized_attention_override": by_kj("fp8_cuda")}
-    assert block_changes(FLUX, CONFIG, chosen, 1, loaded, preferred=preferred)[0].attention == "sage.fp8_cuda"
+    assert block_changes(FAMILY, CONFIG, chosen, 1, loaded, preferred=preferred)[0].attention == "sage.fp8_cuda"

@@ -19,14 +19,15 @@ def test_every_name_has_a_row(version):
 
 
 @pytest.mark.parametrize(
-    "kind", [*rows.TABLES, *rows.IN_BANDS, "conditioning of Flux", "read by Flux", "patches of Flux", "setters"]
+    "kind",
+    [*rows.TABLES, *rows.IN_BANDS, "conditioning of WAN21_T2V", "read by WAN21_T2V", "patches of WAN21_T2V", "setters"],
 )
 def test_a_name_of_a_newer_comfyui_fails_by_its_name(kind):
     names = copy.deepcopy(VERSIONS["0.33.0"])
     places = {
-        "conditioning of Flux": names["conditioning"]["Flux"],
-        "read by Flux": names["native"]["Flux"]["options"],
-        "patches of Flux": names["native"]["Flux"]["patches"],
+        "conditioning of WAN21_T2V": names["conditioning"]["WAN21_T2V"],
+        "read by WAN21_T2V": names["native"]["WAN21_T2V"]["options"],
+        "patches of WAN21_T2V": names["native"]["WAN21_T2V"]["patches"],
     }
     if kind == "setters":
         names["setters"] |= {"set_something": [], "set_model_something": ["something"]}

@@ -61,7 +61,7 @@ def test_an_entry_that_is_passed_decides_the_tensors_for_the_ranks(name):
 
 
 def test_an_unknown_entry_is_refused_by_its_name(module):
-    (refused,) = unread(module, FAMILIES["flux"], "of_a_newer_comfyui", 1)
+    (refused,) = unread(module, FAMILIES["seedvr2"], "of_a_newer_comfyui", 1)
     assert "of_a_newer_comfyui" in refused.described()
 
 
@@ -132,7 +132,7 @@ def refusing(reach, family, name):
         ("qwen-image-2.1", {"device": "cpu", "dtype": "int4"}, "int4"),
         ("qwen-image-2.1", {"device": "auto", "dtype": "default"}, ""),
         ("qwen-image-2.1", {"device": "off", "dtype": "int8"}, ""),  # nothing is kept natively
-        ("flux", {"device": "auto", "dtype": "int8"}, ""),
+        ("seedvr2", {"device": "auto", "dtype": "int8"}, ""),
     ],
 )
 def test_the_node_for_a_kept_text_decides_how_it_is_stored(module, family, setting, stored):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnForm, OwnSlice
+from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.families.own_class.proof import Proof
 from tests.support.planted_comfyui import planted
 
@@ -69,7 +69,6 @@ def test_another_call_class_or_code_is_tried_again(kept, own):
     kept(own)
     assert kept(own, "three entries")[1]
     assert kept(dataclasses.replace(own, arguments='{"blocks": 5}'))[1]
-    assert kept(dataclasses.replace(own, form=OwnForm((("x", "hidden_states"),))))[1]
 
 
 @pytest.mark.parametrize("name", CODE)

@@ -158,30 +158,8 @@ def test_a_lora_in_bypass_mode_beside_another(module, patcher, width):
             patcher.clone().set_injections("bypass_lora", bypass({layer: unfit}))
 
 
-def test_a_lora_that_enlarges_the_first_layer_makes_a_model_of_its_own(patcher, width, told, flux_file):
-    """For it and for what is put on it later. A LoRA of the smaller layer is applied before it, and left out behind it."""
-    before, channels = state(patcher), patcher.model.state_dict()[FIRST].shape[1]
-    small, large = lora(width, channels), lora(width, 2 * channels, seed=1, reshape=[width, 2 * channels])
-    control = with_lora(with_lora(patcher, {FIRST: small}), {FIRST: large, PROJ: lora(width, width)})
-    stub = control.stub
-    assert stub.img_in.weight.shape == (width, 2 * channels) and stub.checkpoint.config["in_channels"] == 2 * channels
-    assert stub.setup.enlarged == (("img_in.weight", (width, 2 * channels)),)
-    [delta] = [each for each in stub.weights.deltas(control.patches) if each.key == "img_in.weight"]
-    expected = torch.zeros(width, 2 * channels)
-    expected[:, :channels] = load_file(flux_file)["img_in.weight"].float() + small.product()
-    assert delta.instead and torch.allclose(delta.up, expected + large.product(), atol=1e-5)
-    behind = with_lora(control, {FIRST: small, OTHER: lora(width, width)})
-    assert behind.stub is stub and len(behind.patches[FIRST]) == 2
-    assert told == ["Parallel DiT: 1 of 2 layers of this LoRA do not fit this model and are left out"]
-    assert state(patcher) == before
-    with pytest.raises(ValueError, match="which have no flux model of that size"):
-        with_lora(patcher, {PROJ: lora(width, 2 * width, reshape=[width, 2 * width])})
-    with pytest.raises(ValueError, match=r"LORA that enlarges the weight, in a conditioning \(a hook\)"):
-        patcher.clone().add_hook_patches(types.SimpleNamespace(hook_ref=object()), {FIRST: large})
-
-
-def test_a_patch_without_strength_may_weaken_the_weight_whatever_it_has(patcher, flux_file):
+def test_a_patch_without_strength_may_weaken_the_weight_whatever_it_has(patcher, mini_file):
     weakened = patcher.clone()
     weakened.add_patches({PROJ: (None,)}, 0.0, 0.75)
     [delta] = weakened.stub.weights.deltas(weakened.patches)
-    assert delta.instead and torch.equal(delta.up, 0.75 * load_file(flux_file)[delta.key].float())
+    assert delta.instead and torch.equal(delta.up, 0.75 * load_file(mini_file)[delta.key].float())

@@ -6,23 +6,23 @@ import types
 import pytest
 import torch
 
-from testing import tiny
+from testing import mini
 
 KEY = "diffusion_model.double_blocks.0.img_attn.proj.weight"
 
 
 @pytest.fixture
-def replaced(patcher, flux_file, tmp_path):
+def replaced(patcher, mini_file, tmp_path):
     """`replaced()` puts other weights at the path of the MODEL's file. The file is another one when the test has ended."""
     kept = tmp_path / "kept.safetensors"
-    os.link(flux_file, kept)
+    os.link(mini_file, kept)
 
     def replace():
-        other = tiny.save_original(tiny.random_flux(seed=1), tiny.FLUX, tmp_path / "other.safetensors")
-        os.replace(other, flux_file)
+        other = mini.save(mini.random_model(seed=1), tmp_path / "other.safetensors")
+        os.replace(other, mini_file)
 
     yield replace
-    os.replace(kept, flux_file)
+    os.replace(kept, mini_file)
 
 
 def test_the_file_of_a_prompt_is_that_of_its_first_run(module, patcher, replaced, monkeypatch):

@@ -8,9 +8,11 @@ import torch
 
 from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.own_class.family import own_class_family
+from testing import mini
 from tests.nodes.test_attention_choice import by_core, in_module
 
-H3, FLUX = FAMILIES["minimax-h3"], FAMILIES["flux"]
+H3 = FAMILIES["minimax-h3"]
 CONFIG = {"num_layers": 3, "num_single_layers": 2}
 SETTINGS = {
     "tau": 1.3,
@@ -74,8 +76,8 @@ def test_calls_outside_of_its_window_are_in_full(module, sigma, sparse):
 
 
 def test_blocks_are_named_in_every_list(module):
-    changes = of(module, override_of(SimpleNamespace(**SETTINGS)), family=FLUX)
-    assert changes.sparse.full == ("single_transformer_blocks.0", "transformer_blocks.0", "transformer_blocks.2")
+    changes = of(module, override_of(SimpleNamespace(**SETTINGS)), family=own_class_family(mini.proven()))
+    assert changes.sparse.full == ("double_blocks.0", "double_blocks.2", "single_blocks.0", "single_blocks.2")
 
 
 def test_cubes_are_for_the_blocks_that_it_has_patched(module):

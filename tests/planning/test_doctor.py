@@ -18,7 +18,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split_carrying
-from parallel_backend.core.validate import check_exchange, check_model
+from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -33,7 +33,7 @@ from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, ban
 from parallel_backend.planning.report import compare, describe_rehearsed, settings, verdict
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
-from testing import tiny
+from testing import mini
 from testing.cases import all_cases
 from testing.models import on_ranks
 
@@ -394,8 +394,9 @@ def test_the_report_names_every_mode(world):
 # On real ranks.
 
 
-def tiny_workload(flux_file, entries: int = 2, steps: int = 4) -> Workload:
-    return workload_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), entries, steps, 8)
+def tiny_workload(mini_file, entries: int = 2, steps: int = 4) -> Workload:
+    what = workload_of(mini.opened(mini_file, text=8), "fp32", "cpu", (1, 16, 16, 12), entries, steps, 8)
+    return dataclasses.replace(what, trials=mini.trials())
 
 
 @pytest.fixture(scope="module")
@@ -408,20 +409,20 @@ def once():
 
 
 @pytest.fixture(scope="module")
-def examined(pools, flux_file, once):
+def examined(pools, mini_file, once):
     """The findings on two CPU ranks."""
     pools.forget(2)
-    return examine(pools(2), open_checkpoint(flux_file), tiny_workload(flux_file), "sdpa", lambda: None, lambda: None)
+    return examine(pools(2), mini.opened(mini_file, text=8), tiny_workload(mini_file), "sdpa", lambda: None, lambda: None)
 
 
-def real_run(pools, flux_file, known: RehearsedCosts, mode: Mode, steps: int):
+def real_run(pools, mini_file, known: RehearsedCosts, mode: Mode, steps: int):
     """What the ranks report of a run of this mode, its stages cut as predicted."""
     stages = "even"
     if mode.degrees.pipe > 1:
         stages = ",".join(str(len(span)) for span in cut_model(known, mode).stage_blocks)
     pool = pools(mode.degrees.world)
-    model = on_ranks(pool, open_checkpoint(flux_file), mode.degrees, "fp32", "sdpa", lambda: None, stages)
-    x, _, tensors = tiny.inputs(tiny.FLUX, batch=2, height=16, width=12, text=8)
+    model = on_ranks(pool, mini.opened(mini_file, text=8), mode.degrees, "fp32", "sdpa", lambda: None, stages)
+    x, _, tensors = mini.inputs(batch=2, height=16, width=12, text=8)
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(steps)
     if mode.exact:
         sample_whole(model, x, sigmas, prompt)
@@ -430,7 +431,8 @@ def real_run(pools, flux_file, known: RehearsedCosts, mode: Mode, steps: int):
 
 
 def check_run(known: RehearsedCosts, prediction, stats, model, steps: int) -> None:
-    """What each rank sent along each axis, to the byte, and what it held."""
+    """What each rank sent along each axis, and what it held. In a band without words each rank has a token in their place,
+    which is not counted between stages."""
     mode = prediction.mode
     exact, later = step_bytes(known, mode, cut_model(known, mode), exact=True), prediction.step_bytes
     for rank, what in enumerate(stats):
@@ -438,7 +440,10 @@ def check_run(known: RehearsedCosts, prediction, stats, model, steps: int) -> No
         for axis in {*exact, *later}:
             first, others = (by.get(axis, (0,) * len(stats))[rank] for by in (exact, later))
             expected[axis] = first + (steps - 1) * others
-        assert what.bytes_sent == {axis: count for axis, count in expected.items() if count}
+        if mode.bands == 1:
+            assert what.bytes_sent == {axis: count for axis, count in expected.items() if count}
+        else:
+            assert what.bytes_sent == pytest.approx({axis: count for axis, count in expected.items() if count}, rel=0.08)
         memory = prediction.memory[rank]
         assert model.weight_bytes[rank] == pytest.approx(memory.weights, rel=0.02)
         assert what.buffer_bytes == pytest.approx(memory.buffers, rel=0.01)
@@ -448,8 +453,8 @@ TWO = [mode for mode in possible(workload(grid=(8, 8)), 2)[0] if mode.bands < 8]
 
 
 @pytest.mark.parametrize("mode", TWO, ids=str)
-def test_traffic_weights_and_buffers_are_those_of_real_runs(examined, pools, flux_file, mode):
-    model, stats = real_run(pools, flux_file, examined.costs, mode, 4)
+def test_traffic_weights_and_buffers_are_those_of_real_runs(examined, pools, mini_file, mode):
+    model, stats = real_run(pools, mini_file, examined.costs, mode, 4)
     (prediction,) = (found for found in examined.predictions if found.mode == mode)
     check_run(examined.costs, prediction, stats, model, 4)
     pools.forget(2)
@@ -467,12 +472,12 @@ FOUR = [
 
 
 @pytest.mark.full
-def test_products_too(pools, flux_file, once):
+def test_products_too(pools, mini_file, once):
     pools.forget(4)
-    what, file = tiny_workload(flux_file), open_checkpoint(flux_file)
+    what, file = tiny_workload(mini_file), mini.opened(mini_file, text=8)
     known = measure(pools(4), file, what, FOUR, "sdpa", lambda: None, lambda: None)
     for mode in FOUR:
-        model, stats = real_run(pools, flux_file, known, mode, 4)
+        model, stats = real_run(pools, mini_file, known, mode, 4)
         check_run(known, predict(known, mode), stats, model, 4)
     pools.forget(4)
 
@@ -488,38 +493,38 @@ def test_seconds_are_of_the_right_size(examined):
             assert predict(longer, prediction.mode).seconds == pytest.approx(10 * prediction.seconds)
     text = describe_rehearsed(found)
     assert "links one way: 0-1" in text
-    assert "transformer_blocks.0 (3 like it)" in text
-    assert "single_transformer_blocks.0 (5 like it)" in text
+    assert "double_blocks.0 (3 like it)" in text
+    assert "single_blocks.0 (5 like it)" in text
 
 
-def test_ranks_are_left_without_a_model(examined, pools, flux_file):
+def test_ranks_are_left_without_a_model(examined, pools, mini_file):
     pools.forget(2)
-    model = pools.load(flux_file, Degrees(ulysses=2))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
-    expected = tiny.reference(tiny.whole_model(flux_file), x, timestep, tensors)
-    assert tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) < 1e-5
+    model = pools.mini(mini_file, Degrees(ulysses=2))
+    x, timestep, tensors = mini.inputs()
+    expected = mini.reference(mini.load(mini_file), x, timestep, tensors)
+    assert mini.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) < 1e-5
 
 
-def test_blocks_that_are_left_out_hand_on_what_they_get(pools, flux_file, flux_model):
+def test_blocks_that_are_left_out_hand_on_what_they_get(pools, mini_file, mini_model):
     """The rest computes what a model without them would."""
     pools.forget(1)
-    kept = ("transformer_blocks.1", "single_transformer_blocks.0", "single_transformer_blocks.4")
-    model = on_ranks(pools(1), open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None, only=kept)
-    shorter = tiny.random_flux()
-    shorter.transformer_blocks = nn.ModuleList([shorter.transformer_blocks[1]])
-    shorter.single_transformer_blocks = nn.ModuleList(shorter.single_transformer_blocks[index] for index in (0, 4))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    kept = ("double_blocks.1", "single_blocks.0", "single_blocks.4")
+    model = on_ranks(pools(1), mini.opened(mini_file, text=8), Degrees(), "fp32", "sdpa", lambda: None, only=kept)
+    shorter = mini.random_model()
+    shorter.double_blocks = nn.ModuleList([shorter.double_blocks[1]])
+    shorter.single_blocks = nn.ModuleList(shorter.single_blocks[index] for index in (0, 4))
+    x, timestep, tensors = mini.inputs()
     out = model.predict(ModelCall(x, timestep, tensors), lambda: None)
-    assert tiny.relative(out, tiny.reference(shorter, x, timestep, tensors)) < 1e-5
-    assert tiny.relative(out, tiny.reference(flux_model, x, timestep, tensors)) > 1e-2
+    assert mini.relative(out, mini.reference(shorter, x, timestep, tensors)) < 1e-5
+    assert mini.relative(out, mini.reference(mini_model, x, timestep, tensors)) > 1e-2
     stats = model.close_run(0, lambda: None)[0]
     assert set(stats.blocks) == set(kept)
     assert all(block.seconds > 0 for block in stats.blocks.values())
-    held = [*shorter.transformer_blocks.parameters(), *shorter.single_transformer_blocks.parameters()]
-    assert model.weight_bytes[0] < sum(p.nbytes for p in flux_model.parameters()) - sum(p.nbytes for p in held)
+    held = [*shorter.double_blocks.parameters(), *shorter.single_blocks.parameters()]
+    assert model.weight_bytes[0] < sum(p.nbytes for p in mini_model.parameters()) - sum(p.nbytes for p in held)
 
 
-def test_cancel_ends_it(pools, flux_file):
+def test_cancel_ends_it(pools, mini_file):
     class Cancelled(BaseException):
         pass
 
@@ -533,26 +538,12 @@ def test_cancel_ends_it(pools, flux_file):
 
     pools.forget(2)
     with pytest.raises(Cancelled):
-        examine(pools(2), open_checkpoint(flux_file), tiny_workload(flux_file), "sdpa", lambda: None, poll)
+        examine(pools(2), mini.opened(mini_file, text=8), tiny_workload(mini_file), "sdpa", lambda: None, poll)
     pools.end(2)  # as Registry.borrow does
 
 
 CASES = all_cases()
-DEFAULT = ("flux-dev", "ltx-2.3", "minimax-h3", "qwen-image-edit", "wan-2.1-t2v")
-
-
-@pytest.mark.parametrize(
-    ("transfer_dtype", "compiled", "gathers"),
-    [("full", False, True), ("full", True, False), ("int8", False, False), ("residual", False, False)],
-)
-def test_hidden_states_are_gathered_only_with_settings_that_loading_allows(flux_file, transfer_dtype, compiled, gathers):
-    what = workload_of(
-        open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), 1, 4, 8, transfer_dtype=transfer_dtype, compiled=compiled
-    )
-    modes, _ = possible(what, 2)
-    assert any(mode.degrees.gathers for mode in modes) == gathers
-    for mode in modes:
-        check_exchange(mode.degrees, transfer_dtype, compiled)
+DEFAULT = ("ltx-2.3", "minimax-h3", "wan-2.1-t2v")
 
 
 @pytest.mark.parametrize(
@@ -608,9 +599,9 @@ def test_borrowed_ranks_lose_their_models_and_end_with_a_failure(monkeypatch):
         assert new is not other
 
 
-def test_a_video_latent_for_a_picture_model_is_refused(flux_file):
+def test_a_video_latent_for_a_picture_model_is_refused(mini_file):
     with pytest.raises(ValueError, match="latent_image: the latent has 5 axes, this model needs 4"):
-        workload_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 3, 16, 12), 1, 4, 8)
+        workload_of(mini.opened(mini_file, text=8), "fp32", "cpu", (1, 16, 3, 16, 12), 1, 4, 8)
 
 
 def test_a_banded_call_is_that_of_the_replica_with_most_entries():
@@ -620,10 +611,10 @@ def test_a_banded_call_is_that_of_the_replica_with_most_entries():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu(flux_file, once):
+def test_on_a_gpu(mini_file, once):
     """Two ranks share one: names, memory and activations are there, and a device's memory counts once."""
     with closing(Pool(("cuda:0", "cuda:0"))) as pool:
-        found = examine(pool, open_checkpoint(flux_file), tiny_workload(flux_file), "auto", lambda: None, lambda: None)
+        found = examine(pool, mini.opened(mini_file, text=8), tiny_workload(mini_file), "auto", lambda: None, lambda: None)
     assert found.costs.machine.devices[0].kind == torch.cuda.get_device_name(0)
     assert not found.costs.machine.on_cpus
     assert all(memory.activations > 0 for prediction in found.predictions for memory in prediction.memory)

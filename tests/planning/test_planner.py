@@ -43,7 +43,7 @@ from parallel_backend.planning.report import _advice, choice, describe_planned
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, Probed
 from parallel_backend.wire.messages import LinksProbed
-from testing import tiny
+from testing import mini
 from testing.cases import all_cases
 
 WITHIN = 0.25
@@ -548,28 +548,29 @@ def test_fewer_patches_are_advised_where_each_streams_the_stage_and_the_report_s
 # Calibrations.
 
 
-def tiny_workload(flux_file) -> Workload:
-    return workload_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), 2, 4, 8)
+def tiny_workload(mini_file) -> Workload:
+    what = workload_of(mini.opened(mini_file, text=8), "fp32", "cpu", (1, 16, 16, 12), 2, 4, 8)
+    return replace(what, trials=mini.trials())
 
 
 @pytest.fixture(scope="module")
-def calibrated(pools, flux_file) -> Calibration:
+def calibrated(pools, mini_file) -> Calibration:
     pools.forget(2)
-    found = calibrate(pools(2), open_checkpoint(flux_file), "fp32", lambda: None)
+    found = calibrate(pools(2), mini.opened(mini_file, text=8), "fp32", lambda: None)
     pools.forget(2)
     return found
 
 
-def test_two_ranks_are_calibrated(calibrated, flux_file):
+def test_two_ranks_are_calibrated(calibrated, mini_file):
     assert calibrated.machine.names == ("cpu", "cpu")
     for costs in calibrated.costs:
-        assert set(costs.blocks) == {"transformer_blocks", "single_transformer_blocks"}
+        assert set(costs.blocks) == {"double_blocks", "single_blocks"}
         assert all(cost.token > 0 and cost.pairs == 1 / (6 * 128) for cost in costs.blocks.values())
     assert all(device.memory is None for device in calibrated.machine.devices)
     assert calibrated.machine.links.link(1, 0).bandwidth > 0
     assert calibrated.machine.links.crowding >= 1
-    found = plan(calibrated, tiny_workload(flux_file))
-    assert {each.mode for each in found.predictions} > set(possible(tiny_workload(flux_file), 2)[0])
+    found = plan(calibrated, tiny_workload(mini_file))
+    assert {each.mode for each in found.predictions} > set(possible(tiny_workload(mini_file), 2)[0])
     assert all(0 < each.seconds < math.inf for each in found.predictions)
     text = describe_planned(found)
     assert "ulysses_degree 2 (exact)" in text
@@ -577,19 +578,18 @@ def test_two_ranks_are_calibrated(calibrated, flux_file):
 
 
 @pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(ring=2), Degrees(pipe=2)], ids=str)
-def test_bytes_are_those_of_a_real_call(calibrated, flux_file, pools, degrees):
-    what = replace(tiny_workload(flux_file), warm_up=4)
+def test_bytes_are_those_of_a_real_call(calibrated, mini_file, pools, degrees):
+    what = replace(tiny_workload(mini_file), warm_up=4)
     expected = predict(calibrated, what, Mode(degrees, degrees.pipe)).step_bytes
-    model = pools.load(flux_file, degrees)
+    model = pools.mini(mini_file, degrees)
     model.close_run(0, lambda: None)
-    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=16, width=12, text=8)
+    x, timestep, tensors = mini.inputs(batch=2, height=16, width=12, text=8)
     model.predict(ModelCall(x, timestep, tensors), lambda: None)
     for rank, stats in enumerate(model.close_run(0, lambda: None)):
         assert stats.bytes_sent == {axis: counts[rank] for axis, counts in expected.items() if counts[rank]}
 
 
 SUMS = {
-    "flux-dev": {"transformer_blocks.0": 2, "single_transformer_blocks.0": 1},
     "wan-2.1-t2v": {"blocks.0": 3},  # the video's attention, the text's, the feed-forward
     "pixart-sigma": {"transformer_blocks.0": 3},
     "wan-animate-2": {"blocks.0": 1.5},  # of half of what a token has between blocks
@@ -603,16 +603,16 @@ def test_what_tensor_ranks_add_up_is_read_off_the_file(case, tmp_path):
     assert workload_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 8).sums == SUMS[case.name]
 
 
-def test_weights_are_those_of_real_ranks(calibrated, flux_file, pools):
+def test_weights_are_those_of_real_ranks(calibrated, mini_file, pools):
     """Altogether: how a pipeline shares them out depends on what was measured."""
     for degrees in (Degrees(ulysses=2), Degrees(pipe=2)):
-        found = predict(calibrated, tiny_workload(flux_file), Mode(degrees, degrees.pipe))
-        held = pools.load(flux_file, degrees).weight_bytes
+        found = predict(calibrated, tiny_workload(mini_file), Mode(degrees, degrees.pipe))
+        held = pools.mini(mini_file, degrees).weight_bytes
         assert sum(memory.weights for memory in found.memory) == pytest.approx(sum(held), rel=0.02)
 
 
-def test_a_gpu_keeps_some_memory_for_its_processes(flux_file):
-    file = open_checkpoint(flux_file)
+def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
+    file = mini.opened(mini_file, text=8)
     times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
     memories = [DeviceMemoryReport(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
@@ -736,8 +736,8 @@ def test_a_folder_that_is_a_file_costs_a_measurement(tmp_path, caplog):
     assert "could not be kept" in caplog.text
 
 
-def test_the_key_tells_apart_what_matters(flux_file, tmp_path):
-    file = open_checkpoint(flux_file)
+def test_the_key_tells_apart_what_matters(mini_file, tmp_path):
+    file = mini.opened(mini_file, text=8)
     one = calibration_key(("cpu", "cpu"), file, "fp32", "auto")
     assert json.loads(json.dumps(one)) == one
     others = [
@@ -745,9 +745,9 @@ def test_the_key_tells_apart_what_matters(flux_file, tmp_path):
         calibration_key(("cpu", "cpu"), file, "bf16", "auto"),
         calibration_key(("cpu", "cpu"), file, "fp32", "sdpa"),
     ]
-    wider = tiny.FLUX | {"num_attention_heads": 4}
-    path = tiny.save_original(tiny.random_flux(wider), wider, tmp_path / "wider.safetensors")
-    others.append(calibration_key(("cpu", "cpu"), open_checkpoint(path), "fp32", "auto"))
+    wider = mini.CONFIG | {"width": 64}
+    path = mini.save(mini.random_model(wider), tmp_path / "wider.safetensors")
+    others.append(calibration_key(("cpu", "cpu"), mini.opened(path), "fp32", "auto"))
     assert all(one != other for other in others)
     assert one == calibration_key(("cpu", "cpu"), file, "fp32", "auto")
 

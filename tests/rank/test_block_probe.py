@@ -6,21 +6,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.checkpoints.packed_formats import Fp8, GgufBlocks, Half
 from parallel_backend.client.measurements import probe_of
-from parallel_backend.families import FAMILIES
 from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.rank.block_probe import probe
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
-from testing import tiny
+from testing import mini
 from testing.quantised import KINDS, quantise_blocks
 from tests.checkpoints.test_formats import make_gguf
 from tests.emulated.test_own_class import saved
 from tests.support.planted_comfyui import planted_comfyui
+
+PACKABLE = mini.CONFIG | {"context_width": 64, "pooled_width": 64}
+"""Of sides that every format can hold."""
+
+
+def timed(path, dtype):
+    """Blocks of a file of the mini class, timed on a rank."""
+    message, _ = probe_of(mini.opened(path), dtype, (4, 1))
+    return probe(0, open_own_class(path, message.own_class), torch.device("cpu"), dtype, message.rows, message.calls)
 
 
 @pytest.fixture
@@ -39,21 +46,21 @@ def expanded(monkeypatch) -> set[str]:
 
 @pytest.mark.parametrize(
     ("file", "dtype", "kinds"),
-    [("bf16", "fp32", set()), ("bf16", "fp8_e4m3fn", {"fp8_e4m3fn"}), ("Q8_0", "fp32", {"Q8_0", "fp16"})],
+    [("bf16", "fp32", set()), ("bf16", "fp8_e4m3fn", {"fp8_e4m3fn"}), ("Q8_0", "fp32", {"Q8_0"})],
 )
-def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_model, tmp_path, expanded, file, dtype, kinds):
-    path = flux_file
+def test_packed_weights_are_expanded_while_blocks_are_timed(mini_file, mini_model, tmp_path, expanded, file, dtype, kinds):
+    path = mini_file
     if file != "bf16":
         path = tmp_path / "model.gguf"
-        make_gguf(path, file, to_original(FAMILIES["flux"], tiny.FLUX, flux_model.state_dict()))
-    found = probe(0, open_checkpoint(path), torch.device("cpu"), dtype, (4, 1))
+        make_gguf(path, file, dict(mini.random_model(PACKABLE).state_dict()))
+    found = timed(path, dtype)
     assert expanded == kinds
     assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
     assert 1e-13 < found.keeping < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["int8, rotated by 16", "nvfp4"])
-def test_comfyuis_formats_are_timed_as_they_are_computed(flux_file, tmp_path, monkeypatch, kind):
+def test_comfyuis_formats_are_timed_as_they_are_computed(mini_file, tmp_path, monkeypatch, kind):
     used = set()
 
     def noting(self, x, bias, linear=KitchenWeight.linear):
@@ -61,8 +68,8 @@ def test_comfyuis_formats_are_timed_as_they_are_computed(flux_file, tmp_path, mo
         return linear(self, x, bias)
 
     monkeypatch.setattr(KitchenWeight, "linear", noting)
-    save_file(quantise_blocks(load_file(flux_file), kind, 16)[0], tmp_path / "model.safetensors")
-    probe(0, open_checkpoint(tmp_path / "model.safetensors"), torch.device("cpu"), "fp32", (4, 1))
+    save_file(quantise_blocks(load_file(mini_file), kind, 16)[0], tmp_path / "model.safetensors")
+    timed(tmp_path / "model.safetensors", "fp32")
     assert used == {(KINDS[kind][0], kind != "nvfp4")}
 
 

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.host_memory import host_store, sharing
 from parallel_backend.rank.host_memory.host_store import HostStore
-from testing import tiny
+from testing import mini
 
 CPU = torch.device("cpu")
 SIZES = {f"block {index}": 1000 + 70_000 * (index % 3) for index in range(9)}
@@ -220,11 +219,10 @@ def test_memory_that_the_system_refuses_is_no_end(monkeypatch):
     on_ranks(Degrees(), use, blocks)
 
 
-def test_a_file_that_has_changed_is_not_read(tmp_path):
+def test_a_file_that_has_changed_is_not_read(mini_model, tmp_path):
     """Overwritten with as many bytes, replaced, cut or gone: each by name, also for ranks that open it after the client."""
-    tiny.random_flux().save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    (file,) = checkpoint.files
+    file = mini.save(mini_model, tmp_path / "model.safetensors")
+    checkpoint = mini.opened(file)
     checkpoint.check_unchanged()
     content = file.read_bytes()
     other = file.with_suffix(".other")
@@ -243,7 +241,7 @@ def test_a_file_that_has_changed_is_not_read(tmp_path):
         with pytest.raises(ValueError, match=r"has changed on disk while it was in use"):
             checkpoint.check_unchanged()
         if name in ("overwritten", "replaced"):
-            again = open_checkpoint(tmp_path)
+            again = mini.opened(file)
             again.check_unchanged()
             with pytest.raises(ValueError, match="has changed"):
                 again.check_unchanged(checkpoint.file_state)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.checkpoints.checkpoint import to_original
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta, Deltas
 from parallel_backend.client.pipefusion.band_cut import packed
@@ -25,7 +25,7 @@ DEGREES = [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2)]
 LIMIT = 1e-5
 FAMILIES = {case.family: case for case in reversed(all_cases())}
 """The first case of each."""
-DEFAULT = ("flux", "minimax-h3", "wan")
+DEFAULT = ("minimax-h3", "wan")
 """Of these: what layers are in the file alone, fused, cut by heads, and of a class of ours."""
 SHOWS = 0.01
 """Relative change of the output that says that a delta was not just rounding."""
@@ -184,8 +184,8 @@ def test_rows_that_end_inside_a_parameter(load, mini_file, tmp_path):
 
 @settings(deadline=None)
 @given(st.integers(0, 127), st.integers(1, 128), st.booleans(), st.sampled_from(["img_attn.qkv", "img_mod.lin"]))
-def test_parts_make_up_the_delta(flux_file, start, length, low_rank, layer):
-    checkpoint, key = open_checkpoint(flux_file), f"double_blocks.0.{layer}.weight"
+def test_parts_make_up_the_delta(mini_file, start, length, low_rank, layer):
+    checkpoint, key = mini.opened(mini_file), f"double_blocks.0.{layer}.weight"
     g = torch.Generator().manual_seed(start)
     up = torch.randn(length, 3 if low_rank else 128, generator=g)
     down = torch.randn(3, 128, generator=g) if low_rank else None

@@ -84,7 +84,7 @@ class Runs:
         return outputs
 
 
-QUICK = ("flux", "wan", "minimax-h3")
+QUICK = ("wan", "minimax-h3")
 """Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; a
 video."""
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.threads
 
 NAN, INF = float("nan"), float("inf")
 LAST_BLOCK = "single_blocks.4.linear2.weight"
-"""In the file; in the model it is single_transformer_blocks.4.proj_out.weight, on the second of two stages."""
+"""On the second of two stages."""
 
 
 def nobody() -> None:
@@ -169,7 +169,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, mini_file, way):
-    model = pools.load(damaged_file, Degrees(pipe=2))
+    model = pools.mini(damaged_file, Degrees(pipe=2))
     for _ in range(2):  # the second time nothing is left of the first
         with pytest.raises(NotFiniteError) as error:
             WAYS[way](model)
@@ -187,7 +187,7 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, mini_
 
 def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypatch):
     """Both have outputs that are not finite, and the first one's question must not leave the second without an answer."""
-    model, fail, errors = pools.load(damaged_file, Degrees(pipe=2)), not_finite.fail, []
+    model, fail, errors = pools.mini(damaged_file, Degrees(pipe=2)), not_finite.fail, []
     monkeypatch.setattr(not_finite, "fail", lambda future, error: (errors.append(error), fail(future, error)))
     run = model.open_run()
     x, timestep, tensors = mini.inputs()
@@ -216,7 +216,7 @@ def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypat
     ids=str,
 )
 def test_every_mode_finds_it(pools, damaged_file, degrees):
-    model = pools.load(damaged_file, degrees)
+    model = pools.mini(damaged_file, degrees)
     with pytest.raises(NotFiniteError, match=rf"began on rank \d .*{re.escape(LAST_BLOCK)}"):
         model.predict(ModelCall(*mini.inputs()), nobody)
     if degrees.displaced:
@@ -274,8 +274,8 @@ def test_fp16_that_overflows_says_what_to_use(pools, mini_file, tmp_path):
     path = tmp_path / "large.safetensors"
     save_file(state, path)
     with pytest.raises(NotFiniteError, match="weight_dtype fp16 is too small for them, use bf16 or fp32"):
-        pools.load(path, Degrees(pipe=2), "fp16").predict(ModelCall(*mini.inputs()), nobody)
-    model = pools.load(path, Degrees(pipe=2), "bf16")
+        pools.mini(path, Degrees(pipe=2), "fp16").predict(ModelCall(*mini.inputs()), nobody)
+    model = pools.mini(path, Degrees(pipe=2), "bf16")
     assert model.predict(ModelCall(*mini.inputs()), nobody).isfinite().all()
 
 

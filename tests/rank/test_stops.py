@@ -4,17 +4,15 @@ The ranks compute on emulated devices (tests/support/emulated_gpu), which note w
 an output is on a thread of its own, while the next micro-step is launched.
 """
 
-from pathlib import Path
-
 import pytest
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing import mini
 from testing.cases import all_cases
-from testing.cases.case import Case
 from testing.models import on_ranks
 from tests.support.emulated_gpu import emulated
 from tests.support.emulated_gpu.machine import Record, machine
@@ -29,7 +27,7 @@ MODES = (
 )
 AROUND = " close_run"
 """The function by which a run's figures are read, after its micro-steps."""
-MARKS = {"wan-2.2-5b": ()} | {"flux-kontext": pytest.mark.slow}
+MARKS = {"wan-2.2-5b": ()}
 """Case -> its tiers; the others are in the full one."""
 CASES = [pytest.param(case, id=case.name, marks=MARKS.get(case.name, pytest.mark.full)) for case in all_cases()]
 
@@ -42,16 +40,18 @@ def gpu_pool():
         pool.close()
 
 
-def stops_of_ranks(pool: Pool, path: Path, degrees: Degrees, case: Case) -> list[str]:
+def stops_of_ranks(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, given: tuple, sampled: bool = True) -> list[str]:
     """Of the ranks' main threads in micro-steps of which all but the values is known, each once."""
-    model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
-    x, timestep, tensors = case.inputs()
+    x, timestep, tensors = given
+    model = on_ranks(pool, checkpoint, degrees, "fp32", "sdpa", lambda: None)
 
     def run() -> None:
         model.predict(ModelCall(x, timestep, tensors), lambda: None)
-        if case.sampled:
+        if sampled:
             bands = 1 if degrees.displaced else 2
-            sample_in_bands(model, x, linear_sigmas(3) * case.timestep / 0.7, Prompt(tensors, tensors, 1.0), bands, 1)
+            sample_in_bands(
+                model, x, linear_sigmas(3) * float(timestep.flatten()[0]) / 0.7, Prompt(tensors, tensors, 1.0), bands, 1
+            )
 
     run()  # what belongs to a prompt, a size or a run is made once
     record: Record = machine.record
@@ -64,7 +64,7 @@ def stops_of_ranks(pool: Pool, path: Path, degrees: Degrees, case: Case) -> list
 @pytest.mark.parametrize("case", CASES)
 def test_a_micro_step_stops_no_rank(case, gpu_pool, tmp_path):
     path = case.save(case.model(), tmp_path / "model.safetensors")
-    assert stops_of_ranks(gpu_pool, path, MODES[0], case) == []
+    assert stops_of_ranks(gpu_pool, open_checkpoint(path), MODES[0], case.inputs(), case.sampled) == []
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,4 @@ def test_a_micro_step_stops_no_rank(case, gpu_pool, tmp_path):
     ids=str,
 )
 def test_no_mode_stops_a_rank(degrees, gpu_pool, mini_file):
-    case = next(case for case in all_cases() if case.name == "flux-dev")
-    assert stops_of_ranks(gpu_pool, case.save(case.model(), mini_file.with_name("own.safetensors")), degrees, case) == []
+    assert stops_of_ranks(gpu_pool, mini.opened(mini_file), degrees, mini.inputs()) == []

@@ -5,12 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
-from parallel_backend.families import FAMILIES
-from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.tensor_plan import (
     HEADS,
     WIDTH,
@@ -18,24 +14,17 @@ from parallel_backend.families.base.tensor_plan import (
     LayerCut,
     cut_side,
 )
-from parallel_backend.placement.memory_model import memory_of
-from parallel_backend.placement.model_sizes import model_sizes
-from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.stage.build import build_stage
-from parallel_backend.rank.stage.tensor_parallel import TensorPlan
-from testing import tiny
-from testing.real_sizes import save_header
+from parallel_backend.rank.loaded_stage import LoadedStage
 
 pytestmark = pytest.mark.threads
 
-PLAN = FAMILIES["flux"].tensor_plan
-BLOCKS = tuple(PLAN)
+BLOCKS = ("double_blocks", "single_blocks")
 
 
-def plan(index: int, ranks: int) -> TensorPlan:
-    config = tiny.FLUX
-    axis = Axis("tensor", ranks, index, tuple(range(ranks)), None)
-    return TensorPlan(PLAN, config["num_attention_heads"], config["attention_head_dim"], axis)
+def stages(pools, file, degrees: Degrees) -> list[LoadedStage]:
+    """What each rank has of the model."""
+    model = pools.mini(file, degrees)
+    return [engine.stage for worker in model.pool.ranks.workers.values() for engine in worker.engines.values()]
 
 
 @given(st.integers(1, 24), st.integers(1, 16), st.integers(1, 300), st.integers(1, 3), st.data())
@@ -61,16 +50,15 @@ def test_more_ranks_than_groups_of_heads_are_refused():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_every_value_of_the_file_is_on_exactly_one_rank_or_on_all(flux_file, flux_model, ranks):
-    checkpoint, whole = open_checkpoint(flux_file), flux_model.state_dict()
-    parts = [
-        dict(build_stage(checkpoint, Span(0, 8), torch.device("cpu"), "fp32", plan(index, ranks)).model.named_parameters())
-        for index in range(ranks)
-    ]
-    plans = [plan(index, ranks) for index in range(ranks)]
+def test_every_value_of_the_file_is_on_exactly_one_rank_or_on_all(pools, mini_file, mini_model, ranks):
+    whole, loaded = mini_model.state_dict(), stages(pools, mini_file, Degrees(tensor=ranks))
+    parts = [dict(stage.model.named_parameters()) for stage in loaded]
     shapes = {name: tuple(value.shape) for name, value in whole.items()}
+    cuts = [stage.adapters._plan.shards(shapes) for stage in loaded]
+    large = {name for name, shape in shapes.items() if len(shape) == 2 and name.startswith(BLOCKS)}
+    assert large <= cuts[0].keys()
     for name, value in whole.items():
-        cut = [p.shards(shapes).get(name) for p in plans]
+        cut = [shards.get(name) for shards in cuts]
         for own, shard in zip(parts, cut, strict=True):
             if shard is None:
                 assert torch.equal(own[name], value), name
@@ -85,48 +73,14 @@ def test_every_value_of_the_file_is_on_exactly_one_rank_or_on_all(flux_file, flu
             assert covered == list(range(value.shape[dim])), name
 
 
-def test_large_layers_outside_of_the_blocks_are_cut_and_the_memory_model_knows(flux_file, flux_model, monkeypatch):
-    monkeypatch.setattr(tensor_plan, "LARGE", 1000)
-    checkpoint, ranks = open_checkpoint(flux_file), 4
-    stages = [build_stage(checkpoint, Span(0, 8), torch.device("cpu"), "fp32", plan(index, ranks)) for index in range(ranks)]
-    outside = stages[0].plan.outside
-    assert {"norm_out.linear", "context_embedder", "time_text_embed.timestep_embedder.linear_2"} <= outside
-    for name, layer in flux_model.named_modules():
-        if isinstance(layer, torch.nn.Linear) and not name.startswith(BLOCKS):
-            assert (name in outside) == (layer.weight.numel() >= 1000), name
-    held = [sum(p.nbytes for p in stage.model.parameters()) for stage in stages]
-    degrees = Degrees(tensor=ranks)
-    sizes = model_sizes(checkpoint, "fp32", "cpu")
-    foretold = [memory_of(sizes, degrees, (Span(0, 8),), rank, ()).weights for rank in range(ranks)]
-    assert held == pytest.approx(foretold, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    "degrees", [Degrees(tensor=2), Degrees(tensor=4), Degrees(pipe=2), Degrees(pipe=2, tensor=2)], ids=str
-)
-def test_ranks_hold_little_more_than_a_real_file(tmp_path, degrees):
-    path = save_header(tmp_path / "flux1-dev.safetensors")
-    sizes = model_sizes(open_checkpoint(path), "bf16", "cuda")
-    blocks = len(sizes.block_bytes)
-    spans = tuple(split(Span(0, blocks), degrees.pipe))
-    held = sum(memory_of(sizes, degrees, spans, rank, ()).weights for rank in range(degrees.world))
-    assert path.stat().st_size <= held <= 1.02 * path.stat().st_size
-
-
-def test_every_large_weight_of_a_block_is_cut(flux_model):
-    shapes = {name: tuple(value.shape) for name, value in flux_model.state_dict().items()}
-    large = {name for name, shape in shapes.items() if len(shape) == 2 and name.startswith(BLOCKS)}
-    assert large <= plan(0, 2).shards(shapes).keys()
-
-
 @pytest.mark.parametrize(
     "degrees", [Degrees(tensor=2), Degrees(tensor=4), Degrees(pipe=2, tensor=2), Degrees(pipe=2), Degrees(tensor=8)], ids=str
 )
-def test_a_rank_holds_its_part_of_the_blocks(pools, flux_file, flux_model, degrees):
+def test_a_rank_holds_its_part_of_the_blocks(pools, mini_file, mini_model, degrees):
     """1/N of every block for tensor parallel, the blocks of one of N stages for a pipeline; what surrounds them is small."""
-    parameters = dict(flux_model.named_parameters())
+    parameters = dict(mini_model.named_parameters())
     around = sum(p.nbytes for name, p in parameters.items() if not name.startswith(BLOCKS))
-    largest = max(pools.load(flux_file, degrees).weight_bytes)
+    largest = max(pools.mini(mini_file, degrees).weight_bytes)
     blocks = {}
     for name, p in parameters.items():
         if name.startswith(BLOCKS):
@@ -136,28 +90,3 @@ def test_a_rank_holds_its_part_of_the_blocks(pools, flux_file, flux_model, degre
     per_stage = len(sizes) // degrees.pipe
     heaviest = max(sum(sizes[i : i + per_stage]) for i in range(0, len(sizes), per_stage))
     assert largest <= 1.03 * heaviest / degrees.tensor + around
-
-
-def test_original_layout_and_folder_give_the_same_shards(flux_file, flux_model, tmp_path):
-    """In the original layout a shard is rows of a packed tensor: of q, of k and of v apart."""
-    import json
-
-    from safetensors.torch import save_file
-
-    save_file({name: value.contiguous() for name, value in flux_model.state_dict().items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel", **tiny.FLUX}))
-    for index in range(2):
-        one, two = (
-            build_stage(open_checkpoint(path), Span(0, 8), torch.device("cpu"), "fp32", plan(index, 2)).model
-            for path in (flux_file, tmp_path)
-        )
-        for (name, a), (_, b) in zip(one.named_parameters(), two.named_parameters(), strict=True):
-            assert torch.equal(a, b), name
-
-
-def test_the_output_norm_is_read_whole_in_its_swapped_order(flux_file, flux_model):
-    """The one packed tensor that the plan leaves whole and whose halves change places."""
-    state = to_original(FAMILIES["flux"], tiny.FLUX, flux_model.state_dict())
-    half = state["final_layer.adaLN_modulation.1.weight"].chunk(2)
-    model = build_stage(open_checkpoint(flux_file), Span(0, 8), torch.device("cpu"), "fp32", plan(1, 2)).model
-    assert torch.equal(model.norm_out.linear.weight, torch.cat(half[::-1]))

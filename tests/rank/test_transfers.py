@@ -2,10 +2,12 @@
 
 A step over one boundary of stages moves A, whatever the number of layers and bands. Per layer Ulysses moves 4 A / N, of
 which 1 / N stays where it is; ring and displaced patches move 2 A, of which each rank has its own N-th; tensor parallel
-adds up A twice (once in Flux's single blocks), each time 2 A as the ring algorithm does it, less the own N-th.
+adds up A twice (once in a block of one stream), each time 2 A as the ring algorithm does it, less the own N-th.
+
+Behind the last block every sequence rank gets all tokens, for the class's own epilogue: A, less the own N-th. In a band
+without words each rank has one token in their place.
 """
 
-import functools
 import itertools
 import time
 
@@ -18,19 +20,13 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.sampling import RunStats
-from testing import tiny
+from testing import mini
 
 pytestmark = pytest.mark.threads
 
-HIDDEN = tiny.FLUX["num_attention_heads"] * tiny.FLUX["attention_head_dim"]
-LAYERS = tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
+HIDDEN = mini.CONFIG["width"]
+LAYERS = mini.CONFIG["double_blocks"] + mini.CONFIG["single_blocks"]
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def remote(pools, flux_file):
-    """The tiny Flux by its family: ranks that run a class send what leaves its blocks to all ranks."""
-    return functools.partial(pools.load, flux_file)
 
 
 TEXT, IMAGE, BATCH = 8, 48, 2  # both divisible by 4 ranks and 4 bands, so that the formulas are exact
@@ -39,8 +35,13 @@ WIDTH = {"fp32": 4, "bf16": 2}
 
 def run(model, bands: int, warm_up: int, batch: int = BATCH) -> list[RunStats]:
     model.close_run(model.open_run(), lambda: None)  # what earlier tests moved is counted until the first report
-    x, _, tensors = tiny.inputs(tiny.FLUX, batch=batch, height=16, width=12, text=TEXT)
+    x, _, tensors = mini.inputs(batch=batch, height=16, width=12, text=TEXT)
     return sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), bands, warm_up)[1]
+
+
+def left(ranks: int, width: int = 4) -> int:
+    """Bytes that a rank of so many sends of the tokens that leave the blocks, a call."""
+    return BATCH * (TEXT + IMAGE) * HIDDEN * width * (ranks - 1) // ranks
 
 
 def moved(stats: list[RunStats], axis: str) -> list[int]:
@@ -66,7 +67,8 @@ def rows(ranks: tuple[int, ...], runs: tuple[tuple[int, int], ...], more: set[tu
 def test_pipe_moves_each_token_once_per_boundary_and_step(remote, stages, bands, warm_up, dtype):
     stats = run(remote(Degrees(pipe=stages), dtype=dtype), bands, warm_up)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
-    assert moved(stats, "pipe") == [STEPS * activations] * (stages - 1) + [0]
+    wordless = (STEPS - warm_up) * (bands - 1) * BATCH * HIDDEN * WIDTH[dtype]
+    assert moved(stats, "pipe") == [STEPS * activations + wordless] * (stages - 1) + [0]
     assert not any(moved(stats, "ulysses"))
 
 
@@ -75,22 +77,26 @@ def test_ulysses_moves_four_nths_of_the_activations_per_layer(remote, ranks, dty
     stats = run(remote(Degrees(ulysses=ranks), dtype=dtype), 1, STEPS)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
     assert 4 * activations * LAYERS * (ranks - 1) % ranks**2 == 0
-    assert moved(stats, "ulysses") == [STEPS * 4 * activations * LAYERS * (ranks - 1) // ranks**2] * ranks
+    assert (
+        moved(stats, "ulysses")
+        == [STEPS * (4 * activations * LAYERS * (ranks - 1) // ranks**2 + left(ranks, WIDTH[dtype]))] * ranks
+    )
     assert not any(moved(stats, "pipe"))
 
 
 def test_ulysses_moves_the_text_once_per_step_in_bands(remote):
-    """In bands as in one piece: the same tokens go through attention once each."""
-    model = remote(Degrees(ulysses=2))
-    assert moved(run(model, 4, 0), "ulysses") == moved(run(model, 4, STEPS), "ulysses")
+    """In bands as in one piece: the same tokens go through attention once each, but for those in the place of words."""
+    model, bands = remote(Degrees(ulysses=2)), 4
+    more = sum(moved(run(model, bands, 0), "ulysses")) - sum(moved(run(model, bands, STEPS), "ulysses"))
+    assert more == STEPS * (bands - 1) * 2 * BATCH * HIDDEN * 4 * (2 * LAYERS + 1)
 
 
 def test_products_add_up(remote):
     """Each of the two pipelines of Ulysses pairs moves what it would alone, for its own layers and tokens."""
-    stats = run(remote(Degrees(pipe=2, ulysses=2)), 4, 1)
+    stats = run(remote(Degrees(pipe=2, ulysses=2)), 1, STEPS)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
     assert moved(stats, "pipe") == [STEPS * activations // 2] * 2 + [0, 0]
-    assert sum(moved(stats, "ulysses")) == 2 * STEPS * 4 * activations * LAYERS // 4
+    assert sum(moved(stats, "ulysses")) == 2 * STEPS * (4 * activations * LAYERS // 4 + left(2))
     assert all(moved(stats, "ulysses"))
 
 
@@ -98,14 +104,18 @@ def test_uneven_shards_lose_and_gain_nothing(remote):
     """7 text tokens over 2 ranks, 2 x 3 heads' worth each: over both ranks it is still what leaves that counts."""
     model = remote(Degrees(ulysses=2))
     model.close_run(model.open_run(), lambda: None)
-    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1, height=10, width=6, text=7)
+    x, timestep, tensors = mini.inputs(batch=1, height=10, width=6, text=7)
     model.predict(ModelCall(x, timestep, tensors), lambda: None)
     stats = model.close_run(model.open_run(), lambda: None)
     text, image = (4, 3), (8, 7)
     tokens = [text[rank] + image[rank] for rank in range(2)]
     # q, k, v of my tokens for the other's heads, and back: the output of the other's tokens for my heads.
     token = LAYERS * HIDDEN // 2 * 4
-    assert moved(stats, "ulysses") == [token * (3 * tokens[0] + tokens[1]), token * (3 * tokens[1] + tokens[0])]
+    leaving = [HIDDEN * 4 * own for own in tokens]
+    assert moved(stats, "ulysses") == [
+        token * (3 * tokens[0] + tokens[1]) + leaving[0],
+        token * (3 * tokens[1] + tokens[0]) + leaving[1],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,19 +125,20 @@ def test_ring_moves_keys_and_values_once_around_per_layer(remote, ranks, bands, 
     """In bands as in one piece: the band's keys go around, not the buffer. Ranks have equal parts of the whole, and perhaps
     not of bands."""
     stats = run(remote(Degrees(ring=ranks), dtype=dtype), bands, warm_up)
-    activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
-    assert sum(moved(stats, "ring")) == STEPS * 2 * activations * LAYERS * (ranks - 1)
+    token = BATCH * HIDDEN * WIDTH[dtype]
+    tokens = STEPS * (TEXT + IMAGE) + (STEPS - warm_up) * (bands - 1) * ranks
+    assert sum(moved(stats, "ring")) == token * tokens * (2 * LAYERS + 1) * (ranks - 1)
     assert bands > 1 or len(set(moved(stats, "ring"))) == 1
 
 
 def test_a_ring_without_a_buffer_moves_the_same(remote):
     model = remote(Degrees(ring=4))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=BATCH, height=16, width=12, text=TEXT)
+    x, timestep, tensors = mini.inputs(batch=BATCH, height=16, width=12, text=TEXT)
     model.close_run(model.open_run(), lambda: None)
     model.predict(ModelCall(x, timestep, tensors), lambda: None)
     stats = model.close_run(model.open_run(), lambda: None)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
-    assert moved(stats, "ring") == [2 * activations * LAYERS * 3 // 4] * 4
+    assert moved(stats, "ring") == [2 * activations * LAYERS * 3 // 4 + left(4)] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -135,12 +146,12 @@ def test_a_ring_without_a_buffer_moves_the_same(remote):
 def test_displaced_patches_move_keys_and_values_to_everyone_per_layer(remote, ranks, warm_up):
     stats = run(remote(Degrees(patch=ranks, patch_mode="displaced")), 1, warm_up)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
-    assert moved(stats, "patch") == [STEPS * 2 * activations * LAYERS * (ranks - 1) // ranks] * ranks
+    assert moved(stats, "patch") == [STEPS * (2 * activations * LAYERS * (ranks - 1) // ranks + left(ranks))] * ranks
 
 
 def test_naive_patches_move_nothing(remote):
     model = remote(Degrees(patch=2, patch_mode="naive"))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    x, timestep, tensors = mini.inputs()
     model.close_run(model.open_run(), lambda: None)
     model.predict(ModelCall(x, timestep, tensors), lambda: None)
     assert all(rank.bytes_sent == {} for rank in model.close_run(model.open_run(), lambda: None))
@@ -151,8 +162,8 @@ def test_naive_patches_move_nothing(remote):
 def test_tensor_parallel_adds_up_activations_twice_per_layer(remote, ranks, dtype):
     stats = run(remote(Degrees(tensor=ranks), dtype=dtype), 1, STEPS)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
-    sums = 2 * tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
-    vectors = 12 * tiny.FLUX["num_layers"] + 3 * tiny.FLUX["num_single_layers"]  # modulation, in units of hidden
+    sums = 2 * mini.CONFIG["double_blocks"] + mini.CONFIG["single_blocks"]
+    vectors = 12 * mini.CONFIG["double_blocks"] + 3 * mini.CONFIG["single_blocks"]  # modulation, in units of hidden
     expected = 2 * activations * sums + BATCH * vectors * HIDDEN * WIDTH[dtype]
     assert moved(stats, "tensor") == [STEPS * expected * (ranks - 1) // ranks] * ranks
 
@@ -187,7 +198,7 @@ def test_micro_steps_are_the_schedules(remote, degrees, entries):
 def test_overlap_off_gives_the_same_sample(remote, degrees):
     """Transfers beside compute or one after the other: what is computed is the same."""
     model = remote(degrees)
-    x, _, tensors = tiny.inputs(tiny.FLUX)
+    x, _, tensors = mini.inputs()
     sigmas, prompt = linear_sigmas(3), Prompt(tensors, {}, 1.0)
     bands = 1 if degrees.displaced else 3
     samples = [sample_in_bands(model, x, sigmas, prompt, bands, 1, overlap=overlap)[0] for overlap in (False, True)]

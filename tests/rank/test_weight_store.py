@@ -10,26 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core import pinned
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
-from parallel_backend.core.spans import Span
 from parallel_backend.rank import loaded_stage
-from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.host_memory import host_store, page_locks, sharing
 from parallel_backend.rank.host_memory.page_locks import PageLocks
-from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.store import slots, weight_store
 from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.heartbeat import Heartbeat
-from testing import mini, tiny
+from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice, EmulatedOutOfMemoryError
 from testing.models import whole_call
 from testing.quantised import quantise_blocks
@@ -37,16 +31,16 @@ from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
 from tests.conftest import Pools
 from tests.support import fake_cuda
-from tests.support.alone import nobody
+from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
 
 RATE = 1e10
 """Bytes per second."""
 LARGE = 1 << 30
-CONFIG = tiny.FLUX | {"num_layers": 2, "num_single_layers": 6, "joint_attention_dim": 64, "pooled_projection_dim": 64}
+CONFIG = mini.CONFIG | {"double_blocks": 2, "single_blocks": 6, "context_width": 64, "pooled_width": 64}
 """Of sides that every format can hold."""
-LAST = "single_transformer_blocks.5"
+LAST = "single_blocks.5"
 KINDS = ("int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8", "fp8")
 QUICK = ("product pipe2", "product tensor2", "product patch2")
 
@@ -94,36 +88,22 @@ def test_every_mode_and_family(case, files, thread_pools, emulated, streamed):
     assert same(found, case.run(files, opened(thread_pools.load), thread_pools))
 
 
-class Alone:
-    """One rank's whole model in this process. `resident`: as Load.resident; `device`: bytes of the emulated device."""
+class Alone(OneRank):
+    """`resident`: bytes of its weights; `device`: bytes of the emulated device."""
 
     def __init__(
         self, path: Path, resident: int | None = None, device: int = LARGE, dtype: str = "fp32", rate: float = RATE
     ):
-        self.checkpoint = open_checkpoint(path)
-        blocks = (Span(0, self.checkpoint.family.blocks.total(self.checkpoint.config)),)
-        setup = Setup(path, dtype, ("cpu",), Degrees(), "sdpa")
-        load = m.Load(setup, blocks, (1.0,), resident=() if resident is None else (resident,))
         self.copies = EmulatedCopies(0, EmulatedDevice(device, rate))
-        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), self.copies)
-        self.engine = Engine(0, load, stage)
-        self.store = self.engine.stage.store
-        self.sequence = 0
+        super().__init__(path, dtype, () if resident is None else (resident,), copies=self.copies)
+        self.store = self.stage.store
 
     def output(self, changes: BlockChanges = UNCHANGED, calls: int = 1) -> torch.Tensor:
         """The last of so many exact calls."""
-        x, timestep, tensors = tiny.inputs(CONFIG, batch=1)
-        family = self.checkpoint.family
-        grid, tokens = family.patching.grid(x.shape), family.patching.pack_all((x,))
-        self.engine.put_conditioning(m.PutConditioning(1, grid, 0, tensors["context"].shape[1], 1, tensors, changes=changes))
-        order = family.token_order(grid)
+        x, timestep, tensors = mini.inputs(CONFIG, batch=1)
+        self.put(x, tensors, changes=changes)
         for _ in range(calls):
-            self.sequence += 1
-            step = m.Step(
-                self.sequence, 0, 1, order.span, True, False, True, Span(0, 1), timestep, {}, (),
-                tiny.rank_shard(tokens, order, order.span, True),
-            )  # fmt: skip
-            found = self.engine.step(step, None).value
+            found = self.step(x, timestep)
         return found
 
     def streamed_bytes(self) -> int:
@@ -131,22 +111,22 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def flux(tmp_path_factory) -> Path:
-    return tiny.save_original(tiny.random_flux(CONFIG), CONFIG, tmp_path_factory.mktemp("flux") / "tiny.safetensors")
+def file(tmp_path_factory) -> Path:
+    return mini.save(mini.random_model(CONFIG), tmp_path_factory.mktemp("file") / "tiny.safetensors")
 
 
 @pytest.fixture(scope="module")
-def whole(flux) -> Alone:
-    return Alone(flux)
+def whole(file) -> Alone:
+    return Alone(file)
 
 
 def part(whole: Alone, share: float) -> int:
     return int(share * whole.store.device_bytes)
 
 
-def test_the_device_holds_what_it_is_told_to_and_no_more(flux, whole):
+def test_the_device_holds_what_it_is_told_to_and_no_more(file, whole):
     resident = part(whole, 0.7)
-    model = Alone(flux, resident, device=resident)
+    model = Alone(file, resident, device=resident)
     assert torch.equal(model.output(calls=3), whole.output())
     assert model.copies.peak_bytes == model.store.device_bytes <= resident
     assert model.store.device_bytes + model.store.host_bytes >= whole.store.device_bytes
@@ -155,10 +135,10 @@ def test_the_device_holds_what_it_is_told_to_and_no_more(flux, whole):
     assert model.copies.used == 0
 
 
-def test_weights_leave_into_memory_that_is_page_locked_already(flux, whole, monkeypatch):
+def test_weights_leave_into_memory_that_is_page_locked_already(file, whole, monkeypatch):
     """A copy from a GPU into other memory is several times as slow."""
     monkeypatch.setattr(host_store, "PageLocks", lambda device: PageLocks(torch.device("cuda", 1)))
-    model, copies = Alone(flux), []
+    model, copies = Alone(file), []
     with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
         copy = model.copies.copy
         model.copies.copy = lambda into, source: copies.append(cuda.runtime.holds(into)) or copy(into, source)
@@ -169,7 +149,7 @@ def test_weights_leave_into_memory_that_is_page_locked_already(flux, whole, monk
         assert not cuda.runtime.locked
 
 
-def test_blocks_are_streamed_though_the_driver_page_locks_few_of_them(flux, whole, monkeypatch):
+def test_blocks_are_streamed_though_the_driver_page_locks_few_of_them(file, whole, monkeypatch):
     """As under WSL 2. All of them are copied, from memory of either kind, and smaller copies have their share of it."""
     monkeypatch.setattr(host_store, "PageLocks", lambda device: PageLocks(torch.device("cuda", 1)))
     monkeypatch.setattr(pinned, "_forget_error", lambda device: None)  # it launches a kernel
@@ -177,7 +157,7 @@ def test_blocks_are_streamed_though_the_driver_page_locks_few_of_them(flux, whol
     monkeypatch.setattr(page_locks, "RESERVE", max(blocks))
     with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
         cuda.runtime.budget = sum(blocks) // 2
-        model, copies = Alone(flux, 1), set()
+        model, copies = Alone(file, 1), set()
         copy = model.copies.copy
         model.copies.copy = lambda into, source: copies.add(cuda.runtime.holds(source)) or copy(into, source)
         assert torch.equal(model.output(calls=2), whole.output())
@@ -188,14 +168,14 @@ def test_blocks_are_streamed_though_the_driver_page_locks_few_of_them(flux, whol
         assert not cuda.runtime.locked
 
 
-def test_a_device_without_room_is_named(flux, whole):
+def test_a_device_without_room_is_named(file, whole):
     with pytest.raises(EmulatedOutOfMemoryError, match="out of memory: the emulated device of rank 0"):
-        Alone(flux, device=part(whole, 0.7))
+        Alone(file, device=part(whole, 0.7))
 
 
-def test_weights_give_way_and_come_back(flux, whole):
+def test_weights_give_way_and_come_back(file, whole):
     """By as many blocks as have to, and what has once been copied to the host is not copied there again."""
-    model, expected = Alone(flux), whole.output()
+    model, expected = Alone(file), whole.output()
     everything, copied = model.store.device_bytes, []
     copy = model.copies.copy
     model.copies.copy = lambda destination, source: copied.append(source.nbytes) or copy(destination, source)
@@ -220,8 +200,8 @@ def test_weights_give_way_and_come_back(flux, whole):
 
 
 @pytest.mark.parametrize("before", [1.0, 0.7], ids=["all resident", "some streamed"])
-def test_what_is_not_about_to_compute_gives_one_block_for_one_byte_and_its_slots(flux, whole, before):
-    model, expected = Alone(flux, part(whole, before)), whole.output()
+def test_what_is_not_about_to_compute_gives_one_block_for_one_byte_and_its_slots(file, whole, before):
+    model, expected = Alone(file, part(whole, before)), whole.output()
     assert torch.equal(model.output(), expected)
     there, slots, copied = model.store.device_bytes, model.store._slots.nbytes, []
     copy = model.copies.copy
@@ -242,14 +222,14 @@ def test_what_is_not_about_to_compute_gives_one_block_for_one_byte_and_its_slots
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared with other ranks", "of its own"])
-def test_without_host_memory_the_file_is_read_in_micro_steps_and_between_them(flux, whole, monkeypatch, shared):
+def test_without_host_memory_the_file_is_read_in_micro_steps_and_between_them(file, whole, monkeypatch, shared):
     def refused() -> int:
         raise OSError("no files in memory")
 
     monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
     if not shared:
         monkeypatch.setattr(sharing, "new_file", refused)
-    model, expected = Alone(flux, 1), whole.output()
+    model, expected = Alone(file, 1), whole.output()
     assert torch.equal(model.output(calls=2), expected)
     for resident in (0, whole.store.device_bytes, part(whole, 0.7)):
         held = model.engine.set_resident(resident)
@@ -258,10 +238,10 @@ def test_without_host_memory_the_file_is_read_in_micro_steps_and_between_them(fl
     assert held.host_bytes == 0
 
 
-def test_a_buffer_for_the_file_is_not_read_into_before_the_copy_from_it_is_over(flux, whole, monkeypatch):
+def test_a_buffer_for_the_file_is_not_read_into_before_the_copy_from_it_is_over(file, whole, monkeypatch):
     """Without host memory all blocks come through one buffer. Copies take longer here than reading does."""
     monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
-    assert torch.equal(Alone(flux, 1, rate=1e8).output(calls=2), whole.output())
+    assert torch.equal(Alone(file, 1, rate=1e8).output(calls=2), whole.output())
 
 
 def test_the_emulated_copy_reads_its_source_at_its_end():
@@ -274,9 +254,9 @@ def test_the_emulated_copy_reads_its_source_at_its_end():
     assert destination.eq(1).all()
 
 
-def test_nothing_lies_in_memory_that_was_given_back(flux, whole):
+def test_nothing_lies_in_memory_that_was_given_back(file, whole):
     """A real device would not have it free, and more is taken next."""
-    model, given_back = Alone(flux, 1), []
+    model, given_back = Alone(file, 1), []
     allocate, release = model.copies.allocate, model.copies.release
 
     def take(nbytes: int) -> torch.Tensor:
@@ -297,8 +277,8 @@ def test_nothing_lies_in_memory_that_was_given_back(flux, whole):
     assert len(given_back) > 10
 
 
-def test_no_more_blocks_move_than_have_to(flux, whole):
-    model = Alone(flux, part(whole, 0.8))
+def test_no_more_blocks_move_than_have_to(file, whole):
+    model = Alone(file, part(whole, 0.8))
     before = {name for name in model.store._groups if name in model.store._slots}
     model.engine.set_resident(part(whole, 0.7))
     after = {name for name in model.store._groups if name in model.store._slots}
@@ -306,10 +286,10 @@ def test_no_more_blocks_move_than_have_to(flux, whole):
 
 
 ADDED = {
-    "a matrix": (f"{LAST}.proj_out.weight", 3),
-    "a bias": (f"{LAST}.proj_out.bias", None),
-    "a norm": (f"{LAST}.attn.norm_q.weight", None),
-    "a table outside": ("x_embedder.bias", None),
+    "a matrix": (f"{LAST}.linear2.weight", 3),
+    "a bias": (f"{LAST}.linear2.bias", None),
+    "a norm": (f"{LAST}.norm.query_norm.scale", None),
+    "a table outside": ("img_in.bias", None),
 }
 
 
@@ -323,13 +303,13 @@ def adapt(model: Alone, instead: bool) -> None:
 
 
 @pytest.mark.parametrize("instead", [False, True], ids=["added", "in place of the file's"])
-def test_what_is_added_to_streamed_weights_stays(flux, whole, instead):
+def test_what_is_added_to_streamed_weights_stays(file, whole, instead):
     """Also where the block gives way, and comes back."""
-    model, plain, other = Alone(flux, 1), whole.output(), Alone(flux)
+    model, plain, other = Alone(file, 1), whole.output(), Alone(file)
     for each in (model, other):
         adapt(each, instead)
     expected = other.output()
-    assert tiny.relative(expected, plain) > 0.01
+    assert mini.relative(expected, plain) > 0.01
     assert torch.equal(model.output(calls=2), expected)
     for resident in (whole.store.device_bytes, 0, 1):
         model.engine.set_resident(resident)
@@ -343,21 +323,21 @@ def test_what_is_added_to_streamed_weights_stays(flux, whole, instead):
         assert torch.equal(each.output(calls=2), plain)
 
 
-def test_a_merge_into_a_block_that_is_in_its_slot_shows_in_the_next_call(flux, whole):
+def test_a_merge_into_a_block_that_is_in_its_slot_shows_in_the_next_call(file, whole):
     """The first block is copied for the next micro-step as soon as the last one ends."""
-    name, plain, models = "transformer_blocks.0.norm1.linear.bias", whole.output(), (Alone(flux, 1), Alone(flux))
+    name, plain, models = "double_blocks.0.img_mod.lin.bias", whole.output(), (Alone(file, 1), Alone(file))
     for model in models:
         model.output()
         values = torch.randn(model.checkpoint.shape(name), generator=torch.Generator().manual_seed(2))
         model.engine.stage.adapters.add(m.Adapt(name, values, None, 0.5, instead=True))
     streamed, resident = (model.output() for model in models)
-    assert tiny.relative(resident, plain) > 1e-3
+    assert mini.relative(resident, plain) > 1e-3
     assert torch.equal(streamed, resident)
 
 
-def test_a_merge_leaves_memory_alone_until_the_copy_from_it_is_over(flux):
+def test_a_merge_leaves_memory_alone_until_the_copy_from_it_is_over(file):
     """The block that is copied for the next micro-step is merged into for the second time, into the same memory."""
-    name, model, copies = "transformer_blocks.0.norm1.linear.bias", Alone(flux, 1, rate=1e7), []
+    name, model, copies = "double_blocks.0.img_mod.lin.bias", Alone(file, 1, rate=1e7), []
     copy, shape = model.copies.copy, model.checkpoint.shape(name)
 
     def noted(into, source):
@@ -375,11 +355,11 @@ def test_a_merge_leaves_memory_alone_until_the_copy_from_it_is_over(flux):
         assert torch.equal(into, before)
 
 
-def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_them(flux, whole, monkeypatch):
+def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_them(file, whole, monkeypatch):
     """All that others need go, and a later request takes them along, once there is room."""
     room = [-1]
     monkeypatch.setattr(host_store, "room_for_weights", lambda device: room[0])
-    model = Alone(flux)
+    model = Alone(file)
     adapt(model, instead=True)
     groups, expected = model.store._groups, model.output()
     kept = groups[LAST].nbytes + groups[ENDS].nbytes
@@ -395,39 +375,39 @@ def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_the
     assert torch.equal(model.output(), expected)
 
 
-def test_a_merge_into_streamed_weights_without_host_memory_is_an_error_that_says_so(flux, monkeypatch):
+def test_a_merge_into_streamed_weights_without_host_memory_is_an_error_that_says_so(file, monkeypatch):
     monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
     with pytest.raises(MemoryError, match=f"GB of host memory for the merged weights of {LAST} are not free"):
-        adapt(Alone(flux, 1), instead=True)
+        adapt(Alone(file, 1), instead=True)
 
 
-def test_skipped_blocks_are_passed_by(flux, whole):
-    changes = BlockChanges(("transformer_blocks.1", LAST))
-    model = Alone(flux, 1)
+def test_skipped_blocks_are_passed_by(file, whole):
+    changes = BlockChanges(("double_blocks.1", LAST))
+    model = Alone(file, 1)
     assert torch.equal(model.output(changes, calls=2), whole.output(changes))
     assert torch.equal(model.output(), whole.output())
 
 
-def test_weights_that_are_not_finite_are_found_wherever_they_are(flux, tmp_path):
-    state = load_file(flux)
+def test_weights_that_are_not_finite_are_found_wherever_they_are(file, tmp_path):
+    state = load_file(file)
     for key in ("single_blocks.5.linear2.bias", "double_blocks.0.img_mlp.0.bias"):
         state[key][0] = torch.nan
     save_file(state, tmp_path / "bad.safetensors")
     model = Alone(tmp_path / "bad.safetensors", 1)
     found = model.engine.find_not_finite(m.FindNotFinite(0, 0)).weights
-    assert found == ("transformer_blocks.0.ff.net.0.proj.bias", f"{LAST}.proj_out.bias")
+    assert found == ("double_blocks.0.img_mlp.0.bias", f"{LAST}.linear2.bias")
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in KINDS[:2] else pytest.mark.full) for kind in (*KINDS, "weight_dtype")]
 )
-def test_every_format(flux, tmp_path, kind):
-    dtype, path = "fp32", flux
+def test_every_format(file, tmp_path, kind):
+    dtype, path = "fp32", file
     if kind == "weight_dtype":
         dtype = "fp8_e4m3fn"
     else:
         path = tmp_path / "quantised.safetensors"
-        save_file({key: value.contiguous() for key, value in quantise_blocks(load_file(flux), kind)[0].items()}, path)
+        save_file({key: value.contiguous() for key, value in quantise_blocks(load_file(file), kind)[0].items()}, path)
     alone = Alone(path, dtype=dtype)
     expected = alone.output()
     model = Alone(path, 1, dtype=dtype)
@@ -440,13 +420,13 @@ def test_every_format(flux, tmp_path, kind):
 def begin_run(model, x, timestep, tensors) -> PostedCall:
     """The first call of a run in bands, not posted yet."""
     run = model.open_run()
-    model.watch_memory(run, 2, False, nobody)
+    model.watch_memory(run, 2, False, lambda: None)
     return whole_call(model, x, timestep, tensors, run)
 
 
-def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emulated, flux_file):
+def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emulated, mini_file):
     """All of a device goes, a LoRA's factors and a whole weight's difference too."""
-    model, given, nobody = emulated.load(flux_file, Degrees(pipe=2), fresh=True), tiny.inputs(tiny.FLUX), lambda: None
+    model, given, nobody = emulated.mini(mini_file, Degrees(pipe=2), fresh=True), mini.inputs(), lambda: None
     shape = model.checkpoint.original_shapes["double_blocks.0.img_attn.proj.weight"]
     factors = torch.full((shape[0], 2), 0.1), torch.full((2, shape[1]), 0.1)
     low, full = "double_blocks.0.img_attn.proj.weight", "single_blocks.0.linear2.bias"
@@ -464,7 +444,7 @@ def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emu
     run = begin_run(model, *given)
     model.give_way("cpu", 1e32, nobody)  # between a call and its first micro-step
     model.post(run)
-    assert tiny.relative(model.family.patching.unpack(run.future.result(60), given[0].shape), expected) < 1e-5
+    assert mini.relative(model.family.patching.unpack(run.future.result(60), given[0].shape), expected) < 1e-5
     model.close_run(run.run, nobody)
     model.give_way("cpu", 1e32, nobody)
     model.adapt(None, (), nobody)

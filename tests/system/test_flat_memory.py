@@ -25,10 +25,12 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.wire import messages as m
 from testing import mini
 from testing.host_memory import held_bytes
 from testing.models import on_ranks, whole_call
 from tests.support import failing_rank
+from tests.support.one_rank import OneRank
 
 LIMIT = 0.02
 """Growth of a process's own memory by what its runs keep, see `growth`."""
@@ -158,21 +160,21 @@ def test_a_leak_would_be_seen(mini_file, monkeypatch):
 
 def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
     """In the ranks: they report their memory by what they hold, so this looks at the engine in this process."""
-    from testing.cases import all_cases
-    from tests.rank.test_module_cache import Runs
-
-    case = next(case for case in all_cases() if case.name == "flux-dev")
-    path = remote(Degrees()).checkpoint.path
-    runs = Runs(case, path)
-    with runs.run():
-        for number in range(3):
-            list(runs.call(number, runs.bands, 1))
-            list(runs.call(number, runs.bands, 2))
-        kept = runs.engine.stage.module_cache._kept
-        assert {key[0] for outputs in kept.values() for key in outputs} == {1, 2}
-        runs.engine.drop_conditioning(1)
-        assert {key[0] for outputs in kept.values() for key in outputs} == {2}
-        assert {key[1] for key in runs.engine.runs.buffers} == {2}
+    rank = OneRank(remote(Degrees()).checkpoint.path)
+    x, timestep, tensors = mini.inputs()
+    for number in (1, 2):
+        rank.put(x, tensors, number)
+    size = len(rank.token_order.span)
+    rank.engine.open_run(m.OpenRun(1, True))
+    rank.step(x, timestep, 1, conditioning=1)
+    rank.step(x, timestep, 1, conditioning=2)
+    for number in (1, 2):
+        for start, stop in ((0, size // 2), (size // 2, size)):
+            rank.step(x, timestep * 0.5, 1, Span(start, stop), start == 0, conditioning=number)
+    assert {key[0] for key in rank.engine.runs.buffers} == {1} and {key[1] for key in rank.engine.runs.buffers} == {1, 2}
+    rank.engine.drop_conditioning(1)
+    assert {key[0] for outputs in rank.stage.module_cache._kept.values() for key in outputs} <= {2}
+    assert {key[1] for key in rank.engine.runs.buffers} == {2}
 
 
 def test_thirty_cancels_leave_nothing(remote, mini_model):

@@ -21,7 +21,7 @@ from testing.models import on_ranks
 CONFIG = mini.CONFIG | {
     "double_blocks": 4,
     "single_blocks": 16,
-    "width": 7 * 128,
+    "width": 8 * 128,
     "axes": (16, 56, 56),
 }
 RANKS = 4

@@ -142,9 +142,6 @@ class Blocks:
     """Tokens of the video by axis -> the ways to cut it into windows, in layers over WINDOWS. Block i of a list has the way
     i modulo their number."""
 
-    residuals: Mapping[str, str] = field(default_factory=dict)
-    """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list after whose blocks it is added."""
-
     controlled_sequence: Segments | None = None
     """The order of the joint sequence in ComfyUI's native model, for controls that add to all of its tokens (Fun control of
     VACE's kind). Residuals are then of all tokens, see client.call.Residuals. None: the model has no such control."""

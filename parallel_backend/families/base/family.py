@@ -190,21 +190,6 @@ def cached(call: Iterable[str] = (), prompt: Iterable[str] = (), band: Iterable[
 
 
 @dataclass(frozen=True)
-class TimeEmbed:
-    """The module that embeds the timestep, which the ranks call with a float32 timestep. diffusers rounds the timestep to
-    bf16 first, which changes Flux's output by 4 %."""
-
-    module: str
-    """Submodule of the class whose first argument is the timestep."""
-
-    factor: float = 1.0
-    """Argument of the module, divided by the model's timestep."""
-
-    model_time: Callable[[torch.Tensor], torch.Tensor] = lambda timestep: timestep
-    """The sampler's timestep -> the model's timestep, which may count from noise to picture."""
-
-
-@dataclass(frozen=True)
 class Forward:
     """How a rank calls the class's forward, and what that forward does. Used by rank/."""
 
@@ -215,12 +200,6 @@ class Forward:
     """The forward takes a latent, not tokens. It gets a whole latent that is zero outside of the rank's tokens, and the
     blocks' arguments are cut down to those tokens. At every micro-step, token tensors are whole on every rank of the first
     stage."""
-
-    time_embed: TimeEmbed | None = None
-    """None: the class does not round the timestep."""
-
-    output: Callable[[Any], torch.Tensor] = lambda out: out
-    """The forward's output -> tokens [b, n, c], or a latent if `whole_latent`."""
 
     cached_modules: Mapping[str, CacheScope] = field(default_factory=dict)
     """Submodules whose output is computed once for all micro-steps of a scope. Names: see `name_pattern`.
@@ -243,7 +222,7 @@ class Family:
     """Name in messages to users and in calibrations."""
 
     model_class: str
-    """The transformer's class. A folder's config.json has the same name."""
+    """The transformer's class."""
 
     native_classes: tuple[str, ...]
     """Classes of ComfyUI's supported_models whose transformer this family computes. A file that ComfyUI detects as any other
@@ -260,14 +239,6 @@ class Family:
 
     class_module: str = "diffusers"
     """Module that has `model_class`: one of families/models where diffusers has no class that fits the files."""
-
-    fused_module: str | None = None
-    """Module of families/models whose `fuse(model)` makes a model of the class compute the same in fewer operations on a
-    rank: with the same parameters, and the same numbers but for their rounding. None: the class does already, or nobody has
-    written it."""
-
-    epsilons: Mapping[str, float] = field(default_factory=dict)
-    """Last name of a norm -> its epsilon in ComfyUI's class, where `model_class` has another one."""
 
     patching: Patching = field(default_factory=Patching)
     """How latents become tokens."""
@@ -295,18 +266,6 @@ class Family:
         """The class. Imported here and not with this module, since importing diffusers takes seconds."""
         return getattr(importlib.import_module(self.class_module), self.model_class)
 
-    def use_epsilons(self, model: nn.Module) -> None:
-        """Give `model`, of the class, the norms' epsilons of ComfyUI's."""
-        for name, module in model.named_modules():
-            if (epsilon := self.epsilons.get(name.rpartition(".")[2])) is not None:
-                vars(module)["eps"] = epsilon
-
-    def fuse(self, model: nn.Module) -> None:
-        """Make `model`, of the class, compute in few operations: see `fused_module`. All of diffusers' norms do."""
-        importlib.import_module("parallel_backend.families.models.norms").fuse_norms(model)
-        if self.fused_module is not None:
-            importlib.import_module(self.fused_module).fuse(model)
-
     def stays_float32(self, config: Config, parameter: str) -> bool:
         """Whether a parameter stays float32 in every compute dtype."""
         names = self.forward.float32(config)
@@ -323,7 +282,7 @@ class Family:
             step = replace(step, x=self._whole(model, step))
         self.forward.prepare(model, step)
         outputs = model(**self.forward.arguments(step, cast(Config, model.config)), return_dict=False)
-        out, shard = self.forward.output(outputs[0]), step.token_order.images(step.image)
+        out, shard = outputs[0], step.token_order.images(step.image)
         if self.forward.whole_latent:
             out = self.patching.cut(step.token_order.along).pack(out)[:, shard.slice]
         elif len(shard) < len(step.image):  # reference tokens are an input only

@@ -1,4 +1,4 @@
-"""How checkpoints of a family are recognised and read: single files in original layout, and diffusers folders."""
+"""How checkpoints of a family are recognised and read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,24 +63,10 @@ def header_arguments(*names: str) -> dict[str, Callable[[Config], tuple[Any, ...
 
 
 @dataclass(frozen=True)
-class FolderLayout:
-    """How the family's diffusers folders differ from what the family's class would save."""
-
-    takes: Callable[[Config], bool] = lambda _config: True
-    """Whether a folder with this config.json is of this family, where several families share a class."""
-
-    source: Callable[[Config, str], Source] = lambda _config, parameter: Source(parameter)
-    """Parameter of the class -> its source in the folder. It differs where the class is one of families/models."""
-
-    older_class: str = ""
-    """`Family.model_class` in the folders that older versions of diffusers made."""
-
-
-@dataclass(frozen=True)
 class FileLayout:
     """How checkpoints of the family are recognised and read. Used by checkpoints/.
 
-    Single files have the original key layout, that of ComfyUI's model class. Folders have diffusers'. Methods give the usual
+    Files have the original key layout, that of ComfyUI's model class. Methods give the usual
     answer: a family with another answer overrides the method in a subclass in its file. So do Sizes, Inputs, Forward and
     BlockList.
     """
@@ -95,21 +81,15 @@ class FileLayout:
     """Constructor arguments -> source in the original key layout of every parameter of the class. ValueError for a
     configuration that cannot run."""
 
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Endings of keys that some files use -> the usual ones."""
-
     ignored: tuple[str, ...] = ()
     """Keys (regular expressions) that a file may have although the class does not use them. Others are refused."""
 
     settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
-    """Entries of the configuration that are no arguments of the class's constructor -> their value where neither a single
-    file's header (JSON `config`, as in Lightricks' files) nor a folder's config.json has them."""
+    """Entries of the configuration that are no arguments of the class's constructor -> their value if the file's
+    header (JSON `config`, as in Lightricks' files) does not have them."""
 
     header: HeaderConfig | None = None
     """Expected header of a single file. None: ComfyUI does not read headers of these models."""
-
-    folder: FolderLayout = FolderLayout()
-    """How diffusers folders are recognised and read."""
 
     max_settings: Mapping[str, int] = field(default_factory=dict)
     """Settings whose value sizes a table in the constructor -> largest accepted value. Others have a common limit."""

@@ -20,9 +20,6 @@ TEXT_ENDS = "text_ends"
 """Conditioning tensor [B, T] int64, the same for all entries: how many of the text's first tokens each text token sees, in
 layers over CAUSAL_TEXT (base/blocks.py). A family that has such layers names it in `Inputs.vector_tensors`."""
 
-GUIDANCE = "guidance"
-"""Conditioning tensor [B]: embedded guidance, float32 on the ranks too."""
-
 REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
 """Conditioning tensors of reference pictures: their tokens [B, R, C], packed like the latent's, and the tokens' positions
 [B, R, 3]: index, row, column."""

@@ -18,7 +18,6 @@ from .unproven import Unproven
 
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
-HEADS_LAST = {package.attention for package in PACKAGES if package.heads_last}
 ROOTS = tuple(package.root for package in PACKAGES)
 REPLACES = "parallel_dit_replaces"
 """Attribute of a replacement: the function."""
@@ -96,15 +95,6 @@ class _Replaced:
                 names[name] = self._replacements[value]
 
     def _replacement(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        if function.__module__ in HEADS_LAST:
-            replacement = heads_last(self._with_signature(heads_first(function)))
-            functools.update_wrapper(replacement, function)
-        else:
-            replacement = self._with_signature(function)
-        setattr(replacement, REPLACES, function)
-        return replacement
-
-    def _with_signature(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         name = f"{function.__module__}.{function.__name__}"
 
         @functools.wraps(function)
@@ -121,6 +111,7 @@ class _Replaced:
             finally:
                 self._thread.attend = attend
 
+        setattr(replacement, REPLACES, function)
         self.by_name[name] = replacement
         return replacement
 
@@ -128,29 +119,6 @@ class _Replaced:
 def _taken(given: Any) -> torch.Tensor:
     """ComfyUI may hand over a container, which gives its tensor up to the one that takes it."""
     return given if isinstance(given, torch.Tensor) else given.take()
-
-
-def heads_first(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function of [B, S, H, D] with ComfyUI's signature."""
-
-    @functools.wraps(function)
-    def attend(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **others):
-        assert skip_reshape
-        out_BSHD = function(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, **others)
-        return out_BSHD.transpose(1, 2) if skip_output_reshape else out_BSHD.flatten(2)
-
-    return attend
-
-
-def heads_last(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The inverse."""
-
-    def attend(query, key, value, attn_mask=None, **others):
-        tensors = (x.transpose(1, 2) for x in (query, key, value))
-        shapes = {"skip_reshape": True, "skip_output_reshape": True}
-        return function(*tensors, query.shape[2], mask=attn_mask, **shapes, **others).transpose(1, 2)
-
-    return attend
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, OwnClass
 
 from .adapters import adapt
-from .diffusers_form import in_form_of_comfyui
 from .fused_blocks import fuse
 
 CASTS = {"comfy_cast_weights": False, "weight_function": (), "bias_function": ()}
@@ -83,13 +82,7 @@ def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
         for name, value in json.loads(own.arguments).items()
     }
     with meta_parameters():
-        if own.form is None:
-            model = kind(**arguments, operations=TorchLayers, dtype=dtype, device=None)
-        else:
-            model = kind(**arguments)
-            model.__class__ = in_form_of_comfyui(kind, own.form)
-            for parameter in model.parameters():
-                parameter.data = parameter.to(dtype)
+        model = kind(**arguments, operations=TorchLayers, dtype=dtype, device=None)
     fuse(model)
     adapt(own.kind, model)
     for module in model.modules():

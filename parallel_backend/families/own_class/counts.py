@@ -113,8 +113,11 @@ def counted(own: OwnClass, call: Call) -> Counts | None:
     return None
 
 
-MISFITS = "cannot be multiplied", "same reduction dim", "normalized_shape"
-"""Parts of what torch says of a tensor whose size is none of a layer's."""
+MISFITS = (
+    *("cannot be multiplied", "same reduction dim", "normalized_shape", "Invalid channel dimensions"),
+    "tensor of 0 elements",
+)
+"""Parts of what torch says of a tensor whose size is none of a layer's, and of an empty one."""
 
 
 def misfit(own: OwnClass, call: Call) -> str:

@@ -96,14 +96,15 @@ def side_of(residual: torch.Tensor, sizes: Sequence[int]) -> int | None:
     return next((side for side in SIDES if residual.ndim == 3 and rows_of(sizes, side) == residual.shape[1]), None)
 
 
-def smaller_residuals(
-    control: Mapping[str, Sequence[torch.Tensor]], sizes: Sequence[int], smaller: Sequence[int]
+def of_other_sizes(
+    control: Mapping[str, Sequence[torch.Tensor]], sizes: Sequence[int], others: Sequence[int]
 ) -> dict[str, list[torch.Tensor]]:
-    """The residuals of a smaller latent. `sizes`, `smaller`: (frames,) rows and columns of both."""
+    """The residuals for a latent of other sizes: the first tokens', and those again if there are too few. `sizes`, `others`:
+    (frames,) rows and columns of both."""
 
-    def cut(residual: torch.Tensor) -> torch.Tensor:
+    def of_others(residual: torch.Tensor) -> torch.Tensor:
         side = side_of(residual, sizes)
         assert side is not None, "others are refused before a trial"
-        return residual[:, : rows_of(smaller, side)]
+        return residual[:, torch.arange(rows_of(others, side)) % residual.shape[1]]
 
-    return {kind: [cut(each) for each in residuals] for kind, residuals in control.items()}
+    return {kind: [of_others(each) for each in residuals] for kind, residuals in control.items()}

@@ -14,7 +14,7 @@ from parallel_backend.core.own_class import OwnClass
 
 from .call_arguments import OPTIONS, SIGMAS, from_tensors, structure_of, to_tensors
 from .call_form import LATENTS, TIMES, apart, joined, pack, run, unpack
-from .residuals import CONTROL, smaller_residuals, with_patches
+from .residuals import CONTROL, of_other_sizes, with_patches
 
 SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
@@ -62,9 +62,12 @@ class Call:
 
     def with_latents(self, latents: Sequence[torch.Tensor]) -> "Call":
         """The call with other ones, of any sizes."""
-        if LATENTS not in self.named:
-            return dataclasses.replace(self, x=latents[0])
-        named = {**self.named, LATENTS: [list(latent.shape[1:]) for latent in latents]}
+        named = dict(self.named)
+        if control := named.get(CONTROL):
+            named[CONTROL] = of_other_sizes(control, self.latents[0].shape[2:], latents[0].shape[2:])
+        if LATENTS not in named:
+            return dataclasses.replace(self, x=latents[0], named=named)
+        named[LATENTS] = [list(latent.shape[1:]) for latent in latents]
         return dataclasses.replace(self, x=pack(latents, self.x.ndim), named=named)
 
     @property
@@ -161,7 +164,7 @@ def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
     if call.named.get(CONTROL):
         return ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
     text, encoder = call.named.get("context"), ""
-    if isinstance(text, torch.Tensor):
+    if isinstance(text, torch.Tensor) and text.numel():
         encoder = f" Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."
     what = f"ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."
     return ValueError(f"positive, negative: {what}{encoder}")
@@ -198,15 +201,12 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
             return tensor[:, :words]
         return _of_cells(tensor, latents[0].shape[2:], side) if of_cells else tensor
 
-    control = call.named.get(CONTROL)
     others = {name: value for name, value in call.named.items() if name != CONTROL}
-    named, parts = pytree.tree_map_only(torch.Tensor, cut, others), [cut(latent) for latent in latents]
+    named = {**call.named, **pytree.tree_map_only(torch.Tensor, cut, others)}
+    parts = [cut(latent) for latent in latents]
     first, *times = call.times
     times = [_of_frames(each, *both) for each, *both in zip(times, latents[1:], parts[1:], strict=False)]
     times = [_of_cells(first, latents[0].shape[2:], side) if of_cells else first, *times]
-    if CONTROL in call.named:
-        sizes, smaller_sizes = latents[0].shape[2:], parts[0].shape[2:]
-        named[CONTROL] = None if control is None else smaller_residuals(control, sizes, smaller_sizes)
     return dataclasses.replace(call, named=named).with_times(times).with_latents(parts)
 
 

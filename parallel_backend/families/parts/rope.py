@@ -42,3 +42,12 @@ def rope_tensors(call: dict[str, Any], usual: Shift = NO_SHIFT) -> dict[str, tor
     if call.get(FREQUENCY) is not None:
         tensors[ROPE_FREQUENCY] = torch.tensor(call[FREQUENCY]).expand(len(call["context"]), -1)
     return tensors
+
+
+def rope_axes(head: int) -> tuple[int, int, int]:
+    """Channels of a head for each axis of the rotary embedding. The weights do not show them.
+
+    Qwen-Image has (16, 56, 56) in heads of 128. Other heads (test models) get these proportions, all even.
+    """
+    spatial = head * 7 // 16 // 2 * 2
+    return head - 2 * spatial, spatial, spatial

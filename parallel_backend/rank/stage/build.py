@@ -5,30 +5,23 @@ the stage's blocks returns the hidden states received. On the last stage the epi
 stand-in behind the stage's blocks ends the forward with the hidden states to send (block_slots.py).
 """
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers.models.embeddings import TimestepEmbedding
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core import kitchen
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
-from parallel_backend.families import Family
 from parallel_backend.families.base.blocks import BlockList
-from parallel_backend.families.base.step_inputs import GUIDANCE
 
 from .block_slots import StageIO
 from .meta_model import meta_model
 from .stand_ins import Placeholder, fill_slots, own_blocks
 from .tensor_parallel import TensorPlan
 from .weights import StageWeights, read_whole
-
-GUIDANCE_FACTOR = 1000.0
-"""diffusers' classes embed the guidance that users set, times this factor."""
 
 
 @dataclass(frozen=True)
@@ -97,34 +90,3 @@ def build_stage(
     for spec in family.blocks.lists:
         attention += fill_slots(model, spec, stage_io, owned[spec.name], family.forward.whole_latent, only)
     return Stage(model, attention, stage_io, plan, own_blocks(model, family.blocks.lists))
-
-
-def keep_timestep_exact(
-    model: nn.Module,
-    family: Family,
-    values_of: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
-    dtype: torch.dtype,
-) -> None:
-    """Give the time embedding the sampler's float32 timestep and guidance, which diffusers would round to `dtype`.
-
-    In bf16 the rounding changes Flux's output by 4 % (timestep) and 7 % (a guidance of 3.5). `values_of()` returns the
-    micro-step's timestep and embedded guidance, [b] float32 each, or None without guidance.
-    """
-    embedding = family.forward.time_embed
-    if embedding is None:
-        return
-    embed = model.get_submodule(embedding.module)
-    names = list(inspect.signature(embed.forward).parameters)
-
-    def exact(_module: nn.Module, arguments: tuple) -> tuple:
-        timestep, guidance = values_of()
-        values = dict(zip(names, arguments, strict=False))
-        values[names[0]] = embedding.model_time(timestep) * embedding.factor
-        if guidance is not None and values.get(GUIDANCE) is not None:
-            values[GUIDANCE] = guidance * GUIDANCE_FACTOR
-        return tuple(values.values())
-
-    embed.register_forward_pre_hook(exact)
-    for module in embed.modules():
-        if isinstance(module, TimestepEmbedding):  # Flux.2 passes it sinusoids in the timestep's dtype, float32 here
-            module.register_forward_pre_hook(lambda _module, arguments: (arguments[0].to(dtype), *arguments[1:]))

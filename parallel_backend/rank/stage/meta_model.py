@@ -6,6 +6,7 @@ from torch import nn
 
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.families import Family
+from parallel_backend.families.models.norms import fuse_norms
 
 
 def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
@@ -17,6 +18,5 @@ def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
         arguments = {name: value for name, value in config.items() if name not in family.file.settings}
         model = family.transformer_class()(**arguments).eval().requires_grad_(False)
     model.register_to_config(**{name: config[name] for name in family.file.settings})
-    family.use_epsilons(model)
-    family.fuse(model)
+    fuse_norms(model)
     return model

@@ -126,11 +126,12 @@ def _run_out_of_memory(_agent: Agent, fault: Fault, _value: Any) -> Any:
 
 
 def _spoil(_agent: Agent, _fault: Fault, value: Any) -> Any:
-    """One value of what a block gives, in the picture's tokens: they come last."""
-    *others, last = value if isinstance(value, tuple) else (value,)
-    spoiled = last.clone()
-    spoiled[0, -1, 0] = float("nan")
-    return (*others, spoiled) if isinstance(value, tuple) else spoiled
+    """One feature of what a block gives: of the picture's tokens, which are the first of two streams. The last block gives
+    places for other bands' tokens too."""
+    picture, *others = value if isinstance(value, tuple) else (value,)
+    spoiled = picture.clone()
+    spoiled[0, :, 0] = float("nan")
+    return (spoiled, *others) if isinstance(value, tuple) else spoiled
 
 
 def _sleep(_agent: Agent, fault: Fault, value: Any) -> Any:
@@ -344,14 +345,14 @@ def _watch_loading(agent: Agent, weights_class: Any, store_class: Any) -> None:
 
 def _watch_blocks(agent: Agent, engine_class: Any) -> None:
     """An event for each block that has run, with what came of it."""
-    from parallel_backend.rank.stage.stand_ins import own_blocks
-
     make, step = engine_class.__init__, engine_class.step
 
     def init(engine: Any, *arguments: Any) -> None:
         make(engine, *arguments)
-        for block in own_blocks(engine.stage.model, engine.stage.family.blocks.lists).values():
-            block.register_forward_hook(seen)
+        for name in engine.stage.family.blocks.names({}):
+            block = engine.stage.model.get_submodule(name)
+            if any(True for _ in block.parameters()):  # this stage's
+                block.register_forward_hook(seen)
 
     def seen(_block: Any, _inputs: Any, output: Any) -> Any:
         output = agent.at(agent.phase, output)

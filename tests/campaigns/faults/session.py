@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
@@ -30,7 +30,7 @@ from parallel_backend.core.setup import ALLOWED, Offload, Setup
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
-from testing import tiny
+from testing import mini
 from testing.emulated_device import EmulatedDevice
 from testing.vaes import OnRanks, decoder_of
 from tests.rank.test_lora import lora
@@ -84,9 +84,9 @@ class FaultSession:
         self.folder, self.silence, self.cards = folder, silence, cards
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
-        self.model = tiny.random_flux()
-        self.path = tiny.save_original(self.model, tiny.FLUX, folder / "tiny.safetensors")
-        self.given = tiny.inputs(tiny.FLUX)
+        self.model = mini.random_model()
+        self.path = mini.save(self.model, folder / "tiny.safetensors")
+        self.given = mini.inputs()
         self.deltas = lora(load_file(self.path))
         self.starts_within = START_SECONDS
         self.registry = Registry()
@@ -123,7 +123,8 @@ class FaultSession:
     def key(self, degrees: str, stage_split: str = "even", path: Path | None = None) -> Setup:
         nothing = Offload(leave_free=1 << 50) if self.cards else NEXT_TO_NOTHING
         offload = nothing if degrees.endswith(STREAMED) else ALLOWED
-        key = Setup(path or self.path, "fp32", self.devices(degrees), DEGREES[degrees], "sdpa", stage_split)
+        devices, own = self.devices(degrees), mini.proven(tensor=DEGREES[degrees].tensor)
+        key = Setup(path or self.path, "fp32", devices, DEGREES[degrees], "sdpa", stage_split, own_class=own)
         return replace(key, offload=offload)
 
     def poll(self) -> None:
@@ -143,7 +144,8 @@ class FaultSession:
                 on_loading()
 
         x, timestep, tensors = self.given
-        checkpoint = self.registry.checkpoint(None, key, open_checkpoint(key.path))
+        assert key.own_class is not None
+        checkpoint = self.registry.checkpoint(None, key, mini.with_call(open_own_class(key.path, key.own_class)))
         model = self.registry.model(key, self.poll, progress, opened=checkpoint)
         if key.devices in (("cpu:0", "cpu:1"), ("cuda:1", "cuda:0")) and key.offload == ALLOWED:
             self.give_way(model)
@@ -178,11 +180,11 @@ class FaultSession:
         if degrees in self.expected:
             return
         found = {"standard": self.standard(degrees)}
-        reference = tiny.reference(self.model, *self.given)
-        assert tiny.relative(found["standard"][0], reference) <= LIMIT
+        reference = mini.reference(self.model, *self.given)
+        assert mini.relative(found["standard"][0], reference) <= LIMIT
         if not degrees.endswith((STREAMED, GIVING_WAY)):
             found |= {"decoded": self.decoded(degrees), "adapted": self.adapted(degrees)}
-            assert tiny.relative(found["adapted"][0], reference) > LIMIT
+            assert mini.relative(found["adapted"][0], reference) > LIMIT
             self.standard(degrees)
         if self.cards:
             self.registry.close()
@@ -295,7 +297,7 @@ class FaultSession:
         if result is None:
             return True
         if fault.phase == "probe":
-            return tiny.relative(result[0], self.expected[fault.degrees]["standard"][0]) <= LIMIT
+            return mini.relative(result[0], self.expected[fault.degrees]["standard"][0]) <= LIMIT
         what = {"adapt": "adapted", "decoding": "decoded"}.get(fault.phase, "standard")
         return all(torch.equal(a, b) for a, b in zip(result, self.expected[fault.degrees][what], strict=True))
 

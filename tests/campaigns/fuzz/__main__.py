@@ -22,9 +22,8 @@ SHARES = {
     "headers of messages": 0.30,
     "streams of messages": 0.15,
     "bytes from a rank": 0.05,
-    "safetensors": 0.15,
-    "gguf": 0.13,
-    "folders": 0.08,
+    "safetensors": 0.20,
+    "gguf": 0.16,
     "calibrations": 0.05,
     "settings": 0.07,
     "bytes to a rank": 0.02,
@@ -43,7 +42,7 @@ def run_all(count: int, seed: int, only: list[str]) -> list[Report]:
     reports = []
     with files.scratch() as name:
         folder = Path(name)
-        places = {part: folder / part for part in ("single", "folder", "calibrations")}
+        places = {part: folder / part for part in ("single", "calibrations")}
         for place in places.values():
             place.mkdir()
         models = files.sound_models()
@@ -53,7 +52,6 @@ def run_all(count: int, seed: int, only: list[str]) -> list[Report]:
             "bytes from a rank": ranks.into_client(MESSAGES),
             "safetensors": files.safetensors(models, places["single"]),
             "gguf": files.gguf(models, places["single"]),
-            "folders": files.folders(models, places["folder"]),
             "calibrations": files.calibrations(calibration(), places["calibrations"]),
             "settings": settings.make,
             "bytes to a rank": ranks.into_rank(MESSAGES),

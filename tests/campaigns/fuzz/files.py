@@ -1,4 +1,4 @@
-"""Model files, folders and calibrations: sound ones of every family, damaged, and what is not there never made.
+"""Model files and calibrations: sound ones of every family, damaged, and what is not there never made.
 
 The files are sparse: a header, and behind it as much of nothing as it says.
 """
@@ -33,12 +33,10 @@ PREFIX = "model.diffusion_model."
 
 @dataclass(frozen=True)
 class Sound:
-    """A configuration of a family: the shapes of its tensors in original layout and in diffusers', and its config.json."""
+    """A configuration of a family, as the shapes of its tensors in original layout."""
 
     name: str
     original: dict[str, list[int]]
-    diffusers: dict[str, list[int]]
-    config: dict[str, Any]
 
 
 def sound_models() -> list[Sound]:
@@ -49,9 +47,7 @@ def sound_models() -> list[Sound]:
         state = {name: value.to("meta") for name, value in model.state_dict().items()}
         original = to_original(case.row, dict(model.config) | case.config, state)
         original |= {key: torch.empty(shape, device="meta") for key, shape in case.row.file.computed(case.config).items()}
-        shapes = [{key: list(tensor.shape) for key, tensor in tensors.items()} for tensors in (original, state)]
-        config = json.loads(json.dumps({"_class_name": case.row.model_class, **case.config}, default=list))
-        found.append(Sound(case.name, *shapes, config))
+        found.append(Sound(case.name, {key: list(tensor.shape) for key, tensor in original.items()}))
     return found
 
 
@@ -179,31 +175,6 @@ def gguf(models: list[Sound], folder: Path):
 
 def reshaped_small(rng: random.Random, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     return {key: [min(size, 2**31 - 1) for size in shape] for key, shape in reshaped(rng, shapes).items()}
-
-
-def folders(models: list[Sound], folder: Path):
-    def make(rng: random.Random) -> Case:
-        sound = rng.choice(models)
-        config = json.dumps(sound.config).encode() if rng.random() < 0.1 else settings(rng, sound.config)
-        (folder / "config.json").write_bytes(config)
-        header = safetensors_header(sound.diffusers if rng.random() < 0.9 else reshaped(rng, sound.diffusers), "F32", {})
-        size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        content = json.dumps(header).encode()
-        write_sparse(folder / "diffusion_pytorch_model.safetensors", content, len(content), size)
-        return lambda: opened(folder)
-
-    return make
-
-
-def settings(rng: random.Random, config: dict[str, Any]) -> bytes:
-    """config.json with a few settings of another value, or damaged as a whole."""
-    if rng.random() < 0.2:
-        return damage.text(rng, config)
-    config = dict(config)
-    for _ in range(rng.randint(1, 3)):
-        name = rng.choice([*config, "sample_size", "pos_embed_max_size", "rope_max_seq_len", "axes_lens", "sample_width"])
-        config[name] = damage.value(rng) if rng.random() < 0.5 else damage.number(rng)
-    return json.dumps(config).encode()
 
 
 def opened(path: Path) -> str:

@@ -24,9 +24,8 @@ from . import files, hosted
 from .verdict import Tally, Trial, ranks_of, run
 
 SHARES = {
-    "single files": 0.2,
-    "folders": 0.2,
-    "own classes": 0.1,
+    "single files": 0.25,
+    "own classes": 0.25,
     "quantised": 0.15,
     "GGUF": 0.05,
     hosted.LORA: 0.15,
@@ -62,18 +61,15 @@ def said(tally: Tally) -> Tally:
 def of_files(count: Callable[[str], int], seed: int, only: Collection[str]) -> Iterator[Tally]:
     """Kinds that are opened here, and run on rank threads."""
     with files.scratch() as name, planted_comfyui(), thread_ranks() as start, ranks_of(start) as ranks:
-        places = {part: Path(name) / part for part in ("made", "sound")}
-        for place in places.values():
-            place.mkdir()
+        place = Path(name)
         kinds: dict[str, Callable[[random.Random], Trial]] = {
-            "single files": files.singles(places["made"]),
-            "folders": files.folders(places["made"], places["sound"]),
-            "quantised": files.packed(places["made"]),
-            "GGUF": files.ggufs(places["made"]),
-            "own classes": files.own_classes(places["made"]),
+            "single files": files.singles(place),
+            "quantised": files.packed(place),
+            "GGUF": files.ggufs(place),
+            "own classes": files.own_classes(place),
         }
         for kind in [kind for kind in kinds if kind in only]:
-            cuts = own_degrees if kind == "own classes" else degrees
+            cuts = own_degrees if kind in ("own classes", "quantised", "GGUF") else degrees
             yield said(run(kind, kinds[kind], count(kind), seed, ranks, cuts, say))
 
 

@@ -1,4 +1,4 @@
-"""Kinds of files: single ones, folders, quantised ones, GGUF, own classes. Each kind makes a Trial from random numbers."""
+"""Kinds of files: single ones, quantised ones, GGUF, own classes. Each kind makes a Trial from random numbers."""
 
 import json
 import random
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import gguf
 import torch
@@ -20,26 +19,18 @@ from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import to_tensors
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
-from testing import quantised, tiny
+from testing import mini, quantised
 from testing.cases import all_cases
 from testing.cases.case import Case
 from tests.campaigns.fuzz import damage
 from tests.support.planted_comfyui import planted
 
-from .tensors import NUMBERS, TEXTS, Stored, Tensors, changed, reshaped, resized, stored, write
+from .tensors import NUMBERS, TEXTS, Stored, changed, reshaped, resized, stored, write
 from .verdict import Trial
 
 MADE = "model.safetensors"
-QUANTISED = tiny.FLUX | {
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "attention_head_dim": 64,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 256,
-    "pooled_projection_dim": 256,
-    "axes_dims_rope": (8, 28, 28),
-}
-"""A Flux whose rows are whole groups of every format."""
+QUANTISED = mini.IN_COMFYUI | {"double_blocks": 1, "single_blocks": 1, "context_width": 256, "pooled_width": 256}
+"""The mini class, with rows of whole groups of every format."""
 FAST = tuple(kind for kind in quantised.KINDS if kind not in quantised.SLOW)
 LEAVES = (
     *("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "weight_s_rel", "weight_s_channel"),
@@ -49,7 +40,6 @@ SETTINGS = (
     *("format", "convrot", "convrot_groupsize", "group_size", "full_precision_matrix_mult", "linear_dtype", "params"),
     "nonsense",
 )
-WORDS = "max_text_seq_length"
 TYPES = gguf.GGMLQuantizationType
 
 
@@ -65,14 +55,6 @@ def whole(name: str) -> tuple[Case, torch.nn.Module, dict[str, torch.Tensor]]:
     model = case.model()
     state = to_original(case.row, dict(model.config) | case.config, model.state_dict())
     return case, model, state | {mark: torch.zeros(0) for mark in case.marks}
-
-
-@cache
-def saved(name: str, folder: Path) -> Path:
-    """The case's sound diffusers folder."""
-    case, model, _ = whole(name)
-    case.save_folder(model, folder / name)
-    return folder / name
 
 
 def reference(case: Case, model: torch.nn.Module, inputs: tuple) -> torch.Tensor:
@@ -126,111 +108,10 @@ def singles(folder: Path) -> Callable[[random.Random], Trial]:
     return make
 
 
-def near(rng: random.Random, value: Any) -> Any:
-    """A value of a setting that is like `value`."""
-    if rng.random() < 0.15:
-        return damage.value(rng)
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return rng.choice((value + 1, value * 2, value // 2, value - 2, 1, 0, float(value), str(value)))
-    if isinstance(value, (list, tuple)) and value:
-        values = list(value)
-        return rng.choice(([*values, values[-1]], values[:-1], values[::-1], [near(rng, values[0]), *values[1:]], []))
-    return rng.choice((None, 1, "a", 0.5, value))
-
-
-def folders(folder: Path, sound: Path) -> Callable[[random.Random], Trial]:
-    """diffusers folders of every family: settings, indexes, files of two variants."""
-
-    def make(rng: random.Random) -> Trial:
-        name = rng.choice(cases()).name
-        case, model, _ = whole(name)
-        config = json.loads((saved(name, sound) / "config.json").read_text())
-        tensors, place = stored(model.state_dict()), emptied(folder) / (name_of(rng, "") or "model")
-        place.mkdir()
-        how = rng.randrange(10)
-        if how < 5:
-            for _ in range(rng.choice((1, 1, 2))):
-                setting = rng.choice([each for each in config if not each.startswith("_")])
-                config[setting] = near(rng, config[setting])
-        elif how == 5:
-            tensors = changed(rng, tensors)
-        split = how > 5
-        keys = list(tensors)
-        part = set(rng.sample(keys, len(keys) // 2)) if split else set(keys)
-        files = {"diffusion_pytorch_model.safetensors": {key: tensors[key] for key in part}}
-        if split:
-            one, two = (
-                "diffusion_pytorch_model-00001-of-00002.safetensors",
-                "diffusion_pytorch_model-00002-of-00002.safetensors",
-            )
-            files = {one: files.popitem()[1], two: {key: tensors[key] for key in keys if key not in part}}
-            where = {key: one if key in part else two for key in keys}
-            right = _disturb(rng, files, where, tensors, how)
-            if where or how != 6:
-                index = {"metadata": {}, "weight_map": where}
-                (place / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-        else:
-            right = False
-        for file, content in files.items():
-            write(place / file, content)
-        (place / "config.json").write_text(json.dumps(config))
-        inputs = case.inputs(1)
-        expected = (lambda: reference(case, model, inputs)) if right else (lambda: None)
-        # The node refuses a prompt that is not as long as the model needs: see families/cogvideox.py.
-        takes_it = config.get(WORDS) == model.config.get(WORDS) or config.get("use_rotary_positional_embeddings")
-        return Trial(place, ModelCall(*inputs) if takes_it else None, expected)
-
-    return make
-
-
-def _disturb(rng: random.Random, files: dict[str, Tensors], where: dict[str, str], tensors: Tensors, how: int) -> bool:
-    """Changes files and index in place. Whether what is left is either refused or the whole model."""
-    one = next(iter(files))
-    match rng.randrange(7):
-        case 0:  # another variant beside it, as fp16 and fp32 are
-            files["diffusion_pytorch_model.fp16.safetensors"] = {
-                key: other_values(tensor) for key, tensor in tensors.items()
-            }
-        case 1:  # an interrupted download
-            del files[one]
-        case 2:  # what is left of another version
-            files["diffusion_pytorch_model-00003-of-00003.safetensors"] = {
-                key: other_values(tensor) for key, tensor in files[one].items()
-            }
-        case 3:
-            where[rng.choice(list(where))] = rng.choice(
-                ("../a.safetensors", "/etc/passwd", "", "nul", "b.safetensors", *TEXTS)
-            )
-        case 4:
-            where.pop(rng.choice(list(where)))
-        case 5:
-            where[rng.choice(TEXTS)] = one
-        case 6:
-            if how == 6:
-                where.clear()
-    return True
-
-
-def other_values(tensor: Stored) -> Stored:
-    """Other values in the same shape."""
-    return Stored(
-        tensor.dtype, tensor.shape, bytes(reversed(tensor.content)) if tensor.dtype == "U8" else bytes(len(tensor.content))
-    )
-
-
 @cache
 def quantised_state(kind: str) -> dict[str, torch.Tensor]:
-    model = tiny.random_flux(QUANTISED)
-    state = to_original(quantised_case().row, QUANTISED, model.state_dict())
-    if kind == "plain":
-        return state
-    return quantised.quantise_blocks(state, kind)[0]
-
-
-def quantised_case() -> Case:
-    return next(case for case in cases() if case.name == "flux-dev")
+    state = dict(mini.random_model(QUANTISED).state_dict())
+    return state if kind == "plain" else quantised.quantise_blocks(state, kind)[0]
 
 
 def packed(folder: Path) -> Callable[[random.Random], Trial]:
@@ -267,7 +148,7 @@ def packed(folder: Path) -> Callable[[random.Random], Trial]:
             tensors = changed(rng, tensors, layer)
         path = emptied(folder) / MADE
         write(path, tensors)
-        return Trial(path, ModelCall(*tiny.inputs(QUANTISED)))
+        return Trial(path, ModelCall(*mini.inputs(QUANTISED)), own=mini.proven(QUANTISED))
 
     return make
 
@@ -310,7 +191,7 @@ def ggufs(folder: Path) -> Callable[[random.Random], Trial]:
             content = path.read_bytes()
             head = content.find(b"img_in") + 2000
             path.write_bytes(damage.bytes_of(rng, content[:head]) + content[head:])
-        return Trial(path, ModelCall(*tiny.inputs(QUANTISED)))
+        return Trial(path, ModelCall(*mini.inputs(QUANTISED)), own=mini.proven(QUANTISED))
 
     return make
 

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import to_original
-from parallel_backend.families import FAMILIES
-from testing import tiny
-from testing.comfyui.models import FLUX
+from testing import mini
 from tests.campaigns.fuzz import damage
 
 from .tensors import TEXTS, Stored, Tensors, changed, resized, stored, write
@@ -33,13 +30,13 @@ class Lora:
 def save_model(folder: Path) -> None:
     """The model that LoRA files are for, where ComfyUI finds it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tiny.save_original(tiny.random_flux(FLUX), FLUX, folder / MODEL)
+    mini.save(mini.random_model(mini.IN_COMFYUI), folder / MODEL)
 
 
 @cache
 def layers() -> dict[str, torch.Size]:
     """Layers of the model in its original names -> shape of the weight."""
-    state = to_original(FAMILIES["flux"], FLUX, tiny.random_flux(FLUX).state_dict())
+    state = mini.random_model(mini.IN_COMFYUI).state_dict()
     matrices = {key: value.shape for key, value in state.items() if key.endswith(".weight") and value.ndim == 2}
     return {key.removesuffix(".weight"): shape for key, shape in matrices.items()}
 

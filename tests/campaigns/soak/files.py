@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import PixArtTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.quickstart.model import WEIGHTS
-from testing import tiny
+from testing import mini
 from tests.comfyui import standins
 
 from .requests import CONTROL_IMAGE, CONTROL_NET, LORA, VAES
@@ -30,9 +29,9 @@ def write(base: Path) -> None:
     for folder in (transformers, encoders, vaes, loras, controls, inputs):
         folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(WEIGHTS, transformers / FILES[DIGITS])
-    flux = standins.FLUX | {"guidance_embeds": True}
-    tiny.save_original(tiny.random_flux(flux), flux, transformers / FILES[FLUX_DEV])
-    tiny.randomise(PixArtTransformer2DModel(**standins.PIXART), 0).save_pretrained(transformers / FILES[PIXART])
+    flux = standins.FLUX | {"guidance": True}
+    mini.save(mini.random_model(flux), transformers / FILES[FLUX_DEV])
+    save_file(standins.pixart(), transformers / FILES[PIXART])
     save_file(standins.clip(layers=12), encoders / "clip_l.safetensors")
     save_file(standins.t5(), encoders / "t5xxl_fp8_e4m3fn.safetensors")
     save_file(standins.vae(channels=16), vaes / VAES[16])

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DIGITS, FLUX_DEV, PIXART = "digits", "flux-dev", "pixart"
-FILES = {DIGITS: "digits.safetensors", FLUX_DEV: "flux1-dev.safetensors", PIXART: "PixArt-Sigma-XL-2-2K-MS"}
+FILES = {DIGITS: "digits.safetensors", FLUX_DEV: "flux1-dev.safetensors", PIXART: "PixArt-Sigma-XL-2-2K-MS.safetensors"}
 """By family: the trained mini model, a tiny Flux with real text encoders' layout, and one with cross-attention."""
 
 CONFIG = {

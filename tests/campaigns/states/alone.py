@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall, PostedCall, TokenLayout
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import sample_in_bands
@@ -77,7 +76,7 @@ class Alone:
     def _of(self, what: str, subject: Subject, added: Added, given: Given, make: Callable[[RemoteTransformer], Any]) -> Any:
         key = what, subject, added, given
         if key not in self._known:
-            model = on_ranks(self.pool, open_checkpoint(subject.path), subject.degrees, "fp32", "sdpa", nothing)
+            model = on_ranks(self.pool, subject.opened(), subject.degrees, "fp32", "sdpa", nothing)
             model.adapt(added.name, subject.deltas(added), nothing, added.strengths)
             self._known[key] = make(model)
         return self._known[key]

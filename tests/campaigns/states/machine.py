@@ -27,7 +27,7 @@ from .subjects import ADDITIONS, NOTHING, TIMES, Added, Given, Subject, make_sub
 DEVICES = ("cpu:0", "cpu:1")
 ROOMS = {"for all": 64 << 20, "for two": 17 << 20, "for one": 12 << 20, "for a part": 6 << 20}
 """Bytes of each device. Without room for all a call may be refused, if models are in use that give up no more. With room for
-a part the FLUX models stream blocks."""
+a part the mini models stream blocks."""
 RATE = 1e10
 
 

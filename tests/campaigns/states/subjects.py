@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.sampling import Prompt
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
-from testing import tiny
+from testing import mini
 from testing.cases import all_cases
 
-FLUX = tiny.FLUX | {"num_layers": 2, "num_single_layers": 4}
+CONFIG = mini.CONFIG | {"double_blocks": 2, "single_blocks": 4}
 TIMES = (0.9, 0.6, 0.3)
 SIGMAS = torch.tensor([0.9, 0.6, 0.3, 0.0])
 BANDS = 2
@@ -71,7 +71,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of `path` at `degrees`. `case`: of the tiny models; None: FLUX."""
+    """A model of `path` at `degrees`. `case`: of the tiny models; None: the mini class."""
 
     name: str
     path: Path
@@ -79,14 +79,18 @@ class Subject:
     case: str | None = None
     _factors: dict[tuple[str, int], list[Delta]] = field(default_factory=dict, compare=False, repr=False)
 
+    def opened(self) -> Checkpoint:
+        return (mini.opened if self.case is None else open_checkpoint)(self.path)
+
     def setup(self, devices: tuple[str, ...]) -> Setup:
-        return Setup(self.path, "fp32", devices, self.degrees, "sdpa", "even")
+        made = mini.setup if self.case is None else Setup
+        return made(self.path, "fp32", devices, self.degrees, "sdpa", "even")
 
     def tensors(self, given: Given) -> dict[str, torch.Tensor]:
         """The conditioning's tensors, which do not say how long a sound is."""
         generator = torch.Generator().manual_seed(given.prompt)
         if self.case is None:
-            return tiny.inputs(FLUX, batch=1, height=8, width=8, seed=given.prompt)[2]
+            return mini.inputs(CONFIG, batch=1, height=8, width=8, seed=given.prompt)[2]
         return _case(self.case).tensors(generator, 1)
 
     def latent(self, given: Given) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +103,8 @@ class Subject:
         return ModelCall(self.latent(given), torch.tensor([time]), self.tensors(given), changes=self.changes(given))
 
     def changes(self, given: Given) -> BlockChanges:
-        return BlockChanges(skipped=("transformer_blocks.1",)) if given.skips else UNCHANGED
+        block_list = "double_blocks" if self.case is None else "transformer_blocks"
+        return BlockChanges(skipped=(f"{block_list}.1",)) if given.skips else UNCHANGED
 
     def prompt(self, given: Given) -> Prompt:
         tensors = self.tensors(given)
@@ -128,7 +133,7 @@ class Subject:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return open_checkpoint(self.path).original_shapes
+        return self.opened().original_shapes
 
 
 def _case(name: str):
@@ -137,9 +142,7 @@ def _case(name: str):
 
 def make_subjects(folder: Path) -> tuple[Subject, ...]:
     """Two models of equal sizes at different degrees, and one with a sound."""
-    one, other = (
-        tiny.save_original(tiny.random_flux(FLUX, seed=seed), FLUX, folder / f"flux {seed}.safetensors") for seed in (0, 5)
-    )
+    one, other = (mini.save(mini.random_model(CONFIG, seed=seed), folder / f"mini {seed}.safetensors") for seed in (0, 5))
     sound = _case("ltx-2").save(_case("ltx-2").model(), folder / "sound.safetensors")
     return (
         Subject("in stages", one, Degrees(pipe=2)),

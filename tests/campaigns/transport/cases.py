@@ -111,30 +111,6 @@ def naive() -> Case:
     return Case("naive patches", run)
 
 
-GATHERED = [
-    Degrees(ulysses=2, patch_mode="displaced", exchange="all-gather", **others)
-    for others in ({}, {"pipe": 2}, {"ring": 2}, {"patch": 2}, {"batch": 2})
-] + [Degrees(ulysses=4, exchange="all-gather")]
-"""Ulysses by all-gather, alone and with each other axis that it goes with."""
-IN_GROUPS = [Degrees(ulysses=2), Degrees(pipe=2, ulysses=2), Degrees(ring=2, ulysses=2)]
-"""Heads travel in groups: of a family here."""
-
-
-def by_family(degrees: Degrees) -> Case:
-    """As `product`, of a family that has both ways of Ulysses."""
-    case = next(case for case in all_cases() if case.name == "flux-dev")
-
-    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model, (x, timestep, tensors) = load(files.family(case), degrees), case.inputs()
-        bands, steps = (1, 4) if degrees.displaced else (3, 2)
-        prompt = Prompt(tensors, tensors, 1.0)
-        sampled = sample_in_bands(model, x, linear_sigmas(steps), prompt, bands, 1, nothing)[0]
-        return [model.predict(ModelCall(x, timestep, tensors), nothing), sampled]
-
-    how = " by all-gather" if degrees.gathers else ""
-    return Case(f"{case.name} {name(degrees)}{how}", run)
-
-
 def family(case: Family) -> Case:
     """With a batch on two ranks, and in bands if it can be sampled."""
 
@@ -292,7 +268,6 @@ def links(ranks: int) -> Case:
 
 def all_of_them() -> Iterator[Case]:
     yield from map(product, PRODUCTS)
-    yield from map(by_family, GATHERED + IN_GROUPS)
     yield naive()
     for degrees in (Degrees(ring=3), Degrees(ulysses=3), Degrees(tensor=3)):
         yield product(degrees)

@@ -44,7 +44,7 @@ def main(results: Results) -> None:
         node("UnloadParallelDiT")
         for file in auto.folder().glob("calibration*"):
             file.unlink()
-        lists = ("transformer_blocks", "single_transformer_blocks")
+        lists = ("double_blocks", "single_blocks")
         costs = tuple(
             DeviceCost(dict.fromkeys(lists, BlockCost(1e-6 / speed, 1e-3 / speed, 0.0)), BlockCost(0.0, 0.0, 0.0))
             for speed in speeds

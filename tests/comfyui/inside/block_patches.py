@@ -116,4 +116,5 @@ def main(results: Results, wan: str) -> None:
             return {"difference": difference(wanted, found), "effect": difference(wanted, plain), "whole because": []}
 
         results.case("WanVideoNAG in front, parallelized", in_front)
-    results.case("refusal", lambda: model_optimization_nodes.of_other_model(parallel(FILE)))
+    other = parallel(FILE)
+    results.case("refusal", lambda: ksampler(model_optimization_nodes.of_other_model(other), both, SQUARE, steps=2))

@@ -40,10 +40,12 @@ class WanCrossAttentionPatch:
         return types.MethodType(wrapped_attention, layer or self)
 
 
-def of_other_model(model) -> None:
-    """WanVideoNAG's attention on a MODEL that has no such layer on its ranks."""
+def of_other_model(model):
+    """The MODEL with WanVideoNAG's attention, for a model that has no such layer."""
+    clone = model.clone()
     made = WanCrossAttentionPatch(torch.zeros(1, 1, 8), 5.0, 0.5, 1.5, False, "default").__get__(None)
-    model.clone().add_object_patch("diffusion_model.blocks.0.cross_attn.forward", made)
+    clone.add_object_patch("diffusion_model.blocks.0.cross_attn.forward", made)
+    return clone
 
 
 def nag(model, text: torch.Tensor, input_type: str):

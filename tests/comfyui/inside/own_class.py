@@ -148,6 +148,7 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
     for case, warmup_steps, degrees in (
         ("all warm-up", 1000, {}),
         ("one warm-up step", 1, {}),
+        ("one stage", 1, {"pipe": 1, "batch": 2}),
         ("tensor, all warm-up", 1000, tensor),
         ("tensor, one warm-up step", 1, tensor),
     ):
@@ -242,7 +243,6 @@ def refusals(results: Results) -> None:
     )
     all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
     results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
-    results.case("PipeFusion", lambda: node("ApplyPipeFusion", parallel(file, pipe=1, batch=2), 2, 1, True))
 
     def doctor(**prompt) -> str:
         latent = {"samples": torch.zeros(1, 4, 16, 24)}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import folder_paths
-from boot import BASE, PACK, Results, comfy, difference, nodes, parallel, parts_of, torch
-from families import detecting, sample
+from boot import BASE, PACK, Results, comfy, nodes, torch
+from families import detecting
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(PACK))
@@ -70,13 +70,6 @@ def by_pack(path: Path) -> dict:
         return {"refused": str(error)}
 
 
-def run(path: Path, case: str) -> float:
-    """Largest difference of ranks' samples from the native model's, as a share of the largest value."""
-    expected = sample(native(path), case)
-    largest = max(float(part.abs().max()) for part in parts_of(expected))
-    return difference(expected, sample(parallel(path.name), case)) / largest
-
-
 def names_of_diffusers(kind: str) -> dict[str, tuple[int, ...]]:
     """Names of a model in diffusers' layout, with shapes by which ComfyUI knows it and small ones elsewhere."""
     if kind == "auraflow":
@@ -116,14 +109,13 @@ def is_comfyuis_conversion(kind: str) -> bool:
 
 
 def main(results: Results, layouts: Iterable[dict]) -> None:
-    """`layouts`: {"name", "file", "case", "detected", "sampled"}."""
+    """`layouts`: {"name", "file", "case", "detected"}."""
     for each in layouts:
         path = BASE / "models" / "diffusion_models" / each["file"]
 
         def measure(each=each, path=path) -> dict:
             with detecting(each["detected"]):
-                found = {"comfyui": by_comfyui(path), "pack": by_pack(path)}
-                return found | ({"difference": run(path, each["case"])} if each["sampled"] else {})
+                return {"comfyui": by_comfyui(path), "pack": by_pack(path)}
 
         results.case(each["name"], partial(measure))
     for kind in ("auraflow", "pixart", "unet"):
