@@ -131,7 +131,8 @@ class SelfAttention(nn.Module):
     def forward(self, x_BSW, modulation):
         """Queries, keys and values of the stream, [B, H, S, D] each."""
         shift, scale, *_ = modulation
-        q, k, v = self.qkv(normed(x_BSW, shift, scale)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(normed(x_BSW, shift, scale))
+        q, k, v = qkv.view(*x_BSW.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         return *self.norm(q, k), v
 
 

@@ -2,13 +2,15 @@
 
 Prologue and epilogue run with all tokens on every rank. The first block's streams are cut, and with them what has a row for
 each of their tokens, such as rotary tables. Attention exchanges; the last block's values are gathered, and those of other
-bands are NaN.
+bands are NaN. A rank without a token of a stream computes one of its tokens as a stand-in, since classes do not run without
+any; it attends to nothing, nothing attends to it, and it is dropped.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from .unproven import Unproven
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a block: positional ones, and those by name."""
 HOST = torch.device("cpu")
+STAND_IN = Span(0, 1)
+"""The token of a stream that stands in for none."""
 
 
 def tensor_places(leaves: Sequence[Any]) -> list[int]:
@@ -79,6 +83,7 @@ class TokenCut(ABC):
         """Attention over what every rank has all of."""
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""
+        self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
         self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
@@ -108,6 +113,7 @@ class TokenCut(ABC):
     def begin(self) -> None:
         """A call begins."""
         self.tokens.clear()
+        self._stand_ins.clear()
         self._picks.clear()
         self._axes.clear()
         self._parts.clear()
@@ -153,6 +159,8 @@ class TokenCut(ABC):
         if cut.streams[0] in self.tokens:
             return self.part(tensor, cut).clone() if self.blocks[self.number - 1].placed else tensor
         self.tokens[cut.streams[0]] = token_count(tensor.shape, cut)
+        if self.tokens[cut.streams[0]] and not self.lengths(cut.streams)[self.index]:
+            self._stand_ins.add(cut.streams[0])
         if cut.axes > 1:
             self._axes[tensor.ndim] = TokenAxes(cut, tensor.shape[cut.axis : cut.axis + cut.axes])
         # A copy: the class may write into the stream, and read the whole one behind its blocks.
@@ -166,7 +174,7 @@ class TokenCut(ABC):
         tensor = tensor.flatten(cut.axis, cut.axis + cut.axes - 1)
         parts = [
             tensor.narrow(cut.axis, pick.start, len(pick)) if isinstance(pick, Span) else tensor.index_select(cut.axis, pick)
-            for pick in self.picks(cut.streams, self.index)
+            for pick in self._computed(cut.streams)
         ]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
         return part if cut.axes == 1 else part.unflatten(cut.axis, (*(1,) * (cut.axes - 1), -1))
@@ -186,7 +194,7 @@ class TokenCut(ABC):
         `residual_BND`: for all of the latent's tokens, or for the band's, in the order of bands."""
         band = self.band
         if band is None:
-            own = self.ranks.parts(Span(0, residual_BND.shape[1]))[self.index]
+            own = self.ranks.parts(Span(0, residual_BND.shape[1]))[self.index] or STAND_IN
             return residual_BND[:, own.slice] if is_cut else residual_BND
         if is_cut:
             own = self.ranks.parts(band.band)[self.index]
@@ -227,11 +235,18 @@ class TokenCut(ABC):
         if not spec.keys:
             return self.attend_whole(function, *args, **kwargs)
         call = attention_call(function, *args, **kwargs)
-        queries, keys = (self.lengths(streams)[self.index] for streams in (spec.queries, spec.keys))
+        queries, keys = (sum(map(len, self._computed(streams))) for streams in (spec.queries, spec.keys))
         if (call.q_BQHD.shape[1], call.k_BKHD.shape[1]) != (queries, keys):
             raise Unproven(f"{self.block.name} attends to other tokens than in the trial")
         mask = call.key_mask
-        return call.result(self.exchange(spec, call, None if mask is None else self.mask_of_all(mask, spec.keys)))
+        if self._stand_ins:
+            q_BQHD = self._real(call.q_BQHD, spec.queries)
+            k_BKHD, v_BKHD = (self._real(each, spec.keys) for each in (call.k_BKHD, call.v_BKHD))
+            call = replace(call, q_BQHD=q_BQHD, k_BKHD=k_BKHD, v_BKHD=v_BKHD)
+            if mask is not None and mask.shape[1] == keys:
+                mask = self._real(mask, spec.keys)
+        out_BQHD = self.exchange(spec, call, None if mask is None else self.mask_of_all(mask, spec.keys))
+        return call.result(self._with_stand_ins(out_BQHD, spec.queries))
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
         """A mask of this rank's keys, or of all in the class's order -> of all in rank order. Unproven for other keys."""
@@ -250,7 +265,7 @@ class TokenCut(ABC):
         streams = self._latest.queries
         if tokens.stop != sum(self.tokens[stream] for stream in streams):
             raise Unproven(f"{self.block.name} counts the tokens of its image in another way than in the trial")
-        numbers_s = self.rows(streams, self.index, device)
+        numbers_s = torch.cat([numbers(pick, device) for pick in self._computed(streams)])
         return (numbers_s >= tokens.start) & (numbers_s < tokens.stop)
 
     def rows(self, streams: Sequence[int], rank: int, device: torch.device = HOST) -> torch.Tensor:
@@ -272,6 +287,38 @@ class TokenCut(ABC):
                 start += self.tokens[stream]
             self._picks[key] = found
         return self._picks[key]
+
+    def _computed(self, streams: Sequence[int]) -> list[Pick]:
+        """This rank's picks, with stand-ins."""
+        if self._stand_ins.isdisjoint(streams):
+            return self.picks(streams, self.index)
+        found: list[Pick] = []
+        start = 0
+        for stream in streams:
+            own = [STAND_IN] if stream in self._stand_ins else self.parts(stream)[self.index]
+            found += [shift(pick, start) for pick in own]
+            start += self.tokens[stream]
+        return found
+
+    def _computed_rows(self, streams: Sequence[int]) -> list[int]:
+        """By stream: this rank's rows, with stand-ins."""
+        return [sum(map(len, self._computed((stream,)))) for stream in streams]
+
+    def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """[B, s, ...] of this rank's rows of these streams, without stand-ins."""
+        if self._stand_ins.isdisjoint(streams):
+            return value
+        parts = zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True)
+        return torch.cat([part[:, :0] if stream in self._stand_ins else part for stream, part in parts], dim=1)
+
+    def _with_stand_ins(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """The reverse of _real. Stand-ins are zero."""
+        if self._stand_ins.isdisjoint(streams):
+            return value
+        lengths = [sum(map(len, self.picks((stream,), self.index))) for stream in streams]
+        zero = value.new_zeros(len(value), 1, *value.shape[2:])
+        parts = zip(streams, value.split(lengths, dim=1), strict=True)
+        return torch.cat([zero if stream in self._stand_ins else part for stream, part in parts], dim=1)
 
     def parts(self, stream: int) -> list[list[Pick]]:
         """By rank: its rows of a stream that has entered."""
@@ -308,16 +355,16 @@ class TokenCut(ABC):
         if not shared:
             return value
         if len(shared) == len(streams):
-            return self._gathered(value, streams)
+            return self._gathered(self._real(value, streams), streams)
         parts = self.by_stream(value, streams)
-        gathered = self._gathered(torch.cat([parts[stream] for stream in shared], dim=1), shared)
+        gathered = self._gathered(torch.cat([self._real(parts[stream], [stream]) for stream in shared], dim=1), shared)
         of_all = gathered.split([self.tokens[stream] for stream in shared], dim=1)
         parts |= dict(zip(shared, of_all, strict=True))
         return torch.cat([parts[stream] for stream in streams], dim=1)
 
     def by_stream(self, value: torch.Tensor, streams: Sequence[int]) -> dict[int, torch.Tensor]:
         """This rank's tokens of these streams, one behind the other in `value`, by stream."""
-        return dict(zip(streams, value.split([self.lengths([each])[self.index] for each in streams], dim=1), strict=True))
+        return dict(zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True))
 
     def _gathered(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """A value with all ranks' tokens of these streams, stream by stream."""
@@ -343,5 +390,5 @@ class TokenCut(ABC):
         if not streams:
             return value
         out = self._unknown(value, streams)
-        out[:, self.rows(streams, self.index, value.device)] = value
+        out[:, self.rows(streams, self.index, value.device)] = self._real(value, streams)
         return out

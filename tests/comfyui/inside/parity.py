@@ -70,7 +70,7 @@ def main(results: Results) -> None:
     for name, model in modes.items():
         for cfg in (1.0, 3.0):
             results.case(f"{name} cfg {cfg:.0f}", partial(compare, model, odd, cfg=cfg))
-        # One text token and one of the picture: nothing is left for the second rank, unless it shares them all.
+        # One text token and one of the picture: nothing is left for the second rank.
         results.case(f"{name} one token", partial(compare, model, one_token, prompts(1, 1), steps=1))
         results.case(f"{name} after one token", partial(compare, model, odd, steps=1))
     results.case("stage_split 1,4", lambda: compare(parallel(FILE, stage_split="1,4"), odd, steps=2))
