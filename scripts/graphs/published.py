@@ -49,5 +49,5 @@ PUBLISHED = {
     for name, place in files.items()
 }
 """File -> its entry in a loader's `properties.models`, in the form of ComfyUI's own templates."""
-NOT_PUBLISHED = ("flux_style.safetensors", "sd3.5_vae.safetensors")
+NOT_PUBLISHED = ("PixArt-Sigma-XL-2-2K-MS.safetensors", "flux_style.safetensors", "sd3.5_vae.safetensors")
 """Files of the user's own choice, and files that users rename."""

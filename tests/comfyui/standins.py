@@ -7,11 +7,10 @@ Text encoders have the real number of layers and vocabulary; `tiny_encoders` mak
 from pathlib import Path
 
 import torch
-from diffusers import PixArtTransformer2DModel
 from PIL import Image
 from safetensors.torch import save_file
 
-from testing import mini, tiny
+from testing import mini
 from testing.comfyui import sd3_file
 
 Tensors = dict[str, torch.Tensor]
@@ -25,23 +24,11 @@ FLUX = mini.IN_COMFYUI | {
     "double_blocks": 1,
     "single_blocks": 2,
 }
-PIXART = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 72,
-    "in_channels": 4,
-    "out_channels": 8,
-    "num_layers": 4,
-    "cross_attention_dim": 144,
-    "attention_bias": True,
-    "sample_size": 256,
-    "patch_size": 2,
-    "use_additional_conditions": False,
-    "caption_channels": T5_OUTPUT,
-}
 
 
 PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists them
     "diffusion_models": (
+        "PixArt-Sigma-XL-2-2K-MS",
         "krea2_turbo_fp8_scaled",
         "qwen_image_edit_2511_fp8mixed",
         "qwen_image_2.1_int8_convrot",
@@ -69,11 +56,6 @@ PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists
 }
 
 
-def pixart() -> Tensors:
-    """A tiny PixArt in diffusers' layout, which ComfyUI converts."""
-    return dict(tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).state_dict())
-
-
 def write(models: Path) -> None:
     """All files, below ComfyUI's `models` folder: 150 MB, mostly vocabularies and the projection of 4,096-wide text."""
     for folder, names in PLACEHOLDERS.items():
@@ -93,7 +75,6 @@ def write(models: Path) -> None:
     lora = {f"{layer}.lora_A.weight": torch.ones(4, width), f"{layer}.lora_B.weight": torch.ones(width, 4)}
     save_file(lora, models / "loras" / "flux_style.safetensors")
     sd3_file.write(transformers / "sd3.5_large.safetensors", T5_OUTPUT, 2 * CLIP_WIDTH)
-    save_file(pixart(), transformers / "PixArt-Sigma-XL-2-2K-MS.safetensors")
     save_file(clip(layers=12), encoders / "clip_l.safetensors")
     save_file(clip(layers=32), encoders / "clip_g.safetensors")
     save_file(t5(), encoders / "t5xxl_fp8_e4m3fn.safetensors")

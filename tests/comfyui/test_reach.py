@@ -19,7 +19,6 @@ REFUSED = {  # node -> what is said of it
     "OtherClass": ("MeddlingOtherClass", "another '__class__' in the native model", REMOVE),
     "KnownClass": ("MeddlingKnownClass", "another 'diffusion_model.style'", REMOVE),
     "LayerPatch": ("MeddlingLayerPatch", "another 'img_in.forward' in the native model", "Remove the node"),
-    "Note": ("MeddlingNote", "the entry 'a_note_of_its_own' of transformer_options", REMOVE),
     "AttentionPatch": ("MeddlingAttentionPatch", "model patch 'attn1_patch'", REMOVE),
     "AttentionReplacement": ("MeddlingAttentionReplacement", "attention replacement 'dit'", REMOVE),
     "OwnKernel": ("MeddlingOwnKernel", "an attention kernel set on the MODEL", "Ulysses Config's widget attention"),
@@ -82,7 +81,7 @@ def test_what_cannot_reach_the_ranks_is_refused_by_the_nodes_name(found, node):
 
 @pytest.mark.parametrize(
     "node",
-    ["Nothing", "Wrapper", "ModelAttentionBackend", "QwenImage21Cache", "current_patcher", "after the refusals"],
+    ["Nothing", "Note", "Wrapper", "ModelAttentionBackend", "QwenImage21Cache", "current_patcher", "after the refusals"],
 )
 def test_what_changes_nothing_passes(found, node):
     assert found[node] == 0.0

@@ -170,7 +170,7 @@ WRONG = {
     "too few devices": ({"devices": "cpu"}, ["devices names 1", "pipefusion_degree 2 needs 2"]),
     "absent device": ({"devices": "cpu,cuda:7"}, ["devices: 'cuda:7' is no device of this machine"]),
     "more stages than blocks": (
-        TINY | {"pipefusion_degree": 6, "devices": "cpu,cpu,cpu,cpu,cpu,cpu"},
+        {"pipefusion_degree": 6, "devices": "cpu,cpu,cpu,cpu,cpu,cpu"},
         ["pipefusion_degree is 6", "5 transformer blocks"],
     ),
     "devices for tensor parallelism": (
@@ -179,11 +179,11 @@ WRONG = {
     ),
     "tensor parallelism beyond the heads": (
         FOUR | {"pipefusion_degree": 1, "tensor_parallel_degree": 4},
-        ["tensor_parallel_degree is 4", "2 attention heads", "Use tensor_parallel_degree <= 2"],
+        ["tensor_parallel_degree: ", "2 heads cannot be shared by 4 ranks"],
     ),
     "truncated file": ({"model_name": "truncated.safetensors"}, ["model_name: truncated.safetensors", "incomplete"]),
     "no transformer": ({"model_name": "vae.safetensors"}, ["model_name: vae.safetensors", "encoder.conv_in.weight"]),
-    "another model's prompt": (TINY, ["positive, negative:", "width 32", "needs 64"]),
+    "another model's prompt": (TINY, ["positive, negative:", "text has width 32: other text encoders"]),
     "words": ({"text": "a cat"}, ["text: at most 4 symbols"]),
 }
 
@@ -257,7 +257,7 @@ def test_wrong_widget_of_the_config_is_named(server, case):
     outcome = server.run(prompt)
     refused = case == "patches without a mode"  # the other cases need what both nodes, or the file, say
     assert outcome.status == ("refused" if refused else "error")
-    assert refused or outcome.error.startswith("ParallelDiTLoader: ")
+    assert refused or outcome.error.startswith(("ParallelDiTLoader: ", "PipeFusionSampler: "))  # heads are known at a call
     assert [text for text in said if text not in outcome.error] == []
 
 
@@ -283,7 +283,7 @@ def with_node(class_type: str, inputs: dict[str, Any], where: str, widget: str) 
 def test_latent_of_another_model(server):
     outcome = server.run(with_node("LoadLatent", {"latent": "four-channels.latent"}, SAMPLER, "latent_image"))
     assert outcome.status == "error"
-    assert "latent_image: the latent has 4 channels, this model needs 16" in outcome.error
+    assert "latent_image" in outcome.error and "The latent has 4 channels: use the Empty Latent node" in outcome.error
 
 
 def test_lora_moves_the_picture_until_it_is_removed(server):

@@ -272,7 +272,7 @@ def test_times_of_tokens_count(pools, made):
 def test_additions_of_controls_count(pools, made):
     """Each rank copies those for its blocks before the first of them. Blocks may share one."""
     case = next(case for case in CASES if case.name == "wan-2.1-t2v")
-    model = pools.load(made(case), Degrees(pipe=2, ulysses=2))
+    model = pools.load(made(case), Degrees(ulysses=2))
     x, timestep, tensors = case.inputs()
     tokens, hidden = torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)
     blocks = [f"{name}.{index}" for name, count in case.row.blocks.counts(case.config).items() for index in range(count)]
@@ -283,7 +283,7 @@ def test_additions_of_controls_count(pools, made):
     one, several = sorted(model._memory._admitted, key=lambda request: request.added)
     assert several == replace(one, added=2)
     (little, *_), (much, *_) = (model._memory.memory_check.memory((request,)) for request in (one, several))
-    assert much.activations - little.activations == 2 * tokens * hidden * 4 / 2  # two tensors, over two ranks
+    assert much.activations - little.activations == 2 * len(x) * tokens * hidden * 4 / 2  # two tensors, over two ranks
 
 
 def test_the_hosts_memory_is_that_of_the_system():

@@ -163,11 +163,12 @@ def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
     """The refusal of a call with which the class ends in this error."""
     if call.named.get(CONTROL):
         return ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
-    text, encoder = call.named.get("context"), ""
+    said = [f"positive, negative: ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."]
+    said += [f"The latent has {call.x.shape[1]} channels: use the Empty Latent node made for this model."]
+    text = call.named.get("context")
     if isinstance(text, torch.Tensor) and text.numel():
-        encoder = f" Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."
-    what = f"ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."
-    return ValueError(f"positive, negative: {what}{encoder}")
+        said += [f"Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."]
+    return ValueError(" ".join(said))
 
 
 def copied(value: Any) -> Any:

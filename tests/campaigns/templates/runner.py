@@ -90,10 +90,10 @@ def save_files(files: dict[str, str], base: Path, inside: Inside, saved: set[str
     """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has.
     `deeper`: with so many more blocks that two of them are a tenth."""
     for file, name in files.items():
-        if name not in saved and name in CLASSES:
-            inside.run("small_files", names=[name], more_blocks=MORE if deeper else 0)
-        elif name not in saved:
+        if name not in saved and name in MODELS:
             save_case(with_more_blocks(MODELS[name]) if deeper else MODELS[name], base)
+        elif name not in saved:
+            inside.run("small_files", names=[name], more_blocks=MORE if deeper else 0)
         saved.add(name)
         link_model(base / "models", file, name)
 

@@ -280,7 +280,6 @@ def main(results: Results) -> None:
             "auto, all": ("auto", 0, None),
             "tensor": ("tensor", 2, None),
             "split batch": ("split batch", 3, None),
-            "ulysses, more than heads": ("ulysses", 4, None),
             "config": ("auto", 0, sequence(ulysses=2)),
             "config and pipefusion": ("pipefusion", 4, sequence(ring=2)),
         }
@@ -341,6 +340,5 @@ def main(results: Results) -> None:
     results.case("GGUF", gguf_loader)
     results.case("GGUF, loader not known", lambda: taken(gguf_model(GGUF)) and None)
     results.case("fp8_e5m2", lambda: taken(node("UNETLoader", FLUX, "fp8_e5m2")) and None)
-    results.case("too many for tensor", lambda: taken(native(), "tensor", 5) and None)
     results.case("no multiple", lambda: taken(native(), "pipefusion", 3, sequence(ulysses=2)) and None)
     results.case("no config", lambda: taken(native(), "auto", 2, {}) and None)

@@ -155,8 +155,8 @@ def main(results: Results) -> None:
     def dropped() -> dict[str, bool]:
         """Nobody has the MODEL any more, as when ComfyUI's cache lets it go: the ranks' memory must still be to be had."""
         local = parallel(FILE, pipe=1, batch=2, stage_split="even")
-        key = local.model.diffusion_model.setup
         sample(local.clone())
+        key = local.model.diffusion_model.setup
         del local
         gc.collect()
         before = registry().bytes_on(key, "cpu")
