@@ -20,7 +20,6 @@ from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_outside, cut_side
-from parallel_backend.families.models.norms import fuse_norms
 
 from .stand_in_values import NoFirstValues, StandInValues
 from .tensor_files import Entry
@@ -97,6 +96,8 @@ def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], 
         with NoFirstValues():
             model: Any = family.transformer_class()(**arguments).eval()
         model.register_to_config(**{name: config[name] for name in family.file.settings})
+        from parallel_backend.families.models.norms import fuse_norms  # imports diffusers, as the class does
+
         fuse_norms(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

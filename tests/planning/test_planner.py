@@ -565,7 +565,8 @@ def test_two_ranks_are_calibrated(calibrated, mini_file):
     assert calibrated.machine.names == ("cpu", "cpu")
     for costs in calibrated.costs:
         assert set(costs.blocks) == {"double_blocks", "single_blocks"}
-        assert all(cost.token > 0 and cost.pairs == 1 / (6 * 128) for cost in costs.blocks.values())
+        # Modulation has one row for all tokens.
+        assert all(cost.token > 0 and cost.pairs == pytest.approx(1 / (6 * 128), rel=0.03) for cost in costs.blocks.values())
     assert all(device.memory is None for device in calibrated.machine.devices)
     assert calibrated.machine.links.link(1, 0).bandwidth > 0
     assert calibrated.machine.links.crowding >= 1
