@@ -87,7 +87,11 @@ class Editor:
         """One up or down, by the widget's right or left arrow."""
         wanted = self.widget(kind, name) + by
         self.click_widget(kind, name, "22" if by < 0 else "node.size[0] - 22")
-        assert self.widget(kind, name) == wanted
+        self.page.wait_for_function(
+            "([kind, name, wanted]) => "
+            "app.graph._nodes.find(n => n.type == kind).widgets.find(w => w.name == name).value == wanted",
+            arg=[kind, name, wanted],
+        )
 
     def type(self, kind: str, name: str, value: Any) -> None:
         """Into the field that opens at a click on the widget's middle."""
