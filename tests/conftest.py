@@ -32,6 +32,7 @@ from testing.fork_server import fork_server, started_by
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
 from tests.support.requirements import NotHere
+from tests.support.starts import Starts
 from tests.support.time_limit import TimeLimit
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
@@ -67,6 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--emulated-gpus",
         help="CUDA devices in software, on a CPU build of torch, such as 'HOPPER TURING' (tests/support/fake_cuda.py)",
     )
+    parser.addoption("--starts", default="", help="what may be started, such as 'ComfyUI 60, ranks 900': more fails")
     parser.addoption("--require", action="store_true", help="a test that would be skipped fails, unless it needs a GPU")
 
 
@@ -74,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A plugin of its own, since a hook written here would only see what lies below this folder.
     config.pluginmanager.register(RootIsNoTestPackage())
     config.pluginmanager.register(TimeLimit())
+    config.pluginmanager.register(Starts(config.getoption("starts")))
     config.stash[FIGURES] = {}
     hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # to processes of pytest -n
     if (cards := config.getoption("emulated_gpus")) and not hands_out:

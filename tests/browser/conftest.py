@@ -23,7 +23,8 @@ TABS = 40
 SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False, "Comfy.Locale": "en", "Comfy.RightSidePanel.IsOpen": False}
 OWN = "own"
 """The editor that the ComfyUI checkout comes with, the oldest that is supported."""
-EDITORS = (OWN, *re.findall(r"^[\w-]+==(.+)$", (PACK / "frontends.txt").read_text(), re.MULTILINE))
+NEWER = re.findall(r"^[\w-]+==(.+)$", (PACK / "frontends.txt").read_text(), re.MULTILINE)
+EDITORS = (OWN, *(pytest.param(version, marks=pytest.mark.full) for version in NEWER))
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ PHASES = {
     "copying": "pipe 2, streamed",
 }
 """Phase -> the degrees that it is tried with. `copying` is a block's way from host memory."""
-DEFAULT = ("killed (by itself), exact", "cancelled (unloads), banded", "cancelled (goes on), copying")
+DEFAULT = ("killed (by itself), exact", "cancelled (unloads), banded")
 
 
 def of_all() -> Iterator[pytest.param]:

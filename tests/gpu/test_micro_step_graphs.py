@@ -35,7 +35,7 @@ def pools() -> Iterator[Callable[[int], Pool]]:
         each.close()
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(("ranks", "dtype"), [pytest.param(1, "fp32", marks=pytest.mark.full), (2, "bf16")])
 def test_a_run_with_graphs_gives_the_same_bits(ranks, dtype, pools, mini_file):
     stats = both(pools(ranks), mini_file, Degrees(pipe=ranks), dtype)
     assert all(each.captured and each.replayed for each in stats)
