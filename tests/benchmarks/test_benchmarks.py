@@ -117,7 +117,7 @@ def test_one_device(own_pools, said, results):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.full
 def test_first_picture_with_a_vae(said, results):
     modes = {"one rank": first_picture.MODES["one rank"]}
     result = first_picture.run(1, said.append, True, GUIDED, modes)

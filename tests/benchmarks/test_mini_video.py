@@ -33,8 +33,8 @@ def test_every_frame_shows_its_digit_where_it_should_be(videos):
     assert mini_video.judge(shown.flip(1), shown, prompts)["frames_read_percent"] < 50
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("along", [pytest.param("rows", marks=pytest.mark.full), "frames"])
+@pytest.mark.full
+@pytest.mark.parametrize("along", ["rows", "frames"])
 def test_bands_of_a_video_are_close_to_whole_calls(videos, along, measured):
     (whole, prompts), (banded, _) = videos(), videos(2, 4, along)
     found = mini_video.judge(banded, whole, prompts)

@@ -35,7 +35,16 @@ def test_they_are_named_as_pyproject_has_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["speed.offload", "speed.one_rank_native", "fidelity.guidance", "speed.changed_text"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "speed.offload",
+        *(
+            pytest.param(module, marks=pytest.mark.full)
+            for module in ("speed.one_rank_native", "fidelity.guidance", "speed.changed_text")
+        ),
+    ],
+)
 def test_help_is_shown_without_what_only_tests_need(module):
     command = [sys.executable, "-c", WITHOUT, f"benchmarks.{module}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -35,7 +35,7 @@ STATE = TOKENS * HIDDEN * 2
 @pytest.mark.parametrize(
     ("real", "degrees"),
     [
-        pytest.param(FLUX, Degrees(), id="one rank"),
+        pytest.param(FLUX, Degrees(), id="one rank", marks=pytest.mark.full),
         pytest.param(FLUX, Degrees(tensor=2), id="tensor", marks=[pytest.mark.slow, pytest.mark.full]),
         pytest.param(FLUX, Degrees(patch=2, patch_mode="displaced"), id="patch", marks=[pytest.mark.slow, pytest.mark.full]),
         pytest.param(FLUX, Degrees(pipe=2), id="pipe", marks=pytest.mark.slow),

@@ -120,6 +120,7 @@ def test_a_groups_transfers_arrive_whole_and_no_sooner_than_their_bytes_allow(tm
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_ranks_at_slow_links_compute_what_they_always_do():
     said = []
     cases = ["ulysses", "ring", "displaced", "pipefusion M=2"]

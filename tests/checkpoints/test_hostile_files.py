@@ -269,7 +269,7 @@ GGUF = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case == "as many texts as a header has room for")) for case in GGUF],
+    [pytest.param(case, marks=[pytest.mark.full] * (case == "as many texts as a header has room for")) for case in GGUF],
 )
 def test_gguf_headers_are_believed_within_bounds(tmp_path, case):
     content, size, words = GGUF[case]

@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.threads, pytest.mark.slow]
 
 GIVEN = mini.inputs(CONFIG)
 MODES = (Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
-DEFAULT = ("GGUF mixed", "scaled, new, by row")
+DEFAULT = ("scaled, new, by row",)
 FULL = (
+    "GGUF mixed",
     *("GGUF Q8_0", "bf16", "fp8 e4m3"),
     *("fp16", "fp8 e5m2", "scaled, old", "scaled, in the header, prefixed"),
     *("GGUF Q4_K", "GGUF Q4_0", "GGUF Q6_K", "scaled, new, e5m2"),

@@ -206,7 +206,7 @@ LEFT_OUT = (
 
 
 DEFAULT = (
-    *("copies do not wait for blocks", "a piece of a file is filled again too early"),
+    "a piece of a file is filled again too early",
     *("an output is sent before it has come", "a replay waits for nothing"),
 )
 """One for each module that waits, beside those of the quick tier."""

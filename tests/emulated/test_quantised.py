@@ -25,7 +25,7 @@ pytestmark = pytest.mark.threads
 
 MODES = (Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
 QUICK = ("int8, rotated", MODES[0])
-DEFAULT = (("nvfp4", MODES[1]), ("w4a4", MODES[2]))
+DEFAULT = (("nvfp4", MODES[1]),)
 
 
 @pytest.fixture(scope="module")

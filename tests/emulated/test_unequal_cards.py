@@ -29,6 +29,8 @@ def both() -> Iterator[Both]:
 
 HALF = (Degrees(ring=2),)
 """The mode that the default tier has in fp16 too: in all others the kernels that differ are called in the same way."""
+WHOLE = (*HALF, Degrees(tensor=2))
+"""Those that it has in fp32."""
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ HALF = (Degrees(ring=2),)
             dtype,
             id=f"{name(degrees)}-{dtype}",
             marks=[pytest.mark.slow] * ((degrees.ring, dtype) != (2, "fp32"))
-            + [pytest.mark.full] * (dtype == "fp16" and degrees not in HALF),
+            + [pytest.mark.full] * (degrees not in (HALF if dtype == "fp16" else WHOLE)),
         )
         for degrees in PRODUCTS
         if degrees.world == 2

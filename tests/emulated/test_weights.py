@@ -63,7 +63,7 @@ def in_tiers(*cases: tuple[Degrees, bool, bool]) -> list[pytest.param]:
         (Degrees(ulysses=2), False, False),
         (Degrees(tensor=2), False, False),
         (Degrees(ring=2), False, False),
-        (DISPLACED, False, True),
+        (DISPLACED, False, False),
         (Degrees(batch=2), False, False),
         (Degrees(pipe=2, ulysses=2), False, False),
         (Degrees(batch=2, pipe=2), False, False),
@@ -195,7 +195,7 @@ def test_several_models_one_after_the_other_and_beside_each_other(both: Both, fi
     both.check(run)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_models_on_devices_that_overlap_take_turns(both: Both, files: Files):
     """Through the registry: NCCL's rules hold for a part of the ranks, too, and nothing is left on any card."""
 

@@ -127,9 +127,9 @@ def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("spawned")
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), pytest.param(Degrees(ulysses=2), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
 def test_memory_is_flat(mini_file, measured, degrees):
     with closing(Pool(("cpu", "cpu"))) as pool:
         before, after, grown = run_many(pool, mini_file, degrees, RUNS, SETTLED)
