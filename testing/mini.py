@@ -144,8 +144,8 @@ def _proven(arguments: str, tensor: int) -> OwnClass:
         heads = config["width"] // sum(config["axes"])
         factor = max(each for each in range(1, heads) if heads % (2 * tensor * each) == 0)
         return _widened(proven(config | {"width": config["width"] // factor}, tensor), arguments, factor)
-    own, example = mini_flux(**config), _example(config, 15, 11)  # to be filled up
-    return proven_class.proven(own, example, Degrees(pipe=2, ulysses=2, tensor=tensor), "the mini model")
+    own, call = mini_flux(**config), example(config, 15, 11)  # to be filled up
+    return proven_class.proven(own, call, Degrees(pipe=2, ulysses=2, tensor=tensor), "the mini model")
 
 
 def _widened(own: OwnClass, arguments: str, factor: int) -> OwnClass:
@@ -184,7 +184,7 @@ def with_call(
 ) -> Checkpoint:
     """An opened file of this config, with an example of this size for plans."""
     assert isinstance(checkpoint.family, OwnClassFamily)
-    return replace(checkpoint, family=with_example(checkpoint.family, _example(config, height, width, text)))
+    return replace(checkpoint, family=with_example(checkpoint.family, example(config, height, width, text)))
 
 
 def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *others: Any, **named: Any) -> Setup:
@@ -203,6 +203,7 @@ def own_of(checkpoint: Checkpoint) -> OwnClass | None:
     return checkpoint.family.own if isinstance(checkpoint.family, OwnClassFamily) else None
 
 
-def _example(config: Mapping[str, Any], height: int, width: int, text: int = 7) -> TriedCall:
+def example(config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7) -> TriedCall:
+    """A call of this config as a trial gets it."""
     x, _, tensors = inputs(config, height=height, width=width, text=text)
     return call_of(x, from_tensors(tensors, structure_of(tensors)))

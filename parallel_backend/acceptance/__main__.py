@@ -1,7 +1,7 @@
 """The self-test on the command line.
 
     python -m parallel_backend.acceptance
-    python -m parallel_backend.acceptance --model flux1-dev.safetensors --out result.json
+    python -m parallel_backend.acceptance --out result.json
     python -m parallel_backend.acceptance --devices cpu,cpu --only modes,bands
 
 Without --devices: every GPU; the one there is, for two ranks; or two CPU ranks. Ends with 1 if a check has failed.
@@ -48,7 +48,9 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     try:
         devices = possible_devices(options.devices, here)
         devices = at_least_two(devices) if is_auto(options.devices) else devices
-        options.settings = Settings(devices, options.model, options.tokens, options.steps, options.cycles)
+        options.settings = Settings(
+            devices, options.model, tokens=options.tokens, steps=options.steps, cycles=options.cycles
+        )
     except ValueError as error:
         parser.error(str(error))
     return options

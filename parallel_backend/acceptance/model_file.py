@@ -15,6 +15,7 @@ from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sampl
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.families.others import UnknownModel
 from parallel_backend.families.own_class.example import one_entry, with_example
 from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
 from parallel_backend.families.own_class.proof import Proof
@@ -96,7 +97,10 @@ def look_at_model_file(session: SelfTestSession, findings: Findings) -> None:
         raise NotLookedAt("no model was named")
     proof: Proof | None = None
     if settings.own is None:
-        checkpoint = open_checkpoint(settings.model)
+        try:
+            checkpoint = open_checkpoint(settings.model)
+        except UnknownModel as why:
+            raise NotLookedAt("ComfyUI's class computes it: give its MODEL to the node Parallel Self-Test") from why
         problem = problem_of(checkpoint, settings.tokens or TOKENS[settings.on_gpus], settings.steps)
     else:
         checkpoint, proof = tried(session, settings.own, settings.model)

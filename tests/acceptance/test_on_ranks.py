@@ -9,13 +9,16 @@ import pytest
 from parallel_backend.acceptance import document, kit
 from parallel_backend.acceptance.lifetime import SETTLED
 from parallel_backend.acceptance.report import describe
-from parallel_backend.acceptance.session import Settings
-from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.acceptance.session import OwnModel, Settings
+from parallel_backend.quickstart.model import WEIGHTS, mini_flux
+from testing import mini
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 OF_GPUS = ["page-locked", "graphs", "memory", "stuck GPU"]
-SHORT = Settings(("cpu", "cpu"), WEIGHTS, tokens=64, steps=3, cycles=2 * SETTLED, hang_seconds=2.0)
+CONFIG = mini.config_of(WEIGHTS)
+OWN = OwnModel(mini_flux(**CONFIG), mini.example(CONFIG, 16, 16), (1.0, 0.5))
+SHORT = Settings(("cpu", "cpu"), WEIGHTS, OWN, steps=3, cycles=2 * SETTLED, hang_seconds=2.0)
 
 
 def test_two_cpu_ranks_pass(measured):

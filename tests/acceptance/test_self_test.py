@@ -22,6 +22,7 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
+from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.wire.rank_settings import SelfTest
 from testing.cases import OF_EACH_FORM, all_cases
 from tests.support.fake_cuda import ADA, AMPERE, fake_cuda
@@ -302,6 +303,11 @@ def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch, us
     assert str(users_file.parent) not in document.dumps(found)
 
 
+def test_a_file_that_comfyuis_class_computes_needs_the_node():
+    result = kit.look("model file", SelfTestSession(dataclasses.replace(CPUS, model=WEIGHTS)))
+    assert (result.status, "node Parallel Self-Test" in result.why) == (kit.NOT_LOOKED_AT, True)
+
+
 def test_the_hosts_own_model_is_run_where_it_has_one(monkeypatch, users_file):
     calls = []
 
@@ -547,6 +553,8 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
         with pytest.raises(SystemExit):
             arguments([widget, value])
         assert said in capsys.readouterr().err
+    given = arguments(["--devices", "cpu,cpu", "--model", str(WEIGHTS), "--tokens", "64", "--steps", "3", "--cycles", "5"])
+    assert given.settings == Settings(("cpu", "cpu"), WEIGHTS, None, 64, 3, 5)
     out = tmp_path / "result.json"
     assert main(["--devices", "cpu,cpu", "--only", "system,kernels", "--out", str(out)]) == 0
     said = capsys.readouterr()
