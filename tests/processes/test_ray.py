@@ -133,7 +133,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return condition()
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), pytest.param(Degrees(ulysses=2), marks=pytest.mark.full)], ids=str)
 def test_ranks_on_two_nodes_equal_one_process(on_ray, remote, given, expected, measured, degrees):
     model = on_ray(degrees)
     assert len({psutil.Process(pid).ppid() for pid in model.pool.pids}) == 2  # two raylets: two nodes
@@ -144,6 +144,7 @@ def test_ranks_on_two_nodes_equal_one_process(on_ray, remote, given, expected, m
     assert torch.equal(output, remote(degrees).predict(ModelCall(*given), lambda: None))  # of this machine's own ranks
 
 
+@pytest.mark.full
 def test_pipefusion_in_bands_is_that_of_local_ranks_bit_for_bit(on_ray, remote, given):
     x, _, tensors = given
 
@@ -153,6 +154,7 @@ def test_pipefusion_in_bands_is_that_of_local_ranks_bit_for_bit(on_ray, remote, 
     assert torch.equal(sample(on_ray(Degrees(pipe=2))), sample(remote(Degrees(pipe=2))))
 
 
+@pytest.mark.full
 def test_on_one_machine_all_listen_on_loopback_only(on_ray):
     pool = on_ray(Degrees(ulysses=2)).pool
     ours = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -186,6 +188,7 @@ def swap(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"), [(Path.unlink, "does not exist at"), (swap, "is not the same on this machine as on ComfyUI's")]
 )
+@pytest.mark.full
 def test_a_machine_without_the_model_or_with_another_is_named(on_ray, mini_model, tmp_path, change, words):
     """On one machine the file is the same for all, so here it changes after the client's look at it."""
     path = mini.save(mini_model, tmp_path / "model.safetensors")
@@ -214,6 +217,7 @@ def test_a_killed_actor_is_named_and_the_next_pool_works(on_ray, given, expected
 @pytest.mark.parametrize(
     "gracefully", [pytest.param(True, marks=pytest.mark.full, id="shut down"), pytest.param(False, id="cut off")]
 )
+@pytest.mark.full
 def test_a_lost_node_is_named_and_the_next_pool_works_on_another(nodes, on_ray, given, expected, gracefully, measured):
     loss = Loss(on_ray, given, expected, measured)
     words = rf"rank {nodes.rank_on_other(loss.model.pool)} \({PLACE}\) (was lost with its machine|has gone)"
@@ -234,6 +238,7 @@ def test_without_a_cluster_the_error_says_how_to_start_one(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_pool")
+@pytest.mark.full
 def test_a_machine_without_the_pack_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(ray_ranks, "ROOT", str(tmp_path))
     with pytest.raises(RankError, match=rf"rank \d \({PLACE}\) .*Parallel DiT is not at {tmp_path} on this machine"):
@@ -241,6 +246,7 @@ def test_a_machine_without_the_pack_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("no_pool")
+@pytest.mark.full
 def test_the_registry_starts_ranks_where_the_devices_say(mini_file, given, expected):
     registry = Registry()
     key = mini.setup(mini_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
@@ -256,6 +262,7 @@ def test_the_registry_starts_ranks_where_the_devices_say(mini_file, given, expec
 
 
 @pytest.mark.usefixtures("no_pool")
+@pytest.mark.full
 def test_closing_leaves_nothing(nodes, tmp_path, monkeypatch):
     assert until(lambda: not nodes.living_actors())
     folder = tmp_path  # other processes' pools have their folders in the usual place
@@ -275,6 +282,7 @@ def test_closing_leaves_nothing(nodes, tmp_path, monkeypatch):
     assert set(folder.glob("parallel-dit-*")) == files
 
 
+@pytest.mark.full
 def test_a_stopped_rank_does_not_outlive_its_pool(nodes, on_ray):
     pool = on_ray(Degrees(pipe=2)).pool
     os.kill(pool.pids[1], signal.SIGSTOP)
@@ -284,6 +292,7 @@ def test_a_stopped_rank_does_not_outlive_its_pool(nodes, on_ray):
 
 
 @pytest.mark.usefixtures("no_pool")
+@pytest.mark.full
 def test_no_actor_outlives_a_killed_client(nodes, tmp_path):
     script = tmp_path / "comfyui_main.py"
     script.write_text(
