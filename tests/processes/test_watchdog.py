@@ -794,6 +794,7 @@ def test_closing_with_a_stopped_rank(kept):
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_a_client_that_was_stopped_blames_nobody(mini_file):
     """Stopped for longer than it lets ranks be silent."""
     script = (
