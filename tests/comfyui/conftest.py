@@ -66,6 +66,13 @@ def base(tmp_path_factory) -> Path:
     return base
 
 
+def mostly_full(values: Iterable, default: Iterable) -> list:
+    """The values as parameters, of which the default tier has those of `default`, and the full tier all."""
+    values, default = list(values), list(default)
+    assert set(default) <= set(values), set(default) - set(values)
+    return [pytest.param(value, marks=() if value in default else pytest.mark.full) for value in values]
+
+
 def unselected(request: pytest.FixtureRequest, *names: str, of: Iterable[tuple]) -> list[str]:
     """Of these values of parameters with these names, those of no test of this file that is to run, as "one, other"."""
     calls = [

@@ -23,14 +23,14 @@ CHANGES = {
 }
 NO_EFFECT = "qwen-image, NAG", "wan-2.1-t2v, NAG", "z-image, NAG"
 """Their classes hand no attention over: the node has no effect natively either."""
-QUICK = {"flux-dev, NAG": ("tensor and ring", EXACT), f"wan-2.1-t2v, {SECOND_TEXT}": ("tensor and ring", EXACT)}
-"""What the default tier has, beside the first model."""
+QUICK = {f"wan-2.1-t2v, {SECOND_TEXT}": (EXACT,)}
+"""What the default tier has. All else is Flux.1's there, in test_block_patches.py."""
 
 
 def cases():
     for model, changes in CHANGES.items():
         for change, mode in ((change, mode) for change, modes in changes.items() for mode in modes):
-            is_quick = model == "hunyuan-video" or mode in QUICK.get(f"{model}, {change}", ())
+            is_quick = mode in QUICK.get(f"{model}, {change}", ())
             yield pytest.param(model, change, mode, marks=() if is_quick else pytest.mark.full)
 
 

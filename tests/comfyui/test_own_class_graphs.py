@@ -7,7 +7,7 @@ from testing.quantised import quantise_blocks
 from tests.checkpoints.test_formats import make_gguf
 from tests.comfyui.test_families import CASES, save_case
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 
 LIMIT = 5e-6
 """Of a difference to ComfyUI's own MODEL, as a share of the latents' largest value."""
@@ -32,17 +32,6 @@ TOO_SMALL = "wan-2.1-t2v, area of a prompt, ulysses"
 """The small video's area has too few tokens for a trial of three sequence ranks."""
 READ_NO_CONTROL = "aura, ControlNet, stages", "aura, ControlNet, ulysses"
 """Its class does not read residuals, and gives what it gives without a ControlNet, as natively."""
-QUICK = {
-    "qwen-image": (
-        "LoRA hooks with keyframes, ulysses",
-        "mask of a prompt, ulysses",
-        "area of a prompt, stages",
-        "scaled fp8, ulysses",
-    ),
-    "aura": tuple(f"{feature}, stages" for feature in REFUSED if feature != "ControlNet"),
-    "flux-dev": ("ControlNet, stages",),
-}
-"""What the default tier has of the table."""
 
 
 def cases(features, modes=("stages", "ulysses")):
@@ -50,8 +39,7 @@ def cases(features, modes=("stages", "ulysses")):
         has = [feature for feature in features if feature not in FILES or feature in FORMATS_OF.get(model, FILES)]
         for case in (f"{feature}, {mode}" for feature in has for mode in modes):
             if f"{model}, {case}" not in (TOO_SMALL, *READ_NO_CONTROL):
-                marks = () if case in QUICK.get(model, ()) else pytest.mark.full
-                yield pytest.param(model, case, marks=marks, id=f"{model}, {case}")
+                yield pytest.param(model, case, id=f"{model}, {case}")
 
 
 @pytest.fixture(scope="module")

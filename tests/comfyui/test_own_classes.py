@@ -7,7 +7,13 @@ from tests.comfyui.test_families import CASES, save_case
 pytestmark = pytest.mark.comfyui
 LIMIT, IN_PATCHES = 2e-5, 5e-6
 """Of a difference, as a share of the native latents' largest value: what fp32 rounding does in a few steps."""
-DEFAULT = "lens", "chroma_radiance", "wan_s2v"
+QUICK = {
+    "lens": ("ulysses and stages", "tensor and ring", "PipeFusion with one exact step"),
+    "chroma_radiance": ("stages", "PipeFusion with all steps exact"),
+    "wan_s2v": ("audio_embed, ulysses",),
+}
+"""Modes that the default tier has of a class: products of two axes, bands, a refusal of bands, sound beside a video."""
+DEFAULT = tuple(QUICK)
 OTHERS = (
     *("omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"),
     *("ernie-image", "longcat-image", "longcat-image-edit", "chroma", "lumina2", "ideogram4"),
@@ -36,6 +42,7 @@ OF_TOKENS = "ulysses", "ring", "ulysses and stages", "tensor and ring"
 SOUND_TOO = "minimax-h3", "ltx-2.3"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SOUND_TOO)
 def test_a_file_of_a_family_by_its_own_class(inside, base, name):
     """Video and sound, text that passes ComfyUI's own layers first, objects and masks in a call."""
@@ -79,9 +86,21 @@ def refusal(name: str, mode: str, with_sound: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
+@pytest.mark.parametrize("name", QUICK)
+def test_equals_the_native_model_in_some_modes(inside, name):
+    found, _ = inside.run("own_classes", names=[name], only=QUICK[name])
+    assert set(found) == {f"{name}, {mode}" for mode in QUICK[name]}
+    check(found, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CLASSES)
 def test_equals_the_native_model(inside, name):
-    found, _ = inside.run("own_classes", names=[name])
+    found, _ = inside.run("own_classes", names=[name], skip=[f"{name}, {mode}" for mode in QUICK.get(name, ())])
+    check(found, name)
+
+
+def check(found, name):
     for case, share in found.items():
         _, *more, mode = case.split(", ")
         if error := refusal(name, mode, bool(more)):

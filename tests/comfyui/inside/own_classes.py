@@ -1,8 +1,8 @@
 """Classes that no family computes, small, on ranks against ComfyUI's own MODEL of the same file. Run by serve.py."""
 
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
+from functools import cache, partial
 from types import MappingProxyType
 
 from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, sharing_small_lists, torch
@@ -47,13 +47,13 @@ MODES = {
 }
 
 
-def main(results: Results, names: list[str]) -> None:
+def main(results: Results, names: list[str], only: Collection[str] = ()) -> None:
+    """`only`: modes, without which there are all."""
     for name in names:
         with detecting(detected(name)), sharing_small_lists():
             write(name)
-            sampled_in_every_mode(results, name)
-            if name in MORE:
-                sampled_in_every_mode(results, name, MORE[name])
+            for more in (NO_MORE, MORE[name]) if name in MORE else (NO_MORE,):
+                sampled(results, name, more, only)
             if name in UNETS:
                 with_lora(results, name)
 
@@ -99,17 +99,22 @@ def with_lora(results: Results, name: str) -> None:
     results.case(f"{name}, Parallelize Model", lambda: case(node("ParallelizeModel", native, 2, "auto")))
 
 
-def sampled_in_every_mode(results: Results, name: str, more: Mapping[str, tuple[int, ...]] = NO_MORE) -> None:
+def sampled(results: Results, name: str, more: Mapping[str, tuple[int, ...]], only: Collection[str]) -> None:
     """`more`: entries of the conditioning that the small model's own lack."""
     file, conditioning = f"{name}.safetensors", prompts(name)
     for (entry,) in conditioning:
         entry[1] |= entries(more, torch.Generator().manual_seed(2))
     native = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
-    expected = ksampler(native, conditioning, latent(name), steps=3)
-    largest = max(float(part.abs().max()) for part in parts_of(expected))
 
-    def compare(model) -> float:
-        return difference(expected, ksampler(model, conditioning, latent(name), steps=3)) / largest
+    @cache
+    def expected():
+        return ksampler(native, conditioning, latent(name), steps=3)
+
+    def compare(make) -> float:
+        largest = max(float(part.abs().max()) for part in parts_of(expected()))
+        return difference(expected(), ksampler(make(file), conditioning, latent(name), steps=3)) / largest
 
     for mode, make in MODES.items():
-        results.case(", ".join((name, *more, mode)), lambda make=make: compare(make(file)))
+        case = ", ".join((*more, mode))
+        if not only or case in only:
+            results.case(f"{name}, {case}", partial(compare, make))
