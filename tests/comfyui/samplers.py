@@ -1,6 +1,8 @@
-"""ComfyUI's samplers by name. The default tests run one of each kind of behaviour, the full ones all."""
+"""ComfyUI's samplers by name. The default tests run one of each kind of calls and noise, the full ones all."""
 
 import pytest
+
+from tests.comfyui.conftest import mostly_full
 
 KINDS = {
     "euler": "deterministic, one call a step",
@@ -25,9 +27,9 @@ OTHERS = (
     "uni_pc_bh2",
 )
 
-every_sampler = pytest.mark.parametrize(
-    "sampler", [*KINDS, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
-)
+DEFAULT = ("euler", "euler_cfg_pp", "euler_ancestral", "heun", "dpmpp_sde", "dpm_adaptive")
+
+every_sampler = pytest.mark.parametrize("sampler", mostly_full((*KINDS, *OTHERS), DEFAULT))
 
 
 def selected(request: pytest.FixtureRequest) -> list[str]:

@@ -159,6 +159,9 @@ ELSEWHERE = (
     rescaled_cfg,
     cfg_zero_star,
     perpendicular_negative,
+    upscale_second_pass,
+    batch,
+    custom_denoised,
 )
 """For the full tier: another case has the same node or one like it, or it is in test_samplers.py (guiders),
 test_concurrent_conds.py (two prompts of a guider) or test_guidance_in_bands.py (guidance)."""
@@ -220,7 +223,9 @@ def test_graph_in_bands(run, measured, case):
     assert "\nclose to exact: 3 bands, " in said[-1]
 
 
-@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.__name__, marks=pytest.mark.full if case is adaptive else ()) for case in WHOLE]
+)
 def test_graph_that_cannot_be_cut_runs_exact_and_says_so_on_its_node(run, measured, case):
     latents, said = run(case)
     measured("graphs, parallel against native", difference(latents, NATIVE, PLAIN))

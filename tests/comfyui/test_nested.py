@@ -3,6 +3,7 @@
 import pytest
 
 from testing.cases import all_cases
+from tests.comfyui.conftest import mostly_full, unselected
 from tests.comfyui.samplers import KINDS, OTHERS, selected
 from tests.comfyui.test_families import save_case
 
@@ -18,13 +19,18 @@ attention adds up: 1.4e-6 in one call, which this sampler makes 6.8e-5 in four s
 """
 DEFAULT = ("euler", "dpmpp_sde")
 SAMPLERS = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in (*KINDS, *OTHERS)]
+RUNS = (
+    *("masks", "masks that multiply outputs", "guidance of the whole latent", "batch 2", "after the cancellation"),
+    *("denoise 0.5", "odd size"),
+)
 SHAPE = [1, *CASE.native.latent]
 
 
 @pytest.fixture(scope="module")
 def found(request, inside, base):
     save_case(CASE, base)
-    return inside.run("nested", name=CASE.name, samplers=selected(request))[0]
+    skip = unselected(request, "run", of=zip(RUNS))
+    return inside.run("nested", name=CASE.name, samplers=selected(request), skip=skip)[0]
 
 
 def check(got, measured, warm=1e-5, native=5e-5):
@@ -45,13 +51,7 @@ def test_every_sampler_gives_what_it_gives_on_the_native_model(found, measured, 
     assert (got["stale"] > 1e-3) == (sampler != "dpm_adaptive")
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        *("masks", "masks that multiply outputs", "denoise 0.5", "odd size", "guidance of the whole latent", "batch 2"),
-        "after the cancellation",
-    ],
-)
+@pytest.mark.parametrize("run", mostly_full(RUNS, RUNS[:5]))
 def test_other_runs(found, measured, run):
     got = found[run]
     check(got, measured)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.comfyui.conftest import mostly_full, unselected
 from tests.comfyui.samplers import KINDS, OTHERS, every_sampler, selected
 
 pytestmark = pytest.mark.comfyui
@@ -22,13 +23,25 @@ PATCHED = {
 
 A third above what was measured. At 20 steps euler is six times closer; noise between steps never lets keys settle.
 """
+REPORTS = {
+    "displaced report": "1 model call exact (warm-up), 7 in displaced patches with keys one step old",
+    "displaced report, 3 warm-up steps": "3 model calls exact (warm-up), 5 in displaced patches with keys one step old",
+    "displaced report, area": "all model calls exact, since the conditioning has its own area",
+    "naive report": "bands that never see each other (naive patches, a control)",
+}
 EXACT = 5e-6
 """Of the latent's norm. An exact call goes through the pipeline one batch entry at a time, through patches as one."""
 
 
+BOTH_TIERS = ("repeat euler_ancestral", "odd size", "inpaint", "guider BasicGuider", "after the refusals")
+PATCHED_IN_BOTH = ("euler",)
+
+
 @pytest.fixture(scope="module")
 def found(request, inside):
-    return inside.run("samplers", names=selected(request))[0]
+    skip = unselected(request, "case", of=zip((*RUNS, *REPORTS)))
+    patched = [run for run in PATCHED if run not in unselected(request, "run", of=zip(PATCHED))]
+    return inside.run("samplers", names=selected(request), patched=patched, skip=skip)[0]
 
 
 @pytest.fixture
@@ -67,7 +80,7 @@ def test_warmed_up_throughout_a_sampler_gives_what_it_gives_on_the_plain_model(g
     assert bool(got["warm warnings"]) == (sampler == "dpm_adaptive")
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", mostly_full(RUNS, BOTH_TIERS))
 def test_pipelined_run(found, case):
     got = found[case]
     assert "error" not in got, got
@@ -96,20 +109,20 @@ def test_conditioning_of_another_width_is_refused(found, case):
     assert found[case]["error"].startswith("ValueError: positive, negative:")
 
 
-@pytest.mark.parametrize("case", [*PATCHED, "after the refusal"])
-def test_displaced_patches_are_close_to_exact(found, measured, case):
-    got = found[f"displaced {case}"]
+@pytest.mark.parametrize("run", [*mostly_full(PATCHED, PATCHED_IN_BOTH), "after the refusal"])
+def test_displaced_patches_are_close_to_exact(found, measured, run):
+    got = found[f"displaced {run}"]
     assert "error" not in got, got
     assert got["finite"]
     assert not got["warnings"]
     assert got["repeat"] == 0.0
-    measured(f"displaced patches, relative to exact, {case}", got["relative"])
-    assert 1e-3 < got["relative"] < PATCHED.get(case, PATCHED["euler"])
+    measured(f"displaced patches, relative to exact, {run}", got["relative"])
+    assert 1e-3 < got["relative"] < PATCHED.get(run, PATCHED["euler"])
 
 
-@pytest.mark.parametrize("case", PATCHED)
-def test_displaced_patches_warmed_up_throughout_equal_the_pipeline(found, measured, case):
-    got = found[f"displaced, all steps warm-up {case}"]
+@pytest.mark.parametrize("run", mostly_full(PATCHED, PATCHED_IN_BOTH))
+def test_displaced_patches_warmed_up_throughout_equal_the_pipeline(found, measured, run):
+    got = found[f"displaced, all steps warm-up {run}"]
     assert "error" not in got, got
     assert not got["warnings"]
     measured("displaced patches, all steps warm-up", got["relative"])
@@ -125,22 +138,11 @@ def test_conditioning_with_an_area_runs_exact_and_says_so(found, mode):
     assert got["relative"] <= EXACT
 
 
-@pytest.mark.parametrize(
-    ("case", "calls"),
-    [
-        ("displaced report", "1 model call exact (warm-up), 7 in displaced patches with keys one step old"),
-        (
-            "displaced report, 3 warm-up steps",
-            "3 model calls exact (warm-up), 5 in displaced patches with keys one step old",
-        ),
-        ("displaced report, area", "all model calls exact, since the conditioning has its own area"),
-        ("naive report", "bands that never see each other (naive patches, a control)"),
-    ],
-)
-def test_report_of_patches(found, case, calls):
+@pytest.mark.parametrize("case", mostly_full(REPORTS, [case for case in REPORTS if "3 warm-up" not in case]))
+def test_report_of_patches(found, case):
     got = found[case]
     assert "error" not in got, got
-    assert got["report"].splitlines()[0] == f"patch_degree 2, {calls}"
+    assert got["report"].splitlines()[0] == f"patch_degree 2, {REPORTS[case]}"
     assert (got["difference"] > 1e-3) == ("3 warm-up" in case)  # KSampler has the one of the MODEL itself
     assert ("moved between ranks: nothing" in got["report"]) == (case == "naive report")
 

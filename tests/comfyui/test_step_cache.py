@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from safetensors.torch import load_file
 
-from tests.comfyui.conftest import unselected
+from tests.comfyui.conftest import mostly_full, unselected
 from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, Graph, copy_of_bundled
 from tests.comfyui.samplers import KINDS, OTHERS, selected
 from tests.comfyui.websocket import Events
@@ -14,12 +14,14 @@ from tests.comfyui.websocket import Events
 pytestmark = pytest.mark.comfyui
 
 STEPS = 12
+RUNS = ("euler", "bands", "displaced", "cfg 1")
+REPORTS = ("report", "report of the MODEL's")
 FORECASTING = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_2m_sde")
 """Samplers in whose runs some calls must be forecast."""
 
 
-IN_BANDS = ("euler", "heun", "dpmpp_2m", "dpm_adaptive")
-WHOLE = (*IN_BANDS, "uni_pc", "euler_ancestral")
+IN_BANDS = ("heun",)
+WHOLE = ("heun", "dpm_adaptive")
 """Samplers that the default tier has with a cache, in bands and in whole calls: what they do is in test_samplers.py."""
 
 
@@ -33,10 +35,11 @@ def ways_and_samplers() -> Iterator[pytest.param]:
 def found(request, inside):
     ways = itertools.product(("whole", "bands"), (*KINDS, *OTHERS))
     skip = [name.replace(", ", " ") for name in unselected(request, "how", "sampler", of=ways)]
+    skip += unselected(request, "case", of=zip((*RUNS, *REPORTS)))
     return inside.run("step_cache", names=selected(request), skip=skip)[0]
 
 
-@pytest.mark.parametrize("case", ["euler", "bands", "cfg 1", "displaced"])
+@pytest.mark.parametrize("case", mostly_full(RUNS, RUNS[:3]))
 def test_some_calls_are_forecast_and_the_run_repeats(found, case):
     """The second run comes after another prompt's: nothing of either is left."""
     got = found[case]
@@ -89,7 +92,7 @@ def test_threshold_0_takes_the_cache_away(found):
     assert found["off"] == {"difference": 0.0, "decisions": ""}
 
 
-@pytest.mark.parametrize("case", ["report", "report of the MODEL's"])
+@pytest.mark.parametrize("case", mostly_full(REPORTS, REPORTS[:1]))
 def test_pipefusion_samplers_report(found, case):
     got = found[case]
     assert "error" not in got, got
