@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.comfyui.conftest import unselected
+from tests.comfyui.conftest import mostly_full, unselected
 
 pytestmark = pytest.mark.comfyui
 
@@ -33,18 +33,26 @@ SAID = {
 
 
 ENLARGED = (
-    *("enlarging", "enlarging, all steps warm-up", "enlarging, tensor_parallel_degree 2"),
+    *("enlarging", "enlarging, all steps warm-up", "enlarging, tensor_parallel_degree 2"),  # the default tier's
     *("enlarging behind a LoRA of the first layer", "enlarging before a LoRA of the first layer"),
 )
 OTHER_MODES = ("Apply PipeFusion before", "tensor_parallel_degree 2")
 IN_TURN, AGAIN = "two clones in turn", "ranks started again"
-OF_SD3 = ("kohya", "diffusers", "differences", "tensor_parallel_degree 2", "bypass of LoRA", "merge", "ModelSave")
+OF_SD3 = ("kohya",)
 """Cases that SD3 has in the default tier."""
+IN_FULL = (
+    *("weaker", "negative", "Apply PipeFusion before"),
+    *("hook of one prompt", "two hooks together", "keyframes of whole differences", "hooks beside a LoRA in bypass mode"),
+    *("bypass beside a LoRA", "bypass once more", "ModelSave of a merge", "LoraSave of whole differences"),
+    *("merge of ours into the native", "merge of the native into ours", "merge by blocks"),
+)
+"""Cases that the default tier has in another form."""
+FAMILY = pytest.mark.parametrize("family", mostly_full(FAMILIES, FAMILIES[:1]))
 
 
 def of_families(cases: Iterable[str]) -> Iterator[pytest.param]:
     for family, case in itertools.product(FAMILIES, cases):
-        only_in_full = family != FAMILIES[0] and case not in OF_SD3
+        only_in_full = case in IN_FULL if family == FAMILIES[0] else case not in OF_SD3
         yield pytest.param(family, case, marks=pytest.mark.full if only_in_full else ())
 
 
@@ -55,7 +63,9 @@ def of_every_family(*cases: str) -> pytest.MarkDecorator:
 @pytest.fixture(scope="module")
 def skip(request) -> list[str]:
     every = (*LIKE_NATIVE, *OTHER_MODES, IN_TURN, AGAIN, *HOOKS, *BYPASS, *WEIGHTS, *SAVED)
-    return unselected(request, "family", "case", of=itertools.product(FAMILIES, every))
+    skip = unselected(request, "family", "case", of=itertools.product(FAMILIES, every))
+    skip += unselected(request, "family", "refused", of=itertools.product(FAMILIES, REFUSED))
+    return skip + unselected(request, "enlarged", of=zip(ENLARGED))
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +144,10 @@ def test_a_part_of_a_fused_layer_is_left_out(found, measured, case):
     check(found[case], measured, case)
 
 
-@pytest.mark.parametrize("case", ENLARGED)
-def test_a_lora_that_enlarges_the_first_layer_equals_the_native_model(found, measured, case):
+@pytest.mark.parametrize("enlarged", mostly_full(ENLARGED, ENLARGED[:3]))
+def test_a_lora_that_enlarges_the_first_layer_equals_the_native_model(found, measured, enlarged):
     """As Black Forest Labs' for depth and canny. A LoRA for the smaller layer behind it is left out there."""
-    check(found[case], measured, case)
+    check(found[enlarged], measured, enlarged)
     assert found["enlarging"]["moved"] > 0.1
     assert found["enlarging and not"]["difference"] == 0.0
 
@@ -167,9 +177,26 @@ BYPASS = (
 )
 
 
+REFUSED = {
+    "refusal of OFT": "OFT in bypass mode, which turns the layer's output,",
+    "refusal of another size": "a LoRA in bypass mode for",
+    "refusal of enlarging in bypass mode": "a LoRA in bypass mode for",
+    "refusal of enlarging in a hook": "LORA that enlarges the weight, in a conditioning (a hook),",
+    "refusal of DoRA in a hook": "LORA in a conditioning (a hook), where it would be worked out anew for each call,",
+}
+
+
 @pytest.fixture(scope="module")
-def hooked(inside, skip):
-    return inside.run("lora_hooks", skip=skip)[0]
+def hooked(request, inside, skip):
+    further = [f"SD3, {case}" for case in ("sent", "hooks gone")] if "SD3" not in families(request, "hooked") else []
+    return inside.run("lora_hooks", skip=[*skip, *further])[0]
+
+
+def families(request, fixture: str) -> list[str]:
+    """Those of the selected tests that take this fixture."""
+    ours = [item for item in request.session.items if item.path == request.path and fixture in item.fixturenames]
+    wanted = {item.callspec.params.get("family") for item in ours if hasattr(item, "callspec")}
+    return [family for family in FAMILIES if family in wanted]
 
 
 @of_every_family(*HOOKS, *BYPASS)
@@ -182,33 +209,28 @@ def test_bypass_of_a_convolution(hooked, measured):
     check(hooked["SD3, bypass of a convolution"], measured, "SD3 bypass of a convolution")
 
 
-@pytest.mark.parametrize("case", ["Flux, hooks gone", "SD3, hooks gone", "Flux, bypass gone"])
-def test_what_was_taken_away_is_on_the_ranks_no_more(hooked, case):
-    assert hooked[case] == 0.0
+@FAMILY
+def test_hooks_that_are_gone_are_on_the_ranks_no_more(hooked, family):
+    assert hooked[f"{family}, hooks gone"] == 0.0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bypass_that_was_taken_away_is_on_the_ranks_no_more(hooked):
+    assert hooked["Flux, bypass gone"] == 0.0
+
+
+@FAMILY
 def test_factors_of_hooks_are_sent_once(hooked, family):
     got = hooked[f"{family}, sent"]
     assert got["once"] == got["twice"] == 1, got
     assert got["weighed"] >= 2 * 2 * 4, got  # two ranks, two prompts, four steps
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("OFT", "OFT in bypass mode, which turns the layer's output,"),
-        ("another size", "a LoRA in bypass mode for"),
-        ("enlarging in bypass mode", "a LoRA in bypass mode for"),
-        ("enlarging in a hook", "LORA that enlarges the weight, in a conditioning (a hook),"),
-        ("DoRA in a hook", "LORA in a conditioning (a hook), where it would be worked out anew for each call,"),
-    ],
-)
-def test_hooks_and_bypass_that_are_refused(hooked, family, kind, said):
-    got = hooked[f"{family}, refusal of {kind}"]
+@FAMILY
+@pytest.mark.parametrize("refused", REFUSED)
+def test_hooks_and_bypass_that_are_refused(hooked, family, refused):
+    got = hooked[f"{family}, {refused}"]
     assert got["error"].startswith("ValueError: model: "), got
-    assert said in got["error"]
+    assert REFUSED[refused] in got["error"]
 
 
 WEIGHTS = (
@@ -219,8 +241,8 @@ SAVED = ("ModelSave", "ModelSave of a merge", "LoraSave", "LoraSave of whole dif
 
 
 @pytest.fixture(scope="module")
-def merged(inside, skip):
-    return inside.run("merges", skip=skip)[0]
+def merged(request, inside, skip):
+    return inside.run("merges", families=families(request, "merged"), skip=skip)[0]
 
 
 @of_every_family(*WEIGHTS)
@@ -229,7 +251,7 @@ def test_what_depends_on_the_weights_equals_the_native_model(merged, measured, f
     assert merged[f"{family}, {case}"]["moved"] > 0.05
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILY
 def test_the_files_weights_are_back_after_a_merge(merged, family):
     assert merged[f"{family}, removed"].get("difference") == 0.0, merged[f"{family}, removed"]
 

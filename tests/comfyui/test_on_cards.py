@@ -15,7 +15,8 @@ CPU, CARD = "ComfyUI on the CPU", "ComfyUI on the first card"
 VARIABLE = "PARALLEL_DIT_EMULATED_GPUS"  # processes.VARIABLE: that module gives a process that imports it the cards
 OWN = {CPU: ("cpu", [], "processes"), CARD: ("cuda:0", ["--disable-dynamic-vram"], "comfyui")}
 """ComfyUI's device, its flags, and the module of emulated_gpu that gives a process the cards."""
-DEFAULT = [(CARD, case) for case in ("ulysses", "LoRA", "ControlNet pipefusion", "VAE")]
+DEFAULT = [(CARD, case) for case in ("LoRA", "ControlNet pipefusion")]
+"""By Ulysses and in bands. VAEs on cards are in tests/emulated."""
 
 
 @pytest.fixture(scope="module")

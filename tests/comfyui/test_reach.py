@@ -3,6 +3,7 @@
 import pytest
 
 from testing.cases import all_cases
+from tests.comfyui.conftest import unselected
 from tests.comfyui.test_families import CASES, has_class, save_case, skip_without_class
 
 pytestmark = pytest.mark.comfyui
@@ -37,16 +38,24 @@ CHANGES = [
     *(("wan.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE", "RIFLEx", "RIFLEx and ScaleROPE")),
     ("tiny-sd3.safetensors", "LazyCache"),
 ]
+DEFAULT = [("tiny.safetensors", "EasyCache"), ("tiny.safetensors", "ScaleROPE"), ("wan.safetensors", "RIFLEx and ScaleROPE")]
+CACHES_OF = [each for each in CHANGES if each[1].endswith("Cache")]
+IGNORED = [("tiny-sd3.safetensors", "ScaleROPE"), ("tiny-sd3.safetensors", "EasyCache")]
+
+
+def rows(changes: list, default: list) -> list:
+    return [pytest.param(*each, marks=() if each in default else pytest.mark.full) for each in changes]
 
 
 @pytest.fixture(scope="module")
-def found(inside, base):
+def found(request, inside, base):
+    skip = [each.replace(", ", " ") for each in unselected(request, "file", "change", of=[*CHANGES, *IGNORED])]
     case = next(case for case in all_cases() if case.name == "wan-2.1-t2v")
     case.save(case.model(case.native.config), base / "models/diffusion_models/wan.safetensors", case.native.config)
-    return inside.run("reach")[0]
+    return inside.run("reach", skip=skip)[0]
 
 
-@pytest.mark.parametrize(("file", "change"), CHANGES)
+@pytest.mark.parametrize(("file", "change"), rows(CHANGES, DEFAULT))
 def test_equals_the_native_model_with_the_same_node(found, measured, file, change):
     got = found[f"{file} {change}"]
     assert "error" not in got, got
@@ -55,7 +64,7 @@ def test_equals_the_native_model_with_the_same_node(found, measured, file, chang
     assert got["difference"] <= LIMIT
 
 
-@pytest.mark.parametrize(("file", "change"), [each for each in CHANGES if each[1].endswith("Cache")])
+@pytest.mark.parametrize(("file", "change"), rows(CACHES_OF, DEFAULT))
 def test_a_cache_of_another_node_sees_whole_calls_under_pipefusion(found, file, change):
     got = found[f"{file} {change}"]
     assert got["difference, banded"] <= LIMIT
@@ -63,9 +72,9 @@ def test_a_cache_of_another_node_sees_whole_calls_under_pipefusion(found, file, 
     assert got["whole because"][0] is not None
 
 
-@pytest.mark.parametrize("change", ["EasyCache", "ScaleROPE"])
-def test_what_a_native_model_takes_no_notice_of_is_ignored(found, change):
-    got = found[f"tiny-sd3.safetensors {change}"]
+@pytest.mark.parametrize(("file", "change"), rows(IGNORED, IGNORED[:1]))
+def test_what_a_native_model_takes_no_notice_of_is_ignored(found, file, change):
+    got = found[f"{file} {change}"]
     assert got["moved"] == 0.0
     assert got["difference"] <= LIMIT
 

@@ -21,8 +21,8 @@ SAME = "wan-flow-rvs"
 """The blocks of wan-2.1-t2v, with a sampler under which attention hardly shows."""
 OTHERS = (case for case in CASES if case.row.blocks.segments and not case.native.newer and case.name != SAME)
 SPARSE = [FAST, *OTHERS]
-DEFAULT = ("flux-kontext", "wan-2.1-t2v", "ltx-2.3", "minimax-h3-fast")
-"""One of each kind of sequence: references, a video alone, sound apart and inside."""
+DEFAULT = ("wan-2.1-t2v", "minimax-h3-fast")
+"""A video alone, and with its sound inside."""
 OF_CLASS = ("wan-2.1-t2v",)
 """Run by ComfyUI's own class, too."""
 SHOWS = 5e-3

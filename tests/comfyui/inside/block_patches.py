@@ -44,7 +44,7 @@ def main(results: Results, wan: str) -> None:
         "HyperTile": partial(extra, "HyperTile", tile_size=64, swap_size=2, max_depth=0, scale_depth=False),
         "plain": lambda model: model,
     }
-    guided = {name: add for name, add in guided.items() if name == "plain" or add.args[0] in known}
+    lacking = {name: add.args[0] for name, add in guided.items() if name != "plain" and add.args[0] not in known}
     both, uneven = prompts(9, 9), prompts(9, 5)
     natives = {
         name: comfy.sd.load_diffusion_model(
@@ -80,8 +80,8 @@ def main(results: Results, wan: str) -> None:
     }
 
     def case(mode: str, file: str, name: str, note: str = "", **settings: Any) -> None:
-        if name in guided:
-            results.case(f"{name}{note}, {mode}", partial(compare, modes[mode], file, name, **settings))
+        measure = partial(compare, modes[mode], file, name, **settings)
+        results.case(f"{name}{note}, {mode}", (lambda: {"lacks": lacking[name]}) if name in lacking else measure)
 
     for name in guided:
         if name not in ("plain", "SLG SD3", "HyperTile"):

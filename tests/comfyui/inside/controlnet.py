@@ -305,8 +305,8 @@ def ending(kind: Kind, results: Results) -> None:
             raise RuntimeError("the ControlNet's own error")
 
     for turn in (0, 3):
-        results.case(f"cancel in call {turn}", partial(again, partial(cancel_at, turn)))
-        results.case(f"error in call {turn}", partial(again, partial(fail_at, turn)))
+        results.case(f"cancel in call, {turn}", partial(again, partial(cancel_at, turn)))
+        results.case(f"error in call, {turn}", partial(again, partial(fail_at, turn)))
 
 
 def refusals(results: Results) -> None:

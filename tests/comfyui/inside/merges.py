@@ -14,13 +14,13 @@ WIDTH = {"Flux": 256, "SD3": 192}
 MODELS = BASE / "models" / "diffusion_models"
 
 
-def main(results: Results) -> None:
+def main(results: Results, families: list[str]) -> None:
     from comfy_extras import nodes_attention_multiply, nodes_lora_extract, nodes_model_merging  # once ComfyUI is up
 
     nodes.NODE_CLASS_MAPPINGS.update(nodes_model_merging.NODE_CLASS_MAPPINGS)
     extract = nodes_lora_extract.LoraSave.execute
     multiply = nodes_attention_multiply.UNetSelfAttentionMultiply.execute
-    for family in FILES:
+    for family in families:
         compare_family(family, results, extract, multiply)
     quantised = quantised_copy()
     results.case("refusal of saving", lambda: save_model(quantised, "quantised"))
