@@ -6,81 +6,92 @@ import re
 import numpy as np
 import pytest
 
+from tests.comfyui.conftest import unselected
 from tests.comfyui.test_server import LOADER, pixels, small
 
 pytestmark = pytest.mark.comfyui
 
 
-@pytest.fixture(scope="module")
-def ran(inside):
-    return inside.run("auto")
+CASES = (
+    *("batches", "tokens", "displaced", "pipefusion_unused", "sampler_node", "kept", "ulysses_config", "unloads"),
+    *("cancelled", "advised", "nothing_fits", "for_real", "pipefusion", "by_hand_first", "slow_links", "one_device"),
+)
 
 
 @pytest.fixture(scope="module")
-def found(ran):
-    return ran[0]
+def ran(request, inside):
+    return inside.run("auto", skip=unselected(request, "case", of=((case,) for case in CASES)))
 
 
-def got(found, case: str) -> dict:
-    assert "error" not in found[case], found[case]["traceback"]
-    return found[case]
+@pytest.fixture
+def case(request, ran) -> dict:
+    """What inside/auto.py found of a case."""
+    found = ran[0][request.param]
+    assert "error" not in found, found["traceback"]
+    return found
+
+
+def of(name: str, *marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """The decorator of a test of this case."""
+    assert name in CASES
+    return pytest.mark.parametrize("case", [pytest.param(name, marks=marks)], indirect=True)
 
 
 BOTH, ONE = ["cpu", "cpu"], ["cpu"]
 
 
-def test_two_prompts_go_side_by_side(found):
-    case = got(found, "batches")
+@of("batches")
+def test_two_prompts_go_side_by_side(case):
     assert case["before"] == ["one rank", ONE]  # nothing is known before the first run
     assert case["chosen"] == ["split_batch_degree 2", BOTH]
     assert case["difference"] == 0
     assert case["said"].startswith("Parallel DiT: degrees auto: split_batch_degree 2 on cpu, cpu, planned ")
 
 
-def test_one_prompt_shares_its_tokens(found):
-    case = got(found, "tokens")
+@of("tokens", pytest.mark.full)
+def test_one_prompt_shares_its_tokens(case):
     degrees, devices = case["chosen"]
     assert degrees in ("ulysses_degree 2", "ulysses_degree 2 by all-gather", "ring_degree 2", "tensor_parallel_degree 2")
     assert devices == BOTH
     assert case["difference"] == 0
 
 
-def test_slow_links_leave_one_device(found):
-    case = got(found, "slow_links")
+@of("slow_links", pytest.mark.full)
+def test_slow_links_leave_one_device(case):
     assert case["chosen"] == ["one rank", ONE]
     assert case["difference"] == 0
 
 
-def test_pipefusion_is_taken_where_it_is_applied_and_nowhere_else(found):
-    case = got(found, "pipefusion")
+@of("pipefusion")
+def test_pipefusion_is_taken_where_it_is_applied_and_nowhere_else(case):
     assert case["chosen"] == case["again"] == ["pipefusion_degree 2", BOTH]
     assert case["without"] == ["one rank", ONE]
     assert case["difference"] == 0
     assert case["measured"] == 1
 
 
-def test_displaced_patches_are_taken_where_they_are_faster_than_both(found):
-    case = got(found, "displaced")
+@of("displaced", pytest.mark.full)
+def test_displaced_patches_are_taken_where_they_are_faster_than_both(case):
     assert case["chosen"] == ["patch_degree 2", BOTH]
     assert case["difference"] == 0
 
 
-def test_where_an_exact_mode_is_faster_nothing_runs_in_bands(found):
-    case = got(found, "pipefusion_unused")
+@of("pipefusion_unused", pytest.mark.full)
+def test_where_an_exact_mode_is_faster_nothing_runs_in_bands(case):
     assert "pipefusion" not in case["chosen"][0]
     assert case["chosen"][1] == BOTH
     assert case["difference"] == 0
 
 
-def test_pipefusion_sampler_reports_the_degrees_that_were_chosen(found):
-    case = got(found, "sampler_node")
+@of("sampler_node", pytest.mark.full)
+def test_pipefusion_sampler_reports_the_degrees_that_were_chosen(case):
     assert case["chosen"] == ["pipefusion_degree 2", BOTH]
     assert "pipefusion_degree 2" in case["report"]
     assert "pipelined in 4 bands" in case["report"]
 
 
-def test_the_plan_is_kept_until_the_model_is_unloaded(found):
-    case = got(found, "kept")
+@of("kept")
+def test_the_plan_is_kept_until_the_model_is_unloaded(case):
     assert case["first"] != ["split_batch_degree 2", BOTH]
     assert case["ours"] == [case["first"]] * 2
     assert case["same"]
@@ -88,24 +99,25 @@ def test_the_plan_is_kept_until_the_model_is_unloaded(found):
     assert case["measured"] == 1
 
 
-def test_degrees_by_hand_are_no_plan(found):
-    assert got(found, "by_hand_first")["chosen"] == ["one rank", ONE]
+@of("by_hand_first", pytest.mark.full)
+def test_degrees_by_hand_are_no_plan(case):
+    assert case["chosen"] == ["one rank", ONE]
 
 
-def test_one_device_needs_no_calibration(found):
-    case = got(found, "one_device")
+@of("one_device")
+def test_one_device_needs_no_calibration(case):
     assert case["chosen"] == case["auto"] == ["one rank", ONE]
     assert case["measured"] == 0
 
 
-def test_ulysses_config_says_how_attention_is_computed_and_no_more(found):
-    case = got(found, "ulysses_config")
+@of("ulysses_config", pytest.mark.full)
+def test_ulysses_config_says_how_attention_is_computed_and_no_more(case):
     assert case["chosen"] == ["split_batch_degree 2", BOTH]
     assert case["attention"] == "sdpa"
 
 
-def test_real_ranks_are_calibrated_once_and_the_file_is_kept(found):
-    case = got(found, "for_real")
+@of("for_real")
+def test_real_ranks_are_calibrated_once_and_the_file_is_kept(case):
     gained, of = case["gained"].split(" ", 1)
     assert of == "x one rank"
     assert 0 < float(gained) < 10, "what a kept calibration says of one rank, beside what the run took"
@@ -125,8 +137,9 @@ def test_real_ranks_are_calibrated_once_and_the_file_is_kept(found):
     assert case["difference"] == 0
 
 
-def test_another_setting_that_is_faster_is_named_once(found):
-    stages, again, replicas, cached = (text.splitlines() for text in got(found, "advised")["ended"])
+@of("advised")
+def test_another_setting_that_is_faster_is_named_once(case):
+    stages, again, replicas, cached = (text.splitlines() for text in case["ended"])
     for text in (stages, again, replicas):
         assert re.fullmatch(r"Parallel DiT: [\d.]+ s, 0\.0 x one rank", text[0])
         assert text[1] == "exact, on 2 ranks"
@@ -137,29 +150,31 @@ def test_another_setting_that_is_faster_is_named_once(found):
     assert cached[2].startswith("step cache: ")
 
 
-def test_comfyuis_button_unloads_what_was_chosen(found):
-    case = got(found, "unloads")
+@of("unloads", pytest.mark.full)
+def test_comfyuis_button_unloads_what_was_chosen(case):
     assert case["held"] > 0
     assert case["left"] == 0
 
 
-def test_cancel_while_calibrating(found):
-    case = got(found, "cancelled")
+@of("cancelled")
+def test_cancel_while_calibrating(case):
     assert case["stopped"]
     assert case["chosen"] == ["split_batch_degree 2", BOTH]
 
 
-def test_stages_by_hand_are_refused(found):
-    assert "stage_split is '3,2', for stages that are not known while degrees is auto" in found["stages_by_hand"]["error"]
+def test_stages_by_hand_are_refused(ran):
+    assert "stage_split is '3,2', for stages that are not known while degrees is auto" in ran[0]["stages_by_hand"]["error"]
 
 
-def test_where_nothing_fits_what_needs_least_is_tried_and_said(ran):
-    degrees, devices = got(ran[0], "nothing_fits")["chosen"]
+@of("nothing_fits", pytest.mark.full)
+def test_where_nothing_fits_what_needs_least_is_tried_and_said(ran, case):
+    degrees, devices = case["chosen"]
     assert degrees in ("pipefusion_degree 2", "tensor_parallel_degree 2")  # either rank has half of the weights
     assert devices == BOTH
     assert "nothing fits these devices by its estimate" in ran[1]
 
 
+@pytest.mark.full
 def test_on_the_server(server):
     """The bundled workflow with auto, then with the degrees that it said."""
     prompt = small(seed=77, num_pipeline_patch=0, stage_split="even")

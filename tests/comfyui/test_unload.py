@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer
+from tests.comfyui.conftest import mostly_full
 from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
 from tests.comfyui.websocket import Events
 from tests.system.test_memory import write_random
@@ -151,15 +152,20 @@ CHANGES = {
 }
 
 
-def test_a_run_under_way_keeps_the_model_that_it_began_with(server, base, tmp_path):
+SPACES = itertools.count()
+"""In a prompt's text, which ComfyUI's cache has not seen so."""
+
+
+@pytest.mark.parametrize("change", mostly_full(("unloaded", *CHANGES), ("unloaded", "overwritten")))
+def test_a_run_under_way_keeps_the_model_that_it_began_with(server, base, tmp_path, change):
     """Whatever becomes of the file and whoever asks for its memory. The next prompt reads the file anew."""
     path = base / "models" / "diffusion_models" / "changing.safetensors"
     write_random(path, LARGE | {"width": 128})
-    first, spaces = path.read_bytes(), itertools.count()
+    first = path.read_bytes()
 
     def unseen() -> dict[str, Any]:
         """The same prompt, by another text to ComfyUI's cache."""
-        return prompt(path.name, seed=80, steps=40, text="3 1 4 1" + " " * next(spaces))
+        return prompt(path.name, seed=80, steps=40, text="3 1 4 1" + " " * next(SPACES))
 
     def anew() -> np.ndarray:
         outcome = server.run(unseen())
@@ -167,19 +173,16 @@ def test_a_run_under_way_keeps_the_model_that_it_began_with(server, base, tmp_pa
         return pixels(outcome.images[0])
 
     expected = anew()
-    for change in ("unloaded", *CHANGES):
-        path.write_bytes(first)
-        (other := tmp_path / "other").write_bytes(first[:-400_000] + bytes(400_000))
-        assert np.array_equal(anew(), expected), change
-        with Events(server.port, "change-test") as events:
-            prompt_id = server.queue(unseen(), client_id="change-test")
-            events.until("progress", prompt_id, where=lambda data: data["max"] == 40 and data["value"] >= 2)
-            CHANGES.get(change, lambda *_: server.post("/parallel_dit/ranks/unload", {}))(path, other)
-            outcome = server.wait(prompt_id)
-        assert outcome.status == "success", (change, outcome.error)
-        assert np.array_equal(pixels(outcome.images[0]), expected), change
-        if change in ("replaced", "overwritten"):
-            assert not np.array_equal(anew(), expected), change
+    (other := tmp_path / "other").write_bytes(first[:-400_000] + bytes(400_000))
+    with Events(server.port, "change-test") as events:
+        prompt_id = server.queue(unseen(), client_id="change-test")
+        events.until("progress", prompt_id, where=lambda data: data["max"] == 40 and data["value"] >= 2)
+        CHANGES.get(change, lambda *_: server.post("/parallel_dit/ranks/unload", {}))(path, other)
+        outcome = server.wait(prompt_id)
+    assert outcome.status == "success", outcome.error
+    assert np.array_equal(pixels(outcome.images[0]), expected)
+    if change in ("replaced", "overwritten"):
+        assert not np.array_equal(anew(), expected)
     path.unlink(missing_ok=True)
 
 

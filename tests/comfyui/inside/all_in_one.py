@@ -4,6 +4,7 @@ CLIP-L alone, narrower than ComfyUI's; all else is read from the file as ever.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -66,6 +67,12 @@ def again(part) -> float:
     return max(difference(one[key], two[key]) for key in one if not key.startswith("encoder."))
 
 
+def quantised(file: str) -> dict[str, object]:
+    _, *ours = parallel(file)
+    _, *theirs, _ = comfy.sd.load_checkpoint_guess_config(str(FOLDER / file), output_model=False)
+    return compared(*ours, *theirs)
+
+
 def compare(results: Results) -> None:
     path = FOLDER / "tiny.safetensors"
     original, read = comfy.sd.load_state_dict_guess_config, []
@@ -84,10 +91,7 @@ def compare(results: Results) -> None:
     results.case("tiny: CLIP and VAE", lambda: compared(clip, vae, native_clip, native_vae))
     results.case("again", lambda: [again(clip), again(vae)])
     for name in ("scaled", "noted"):
-        file = f"{name}.safetensors"
-        _, *ours = parallel(file)
-        _, *theirs, _ = comfy.sd.load_checkpoint_guess_config(str(FOLDER / file), output_model=False)
-        results.case(f"{name}: CLIP and VAE", lambda ours=ours, theirs=theirs: compared(*ours, *theirs))
+        results.case(f"{name}: CLIP and VAE", partial(quantised, f"{name}.safetensors"))
     prompts = [conditioning(clip)] * 2
 
     def sampled() -> float:

@@ -40,7 +40,7 @@ def arguments(*kinds: type) -> set[str]:
     return names - {"device", "dtype", "operations", "kwargs", "wan_attn_block_class"}
 
 
-def main(results: Results) -> None:
+def main(results: Results, with_files: bool) -> None:
     results.case("header entries", header_entries)
-    for kind in comfy.supported_models.models:
+    for kind in comfy.supported_models.models if with_files else ():
         results.case(kind.__name__, partial(load, kind))

@@ -8,6 +8,7 @@ import copy
 import importlib
 import json
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -190,19 +191,19 @@ def main(results: Results) -> None:
     results.case("encode Wan 2.2", lambda: encode(wan22_vae(), 5, 48, 32))
     results.case("encode MiniMax H3", lambda: encode(h3_vae(), 22, 96, 80))
 
-    hunyuan = hunyuan_video_vae()
-    results.case("encode HunyuanVideo", lambda: encode(hunyuan, 14, 40, 24))
-    results.case("decode HunyuanVideo", lambda: decode(hunyuan, 1, 16, 4, 5, 3))
-    results.case("decode HunyuanVideo, one frame, batch 2", lambda: decode(hunyuan, 2, 16, 1, 3, 4))
-    picture = hunyuan_vae("vae", 64, 32)
-    results.case("encode HunyuanImage 2.1", lambda: encode(picture, 1, 96, 64))
-    results.case("decode HunyuanImage 2.1, batch 2", lambda: decode(picture, 2, 64, 2, 3))
-    refiner = hunyuan_vae("vae_refiner", 32, 16, refiner_vae=False)
-    results.case("encode refiner", lambda: encode(refiner, 1, 48, 32))
-    results.case("decode refiner", lambda: decode(refiner, 1, 32, 1, 3, 2))
-    video = hunyuan_vae("vae_refiner", 32, 16)
-    results.case("encode HunyuanVideo 1.5", lambda: encode(video, 9, 48, 32))
-    results.case("decode HunyuanVideo 1.5", lambda: decode(video, 1, 32, 3, 3, 2))
+    hunyuan = cache(hunyuan_video_vae)
+    results.case("encode HunyuanVideo", lambda: encode(hunyuan(), 14, 40, 24))
+    results.case("decode HunyuanVideo", lambda: decode(hunyuan(), 1, 16, 4, 5, 3))
+    results.case("decode HunyuanVideo, one frame, batch 2", lambda: decode(hunyuan(), 2, 16, 1, 3, 4))
+    picture = cache(partial(hunyuan_vae, "vae", 64, 32))
+    results.case("encode HunyuanImage 2.1", lambda: encode(picture(), 1, 96, 64))
+    results.case("decode HunyuanImage 2.1, batch 2", lambda: decode(picture(), 2, 64, 2, 3))
+    refiner = cache(partial(hunyuan_vae, "vae_refiner", 32, 16, refiner_vae=False))
+    results.case("encode refiner", lambda: encode(refiner(), 1, 48, 32))
+    results.case("decode refiner", lambda: decode(refiner(), 1, 32, 1, 3, 2))
+    video = cache(partial(hunyuan_vae, "vae_refiner", 32, 16))
+    results.case("encode HunyuanVideo 1.5", lambda: encode(video(), 9, 48, 32))
+    results.case("decode HunyuanVideo 1.5", lambda: decode(video(), 1, 32, 3, 3, 2))
 
     for name, config in {"LTX-Video 0.9": LTX_09, "LTX-Video 0.9.5": LTX_095, "LTX-2": LTX_2}.items():
         vae = ltx_vae(config)
