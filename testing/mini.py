@@ -100,7 +100,7 @@ def conditioning(
 def save_header(path: Path, config: Mapping[str, Any] = FLUX_DEV) -> Path:
     """A bf16 file of the class, of which only the header is written."""
     state = build(mini_flux(**config)).state_dict()
-    return write_header(path, {name: tuple(value.shape) for name, value in state.items()}, None)
+    return write_header(path, {name: tuple(value.shape) for name, value in state.items()})
 
 
 def load(path: Path) -> torch.nn.Module:

@@ -1,6 +1,5 @@
 """Models with the shapes of published ones: their files, of which only the header is written, and the inputs of a call."""
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.rank.stage.meta_model import meta_model
-from testing import ltx_headers, mini
+from testing import mini
 from testing.files import write_header
 
 
@@ -21,8 +20,7 @@ class RealModel:
     """A model and what is made with it, in bf16.
 
     `latents`: of one entry, [C, (T,) H, W], and the companion's. `text`: [tokens, width] of a prompt. `entries`: of a call,
-    two with guidance. `call`: further inputs of ComfyUI's model call. `metadata`: of the file's header. `depths`: arguments
-    of the class that count blocks.
+    two with guidance. `call`: further inputs of ComfyUI's model call. `depths`: arguments of the class that count blocks.
     """
 
     family_name: str
@@ -33,7 +31,6 @@ class RealModel:
     entries: int = 1
     call: dict[str, Any] = field(default_factory=dict)
     timestep: float = 1.0
-    metadata: dict[str, Any] = field(default_factory=dict)
     depths: tuple[str, ...] = ("num_layers",)
 
     @property
@@ -41,18 +38,11 @@ class RealModel:
         return FAMILIES[self.family_name]
 
     def with_depths(self, *depths: int) -> "RealModel":
-        """The same with so many blocks of each list, which a header may say, too."""
-        numbers = dict(zip(self.depths, depths, strict=True))
-        metadata = dict(self.metadata)
-        if "config" in metadata:
-            stated = json.loads(metadata["config"])["transformer"]
-            metadata["config"] = json.dumps(
-                {"transformer": stated | {name: numbers[name] for name in numbers if name in stated}}
-            )
-        return replace(self, config=self.config | numbers, metadata=metadata)
+        """The same with so many blocks of each list."""
+        return replace(self, config=self.config | dict(zip(self.depths, depths, strict=True)))
 
     def save(self, path: Path) -> Path:
-        return save_header(path, self.config, self.family_name, self.metadata)
+        return save_header(path, self.config, self.family_name)
 
     def opened(self, path: Path) -> Checkpoint:
         return open_checkpoint(path)
@@ -130,31 +120,6 @@ MINIMAX_H3 = {
     "rope_freq_dim": 16,
     "adaln_curve_grid": None,
 }
-LTX_23 = {
-    "in_channels": 128,
-    "out_channels": 128,
-    "num_attention_heads": 32,
-    "attention_head_dim": 128,
-    "cross_attention_dim": 4096,
-    "audio_in_channels": 128,
-    "audio_out_channels": 128,
-    "audio_num_attention_heads": 32,
-    "audio_attention_head_dim": 64,
-    "audio_cross_attention_dim": 2048,
-    "num_layers": 48,
-    "caption_channels": 3840,
-    "use_prompt_embeddings": False,
-    "use_prompt_adaln_single": True,
-    "use_keyframes_abs_pos_embedding": False,
-    "ff_bias": True,
-    "audio_ff_bias": True,
-    "rope_type": "split",
-    "rope_double_precision": True,
-    "cross_attn_timestep_scale_multiplier": 1000.0,
-    "connector_num_attention_heads": 32,
-    "audio_connector_num_attention_heads": None,
-    **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
-}
 QWEN_IMAGE_21 = {
     "in_channels": 64,
     "out_channels": 64,
@@ -196,15 +161,6 @@ REAL_MODELS = {
         (512, 5120),
         timestep=1000.0,
     ),
-    "ltx-2.3": RealModel(
-        "ltx-2",
-        LTX_23,
-        "121 frames, 1280 x 704, with sound",
-        ((128, 16, 22, 40), (8, 126, 16)),
-        (1024, 4096 + 2048),
-        call={"frame_rate": 24.0},
-        metadata={"config": json.dumps({"transformer": ltx_headers.LTX_23})},
-    ),
     "wan-2.2-5b": RealModel(
         "wan",
         WAN_5B,
@@ -237,9 +193,9 @@ WITH_REFERENCES = {
 """A model whose prompt, with its given pictures, is computed once a run."""
 
 
-def save_header(path: Path, config: dict[str, Any], family: str, metadata: dict[str, Any] | None = None) -> Path:
+def save_header(path: Path, config: dict[str, Any], family: str) -> Path:
     """A bf16 file of this model, in its original layout."""
     with torch.device("meta"):
         state = meta_model(FAMILIES[family], config).state_dict()
         shapes = {name: tuple(value.shape) for name, value in to_original(FAMILIES[family], config, state).items()}
-    return write_header(path, shapes | FAMILIES[family].file.computed(config), metadata)
+    return write_header(path, shapes | FAMILIES[family].file.computed(config))

@@ -36,9 +36,7 @@ def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
 def published_model(path: Path) -> torch.nn.Module:
     """The checkpoint in fp32 as a model of the family's class, without what a rank changes in it (fuse_norms)."""
     family, whole = open_checkpoint(path).family, whole_model(path)
-    config = {name: value for name, value in whole.config.items() if name not in family.file.settings}
-    model = family.transformer_class().from_config(config).eval()
-    model.register_to_config(**whole.config)
+    model = family.transformer_class().from_config(whole.config).eval()
     model.load_state_dict(whole.state_dict())
     return model
 

@@ -32,7 +32,7 @@ DEVICE = torch.device("cuda", 0)
 def built(case: dict[str, Any]) -> torch.nn.Module:
     """The class that ComfyUI makes for a file of these shapes, in bf16, on the hollow device."""
     state = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in case["shapes"].items()}
-    config = comfy.model_detection.model_config_from_unet(state, "", metadata=case["metadata"])
+    config = comfy.model_detection.model_config_from_unet(state, "", metadata={})
     config.set_inference_dtype(torch.bfloat16, None)
     with torch.device("meta"):
         model = config.get_model(state, "", device=torch.device("meta")).diffusion_model.eval()

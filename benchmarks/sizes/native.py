@@ -31,7 +31,6 @@ def _case(real: RealModel) -> dict[str, Any]:
     call = real.call_tensors()
     return {
         "shapes": _shapes(real),
-        "metadata": real.metadata,
         "tensors": {name: tuple(value.shape) for name, value in call.items()},
         "values": {name: _plain(value) for name, value in real.call.items()},
         "latents": real.latents,

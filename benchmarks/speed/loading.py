@@ -1,8 +1,6 @@
 """Memory and seconds of loading one checkpoint on several ranks, in every mode.
 
     python -m benchmarks.speed.loading --gigabytes 2 --rounds 2 --out benchmarks/results/loading_NAME_DATE.json
-    python -m benchmarks.speed.loading --model minimax-h3 --gigabytes 1.2 --out FILE
-    python -m benchmarks.speed.loading --model ltx-2 --gigabytes 1.3 --out FILE
     python -m benchmarks.speed.loading --formats fp32,bf16,fp8,int8 --gigabytes 1 --out FILE
 
 With `--formats` files of the same values (`--gigabytes` in fp32) in ComfyUI's formats, what is not quantised in bf16, and

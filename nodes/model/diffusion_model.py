@@ -12,7 +12,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.enlarged import enlarge
-from parallel_backend.checkpoints.reader import text_values
+from parallel_backend.checkpoints.reader import node_value
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import registry
@@ -53,7 +53,6 @@ from .patch_trial import Patch
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, SamplingRun, steps_of
 from .text_guidance import GUIDANCE_KEY, TextLayers, takes_second_text
-from .text_model import TEXT_METHOD, NativeText
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +139,6 @@ class RemoteDiffusionModel(torch.nn.Module):
         Ranks drop what they have kept by themselves when the conditioning or the weights change."""
 
     @functools.cached_property
-    def _text(self) -> NativeText:
-        return NativeText(self.checkpoint)
-
-    @functools.cached_property
     def controls_here(self) -> ControlsHere:
         return ControlsHere(self.checkpoint, lambda: self.native, self.unet_config, self.dtype)
 
@@ -160,19 +155,11 @@ class RemoteDiffusionModel(torch.nn.Module):
             if name == "checkpoint":  # before __init__ has set it
                 raise
             family, tensors = self.checkpoint.family, self.weights.original
-            if name == TEXT_METHOD and family.text_model is not None:
-                return self._preprocess_text
             if name in family.node_tensors:
-                return text_values(self.checkpoint, name, self.dtype, torch.device("cpu"))[""]
+                return node_value(self.checkpoint, name, self.dtype)
             found = NativeNames(self.checkpoint, tensors, "").at(name)
             is_text = name == LAYERS and takes_second_text(family)
             return TextLayers(self.checkpoint, tensors, f"{LAYERS}.") if is_text else found
-
-    def _preprocess_text(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        """NativeText.preprocess with the run's LoRAs."""
-        patches, bypass_patches = self.run.patches, self.run.bypass_patches
-        both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
-        return self._text.preprocess(both, self.run.patches_uuid, *arguments, **named)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
@@ -217,10 +204,10 @@ class RemoteDiffusionModel(torch.nn.Module):
     def _deltas(self) -> Iterator[Delta]:
         """All changes of weights for the ranks. Group 0 always applies. Each further group is one hook, whose strength
         may change from call to call."""
-        text_keys = {PREFIX + key for key in self.checkpoint.text_keys("")}  # weights of NativeText, in this process
+        of_nodes = {PREFIX + key for key in self.checkpoint.node_keys}
         groups = enumerate(self.run.hook_patches.values(), 1)
         heads = self.heads_of(self.run.patches)
-        left_out = text_keys if heads == 1 else text_keys | BANK_KEYS
+        left_out = of_nodes if heads == 1 else of_nodes | BANK_KEYS
         for group, patches in ((0, self.run.patches), (0, self.run.bypass_patches), *groups):
             yield from self.weights.deltas({key: each for key, each in patches.items() if key not in left_out}, group)
         if heads > 1:

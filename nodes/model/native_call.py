@@ -22,7 +22,6 @@ NATIVE: Mapping[str, str] = {
     **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"), _WAN),
     "WAN22_Animate": "wan.model_animate:AnimateWanModel",
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
-    "LTXAV": "lightricks.av_model:LTXAVModel",
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
     "SeedVR2": "seedvr.model:NaDiT",

@@ -66,11 +66,10 @@ from .own_calls import (
 from .own_changes import OTHER_CALL, OwnChanges, whole_call
 from .own_class_file import own_class
 from .own_degrees import shared_out
-from .own_text import OwnText
+from .own_text import TEXT_METHOD, OwnText
 from .reach import OURS, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
 from .shipped_plans import shipped_proof
-from .text_model import TEXT_METHOD, NativeText
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ class OwnClassModel(RemoteDiffusionModel):
         return build(self._own)
 
     @functools.cached_property
-    def _text(self) -> NativeText:
+    def _text(self) -> OwnText:
         return OwnText(self.checkpoint, self.dtype)
 
     @functools.cached_property
@@ -160,6 +159,12 @@ class OwnClassModel(RemoteDiffusionModel):
                 "Load it with ComfyUI's own loader, on one card."
             )
         return value
+
+    def _preprocess_text(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        """OwnText.preprocess with the run's LoRAs."""
+        patches, bypass_patches = self.run.patches, self.run.bypass_patches
+        both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
+        return self._text.preprocess(both, self.run.patches_uuid, *arguments, **named)
 
     def _call(
         self,

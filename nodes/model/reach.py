@@ -31,12 +31,12 @@ BOOKKEEPING = frozenset(
 """Entries of transformer_options that describe the call. No native model's result depends on them."""
 
 READ_BY: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("stg_self_attn_blocks", "a2v_cross_attn", "v2a_cross_attn", "run_vx", "run_ax"), frozenset({"LTXAV"})),
-    "stg_skip_self_attn": frozenset({"LTXAV"}),
     **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset({"MiniMaxH3"})),
     # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
     **dict.fromkeys(("k6_magcache", "prism_attention", "prism_sparsity", "prism_cdf_threshold"), frozenset()),
+    **dict.fromkeys(("stg_self_attn_blocks", "stg_skip_self_attn", "run_vx", "run_ax"), frozenset()),
+    **dict.fromkeys(("a2v_cross_attn", "v2a_cross_attn"), frozenset()),
     "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
     **dict.fromkeys(("sigmas", "sample_sigmas"), frozenset()),
     "rope_options": frozenset(

@@ -29,7 +29,7 @@ from parallel_backend.families.others import UnknownModel
 
 from .class_check import check_class
 from .file_state import check_file_state, file_state, has_changed
-from .limits import check_settings, check_sizes, check_stated
+from .limits import check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
 from .single_file import entries_of, unknown
@@ -50,7 +50,7 @@ class Checkpoint:
     path: Path
     family: Family
     config: dict[str, Any]
-    """Arguments of the diffusers class, and the family's settings."""
+    """Arguments of the family's class."""
     key_map: dict[str, Source]
     """Parameter of the model -> where its values are."""
     entries: dict[str, Entry] = field(repr=False)
@@ -114,14 +114,14 @@ class Checkpoint:
                 original[source.key][0] += shape[0]
             else:
                 original[source.key] = shape
-        text = {key: tuple(self.entries[key].shape) for key in self.text_keys("")}
-        return {key: tuple(shape) for key, shape in original.items()} | dict(self.family.file.computed(self.config)) | text
+        of_nodes = {key: tuple(self.entries[key].shape) for key in self.node_keys}
+        computed = dict(self.family.file.computed(self.config))
+        return {key: tuple(shape) for key, shape in original.items()} | computed | of_nodes
 
-    def text_keys(self, prefix: str) -> list[str]:
-        """Keys that begin with `prefix` of the family's text model and `node_tensors`, as the file has them."""
-        text_model = self.family.text_model
-        prefixes = self.family.node_tensors + (() if text_model is None else text_model.prefixes)
-        return [key for key in self.entries if key.startswith(prefix) and key.startswith(prefixes)]
+    @property
+    def node_keys(self) -> list[str]:
+        """Those of the family's `node_tensors` that the file has."""
+        return [key for key in self.family.node_tensors if key in self.entries]
 
     def check_degrees(self, degrees: Degrees) -> None:
         """Raise ValueError, naming the widget, for degrees that the model does not allow."""
@@ -275,23 +275,13 @@ def _open_single_file(path: Path, conversion: Conversion) -> Checkpoint:
 
 
 def configured(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that the tensors' shapes show, and the rest from the header's (`stated`)."""
+    """The configuration that the tensors' shapes show. ValueError if the header's (`stated`) is another."""
     try:
-        shown = family.file.configure({key: entry.shape for key, entry in entries.items()})
-        config = shown if (header := family.file.header) is None else header.arguments(stated) | shown
+        config = family.file.configure({key: entry.shape for key, entry in entries.items()})
     except KeyError as missing:
         raise ValueError(f"model_name: {short(path.name)} looks like {family.name}, but lacks {short(missing)}.") from None
-    settings = _settings(short(path.name), family, config, stated, len(entries))
     check_stated(short(path.name), family, config, stated)
-    return config | settings
-
-
-def _settings(name: str, family: Family, config: dict[str, Any], stated: dict[str, Any], tensors: int) -> dict[str, Any]:
-    """The family's settings of the file `name`, from its stated configuration or else the usual values; checked."""
-    usual_settings = {setting: usual(config) for setting, usual in family.file.settings.items()}
-    settings = {setting: stated.get(setting, usual) for setting, usual in usual_settings.items()}
-    check_settings(name, family.file, settings, usual_settings, tensors)
-    return settings
+    return config
 
 
 def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
@@ -303,8 +293,8 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
         raise ValueError(
             f"model_name: {name} lacks {short(missing[0])}" + f" and {len(missing) - 1} more." * (len(missing) > 1)
         )
-    text = {key: Source(key) for key in checkpoint.text_keys("")}
-    used = {source.key for source in checkpoint.key_map.values()} | text.keys()
+    of_nodes = {key: Source(key) for key in checkpoint.node_keys}
+    used = {source.key for source in checkpoint.key_map.values()} | of_nodes.keys()
     ignored = checkpoint.family.file.ignored
     used_or_not = used | checkpoint.family.file.computed(checkpoint.config).keys()
     unused = {
@@ -317,7 +307,7 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
             f"model_name: {name} holds {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
         )
-    for target, source in (checkpoint.key_map | text).items():
+    for target, source in (checkpoint.key_map | of_nodes).items():
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
         if source.rows is not None and source.rows.stop > (rows := shape[0] if shape else 0):
             raise ValueError(f"model_name: {name}: {short(source.key)} has {rows} rows, too few for {target}.")

@@ -92,10 +92,8 @@ def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], 
     # The device's context holds for this thread alone, and drawing values on it leaves torch's generator as it is: a sampler
     # may be making its noise meanwhile.
     with torch.device("meta"), torch.inference_mode():
-        arguments = {name: value for name, value in config.items() if name not in family.file.settings}
         with NoFirstValues():
-            model: Any = family.transformer_class()(**arguments).eval()
-        model.register_to_config(**{name: config[name] for name in family.file.settings})
+            model: Any = family.transformer_class()(**config).eval()
         from parallel_backend.families.models.norms import fuse_norms  # imports diffusers, as the class does
 
         fuse_norms(model)

@@ -6,13 +6,10 @@ Files come from anywhere. A malicious file must not make a rank build a million 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from inspect import Parameter
-from types import NoneType
 from typing import Any
 
 from parallel_backend.core.short_text import short
 from parallel_backend.families import Family
-from parallel_backend.families.base.file_layout import FileLayout
 from parallel_backend.families.base.step_inputs import Config
 
 MAX_SETTING = 1 << 20
@@ -22,22 +19,6 @@ MAX_UNSEEN = 1 << 12
 """Largest size that no tensor has, such as a length of text."""
 COUNTED = "layers", "blocks", "depth"
 """In names of settings that count modules, each of which has a tensor at least."""
-
-
-def check_settings(name: str, layout: FileLayout, settings: Config, defaults: Mapping[str, Any], tensors: int) -> None:
-    """ValueError, naming the setting of the checkpoint `name`, for a value that no model of the family has.
-
-    `layout`: of the family, with limits for some settings. `defaults`: setting -> a value of its type; None allows any type.
-    `tensors`: number of the checkpoint's tensors, which limits the number of layers.
-    """
-    for setting, value in settings.items():
-        most = tensors if setting.endswith("layers") else layout.max_settings.get(setting, MAX_SETTING)
-        if not _plausible(value, defaults.get(setting), most):
-            raise ValueError(
-                f"model_name: {name} says that its {setting} is {short(value)}, which no model of this kind has. Its "
-                "config.json is damaged, or made to do harm: get the model anew."
-            )
-    layout.check_together(name, settings)
 
 
 def check_stated(name: str, family: Family, config: Config, stated: Mapping[str, Any]) -> None:
@@ -50,7 +31,7 @@ def check_stated(name: str, family: Family, config: Config, stated: Mapping[str,
         return
     for entry, value in stated.items():
         known = header.values.get(entry)
-        if entry in family.file.settings or (known is None and header.others):
+        if known is None and header.others:
             continue
         shown = f"model_name: {name} says in its header that its {short(entry)} is {short(json.dumps(value))}. "
         if known is None:
@@ -75,7 +56,7 @@ def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequenc
             most = len(shapes)
         elif "theta" in argument:
             most = MAX_SETTING
-        if not _plausible(value, None, most):
+        if not _plausible(value, most):
             raise ValueError(
                 f"model_name: {name} says in its header that its {short(argument)} is {short(value)}, which no model with "
                 "such tensors has. It is damaged, or made to do harm: get the model anew."
@@ -86,21 +67,19 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-def _plausible(value: Any, default: Any, most: int) -> bool:
-    if value is Parameter.empty:
-        return False
-    if value is None:
-        return True
+def _plausible(value: Any, most: int) -> bool:
     if isinstance(value, (list, tuple, dict)):
-        items, kind = (value.values(), dict) if isinstance(value, dict) else (value, (list, tuple))
-        fit = len(value) <= MAX_LIST and all(_plausible(item, 0, most) and item is not None for item in items)
-        return fit and (default is None or isinstance(default, kind))
-    if isinstance(value, bool) or isinstance(default, bool):
-        return isinstance(value, bool) and (default is None or isinstance(default, bool))
-    if isinstance(value, (int, float)):
-        # Some settings are switches, with -1 for off.
-        return isinstance(default, (int, float, NoneType)) and math.isfinite(value) and -1 <= value <= most
-    return isinstance(value, str) and len(value) <= MAX_TEXT and isinstance(default, (str, NoneType))
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= MAX_LIST and all(_is_number(item, most) for item in items)
+    if value is None or isinstance(value, bool):
+        return True
+    return len(value) <= MAX_TEXT if isinstance(value, str) else _is_number(value, most)
+
+
+def _is_number(value: Any, most: int) -> bool:
+    # Some settings are switches, with -1 for off.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and -1 <= value <= most
 
 
 def check_sizes(name: str, family: Family, config: Config, shapes: list[tuple[int, ...]]) -> None:

@@ -1,17 +1,15 @@
 """A checkpoint's tensors one by one, under their keys in the family's original layout."""
 
 from collections import defaultdict
-from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 from parallel_backend.core.short_text import short
-from parallel_backend.families.base.file_layout import Source
 
 from .checkpoint import Checkpoint, to_original
 from .packed_formats import FP8_KINDS
-from .reader import reading
+from .reader import node_value, reading
 from .single_file import prefix_of
 from .tensor_files import Entry, read_header
 
@@ -24,7 +22,6 @@ class OriginalTensors:
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
-        self._text = frozenset(checkpoint.text_keys(""))
 
     @cached_property
     def _targets(self) -> dict[str, list[str]]:
@@ -37,9 +34,8 @@ class OriginalTensors:
     def value(self, key: str) -> torch.Tensor:
         """float32 on the CPU, for files of every layout and format. KeyError if no parameter has the key."""
         checkpoint, host = self._checkpoint, torch.device("cpu")
-        if key in self._text:
-            with reading(replace(checkpoint, key_map={key: Source(key)})) as reader:
-                return reader.values(key, torch.float32, None, host)
+        if key in checkpoint.node_keys:
+            return node_value(checkpoint, key, torch.float32)
         with reading(checkpoint) as reader:
             state = {target: reader.values(target, torch.float32, None, host) for target in self._targets[key]}
         return to_original(checkpoint.family, checkpoint.config, state)[key]

@@ -218,11 +218,10 @@ def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tens
     return {key.removeprefix(prefix): tensor for key, tensor in original.items()}
 
 
-def text_values(checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of the family's text model whose keys begin with `prefix`, by the rest of the key."""
-    keys = checkpoint.text_keys(prefix)
-    with reading(replace(checkpoint, key_map={key: Source(key) for key in keys})) as reader:
-        return {key.removeprefix(prefix): reader.values(key, dtype, None, device) for key in keys}
+def node_value(checkpoint: Checkpoint, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """One of the family's `node_tensors`, on the CPU."""
+    with reading(replace(checkpoint, key_map={key: Source(key)})) as reader:
+        return reader.values(key, dtype, None, torch.device("cpu"))
 
 
 def _stored(entry: Entry) -> Packing | None:

@@ -1,7 +1,6 @@
 """The registry of families. Each family has a file in this folder and a row here."""
 
 from . import (
-    ltx2,
     minimax_h3,
     qwen_image21,
     seedvr2,
@@ -19,7 +18,6 @@ FAMILIES: dict[str, Family] = {
         wan.WAN,
         wan_animate.WAN_ANIMATE,
         minimax_h3.MINIMAX_H3,
-        ltx2.LTX2,
         seedvr2.SEEDVR2,
     )
 }

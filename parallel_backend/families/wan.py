@@ -106,7 +106,6 @@ WAN = Family(
         # ComfyUI's class makes the same transformer for both types.
         header=wan.header("t2v", "i2v", "flow_rvs", in_dim_ref_conv=lambda config: (config["reference_channels"],)),
         ignored=(r".*\.norm_added_q\.weight",),
-        max_settings={"rope_max_seq_len": 1 << 16},
     ),
     blocks=Blocks(
         lists=(block_list("blocks", cuts=CUTS, projections=Projections(rotary_argument="rotary_emb")),),

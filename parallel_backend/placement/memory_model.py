@@ -15,10 +15,7 @@ from parallel_backend.core.spans import Span, split, split_carrying
 from parallel_backend.families.base.blocks import (
     CAUSAL_TEXT,
     IMAGE,
-    IMAGE_TO_TEXT,
     JOINT,
-    TEXT,
-    TEXT_TO_IMAGE,
     Over,
     StreamKeys,
 )
@@ -238,13 +235,11 @@ def head_values(
     """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over. `streams`: see
     Request."""
     tokens = {JOINT: image + text, CAUSAL_TEXT: image + text, IMAGE: image + padding}
-    tokens |= {TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
-    of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
     others = dict(streams)
 
     def values(over: Over) -> float:
         if not isinstance(over, StreamKeys):
-            return tokens[over] * of_text.get(over, sizes.head_size)
+            return tokens[over] * sizes.head_size
         of_streams = sum(others[stream] for stream in over.streams if text) if others else text
         return over.head_size * (image * over.image + of_streams)
 

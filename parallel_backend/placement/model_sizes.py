@@ -49,8 +49,6 @@ class ModelSizes:
     """Of `ends`, the bytes that tensor ranks share."""
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
-    text_head_size: int | None = None
-    """Channels of a head in attention over, or to, a text stream of another width. None: `head_size`."""
     traced: TracedStates | None = None
     """What a run takes, for models that were traced with real sizes."""
     lists: tuple[int, ...] = ()
@@ -130,7 +128,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family, config = checkpoint.family, checkpoint.config
     lists = block_lists(checkpoint)
-    on_gpus, text_hidden = "cuda" in device, family.sizes.text_hidden(config)
+    on_gpus = "cuda" in device
     computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
@@ -146,7 +144,6 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         on_gpus,
         checkpoint.tensor_degrees,
         ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
-        text_head_size=text_hidden and text_hidden // family.sizes.heads(config),
         traced=TRACED.get((family.name, family.sizes.hidden(config))),
         lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
         gathered=_gathered_bytes(checkpoint, lists, dtype),

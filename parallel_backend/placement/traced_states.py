@@ -62,13 +62,6 @@ TRACED: dict[tuple[str, int], TracedStates] = {
         patch=(15.79, 15.93, 19.16, 30.23),
         lists=(1.0,),
     ),
-    ("ltx-2", 4096): TracedStates(
-        tensor=(17.05, 10.09, 7.58, 7.33),
-        ulysses=(17.05, 18.14, 18.36, 18.8),
-        ring=(17.05, 21.16, 23.36, 23.8),
-        patch=(17.05, 17.16, 19.35, 27.72),
-        lists=(1.0,),
-    ),
     ("wan", 3072): TracedStates(
         tensor=(13.67, 9.0, 6.67, 5.92),
         ulysses=(13.67, 14.86, 17.24, 22.0),

@@ -106,8 +106,6 @@ class MicroStepState:
     conditioning: RankConditioning
     cache: ModuleCache
     buffer: KVBuffer | None
-    read_on_host: bool = False
-    """The forward read the timestep's values on the host, where they may differ at the next micro-step."""
 
     def pattern(self) -> Hashable:
         """State that the forward decides by on the host, in addition to Kind."""
@@ -119,7 +117,7 @@ class MicroStepState:
     def made(self) -> Hashable:
         """Equal before and after a micro-step that has left no state for later ones which a replay would not leave too."""
         without_last = () if self.buffer is None else [layer.last is None for layer in self.buffer.layers.values()]
-        return self.read_on_host, self.cache.made(), self.conditioning.made, tuple(without_last)
+        return self.cache.made(), self.conditioning.made, tuple(without_last)
 
     def slots(self) -> dict[int, BufferSlot]:
         """See KVBuffer.slots."""

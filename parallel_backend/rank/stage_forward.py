@@ -105,11 +105,6 @@ class StageForward:
         stage.stage_io.begin_step(next(iter(inputs.received), None), len(text_span), rows, residuals)
         tensors = self._tensors(step, conditioning)
         x, companion = self._latents(inputs.x, tensors, conditioning, image_span)
-
-        def read_timestep() -> torch.Tensor:
-            state.read_on_host = True
-            return step.timestep
-
         step_inputs = StepInputs(
             x,
             inputs.timestep,
@@ -123,7 +118,6 @@ class StageForward:
             conditioning.kept[image_span],
             companion,
             conditioning.companion_tokens,
-            read_timestep,
         )
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):

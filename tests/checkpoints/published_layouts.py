@@ -175,8 +175,6 @@ LAYOUTS = (
     Layout("flux config no JSON", FLUX, texts={"config": "made by hand"}),
     Layout("flux config of others", FLUX, texts={"config": '{"transformer": {"model_type": "x"}}'}),
     Layout("wan config no JSON", "wan-2.1-t2v", texts={"config": "made by hand"}, refused="config is no JSON", native=False),
-    Layout("ltx config lost", "ltx-2.3", texts={"config": "{}"}, refused="does not say its rope_type", native=False),
-    Layout("ltx 2.3 gguf", "ltx-2.3", ending=".gguf"),
     Layout("wan animate 2 gguf", "wan-animate-2", ending=".gguf"),
     # GGUF and endings
     Layout("flux gguf", FLUX, ending=".gguf"),

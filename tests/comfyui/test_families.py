@@ -19,10 +19,10 @@ CASES = [case for case in all_cases() if case.native is not None]
 MODES = ("one rank", "all warm-up", "ulysses")
 OVER_SEQUENCE_RANKS = ("wan-2.1-t2v", "minimax-h3")
 LIKE_ANOTHER = (
-    *("ltx-2.3", "qwen-image-2.1", "wan-2.1-one-frame", "wan-2.1-i2v-without-clip", "wan-2.1-flf2v", "wan-2.2-i2v"),
+    *("qwen-image-2.1", "wan-2.1-one-frame", "wan-2.1-i2v-without-clip", "wan-2.1-flf2v", "wan-2.2-i2v"),
     *("wan-bernini",),
 )
-"""Variants of a family whose conditioning another one has too. LTX-2.3 is in test_ltx2.py."""
+"""Variants of a family whose conditioning another one has too."""
 
 
 def described(value, tensors: dict[str, torch.Tensor]):

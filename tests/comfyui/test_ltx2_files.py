@@ -4,49 +4,41 @@ Weights of the connectors, which ComfyUI's process reads, are quantised too.
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from testing.cases import all_cases
-from testing.cases.ltx2 import native
 from testing.quantised import quantise_blocks
-from tests.comfyui.test_families import save_case
 
 pytestmark = pytest.mark.comfyui
 
 PREFIX = "model.diffusion_model."
 NOTE = ".comfy_quant"
-NAMES = {"all in one": "ltx-2.3-file", "int8": "ltx-2.5-file"}
+NAMES = {"all in one": "ltx-2.3", "int8": "ltx-2.5"}
+"""What the files are of. The sound of 2.5 is wider: halves of the columns then hold a whole group of rotated values."""
 MODES = ("one rank", "pipe 2", "ulysses 2", "tensor 2")
-QUICK = {("all in one", "one rank"), ("int8", "tensor 2")}
+QUICK = {("all in one", "pipe 2"), ("int8", "tensor 2")}
 """What the default tier has of the table."""
 OTHER_KEYS = ("audio_vae.decoder.conv_in.conv.weight", "vocoder.conv_pre.weight", "text_embedding_projection.weight")
 """Of what else is in the file: ComfyUI's nodes of their own read it."""
-RATIO = 0.05
-"""As in test_quantised.py."""
+RATIO = 0.9, 1.05
+"""Ranks round as ComfyUI does (test_quantised.py). The connectors' inputs are not rounded here (docs/formats.md)."""
 FROM_NATIVE = 1.2
 """As between modes in test_quantised_ranks.py: three steps under two guidances."""
 
 
-def saved(base, kind: str, **config):
-    """Path of the case's plain file, whose conditioning is saved too."""
-    case = next(case for case in all_cases() if NAMES[kind] == f"{case.name}-file")
-    save_case(replace(case, name=NAMES[kind], native=native(case.config | config)), base)
-    return base / "models" / "diffusion_models" / f"{NAMES[kind]}.safetensors"
-
-
-def read(path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read(base, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and header of the small plain file."""
+    path = base / "models" / "diffusion_models" / f"{NAMES[kind]}.safetensors"
     with safe_open(path, framework="pt") as file:
         return load_file(path), file.metadata()
 
 
 def save_all_in_one(base) -> None:
     """As Lightricks' fp8 files: the layers' formats in the header, a scale of the weight and of the input for each."""
-    state, metadata = read(saved(base, "all in one"))
+    state, metadata = read(base, "all in one")
     state = {PREFIX + key: value for key, value in quantise_blocks(state, "fp8")[0].items()}
     layers = [key.removesuffix(NOTE) for key in state if key.endswith(NOTE)]
     assert any("connector" in layer for layer in layers)
@@ -61,12 +53,10 @@ def save_all_in_one(base) -> None:
 
 
 def save_int8(base) -> None:
-    """Twice as wide a sound as the case's: halves of the columns then hold a whole group of rotated values."""
-    path = saved(base, "int8", audio_attention_head_dim=4, audio_cross_attention_dim=128)
-    state, metadata = read(path)
+    state, metadata = read(base, "int8")
     state, _ = quantise_blocks(state, "int8, rotated")
     assert any("connector" in key and key.endswith(NOTE) for key in state)
-    save_file(state, path.with_stem(f"{path.stem}-int8"), metadata)
+    save_file(state, base / "models" / "diffusion_models" / f"{NAMES['int8']}-int8.safetensors", metadata)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +64,10 @@ def found(request, inside, base):
     """Results by "kind, native" and "kind, mode", of one run of ComfyUI for what was selected."""
     calls = [item.callspec.params for item in request.session.items if item.path == request.path]
     wanted = {kind: [call["mode"] for call in calls if call["kind"] == kind] for kind in NAMES}
-    if wanted["all in one"]:
-        save_all_in_one(base)
-    if wanted["int8"]:
-        save_int8(base)
+    saves = {"all in one": save_all_in_one, "int8": save_int8}
+    for kind in (kind for kind in NAMES if wanted[kind]):
+        inside.run("small_files", names=[NAMES[kind]])
+        saves[kind](base)
     return inside.run("ltx2_files", wanted=wanted, names=NAMES)[0]
 
 
@@ -104,9 +94,8 @@ def test_int8_is_as_far_from_the_plain_model_as_comfyuis_own(found, measured, ki
     theirs, ours = found[f"{kind}, native"], found[f"{kind}, {mode}"]
     assert "error" not in theirs and "error" not in ours, (theirs, ours)
     measured("LTX-2.5 in int8, native: distance from the plain model's", theirs["from plain"])
-    measured(
-        f"LTX-2.5 in int8, {mode}: distance from the plain model's, over native's", ours["from plain"] / theirs["from plain"]
-    )
+    ratio = ours["from plain"] / theirs["from plain"]
+    measured(f"LTX-2.5 in int8, {mode}: distance from the plain model's, over native's", ratio)
     measured(f"LTX-2.5 in int8, {mode}: distance from native's", ours["from native"])
-    assert ours["from plain"] / theirs["from plain"] == pytest.approx(1, abs=RATIO)
+    assert RATIO[0] <= ratio <= RATIO[1]
     assert ours["from native"] < FROM_NATIVE * theirs["from plain"]

@@ -114,9 +114,6 @@ def around(request, comfyui, inside, base):
 def test_scaled_positions_and_a_wrapper_are_as_in_the_native_model(comfyui, around, case):
     skip_without_class(comfyui, case)
     got = around[case.name]
-    if "a wrapper around the diffusion model" in got.get("error", ""):
-        assert case.family == "ltx-2"
-        return
     if "'rope_options' of transformer_options" in got.get("error", ""):
         assert case.family in REFUSING_SCALES
         return

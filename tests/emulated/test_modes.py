@@ -20,7 +20,7 @@ DEFAULT = (
 )
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
 QUICK_FAMILIES = ("wan-2.1-t2v",)
-DEFAULT_FAMILIES = ("ltx-2.3",)
+DEFAULT_FAMILIES = ("minimax-h3-pruned",)
 """Sound. Others make the same transfers as one of these,
 and the strict transport has all of them."""
 

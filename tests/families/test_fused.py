@@ -41,7 +41,6 @@ def kernels():
     ("name", "used"),
     [
         ("wan-2.1-t2v", {"apply_rope", "adaln"}),
-        ("ltx-2.3", {"apply_rope_split_half", "apply_rope_split_half1", "rms_adaln", "adaln"}),
         ("minimax-h3", {"rms_rope_split_half"}),
     ],
 )

@@ -1,6 +1,5 @@
 """Variants of a family that cannot be run, and conditioning that it cannot use, are refused by name."""
 
-import inspect
 import re
 from functools import partial
 
@@ -9,8 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.limits import check_settings
-from parallel_backend.families import FAMILIES
 from parallel_backend.families.others import OTHERS
 from testing.cases import all_cases
 
@@ -35,15 +32,3 @@ def test_text_that_does_not_fit_is_refused():
         conditioning({})
     with pytest.raises(ValueError, match=f"text has width {width + 1}, this model needs {width}"):
         conditioning({"context": torch.zeros(1, 5, width + 1)})
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_family_limits_settings_that_its_class_has(family):
-    """A misspelt one would limit nothing."""
-    limits, layout = family.file.max_settings, family.file
-    known = inspect.signature(family.transformer_class().__init__).parameters
-    assert limits.keys() <= {*known, *layout.settings}
-    for setting, most in limits.items():
-        check_settings("a file", layout, {setting: most}, {}, 1)
-        with pytest.raises(ValueError, match=f"a file says that its {setting} is {most + 1}"):
-            check_settings("a file", layout, {setting: most + 1}, {}, 1)

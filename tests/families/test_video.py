@@ -13,11 +13,11 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.families.parts.wan import MARKS, PROMPT
 from parallel_backend.families.wan import VARIANTS
 from testing import tiny
-from testing.cases import ltx2, wan, wan_animate_2
+from testing.cases import wan, wan_animate_2
 
 pytestmark = pytest.mark.threads
 
-CASES = {case.name: case for each in (wan, wan_animate_2, ltx2) for case in each.CASES}
+CASES = {case.name: case for each in (wan, wan_animate_2) for case in each.CASES}
 IN_BANDS = ["wan-2.1-t2v", "wan-2.2-5b", "wan-animate-2"]
 OTHER_MODES = [Degrees(ulysses=2), Degrees(tensor=2), Degrees(patch=2, patch_mode="displaced")]
 
@@ -102,7 +102,7 @@ def test_variants_of_wan_are_refused_by_name(kind, saved, tmp_path):
 
 
 def test_no_other_family_takes_a_video_model_for_its_own(saved):
-    for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-2.3"):
+    for name in ("wan-2.1-t2v", "wan-2.1-flf2v"):
         shapes = {key: tuple(value.shape) for key, value in load_file(saved(CASES[name])[1]).items()}
         found = [family for family in FAMILIES.values() if family.file.detect(shapes) and family.file.takes_header({})]
         assert [family.name for family in found] == [CASES[name].family]

@@ -71,8 +71,6 @@ BELONGS = {
     "pose_strength": ("pose_latents",),
     "context_pose": ("pose_latents",),
     "clip_fea_pose": ("pose_latents", "clip_fea"),
-    "guide_attention_entries": ("keyframe_idxs", "denoise_mask"),
-    "keyframe_idxs": ("denoise_mask",),
 }
 """Argument -> others that it says something of."""
 
@@ -81,10 +79,6 @@ NAMES_OF_FEW = ("text_in_dim", "cap_feat_dim", "context_in_dim", "cross_attentio
 
 
 def _text_width(config: Any) -> int:
-    if "audio_cross_attention_dim" in config:  # LTX-2's text is for the video and for the sound
-        if config.get("use_prompt_embeddings"):
-            return 2 * config["caption_channels"]
-        return config["cross_attention_dim"] + config["audio_cross_attention_dim"]
     if "num_text_layers" in config:
         return config["num_text_layers"] * config["text_hidden_dim"]
     names = ("joint_attention_dim", "text_embed_dim", "text_dim", "in_text_dim", "llm_features_dim", "caption_channels")
@@ -128,7 +122,6 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "sigmas": torch.full((1,), 0.5),
         "sample_sigmas": torch.tensor((1.0, 0.5, 0.2, 0.0)),
         "fps": torch.full((1,), 12.0),
-        "frame_rate": 12,
         "denoise_mask": torch.full((1, 1, frames, rows, columns), 0.5),
         "audio_denoise_mask": torch.full((1, 1, 2, 4), 0.5),
         "num_tokens": 5,
@@ -146,10 +139,5 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "condition": video(config["in_channels"] - config["out_channels"]) if "separate_layers" in config else None,
         "camera_conditions": video(config.get("control_channels", 1)),
         "time_dim_replace": torch.ones(1, channels, 1, rows, columns),
-        "keyframe_idxs": torch.ones(1, 3, rows * columns, 2),
-        "guide_attention_entries": [
-            {"strength": 0.5, "pixel_mask": None, "pre_filter_count": rows * columns, "latent_shape": (1, rows, columns)}
-        ],
-        "ref_audio": {"tokens": torch.ones(1, 3, config.get("audio_in_channels", 1))},
         "minimax_payload": {"text_token_tags": torch.zeros(1, _words(config))},
     }

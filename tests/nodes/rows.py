@@ -124,12 +124,6 @@ READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
     "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
     "minimax_h3_sigma_shift_audio": rows(passed="MiniMaxH3"),
-    "stg_self_attn_blocks": rows(passed="LTXAV"),
-    "a2v_cross_attn": rows(passed="LTXAV"),
-    "v2a_cross_attn": rows(passed="LTXAV"),
-    "run_vx": rows(refused="LTXAV"),
-    "run_ax": rows(refused="LTXAV"),
-    "stg_skip_self_attn": rows(refused="LTXAV"),
     # Caches: no result depends on them.
     "animate2_cache": rows(harmless="WAN_Animate2"),
     "context_window": rows(harmless="WAN_Animate2"),
@@ -243,11 +237,6 @@ CONDITIONING: Mapping[str, Rows] = {
         refused="context_latents reference_latent time_dim_concat y",
     ),
     "minimax-h3": rows(passed="audio_denoise_mask denoise_mask minimax_payload", refused="y"),
-    "ltx-2": rows(
-        passed="frame_rate guide_attention_entries keyframe_idxs ref_audio",
-        computed="audio_denoise_mask denoise_mask",
-        refused="attention_mask generated_keyframes y",
-    ),
     "seedvr2": rows(passed="condition", refused="y"),
 }
 """Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""

@@ -85,14 +85,8 @@ def made(tmp_path_factory):
 # Keys and values, to the byte.
 
 
-def without_wider_keys(inputs):
-    """LTX-2's guides have further channels in keys, which no prediction knows: in real models 8 beside 128."""
-    x, timestep, tensors = inputs
-    return x, timestep, {name: value for name, value in tensors.items() if name not in ("guide_weights", "left_out")}
-
-
 def banded(model, case, extrapolate=True, bands=2, steps=2):
-    x, _, tensors = without_wider_keys(case.inputs())
+    x, _, tensors = case.inputs()
     sigmas = linear_sigmas(steps) * case.timestep / 0.7
     return sample_in_bands(model, x, sigmas, Prompt(tensors, {}, 1.0), bands, 1, extrapolate=extrapolate)[1]
 
@@ -133,7 +127,7 @@ def test_buffers_of_every_family(case, degrees, pools, made):
     dtype = MODES[degrees]
     model = pools.load(made(case), degrees, dtype)
     stats = banded(model, case, bands=1 if degrees.displaced else 2)
-    x, _, tensors = without_wider_keys(case.inputs())
+    x, _, tensors = case.inputs()
     expected = predicted(model, x, tensors, KV_COPIES)
     assert [rank.buffer_bytes for rank in stats] == expected
     assert min(expected) > 0

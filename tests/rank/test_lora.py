@@ -93,9 +93,8 @@ def test_every_family(load, pools, tmp_path, measured, case):
     """Over tensor parallelism: a family's own ways to cut a layer cut the adapters too."""
     path = case.save(case.model(), tmp_path / "model.safetensors")
     model = load(path, Degrees(tensor=2), by=pools.load)
-    computed, text = case.row.file.computed(case.config), case.row.text_model
-    elsewhere = case.row.node_tensors + (() if text is None else text.prefixes)
-    state = {key: value for key, value in load_file(path).items() if key not in computed and not key.startswith(elsewhere)}
+    elsewhere = {*case.row.file.computed(case.config), *case.row.node_tensors}
+    state = {key: value for key, value in load_file(path).items() if key not in elsewhere}
     given = case.inputs()
     before = output(model, given)
     for deltas in (lora(state), diffs(state)):

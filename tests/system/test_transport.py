@@ -72,8 +72,8 @@ def test_modes(at_work, case, places):
     check(at_work, case, places, 1)
 
 
-FAMILIES_APART = ("wan", "ltx-2", "minimax-h3")
-"""Two streams in one order and in the other, a third stream, sound, whole text.
+FAMILIES_APART = ("wan", "minimax-h3")
+"""A video alone; sound, and whole text.
 All others make the same transfers as one of these."""
 
 

@@ -11,8 +11,6 @@ from .step_inputs import ArgumentCut, Config
 
 JOINT, IMAGE = "joint", "image"
 """Which tokens an attention module mixes. JOINT: those of text and image. IMAGE: those of the image."""
-TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE = "text", "image to text", "text to image"
-"""TEXT: those of the text stream. The others: queries are of the first stream, keys and values of the second."""
 CAUSAL_TEXT = "causal text"
 """As JOINT for the image's tokens. A text token sees no image, and of the text the first TEXT_ENDS tokens. The text is the
 first of the joint sequence."""
@@ -80,14 +78,8 @@ class BlockList:
     returns: tuple[str, ...] = ("text", "image")
     """Streams that a block returns, in its order."""
 
-    image: str = "hidden_states"
-    """A block's argument for the image stream."""
-
-    text: str = "encoder_hidden_states"
-    """A block's argument for the text stream."""
-
     joined: bool = False
-    """Text and image are one tensor, the argument `image`, in the order of `Blocks.text_first`."""
+    """Text and image are one tensor, in the order of `Blocks.text_first`."""
 
     cuts: Mapping[str, ArgumentCut] = field(default_factory=dict)
     """Other arguments of a block that have a token axis -> cut to the rank's tokens. Only with `Forward.whole_latent`."""

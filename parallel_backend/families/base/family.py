@@ -46,10 +46,6 @@ class Sizes:
     max_side: Callable[[Config], int | None] = lambda _config: None
     """Largest number of tokens along a side that has positions. None: any number."""
 
-    def text_hidden(self, config: Config) -> int | None:
-        """Channels of the text stream's tokens between blocks, at most those of the image's. None: the same number."""
-        return None
-
 
 def pairs_of(hidden: int) -> float:
     """Family.attention_share of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for a token.
@@ -157,24 +153,6 @@ class Inputs:
         return self.padded(sum(lengths)) if lengths else 0
 
 
-TextWeights = Callable[[str], dict[str, torch.Tensor]]
-"""Prefix of keys in the original layout -> those tensors, by the rest of the key, in the text's dtype and on its device."""
-
-
-@dataclass(frozen=True)
-class TextModel:
-    """Layers of a single file that a prompt's text passes once, in ComfyUI's process (BaseModel's `preprocess_text_embeds`).
-
-    The ranks do not have them.
-    """
-
-    prefixes: tuple[str, ...]
-    """Keys of its tensors, in the original layout, begin with one of these."""
-
-    run: Callable[..., torch.Tensor]
-    """(configuration, TextWeights, text [B, T, C], and what else ComfyUI's BaseModel gives) -> text [B, T', C']."""
-
-
 class CacheScope(Enum):
     """Which micro-steps with the same conditioning and batch entries share a module's output."""
 
@@ -245,9 +223,6 @@ class Family:
 
     half_dtypes: Callable[[Config], tuple[str, ...]] = lambda _config: ("bf16",)
     """Compute dtypes among core.dtypes.HALVES, the best first, as in ComfyUI's supported_inference_dtypes."""
-
-    text_model: TextModel | None = None
-    """Layers that a prompt's text passes before the ranks get it."""
 
     node_tensors: tuple[str, ...] = ()
     """Tensors of a single file, in the original layout, whose values nodes read off ComfyUI's native model. The ranks do not

@@ -1,7 +1,7 @@
 """How checkpoints of a family are recognised and read."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from parallel_backend.core.spans import Span
@@ -39,15 +39,10 @@ class HeaderConfig:
     """
 
     values: Mapping[str, Callable[[Config], tuple[Any, ...]]]
-    """Entry -> the values that this family computes with, lists as tuples. All that ComfyUI's class reads, except
-    `FileLayout.settings`."""
+    """Entry -> the values that this family computes with, lists as tuples. All that ComfyUI's class reads."""
 
     others: bool
     """Whether other entries are allowed, since ComfyUI's class ignores them. If not, they are refused."""
-
-    arguments: Callable[[Mapping[str, Any]], Config] = lambda _header: {}
-    """Header -> arguments of the class's constructor that no tensor shows. Those of `FileLayout.configure` take precedence.
-    ValueError if the header lacks one."""
 
     takes: Callable[[Mapping[str, Any]], bool] = lambda _header: True
     """Whether a file with this header is of the family, where several families have the same keys."""
@@ -84,15 +79,8 @@ class FileLayout:
     ignored: tuple[str, ...] = ()
     """Keys (regular expressions) that a file may have although the class does not use them. Others are refused."""
 
-    settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
-    """Entries of the configuration that are no arguments of the class's constructor -> their value if the file's
-    header (JSON `config`, as in Lightricks' files) does not have them."""
-
     header: HeaderConfig | None = None
     """Expected header of a single file. None: ComfyUI does not read headers of these models."""
-
-    max_settings: Mapping[str, int] = field(default_factory=dict)
-    """Settings whose value sizes a table in the constructor -> largest accepted value. Others have a common limit."""
 
     def takes_header(self, header: Mapping[str, Any]) -> bool:
         """Whether a single file with this header is of the family."""
@@ -102,6 +90,3 @@ class FileLayout:
         """Tensors of the original layout that the class computes -> their shapes. A file may lack them, but ComfyUI's
         detection looks at them."""
         return {}
-
-    def check_together(self, name: str, settings: Mapping[str, Any]) -> None:
-        """ValueError for settings of checkpoint `name` that are too large together, although each is within its limit."""

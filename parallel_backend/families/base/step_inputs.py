@@ -11,7 +11,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 
 Config = dict[str, Any]
-"""Constructor arguments of the family's class, and the entries of FileLayout.settings."""
+"""Constructor arguments of the family's class."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint key (original layout, no prefix) -> shape."""
@@ -78,17 +78,6 @@ class StepInputs:
 
     companion_tokens: int = 0
     """Tokens of the whole companion latent (patching.Companion)."""
-
-    host_timestep: Callable[[], torch.Tensor] | None = None
-    """Returns `timestep` in host memory. None: there is only the copy on the device."""
-
-    @property
-    def on_host(self) -> torch.Tensor:
-        """`timestep` in host memory, without waiting for the device where possible.
-
-        A micro-step that reads it is not captured as a CUDA graph, which would repeat what the host computed from it.
-        """
-        return self.timestep.cpu() if self.host_timestep is None else self.host_timestep()
 
     @property
     def companion(self) -> Span:

@@ -25,9 +25,6 @@ class CutKind(Enum):
     NORM = "norm"
     """An RMSNorm over the output of a COLUMN layer. Its mean square is taken over all ranks' features."""
 
-    ROTATION = "rotation"
-    """Not a layer: a module that returns a tensor [b, n, heads, ...], a rotation for each of a COLUMN layer's heads."""
-
 
 HEADS = "heads"
 """Part of a cut side: an attention projection, cut between heads."""
@@ -55,7 +52,6 @@ COLUMN = LayerCut(CutKind.COLUMN)
 ROW = LayerCut(CutKind.ROW)
 GATHER = LayerCut(CutKind.GATHER)
 NORM_BY_HEADS = LayerCut(CutKind.NORM, (HEADS,))
-ROTATION_BY_HEADS = LayerCut(CutKind.ROTATION, (HEADS,))
 
 LARGE = 1 << 22
 """Elements of a linear layer's weight from which on a layer outside of the plan's lists is cut by GATHER.

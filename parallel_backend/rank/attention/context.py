@@ -13,11 +13,8 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import (
     CAUSAL_TEXT,
     IMAGE,
-    IMAGE_TO_TEXT,
     JOINT,
     PAIRED,
-    TEXT,
-    TEXT_TO_IMAGE,
     WINDOWS,
 )
 from parallel_backend.rank.comm.change_codec import changes_for
@@ -74,10 +71,6 @@ class AttentionStep:
     """Queries are text tokens that see what `text_ends_T` says."""
     image_padding: int = 0
     """First tokens of the text that belong to the image (Family.image_padding)."""
-    over_image: bool = True
-    """The image's tokens are among the keys."""
-    queries: list[int] | None = None
-    """Query tokens by sequence rank. None: queries and keys are of the same tokens."""
     frames: TokenGroups | None = None
     """The video's tokens by frame. None: no layer attends by frame."""
     windows: tuple[TokenGroups, ...] = ()
@@ -103,20 +96,14 @@ class AttentionStep:
         if tokens == IMAGE:  # with the padding, which has the place of text
             padding = tuple(text.before(self.image_padding) for text in self.text)
             return replace(self, text_tokens=self.image_padding, text=padding, _over={})
-        none = (Span(0, 0),) * len(self.text)
-        if tokens == CAUSAL_TEXT:  # the image's part of the layer, which has the text's keys in `prefix`
-            return replace(self, text=none, _over={})
-        if tokens == TEXT_TO_IMAGE:
-            queries = [len(text) for text in self.text]
-            return replace(self, text_tokens=0, text=none, queries=queries, _over={})
-        assert tokens in (TEXT, IMAGE_TO_TEXT)
-        apart = [len(image) for image in self.image] if tokens == IMAGE_TO_TEXT else None
-        return replace(self, image=none, over_image=False, queries=apart, _over={})
+        assert tokens == CAUSAL_TEXT  # the image's part of the layer, which has the text's keys in `prefix`
+        return replace(self, text=(Span(0, 0),) * len(self.text), _over={})
 
     @cached_property
     def causal_text(self) -> "AttentionStep":
         """The text's part of a layer over CAUSAL_TEXT. All of a text runs in one micro-step, so its keys need no buffer."""
-        return replace(self.over(TEXT), buffer=None, stale=False, causal=True, _over={})
+        none = (Span(0, 0),) * len(self.image)
+        return replace(self, image=none, buffer=None, stale=False, causal=True, _over={})
 
     def text_pieces(self, ranks: range) -> Iterator[tuple[Span, Span, TextRun]]:
         """The text tokens of `ranks`, concatenated, run by run: (rows among them, positions in the text, their run)."""
@@ -126,18 +113,13 @@ class AttentionStep:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Key tokens by sequence rank."""
+        """Tokens by sequence rank."""
         return [len(text) + len(image) for text, image in zip(self.text, self.image, strict=True)]
-
-    @cached_property
-    def query_lengths(self) -> list[int]:
-        """Query tokens by sequence rank."""
-        return self.lengths if self.queries is None else self.queries
 
     @property
     def runs(self) -> bool:
-        """Whether any rank computes attention of this layer, or has keys to write to the buffer."""
-        return any(self.query_lengths) or (self.buffer is not None and any(self.lengths))
+        """Whether any rank computes attention of this layer."""
+        return any(self.lengths)
 
     def pieces(self, ranks: range) -> list[Piece]:
         """Where tokens of sequence ranks `ranks`, concatenated, belong: (rows among them, positions in the K/V buffer)."""

@@ -90,7 +90,7 @@ class ParallelAttention:
             return torch.empty_like(q_BQHD)
         axis, heads = context.ulysses, q_BQHD.shape[2]
         ranks = context.ulysses_ranks(context.patch.index, context.ring.index)
-        queries, keys = ([lengths[rank] for rank in ranks] for lengths in (step.query_lengths, step.lengths))
+        lengths = [step.lengths[rank] for rank in ranks]
         gate_BQHD = None if context.gate is None else context.gate.unflatten(-1, q_BQHD.shape[2:])
         context.gate = None
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
@@ -102,7 +102,7 @@ class ParallelAttention:
         shared = (axis, context.traffic, context.codec)
         early, context.early_values = context.early_values, None
         sent = [q_BQHD, k_BKHD, *([v_BKHD] if early is None else []), *([] if gate_BQHD is None else [gate_BQHD])]
-        tokens = [queries, *[keys] * (len(sent) - 1)]  # a gate is there where queries and keys are of the same tokens
+        tokens = [lengths] * len(sent)
         # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the first group in,
         # then for each group the next one in before this one's attention, and its output out behind it.
         ready = start_sequence_to_heads(sent, tokens, groups[0], *shared)
@@ -118,7 +118,7 @@ class ParallelAttention:
                 ready = start_sequence_to_heads(sent, tokens, groups[number], *shared)
             q_BQhD, k_BKhD, v_BKhD = received
             out_BQhD = attend(step, q_BQhD, k_BKhD, v_BKhD, scale, span)
-            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, *shared))
+            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, lengths, group, *shared))
         for finish in finishing:
             finish()
         return out_BQHD
@@ -246,14 +246,13 @@ class ParallelAttention:
         k_BKhD, v_BKhD, pieces_of_ranks, arriving = exchange_patches(
             context, step, self.layer, k_BKhD, v_BKhD, step.tokens, step.pieces
         )
-        image = step.over_image
         if self.over == CAUSAL_TEXT and step.prefix is not None and self.layer in step.prefix.layers:
             # The text has run in this micro-step: the buffer takes its keys, and has them for the rest of the run.
             k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
             del step.prefix.layers[self.layer]
             text = Span(0, step.text_tokens)
             pieces_of_ranks = [(text, text), *((rows.shift(len(text)), at) for rows, at in pieces_of_ranks)]
-        k_BKhD, v_BKhD = buffer.update(self.layer, k_BKhD, v_BKhD, pieces_of_ranks, step.entries, step.text_tokens, image)
+        k_BKhD, v_BKhD = buffer.update(self.layer, k_BKhD, v_BKhD, pieces_of_ranks, step.entries, step.text_tokens)
         if arriving is not None:
             # Behind `update`, which waits for all that is pending: this call's transfer is for the next call.
             buffer.add_pending(self.layer, arriving)

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.signatures import method_parameters
 from parallel_backend.families.base.blocks import BlockList
 from parallel_backend.families.base.step_inputs import Rows
+
+IMAGE, TEXT = "hidden_states", "encoder_hidden_states"
+"""Arguments of a block for the streams."""
 
 
 class StageDone(Exception):
@@ -41,8 +43,6 @@ class StageIO:
     """Input and output of a stage in the micro-step under way: b batch entries, t text and n image tokens of the rank."""
 
     text_first: bool
-    text_hidden: int | None = None
-    """Channels of the text stream, see Sizes. For sending, the text is padded to the image's channels."""
     received: torch.Tensor | None = None
     """[b, t + n, hidden], text first. None on the first stage."""
     text_tokens: int = 0
@@ -75,13 +75,12 @@ class StageIO:
     def streams_received(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Text and image of `received`, which stand for the output of an earlier stage's block."""
         assert self.received is not None
-        return self.received[:, : self.text_tokens, : self.text_hidden], self.received[:, self.text_tokens :]
+        return self.received[:, : self.text_tokens], self.received[:, self.text_tokens :]
 
     @staticmethod
     def outgoing(done: StageDone) -> torch.Tensor:
         """[b, t + n, hidden] to send."""
-        text, image = done.text, done.image
-        return torch.cat((F.pad(text, (0, image.shape[-1] - text.shape[-1])), image), dim=1)
+        return torch.cat((done.text, done.image), dim=1)
 
 
 class BlockSlot:
@@ -112,28 +111,28 @@ class BlockSlot:
                 values[name] = self.stage_io.once(name, value, functools.partial(cut, value, rows))
         if self.first:  # later slots get the hidden states that an earlier slot has cut
             self.note_text(values, rows)
-            image = values[spec.image]
-            values[spec.image] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
+            image = values[IMAGE]
+            values[IMAGE] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
             if "text" in spec.returns:
-                values[spec.text] = values[spec.text][:, rows.text.slice]
+                values[TEXT] = values[TEXT][:, rows.text.slice]
         return values
 
     def note_text(self, values: Mapping[str, Any], rows: Rows) -> None:
         """Note the length of the list's whole text, for `emit`."""
         if self.spec.joined:
-            self.stage_io.whole_text = values[self.spec.image].shape[1] - rows.image_tokens
+            self.stage_io.whole_text = values[IMAGE].shape[1] - rows.image_tokens
         else:
-            self.stage_io.whole_text = values[self.spec.text].shape[1] if "text" in self.spec.returns else 0
+            self.stage_io.whole_text = values[TEXT].shape[1] if "text" in self.spec.returns else 0
 
     def streams(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Text and image among the values that `arguments` returned. A block without text has t = 0."""
-        image = values[self.spec.image]
+        image = values[IMAGE]
         if self.spec.joined:
             rows = self.stage_io.rows
             t = self.stage_io.text_tokens if rows is None else len(rows.text.before(self.stage_io.whole_text))
             n = image.shape[1] - t
             return (image[:, :t], image[:, t:]) if self.stage_io.text_first else (image[:, n:], image[:, :n])
-        return values[self.spec.text] if "text" in self.spec.returns else image[:, :0], image
+        return values[TEXT] if "text" in self.spec.returns else image[:, :0], image
 
     def results(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Text and image in the form in which the block returns them."""
@@ -189,6 +188,6 @@ class BlockSlot:
     def _parts(self, out: Any) -> tuple[Any, torch.Tensor]:
         """Text (None if the block returns None) and image of a block's results."""
         if self.spec.joined or len(self.spec.returns) == 1:
-            return self.streams({self.spec.image: out})
+            return self.streams({IMAGE: out})
         named = dict(zip(self.spec.returns, out, strict=True))
         return named["text"], named["image"]

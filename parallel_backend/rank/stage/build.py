@@ -86,7 +86,7 @@ def build_stage(
             setattr(model, name, nn.ModuleDict(dict.fromkeys(module, placeholder)))
         else:  # a refiner's blocks need no stand-ins, other modules' outputs must have the right shape
             setattr(model, name, nn.ModuleList() if isinstance(module, nn.ModuleList) else placeholder)
-    stage_io, attention = StageIO(family.blocks.text_first, family.sizes.text_hidden(config)), []
+    stage_io, attention = StageIO(family.blocks.text_first), []
     for spec in family.blocks.lists:
         attention += fill_slots(model, spec, stage_io, owned[spec.name], family.forward.whole_latent, only)
     return Stage(model, attention, stage_io, plan, own_blocks(model, family.blocks.lists))

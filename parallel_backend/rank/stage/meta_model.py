@@ -15,8 +15,6 @@ def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
     Buffers are real: constructors compute tables of positions and frequencies, which are in no file.
     """
     with meta_parameters():
-        arguments = {name: value for name, value in config.items() if name not in family.file.settings}
-        model = family.transformer_class()(**arguments).eval().requires_grad_(False)
-    model.register_to_config(**{name: config[name] for name in family.file.settings})
+        model = family.transformer_class()(**config).eval().requires_grad_(False)
     fuse_norms(model)
     return model

@@ -82,10 +82,6 @@ class TensorPlan:
             if cut.kind is CutKind.NORM:
                 SharedRMSNorm.adopt(module, self.axis, traffic)
                 continue
-            if cut.kind is CutKind.ROTATION:
-                heads = split(Span(0, self.heads), self.axis.size)[self.axis.index].slice
-                module.register_forward_hook(lambda _module, _input, turns, heads=heads: turns[:, :, heads].contiguous())
-                continue
             if cut.kind is CutKind.ROW:
                 module.register_forward_hook(lambda _module, _input, out: all_reduce(out, self.axis, traffic))
             elif cut.kind is CutKind.GATHER:

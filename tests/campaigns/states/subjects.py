@@ -24,7 +24,7 @@ EVERY = {"lora": 4, "full": 9, "merge": 7}
 """Of which weights, in the file's order, one is added to."""
 
 
-PROMPT = "caption_projection"
+PROMPT = "condition_proj"
 """In the names of weights whose layers' outputs are kept as long as the prompt is the same. They are always added to."""
 
 
@@ -88,19 +88,26 @@ class Subject:
 
     def tensors(self, given: Given) -> dict[str, torch.Tensor]:
         """The conditioning's tensors, which do not say how long a sound is."""
-        generator = torch.Generator().manual_seed(given.prompt)
         if self.case is None:
             return mini.inputs(CONFIG, batch=1, height=8, width=8, seed=given.prompt)[2]
-        return _case(self.case).tensors(generator, 1)
+        case, generator = _case(self.case), torch.Generator().manual_seed(given.prompt)
+        words = torch.randn(1, 7, case.config["text_dim"], generator=generator)
+        return case.row.inputs.conditioning(case.config, {"context": words, "grid": (2, 2, 2)})
 
     def latent(self, given: Given) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(7)
         if self.case is None:
             return torch.randn(1, 16, 8, 8, generator=generator)
-        return torch.randn(1, 128, 2, 4, 3, generator=generator), torch.randn(1, 8, given.sound, 16, generator=generator)
+        return torch.randn(1, 24, 2, 4, 4, generator=generator), torch.randn(1, 32, 2, given.sound, generator=generator)
+
+    @property
+    def steps(self) -> float:
+        """The timestep of pure noise."""
+        return 1.0 if self.case is None else 1000.0
 
     def call(self, given: Given, time: float) -> ModelCall:
-        return ModelCall(self.latent(given), torch.tensor([time]), self.tensors(given), changes=self.changes(given))
+        timestep = torch.tensor([self.steps * time])
+        return ModelCall(self.latent(given), timestep, self.tensors(given), changes=self.changes(given))
 
     def changes(self, given: Given) -> BlockChanges:
         block_list = "double_blocks" if self.case is None else "transformer_blocks"
@@ -143,9 +150,9 @@ def _case(name: str):
 def make_subjects(folder: Path) -> tuple[Subject, ...]:
     """Two models of equal sizes at different degrees, and one with a sound."""
     one, other = (mini.save(mini.random_model(CONFIG, seed=seed), folder / f"mini {seed}.safetensors") for seed in (0, 5))
-    sound = _case("ltx-2").save(_case("ltx-2").model(), folder / "sound.safetensors")
+    sound = _case("minimax-h3").save(_case("minimax-h3").model(), folder / "sound.safetensors")
     return (
         Subject("in stages", one, Degrees(pipe=2)),
         Subject("under Ulysses", other, Degrees(ulysses=2)),
-        Subject("with sound", sound, Degrees(pipe=2), "ltx-2"),
+        Subject("with sound", sound, Degrees(pipe=2), "minimax-h3"),
     )

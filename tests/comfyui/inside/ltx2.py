@@ -1,22 +1,26 @@
-"""LTX-2's MODEL against ComfyUI's own for the same file, under LTX-2's own guiders and guidance. Run by serve.py.
+"""LTX-2's MODEL against ComfyUI's own for the same file, under LTX-2's own guiders and guidance. Run by serve.py."""
 
-The test process has put the case's files where inside/families.py reads them.
-"""
-
+import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import comfy.nested_tensor
 import comfy.sample
-from boot import BASE, Results, by_own_class, comfy, difference, parallel, torch
+from boot import BASE, Results, comfy, difference, parallel, torch
 from comfy_extras import nodes_lt
-from families import MODES, read
+from families import MODES
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_models import prompts, write
 
+NAME = "ltx-2.3"
+MODELS = BASE / "models" / "diffusion_models"
 FRAMES, HEIGHT, WIDTH, SOUND = 6, 4, 4, 11
 
 
 def conditionings(name: str, extras: dict[str, Any]) -> tuple[list, list]:
-    return tuple([[text, known | extras]] for ((text, known),) in read(name)[:2])
+    return tuple([[text, known | extras]] for ((text, known),) in prompts(name))
 
 
 def randn(seed: int, *shape: int) -> torch.Tensor:
@@ -78,41 +82,57 @@ def sample(model, name: str, what: str) -> tuple[torch.Tensor, ...]:
     return tuple(found.unbind()) if found.is_nested else (found,)
 
 
-def native(name: str, what: str, expected: dict) -> dict:
-    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
-    model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
-    expected[what] = found = sample(model, name, what)
+def with_prompt_table() -> tuple[str, str]:
+    """A file whose prompt is modulated by a table alone, as in 2.5, and what ComfyUI gets in its place, since the class of
+    0.33 fails on it: the layer that adds to the table gives 0."""
+    path, files = MODELS / f"{NAME}.safetensors", ("table-native.safetensors", "table.safetensors")
+    with safe_open(path, "pt") as file:
+        stated = json.loads(file.metadata()["config"])["transformer"]
+    state, layer = load_file(path), "prompt_adaln_single."
+    zeros = {key: torch.zeros_like(value) for key, value in state.items() if layer in key}
+    left = {key: value for key, value in state.items() if layer not in key}
+    for name, tensors, by_time in zip(files, (left | zeros, left), (True, False), strict=True):
+        config = json.dumps({"transformer": stated | {"use_prompt_adaln_single": by_time}})
+        save_file(tensors, MODELS / name, {"config": config})
+    return files
+
+
+def native(file: str, what: str, expected: dict) -> dict:
+    model = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+    expected[what] = found = sample(model, NAME, what)
     return {"largest": float(max(part.abs().max() for part in found))}
 
 
-def compare(name: str, what: str, make, expected: tuple[torch.Tensor, ...]) -> dict:
-    model = make(f"{name}.safetensors")
-    found = sample(model, name, what)
-    assert [part.shape for part in found] == [part.shape for part in expected]
+def compare(file: str, what: str, make, expected: dict) -> dict:
+    model = make(file)
+    found = sample(model, NAME, what)
+    assert [part.shape for part in found] == [part.shape for part in expected[what]]
     pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
     return {
-        "difference": max(difference(a, b) for a, b in zip(expected, found, strict=True)),
+        "difference": max(difference(a, b) for a, b in zip(expected[what], found, strict=True)),
         "whole because": [wrapper.last.reason for wrapper in pipefusion],
     }
 
 
-def main(results: Results, name: str) -> None:
-    expected = {}
-    for what in ("dual cfg", "guides", "guidance", "video alone", "lora", "image"):
-        results.case(f"{what}, native", partial(native, name, what, expected))
-    tried = {
-        "one rank": ("guides", "guidance", "video alone", "lora"),
-        "all warm-up": ("dual cfg", "guides"),
-        "ulysses": ("guides",),
-    }
-    for mode, whats in tried.items():
-        for what in whats:
-            results.case(f"{what}, {mode}", partial(compare, name, what, MODES[mode], expected[what]))
-    own = {
-        "stages": ("lora", "guides"),
-        "ulysses": ("video alone", "guidance"),
-        "all warm-up": ("image", "guidance"),
-    }
-    for mode, what in ((mode, what) for mode, whats in own.items() for what in whats):
-        make = partial(by_own_class, MODES.get(mode, parallel))
-        results.case(f"{what}, own class by {mode}", partial(compare, name, what, make, expected[what]))
+def wrapped() -> None:
+    model = parallel(f"{NAME}.safetensors")
+    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
+    model.add_wrapper(kind, lambda run, *arguments, **named: run(*arguments, **named))
+    sample(model, NAME, "dual cfg")
+
+
+def lost_header() -> None:
+    save_file(load_file(MODELS / f"{NAME}.safetensors"), MODELS / "lost.safetensors")
+    parallel("lost.safetensors")
+
+
+def main(results: Results, tried: Sequence[tuple[str, str]]) -> None:
+    write(NAME)
+    modes, expected = {"stages": parallel} | MODES, {}
+    for what in dict.fromkeys(what for what, _ in tried):
+        theirs, ours = with_prompt_table() if what == "table" else (f"{NAME}.safetensors",) * 2
+        results.case(f"{what}, native", partial(native, theirs, what, expected))
+        for mode in (mode for each, mode in tried if each == what):
+            results.case(f"{what}, {mode}", partial(compare, ours, what, modes[mode], expected))
+    results.case("wrapper", wrapped)
+    results.case("lost header", lost_header)

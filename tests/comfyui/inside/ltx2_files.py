@@ -1,7 +1,7 @@
 """LTX-2's files as people have them, against ComfyUI's own MODEL, CLIP and VAE of the same file. Run by serve.py.
 
-The test process has put models and conditionings where inside/ltx2.py reads them, and the all-in-one file without its VAE
-into models/checkpoints: the VAE is of ComfyUI's own class.
+The test process has put the all-in-one file without its VAE into models/checkpoints, and the others into
+models/diffusion_models. The VAE is of ComfyUI's own class.
 """
 
 import json

@@ -5,8 +5,6 @@ from functools import partial
 
 import comfy.supported_models
 from boot import BASE, Results, parallel
-from comfy.ldm.lightricks.av_model import LTXAVModel
-from comfy.ldm.lightricks.model import LTXBaseModel, LTXFrequenciesPrecision, LTXRopeType
 from comfy.ldm.wan.model import WanModel
 from native_files import HEADERS, native_shapes, write_hole
 
@@ -30,8 +28,7 @@ def header_entries() -> dict[str, list[str]]:
         if kind.unet_config.get("image_model") == "wan2.1"
         for entry in kind.unet_config
     }
-    ltx = arguments(LTXAVModel, LTXBaseModel) | {LTXRopeType.KEY, LTXFrequenciesPrecision.KEY}
-    return {"wan": sorted(wan), "ltx-2": sorted(ltx)}
+    return {"wan": sorted(wan)}
 
 
 def arguments(*kinds: type) -> set[str]:

@@ -2,7 +2,7 @@
 
 import json
 
-from boot import BASE, Results, torch
+from boot import BASE, Results, parts_of, torch
 from families import detecting
 from safetensors.torch import save_file
 from small_models import detected, latent, prompts, write
@@ -12,7 +12,7 @@ def main(_results: Results, names: list[str], more_blocks: int = 0) -> None:
     for name in names:
         with detecting(detected(name)):
             write(name, more_blocks)
-        plain, tensors = {}, {"latent": latent(name)}
+        plain, tensors = {}, dict(zip(("latent", "companion"), parts_of(latent(name)), strict=False))
         for sign, [(text, extras)] in zip(("positive", "negative"), prompts(name), strict=True):
             tensors[f"{sign}.text"] = text
             for key, value in extras.items():

@@ -16,11 +16,11 @@ TEXT, IDS, FACTORS = torch.randn(1, 5, 16), torch.arange(4)[None], torch.ones(1,
 
 @pytest.fixture
 def native_text(module):
-    class Adding(module("model.text_model").NativeText):
+    class Adding(module("model.own_text").OwnText):
         def _computed(self, _patches, text, *_more, **_named):
             return text + 1
 
-    return Adding(None)
+    return Adding(None, torch.float32)
 
 
 @pytest.mark.parametrize(
