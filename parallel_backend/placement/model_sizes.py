@@ -211,7 +211,7 @@ def ends_bytes(
             first += size
         elif top in family.blocks.epilogue:
             last += size
-        elif family.blocks.place(target) is None:
+        elif family.blocks.place(target) is None and not family.is_elsewhere(target):
             shared += size
     return first, last, shared
 

@@ -232,6 +232,10 @@ class Family:
     """Attributes of ComfyUI's native model, other than tensors, that its BaseModel or a node reads -> their values. Names of
     what is inside its modules: see `name_pattern`."""
 
+    def is_elsewhere(self, parameter: str) -> bool:
+        """No rank has this parameter of the class: ComfyUI's process computes with it."""
+        return False
+
     @property
     def whole_text(self) -> bool:
         """Every rank of the first stage has the whole text."""

@@ -35,6 +35,8 @@ class Adapter:
     """Entries that a file's header has to have: ComfyUI's values in their place are those of no such model."""
     one_entry: bool = False
     """The class takes a batch of one alone: the client calls it for one entry after the other."""
+    of_text: tuple[str, ...] = ()
+    """Modules that only the class's method for a prompt's text runs, in ComfyUI's process. No rank has their weights."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -58,6 +60,12 @@ def takes_one_entry(kind: str) -> bool:
     """See Adapter.one_entry."""
     adapter = ADAPTERS.get(kind)
     return adapter is not None and adapter.one_entry
+
+
+def only_of_text(kind: str) -> tuple[str, ...]:
+    """See Adapter.of_text."""
+    adapter = ADAPTERS.get(kind)
+    return adapter.of_text if adapter else ()
 
 
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
@@ -239,6 +247,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         model=ltx_model,
         arguments=ltx_arguments,
         stated=("rope_type", "causal_temporal_positioning", "use_middle_indices_grid"),
+        of_text=("video_embeddings_connector", "audio_embeddings_connector"),
     ),
     "WAN22_T2V": Adapter("blocks", {"": wan_block}),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),

@@ -17,6 +17,7 @@ from parallel_backend.families.base.file_layout import FileLayout, Source
 from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 
+from .adapters import only_of_text
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
@@ -109,6 +110,11 @@ class OwnClassFamily(Family):
     """Of all of the class's tensors."""
     call: Call | None = None
     """The call that a trial was made for, see example.py. None: there was none in this process."""
+
+    def is_elsewhere(self, parameter: str) -> bool:
+        """As Family.is_elsewhere."""
+        assert self.own is not None
+        return parameter.startswith(tuple(f"{module}." for module in only_of_text(self.own.kind)))
 
     @property
     def title(self) -> str:
