@@ -147,7 +147,7 @@ def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list
     state of the rank's tokens."""
     sizes = _sizes(real)
     spans = even_stages(len(sizes.block_bytes), degrees.pipe)
-    tokens = request.image + (request.text if sizes.joint else request.padding)
+    tokens = request.image + (request.text if sizes.joint else 0)
     states = [
         (1 if degrees.pipe > 1 else request.entries_on(degrees, degrees.coordinate(rank))) * tokens / degrees.sequence
         for rank in range(degrees.world)

@@ -298,7 +298,6 @@ def request_of(
         counted.grid,
         conditioning.token_order.references,
         counted.text,
-        family.image_padding(layout.grid),
         conditioning.batch,
         conditioning.first_replica,
         max((tensor.shape[1] for name, tensor in tensors if is_looked_at(name, tensor)), default=0),

@@ -25,7 +25,6 @@ def expected_request(
         references=0,
         text=counted.text,
         streams=counted.streams,
-        padding=family.image_padding(image_grid),
         entries=entries,
         looked_at=max(looked_at, default=0),
         kept=kept,

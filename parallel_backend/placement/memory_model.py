@@ -12,13 +12,7 @@ from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, packed_value_bytes, packs
 from parallel_backend.core.spans import Span, split, split_carrying
-from parallel_backend.families.base.blocks import (
-    CAUSAL_TEXT,
-    IMAGE,
-    JOINT,
-    Over,
-    StreamKeys,
-)
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, Over, StreamKeys
 
 from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
@@ -99,9 +93,7 @@ class Request:
     references: int
     """Tokens of reference pictures."""
     text: int
-    """Text tokens, with the padding that the model's class adds to text and image."""
-    padding: int
-    """Of `text`, the padding tokens of the image."""
+    """Text tokens."""
     entries: int
     """Batch entries of a call."""
     first_replica: int = 0
@@ -219,7 +211,7 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
         layers, image, copies = [over for over in layers if over == CAUSAL_TEXT], 0, 1
         if packs(request.kept_text, sizes.head_size):
             itemsize = packed_value_bytes(request.kept_text, sizes.head_size)
-    values = int(head_values(sizes, layers, image, request.text, request.padding, request.streams))
+    values = int(head_values(sizes, layers, image, request.text, request.streams))
     heads = request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at)
     return int(2 * copies * heads * values * itemsize)
 
@@ -229,17 +221,15 @@ def head_values(
     layers: Iterable[Over],
     image: float,
     text: int,
-    padding: int,
     streams: tuple[tuple[int, int], ...] = (),
 ) -> float:
     """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over. `streams`: see
     Request."""
-    tokens = {JOINT: image + text, CAUSAL_TEXT: image + text, IMAGE: image + padding}
     others = dict(streams)
 
     def values(over: Over) -> float:
         if not isinstance(over, StreamKeys):
-            return tokens[over] * sizes.head_size
+            return (image + text) * sizes.head_size
         of_streams = sum(others[stream] for stream in over.streams if text) if others else text
         return over.head_size * (image * over.image + of_streams)
 
@@ -268,7 +258,7 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 
 def _text(sizes: ModelSizes, request: Request) -> int:
     """Tokens that run through the blocks beside the image's."""
-    return request.text if sizes.joint else request.padding
+    return request.text if sizes.joint else 0
 
 
 def _states(sizes: ModelSizes, degrees: Degrees, span: Span) -> float:

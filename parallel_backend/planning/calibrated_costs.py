@@ -200,9 +200,7 @@ class CalibratedCosts:
     def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
         """Bytes of the keys and values of all tokens that a micro-step computes for a block, on the rank with most heads."""
         image, text = self._tokens(mode, kind)
-        values = head_values(
-            sizes, self._layers(block), image, text, self.workload.padding if text else 0, self.workload.streams
-        )
+        values = head_values(sizes, self._layers(block), image, text, self.workload.streams)
         heads = max(sizes.key_heads_on(degrees, degrees.coordinate(rank)) for rank in range(degrees.world))
         return 2 * entries * heads * values * sizes.itemsize
 

@@ -92,7 +92,6 @@ class StageForward:
             prefix=PrefixKeys(conditioning.batch) if state.buffer is not None or step.controlled else conditioning.prefix,
             text_ends_T=None if text_ends is None else text_ends[0],
             text_runs=conditioning.text_runs,
-            image_padding=self._family.image_padding(conditioning.grid),
             frames=self._frames(conditioning),
             windows=self._windows(conditioning),
             guidance=conditioning.changes.guidance,

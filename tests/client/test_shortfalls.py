@@ -222,7 +222,7 @@ def test_calls_that_fail_together_are_all_tried_again():
 
 
 def request(*grid: int, entries: int = 1) -> Request:
-    return Request(grid, 0, 8, 0, entries, picture=grid)
+    return Request(grid, 0, 8, entries, picture=grid)
 
 
 def test_what_is_known_of_which_size(mini_file):

@@ -234,7 +234,7 @@ def test_activations(case, made, measured):
     grid, batch = runs.family.patching.grid(runs.shapes[0]), runs.shapes[0][0]
     text_tokens = runs.engine.conditionings[1].text_tokens
     timed = runs.timestep.ndim > 1
-    request = Request(grid, runs.token_order.references, text_tokens, runs.family.image_padding(grid), batch, timed=timed)
+    request = Request(grid, runs.token_order.references, text_tokens, batch, timed=timed)
     spans = even_stages(len(sizes.block_bytes), 1)
     estimate = memory_of(sizes, Degrees(), spans, 0, (request,))
     with runs.run():
@@ -394,11 +394,11 @@ def test_the_largest_band_is_that_of_the_cut(text, references, bands):
     spans = cut_rows((1, 16, 128, 128), bands, patching, text, references)
     row = 64 + references / 64
     loads = [row * len(span) / 2 + text * (not span.start) for span in spans]
-    request = Request(grid, references, text, 0, 2)
+    request = Request(grid, references, text, 2)
     assert step_tokens(request.image, 64, text, 2, bands, bands)[1] == pytest.approx(2 * max(loads), abs=2)
 
 
-LARGE = Request((512, 512), 0, 512, 0, 2, kept=2, bands=8)
+LARGE = Request((512, 512), 0, 512, 2, kept=2, bands=8)
 
 
 def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(mini_file):
@@ -419,7 +419,7 @@ def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(mini_file):
 
 def test_advice_counts_on_the_memory_that_the_model_itself_holds(mini_file):
     """Little is free and much is held: the weights, which the changed run has there again."""
-    request = Request((24, 24), 0, 8, 0, 1, kept=2, bands=4)
+    request = Request((24, 24), 0, 8, 1, kept=2, bands=4)
     one = fitting(mini_file, Degrees())
     needed = one.memory((request,))[0]
     free = int(0.5 * needed.certain)
@@ -516,7 +516,7 @@ def test_degrees_that_are_named_do_fit(mini_file, pipe, share, entries, kept):
 
 
 def test_video_and_large_batches_have_ways_of_their_own(mini_file):
-    request = Request((8, 128, 128), 0, 512, 0, 8, kept=2, bands=4)
+    request = Request((8, 128, 128), 0, 512, 8, kept=2, bands=4)
     need = total(mini_file, Degrees(pipe=2), request)
     found = ways(mini_file, Degrees(pipe=2), (request,), Capacity((0.6 * need,) * 2, together=False))
     assert any(way.endswith("latent frames instead of 8") for way in found)

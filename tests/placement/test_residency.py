@@ -89,7 +89,7 @@ def test_stages_are_cut_with_their_copies_in_view():
 
 
 def test_bands_pay_for_the_weights_of_each():
-    exact, banded = Request((8, 8), 0, 0, 0, 2), Request((8, 8), 0, 0, 0, 2, kept=2, bands=4)
+    exact, banded = Request((8, 8), 0, 0, 2), Request((8, 8), 0, 0, 2, kept=2, bands=4)
     assert spill_seconds([2.0, 4.0], exact) == [0.5, 0.25]
     assert spill_seconds([2.0, 4.0], banded) == [1.0, 0.5]  # four bands of two entries
     assert spill_seconds([2.0, 0.0], exact) == spill_seconds([], exact) == []  # somewhere nothing can be streamed

@@ -19,7 +19,7 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.families.base.blocks import JOINT, StreamKeys
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
@@ -280,7 +280,7 @@ def test_activations_are_those_of_the_call_that_takes_most(larger):
 def test_keys_of_a_second_attention_are_counted():
     """As SD3.5 medium has: beside the joint attention one over the image alone."""
     what = workload(entries=1)
-    twice = dataclasses.replace(what.sizes, attention=((JOINT, IMAGE),) * 57)
+    twice = dataclasses.replace(what.sizes, attention=((JOINT, StreamKeys(True, (), what.sizes.head_size)),) * 57)
     both = costs(dataclasses.replace(what, sizes=twice), machine([1.0, 1.0]))
     held = sum(memory.buffers for memory in predict(both, Mode(Degrees(pipe=2), 4)).memory)
     assert held == 57 * 4 * (4608 + 4096) * 6144

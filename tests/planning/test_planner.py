@@ -19,7 +19,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload, Setup
-from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.families.base.blocks import JOINT, StreamKeys
 from parallel_backend.families.base.family import pairs_of
 from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
@@ -207,7 +207,9 @@ def test_keys_that_heads_share_travel_once():
 def test_each_attention_layer_of_a_block_has_its_transfers():
     """The first blocks of SD3.5-medium have two."""
     what, on = workload(), devices(N, Link(LATENCY, B))
-    twice = replace(what, sizes=replace(what.sizes, attention=((JOINT, IMAGE),) * LAYERS))
+    twice = replace(
+        what, sizes=replace(what.sizes, attention=((JOINT, StreamKeys(True, (), what.sizes.head_size)),) * LAYERS)
+    )
     for degrees in (Degrees(ulysses=N), Degrees(ring=N), Degrees(patch=N, patch_mode="displaced")):
         one, two = (predict(on, each, Mode(degrees)) for each in (what, twice))
         assert two.moved == 2 * one.moved

@@ -209,7 +209,7 @@ def test_kept_keys_are_the_bytes_that_were_predicted_and_go_with_the_run(engine,
     without = engine.run_bytes
     computed(engine, 1, 1.0)
     tokens = tensors[TEXT_ENDS].shape[1]
-    request = Request((len(x[0, 0]), len(x[0, 0, 0])), 0, tokens, 0, len(x), kept_text=stored)
+    request = Request((len(x[0, 0]), len(x[0, 0, 0])), 0, tokens, len(x), kept_text=stored)
     sizes, stages = model_sizes(open_checkpoint(made[1]), "fp32", "cpu"), (Span(0, CASE.config["num_layers"]),)
     predicted = memory_of(sizes, Degrees(), stages, 0, (request,)).buffers
     assert engine.run_bytes - without == predicted > 0

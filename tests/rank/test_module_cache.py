@@ -46,7 +46,7 @@ class Runs:
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]
         grid, companion_tokens = family.patching.grid(self.shapes[0]), family.patching.companion_tokens(self.shapes)
         self.token_order = family.token_order(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)
-        text_tokens = companion_tokens + family.image_padding(grid) + family.inputs.text_tokens(tensors)
+        text_tokens = companion_tokens + family.inputs.text_tokens(tensors)
         for conditioning in (1, 2):
             given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}
             references, batch = self.token_order.references, self.shapes[0][0]

@@ -9,8 +9,8 @@ from parallel_backend.core.spans import Span
 from .segments import Segments
 from .step_inputs import ArgumentCut, Config
 
-JOINT, IMAGE = "joint", "image"
-"""Which tokens an attention module mixes. JOINT: those of text and image. IMAGE: those of the image."""
+JOINT = "joint"
+"""Which tokens an attention module mixes: those of text and image, or of the image if no text runs through the blocks."""
 CAUSAL_TEXT = "causal text"
 """As JOINT for the image's tokens. A text token sees no image, and of the text the first TEXT_ENDS tokens. The text is the
 first of the joint sequence."""
@@ -88,17 +88,17 @@ class BlockList:
     """Attention module of a block -> the tokens that it mixes: one of JOINT ... PAIRED."""
 
     values_first: bool = True
-    """VALUES and TEXT_VALUES of the modules in `attention` that are JOINT or IMAGE give the values that attention reads,
+    """VALUES and TEXT_VALUES of the modules in `attention` that are JOINT give the values that attention reads,
     with nothing applied in between: [B, n, heads x D]. Ulysses ranks compute values before queries and keys, so that their
     exchange overlaps (rank/attention/early_values.py)."""
 
     projections: Projections | None = None
-    """Those of the modules in `attention` that are JOINT or IMAGE. None: Ulysses ranks cannot gather their inputs."""
+    """Those of the modules in `attention` that are JOINT. None: Ulysses ranks cannot gather their inputs."""
 
 
 def gathers(over: str, spec: BlockList) -> bool:
     """Whether Ulysses ranks can gather the inputs of the list's attention modules that mix `over`."""
-    return spec.projections is not None and over in (JOINT, IMAGE)
+    return spec.projections is not None and over == JOINT
 
 
 @dataclass(frozen=True)

@@ -142,15 +142,9 @@ class Inputs:
         outputs into the sampler's form."""
         return latents, lambda outputs: outputs
 
-    def padded(self, tokens: int) -> int:
-        """Number of tokens of a text or image -> the same with the class's padding tokens. The image's padding follows the
-        image. It counts as the beginning of the text, so it runs with the first band; layers over the image see it too."""
-        return tokens
-
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Tokens of the text that runs through the blocks: of all `token_tensors`, padding included."""
-        lengths = [tensors[name].shape[1] for name in self.token_tensors if name in tensors]
-        return self.padded(sum(lengths)) if lengths else 0
+        """Tokens of the text that runs through the blocks: of all `token_tensors`."""
+        return sum(tensors[name].shape[1] for name in self.token_tensors if name in tensors)
 
 
 class CacheScope(Enum):
@@ -300,13 +294,9 @@ class Family:
         """Random latents of a model call, of which the first has this shape."""
         return latents_of(self.patching.alongside(torch.randn(shape)))
 
-    def image_padding(self, grid: tuple[int, ...]) -> int:
-        """Padding tokens that the class adds to the image."""
-        return self.inputs.padded(math.prod(grid)) - math.prod(grid)
-
     def text_tokens(self, grid: tuple[int, ...], companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Tokens of a call that are not the image's: its padding, `companion_tokens`, text. All run with the first band."""
-        return self.image_padding(grid) + companion_tokens + self.inputs.text_tokens(tensors)
+        """Tokens of a call that are not the image's: `companion_tokens`, text. All run with the first band."""
+        return companion_tokens + self.inputs.text_tokens(tensors)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
         """A call's tokens. `text`: see text_tokens."""

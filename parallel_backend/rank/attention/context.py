@@ -10,13 +10,7 @@ import torch
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import (
-    CAUSAL_TEXT,
-    IMAGE,
-    JOINT,
-    PAIRED,
-    WINDOWS,
-)
+from parallel_backend.families.base.blocks import CAUSAL_TEXT
 from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import codec_for
@@ -69,8 +63,6 @@ class AttentionStep:
     """The text's keys and values in layers over CAUSAL_TEXT. None: the model has no such layer."""
     causal: bool = False
     """Queries are text tokens that see what `text_ends_T` says."""
-    image_padding: int = 0
-    """First tokens of the text that belong to the image (Family.image_padding)."""
     frames: TokenGroups | None = None
     """The video's tokens by frame. None: no layer attends by frame."""
     windows: tuple[TokenGroups, ...] = ()
@@ -81,29 +73,21 @@ class AttentionStep:
     """Block-sparse attention. None: in full."""
     tables: dict[int, "GatheredTable"] = field(default_factory=dict)
     """By identity of a rotary table of this rank's tokens: that of all Ulysses ranks' tokens (gathered_heads.py)."""
-    _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 
     def over(self, tokens: str) -> "AttentionStep":
         """The micro-step for layers that mix `tokens`, a value of BlockList.attention (base/blocks.py)."""
-        if tokens in (JOINT, PAIRED, WINDOWS):
-            # Not kept in _over: a reference to itself would hold the K/V buffer until Python collects cycles.
-            return self
-        if tokens not in self._over:
-            self._over[tokens] = self._of_streams(tokens)
-        return self._over[tokens]
+        return self.causal_image if tokens == CAUSAL_TEXT else self
 
-    def _of_streams(self, tokens: str) -> "AttentionStep":
-        if tokens == IMAGE:  # with the padding, which has the place of text
-            padding = tuple(text.before(self.image_padding) for text in self.text)
-            return replace(self, text_tokens=self.image_padding, text=padding, _over={})
-        assert tokens == CAUSAL_TEXT  # the image's part of the layer, which has the text's keys in `prefix`
-        return replace(self, text=(Span(0, 0),) * len(self.text), _over={})
+    @cached_property
+    def causal_image(self) -> "AttentionStep":
+        """The image's part of a layer over CAUSAL_TEXT, which has the text's keys in `prefix`."""
+        return replace(self, text=(Span(0, 0),) * len(self.text))
 
     @cached_property
     def causal_text(self) -> "AttentionStep":
         """The text's part of a layer over CAUSAL_TEXT. All of a text runs in one micro-step, so its keys need no buffer."""
         none = (Span(0, 0),) * len(self.image)
-        return replace(self, image=none, buffer=None, stale=False, causal=True, _over={})
+        return replace(self, image=none, buffer=None, stale=False, causal=True)
 
     def text_pieces(self, ranks: range) -> Iterator[tuple[Span, Span, TextRun]]:
         """The text tokens of `ranks`, concatenated, run by run: (rows among them, positions in the text, their run)."""

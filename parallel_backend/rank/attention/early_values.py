@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel_backend.core.signatures import method_parameters
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, QUERIES, TEXT_VALUES, VALUES, BlockList
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, QUERIES, TEXT_VALUES, VALUES, BlockList
 from parallel_backend.rank.comm.staging import staged
 
 from .computed_layer import adopted
@@ -25,7 +25,7 @@ class ValuesFirst:
     """Hooks around one attention module."""
 
     def __init__(self, module: nn.Module, over: str, context: AttentionContext, head_size: int, text_first: bool):
-        """`over`: JOINT, IMAGE, or CAUSAL_TEXT, where the text does not run."""
+        """`over`: JOINT, or CAUSAL_TEXT, where the text does not run."""
         self._over, self._context, self._head_size, self._text_first = over, context, head_size, text_first
         self._layers, self._arguments = [adopted(getattr(module, VALUES))], ["hidden_states"]
         if getattr(module, TEXT_VALUES, None) is None:
@@ -87,5 +87,5 @@ def install_early_values(
     if context.ulysses.size == 1 or context.tensor.size > 1:
         return
     for module, over, spec, _ in modules:
-        if spec.values_first and over in (JOINT, IMAGE, CAUSAL_TEXT):
+        if spec.values_first and over in (JOINT, CAUSAL_TEXT):
             ValuesFirst(module, over, context, head_size, text_first)

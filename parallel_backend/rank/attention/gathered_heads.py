@@ -29,7 +29,7 @@ Lengths = list[int]
 
 
 class GatheredHeads:
-    """A hook in front of one attention module, over JOINT or IMAGE."""
+    """A hook in front of one attention module, over JOINT."""
 
     def __init__(self, module: nn.Module, over: str, projections: Projections, context: AttentionContext, text_first: bool):
         self._over, self._names, self._context, self._text_first = over, projections, context, text_first

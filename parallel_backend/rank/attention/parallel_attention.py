@@ -11,7 +11,7 @@ import torch
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, IMAGE, JOINT, PAIRED, WINDOWS
+from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, PAIRED, WINDOWS
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
@@ -218,16 +218,14 @@ class ParallelAttention:
         A reason that users may want to know goes into the report.
         """
         calls, settings = self.context.sparse_calls, sparse.settings
-        if self.over not in (JOINT, IMAGE) or self.block in settings.full:
+        if self.over != JOINT or self.block in settings.full:
             return None
         if q_BQhD.shape != k_BKhD.shape or q_BQhD.shape[1] < settings.least_tokens:
             return None
         if lacks := sparse.lacks(q_BQhD):
             calls.lacked.add(lacks)
             return None
-        # In layers over the image, tokens in the place of text are the image's padding.
-        layout = sparse.joint if self.over == JOINT else None if step.text_tokens else sparse.image
-        if layout is None:
+        if (layout := sparse.layout) is None:
             calls.lacked.add("a family in which it has been compared with ComfyUI's model")
             return None
         calls.sparse += 1

@@ -91,16 +91,9 @@ class SparseStep:
         self.settings, self._segments, self._rows, self._grid, self._device = settings, segments, rows, grid, device
 
     @cached_property
-    def joint(self) -> Layout | None:
-        """For layers that mix text and image. None: the order of ComfyUI's sequence is not known."""
+    def layout(self) -> Layout | None:
+        """None: the order of ComfyUI's sequence is not known."""
         return None if self._segments is None else self._layout(self._segments, self._rows)
-
-    @cached_property
-    def image(self) -> Layout | None:
-        """For layers that mix the image's tokens."""
-        if self._segments is None:
-            return None
-        return self._layout([each for each in self._segments if each.of_image], [each for each in self._rows if each[0]])
 
     def _layout(self, segments: Sequence[Segment], rows: Sequence[tuple[bool, torch.Tensor]]) -> Layout:
         row_of = {}
