@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from benchmarks.predictions.bridge import BridgedLinks
-from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.families.base.blocks import JOINT
 from parallel_backend.families.base.family import pairs_of
 from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -99,7 +99,7 @@ class Model:
         sizes = ModelSizes(
             block_bytes=(each,) * self.layers,
             ends=(outer, outer, 0),
-            attention=((JOINT if self.joint else IMAGE,),) * self.layers,
+            attention=((JOINT,),) * self.layers,
             heads=self.heads,
             sharing=self.sharing,
             head_size=self.hidden // self.heads,

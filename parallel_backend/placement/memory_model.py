@@ -230,7 +230,7 @@ def head_values(
     def values(over: Over) -> float:
         if not isinstance(over, StreamKeys):
             return (image + text) * sizes.head_size
-        of_streams = sum(others[stream] for stream in over.streams if text) if others else text
+        of_streams = sum(others[stream] for stream in over.streams if text) if others else text * bool(over.streams)
         return over.head_size * (image * over.image + of_streams)
 
     return sum(map(values, layers))
