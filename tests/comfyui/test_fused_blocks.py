@@ -27,6 +27,7 @@ def found(inside):
         ("Qwen-Image, references at time 0, a mask", QWEN, []),
         ("Krea 2", KREA, ["rms_adaln"]),
         ("Krea 2, a time for each token", KREA, ["rms_adaln"]),
+        ("MiniMax H3", ["Attention", "DiTBlock"], ["rms_rope_split_half_"]),
     ],
 )
 def test_a_fused_block_computes_what_the_class_does(found, measured, name, forms, kernels):

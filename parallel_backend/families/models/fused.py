@@ -84,12 +84,13 @@ def normed_and_rotated(
 def normed_and_partly_rotated(
     query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `normed_and_rotated`, of a head's first r channels, i and i + r / 2 as pairs; r may be fewer than a head has."""
+    """As `normed_and_rotated`, of a head's first r channels, i and i + r / 2 as pairs; r may be fewer than a head has. The
+    result may be in the memory of `query` and `key`."""
     of_queries, of_keys = norms
     turning = 2 * turns.shape[-3]
-    if (kernel := _kernel("rms_rope_split_half", query)) is not None:
-        weights = of_queries.weight, of_keys.weight
-        return kernel(query.contiguous(), key.contiguous(), turns, *weights, of_queries.eps, turning)
+    if (kernel := _kernel("rms_rope_split_half_", query)) is not None:
+        kernel(query, key, turns, of_queries.weight, of_keys.weight, of_queries.eps, turning)
+        return query, key
     query, key = of_queries(query), of_keys(key)
     if turning == query.shape[-1]:
         return both_rotated(query, key, turns, halves=True)
@@ -117,8 +118,8 @@ def gated(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tenso
     return torch.addcmul(x, gate.to(x.dtype), out)
 
 
-Runs = Sequence[tuple[int, int, int]]
-"""(first token, token behind the last one, row of their vectors), for all tokens in order."""
+Runs = Sequence[tuple[int, int, Any]]
+"""(first token, token behind the last one, row of their vectors), for all tokens in order. A tensor has the row of each."""
 
 
 def modulated_in_runs(norm: Any, x: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, runs: Runs) -> torch.Tensor:

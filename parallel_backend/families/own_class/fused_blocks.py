@@ -129,10 +129,49 @@ def without_weight(features: int, eps: float) -> nn.RMSNorm:
     return nn.RMSNorm(features, eps, elementwise_affine=False)
 
 
+@functools.cache
+def minimax_h3_attention(kind: type[nn.Module]) -> type[nn.Module]:
+    """As the class, which calls comfy-kitchen's operation by torch's and its own dispatch. Tokens [S, D]."""
+
+    class Fused(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, rope_freqs=None, transformer_options=None):
+            if rope_freqs is None or torch.compiler.is_compiling():
+                return super().forward(x, rope_freqs, transformer_options=transformer_options)
+            q, k, v = (each.unflatten(-1, (self.heads, -1))[None] for each in self.qkv_proj(x).chunk(3, dim=-1))
+            q, k = fused.normed_and_partly_rotated(q, k, (self.q_norm, self.k_norm), rope_freqs)
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attend = attention_of(kind, "optimized_attention")
+            out = attend(q, k, v, self.heads, mask=None, skip_reshape=True, transformer_options=transformer_options)
+            return self.out_proj(out[0])
+
+    return Fused
+
+
+@functools.cache
+def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Modulation and gates in one operation for each run of tokens. Tokens [S, D]."""
+
+    class Fused(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, t_emb, mod_segments, rope_freqs, transformer_options):
+            if torch.compiler.is_compiling():
+                return super().forward(x, t_emb, mod_segments, rope_freqs, transformer_options=transformer_options)
+            x_1SD = x[None]
+            vectors = [each.to(x.dtype) for each in self.adaln_proj(t_emb)]
+            attend = functools.partial(self.attn, rope_freqs=rope_freqs, transformer_options=transformer_options)
+            for norm, part, (shift, scale, gate) in (self.norm1, attend, vectors[:3]), (self.norm2, self.mlp, vectors[3:]):
+                out = part(fused.modulated_in_runs(norm, x_1SD, scale, shift, mod_segments)[0])
+                x_1SD = fused.gated_in_runs(x_1SD, gate, out[None], mod_segments)
+            return x_1SD[0]
+
+    return Fused
+
+
 FORMS: Mapping[str, tuple[str, Callable[..., type[nn.Module]]]] = {
     f"{ROOT}qwen_image.model.Attention": ("a4484f0e7eb52a58", qwen_image_attention),
     f"{ROOT}qwen_image.model.QwenImageTransformerBlock": ("169d7285c3246d03", qwen_image_block),
     f"{ROOT}krea2.model.RMSNorm": ("b68e900c5514db28", krea2_norm),
     f"{ROOT}krea2.model.SingleStreamBlock": ("7d8ddd79ef19b361", krea2_block),
+    f"{ROOT}minimax.model.Attention": ("a0cee20f42d8e8dc", minimax_h3_attention),
+    f"{ROOT}minimax.model.DiTBlock": ("1b9ce5c81241dd44", minimax_h3_block),
 }
 """ComfyUI's class -> digest of the source that its form was written for, and the form."""

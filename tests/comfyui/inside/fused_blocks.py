@@ -10,12 +10,13 @@ from unittest import mock
 from boot import Results, torch
 from comfy.ldm.flux.layers import EmbedND
 from comfy.ldm.krea2.model import SingleStreamBlock
+from comfy.ldm.minimax.model import DiTBlock, rope_rotation_table
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
 
 from parallel_backend.core import kitchen
 from parallel_backend.families.models import fused
 from parallel_backend.families.own_class import fused_blocks
-from parallel_backend.families.own_class.building import TorchLayers
+from parallel_backend.families.own_class.building import CASTS, TorchLayers
 
 WIDTH, HEADS, TOKENS, WORDS, BATCH = 128, 4, 30, 7, 2
 Arguments = dict[str, Any]
@@ -60,16 +61,31 @@ def krea2(generator: torch.Generator, tokens: int = 1) -> tuple[torch.nn.Module,
     }
 
 
+def minimax_h3(generator: torch.Generator) -> tuple[torch.nn.Module, Arguments]:
+    """Runs of tokens, and tokens with a row each, as under a mask."""
+    head = WIDTH // HEADS
+    block = DiTBlock(WIDTH, HEADS, head, WIDTH, WIDTH, 1e-5, 1e-5, operations=TorchLayers)
+    angles = torch.arange(TOKENS)[:, None] / torch.arange(1, head // 2 + 1)
+    return block, {
+        "x": drawn(generator, TOKENS, WIDTH),
+        "t_emb": drawn(generator, 2, WIDTH),
+        "mod_segments": [(0, WORDS, 1), (WORDS, 12, 5), (12, TOKENS, torch.arange(TOKENS - 12) % 6)],
+        "rope_freqs": rope_rotation_table(angles.repeat(1, 2)[:, : head - 8], torch.float32),
+        "transformer_options": {},
+    }
+
+
 CASES = {
     "Qwen-Image": qwen_image,
     "Qwen-Image, references at time 0, a mask": qwen_image_references,
     "Krea 2": krea2,
     "Krea 2, a time for each token": functools.partial(krea2, tokens=TOKENS),
+    "MiniMax H3": minimax_h3,
 }
 
 
 def outputs(block: torch.nn.Module, given: Arguments, dtype: torch.dtype) -> torch.Tensor:
-    cast = {name: each.to(dtype) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+    cast = {name: each.to(dtype, copy=True) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
     if dtype == torch.bfloat16 and "freqs" in cast:  # Krea 2's table stays in float32
         cast["freqs"] = given["freqs"]
     with torch.inference_mode():
@@ -85,6 +101,8 @@ def compared(make: Any) -> dict[str, Any]:
         size = 0.7 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2
         is_norm = "norm" in name and not name.endswith("scale")
         parameter.data = drawn(generator, *parameter.shape).mul(size).add(is_norm).bfloat16().float()
+    for module in plain.modules():
+        vars(module).update(CASTS)
     block = copy.deepcopy(plain)
     fused_blocks.fuse(block)
     kernel = functools.cache(kitchen.DirectCall)
