@@ -17,7 +17,7 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.blocks import CAUSAL_TEXT
 from parallel_backend.families.base.step_inputs import Config
 from parallel_backend.families.own_class.guided_attention import OUTPUT
-from parallel_backend.families.own_class.skip_trial import BLOCKS
+from parallel_backend.families.own_class.residuals import BLOCKS
 
 from ..ui.other_nodes import is_known
 from . import sparse_attention as sparse_node
@@ -117,12 +117,20 @@ def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[
     skipped: dict[tuple[str, int], Any] = {}
     remaining: dict[str, dict[Any, Any]] = {}
     for name, functions in replaced.items():
-        for block, function in functions.items():
+        for block, around in functions.items():
+            if (function := below_controls(around)) is None:
+                continue
             if name == BLOCKS and len(block) == 2 and is_known(SKIP, function):
                 skipped[block] = function
-            elif not is_known(PERTURBED, function):
+            elif not is_known(PERTURBED, function) and not is_known(sparse_node.BLOCK, function):
                 remaining.setdefault(name, {})[block] = function
     return skipped, remaining
+
+
+def sparse_blocks(replaced: Mapping[str, Mapping[Any, Any]]) -> Callable[..., Any] | None:
+    """Model Sparse Attention's patch of a block, if a block has one, for a class without a family."""
+    inside = (below_controls(function) for functions in replaced.values() for function in functions.values())
+    return next((each for each in inside if is_known(sparse_node.BLOCK, each)), None)
 
 
 def normalized_guidance(

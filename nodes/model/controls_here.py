@@ -66,6 +66,14 @@ class ControlsHere:
             layers, controls, call.latents, call.timestep, call.others, call.options, tensors
         )
 
+    def of_all_tokens(self, call: NativeArguments, run: SamplingRun, is_carried: bool) -> Residuals:
+        """As `residuals`, for ComfyUI's own class. `is_carried`: see RemoteDiffusionModel._call."""
+        if not (controls := sequence_controls(self._checkpoint.family, call.options)):
+            return {}
+        layers = self._layers(call.options, run)
+        given = call.latents, call.timestep, call.others, call.options
+        return self._sequence_control.of_class(layers, controls, *given, is_carried)
+
     def with_fun(
         self,
         control: Control | None,

@@ -12,25 +12,26 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import Residuals
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families.base.patching import Latents, Patching, latents_of
+from parallel_backend.families.own_class.adapters import segments_of
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
 from parallel_backend.families.own_class.counts import counted
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.plan import Asked
-from parallel_backend.families.own_class.residuals import PATCHES, by_name, side_of
-from parallel_backend.families.own_class.skip_trial import REPLACED
+from parallel_backend.families.own_class.residuals import PATCHES, REPLACED, by_name, side_of
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 
 from .attention_choice import OVERRIDE, preferred_attention
-from .block_patches import kernel_of_call, normalized_guidance, skipped_keys
+from .block_patches import kernel_of_call, normalized_guidance, skipped_keys, sparse_blocks
 from .class_code import class_code
 from .controlnet import Control, refuse_control
 from .diffusion_model import HEEDS_FILES
 from .fun_control import without_fun_controls
 from .reach import is_plain, told_to_own_class
-from .sparse_attention import HAS_SINKS, settings_of
+from .sparse_attention import settings_of
 from .text_guidance import GUIDANCE_KEY, TextGuidance
 
 OF_UNETS = "comfy.ldm.modules.attention"
@@ -124,9 +125,6 @@ def changes_and_options(
     assert family.own is not None
     preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
     kernel, unknown = kernel_of_call(override, loaded, preferred)
-    sparse = settings_of(override, None, family, checkpoint.config, options, {})
-    if sparse is not None and sparse.sinks and family.native_classes[0] in HAS_SINKS:
-        unknown = override
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
     nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
@@ -135,10 +133,22 @@ def changes_and_options(
         patches = {kind: functions for kind, functions in patches.items() if kind in read}
     told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family)
     return (
-        BlockChanges(attention=kernel, sparse=sparse),
+        BlockChanges(attention=kernel),
         NodeChanges(skipped, nag, guidance, options.get(GUIDANCE_KEY)),
         told,
     )
+
+
+def sparse_attention(
+    checkpoint: Checkpoint, options: Mapping[str, Any], latents: Latents, arguments: Mapping[str, Any], native: type
+) -> SparseAttention | None:
+    """Model Sparse Attention's settings of a call whose blocks are proven. None: it attends in full. `native`: the class."""
+    family, of_block = checkpoint.family, sparse_blocks(options.get(REPLACED) or {})
+    found = settings_of(options.get(OVERRIDE), of_block, family, checkpoint.config, options, {})
+    if found is None:
+        return None
+    segments, grid = segments_of(family.native_classes[0], latents, arguments, native)
+    return replace(found, segments=segments, grid=grid)
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,7 +16,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.adapters import sent, takes_one_entry
+from parallel_backend.families.own_class.adapters import carries, sent, takes_one_entry
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
@@ -24,6 +24,7 @@ from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpa
 from parallel_backend.families.own_class.counts import misfit
 from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
+from parallel_backend.families.own_class.minimax_forms import INSIDE
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import CONTROL, for_trial
 from parallel_backend.families.own_class.trial import trial
@@ -43,6 +44,7 @@ from ..ui.node_text import say
 from .band import BAND_KEY, Band, NotTried
 from .call_checks import check_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
+from .controls_here import NativeArguments
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
 from .native_call import NativeClass
@@ -59,6 +61,7 @@ from .own_calls import (
     returned,
     shapes,
     share_of_work,
+    sparse_attention,
     structure,
     times_of,
     widths_of,
@@ -190,6 +193,7 @@ class OwnClassModel(RemoteDiffusionModel):
             band = None
         if band is None:
             check_for_own_class(latents, axes)
+        of_latents = timestep
         packed, timestep, told_form = in_form(x, timestep, axes)
         family, batch = self.checkpoint.family, len(packed)
         changes, by_nodes, told = changes_and_options(self.checkpoint, self.setup.attention, options, batch)
@@ -198,12 +202,18 @@ class OwnClassModel(RemoteDiffusionModel):
             refuse_what_does_not_reach_the_ranks({}, [CONTROL], family)
         control = self.controls_here.with_fun(control, latents[0], timestep, context, options, self.run)
         residuals = own_residuals(control, latents[0], None if band is None else band.run.patching)
+        given = NativeArguments(latents, of_latents, {"context": context, **extra}, options)
+        if of_all := self.controls_here.of_all_tokens(given, self.run, is_carried):
+            if band is not None:
+                raise NotLocal("a Fun control looks at the whole latent")
+            residuals |= of_all
         named = {
             "context": context,
             CONTROL: None,
             OPTIONS: told,
             **sent(family.native_classes[0], extra, self.native),
             **told_form,
+            **({INSIDE: True} if carries(self._own.kind) and not is_carried else {}),
         }
         sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
         if band is not None and LATENTS in named:
@@ -222,7 +232,8 @@ class OwnClassModel(RemoteDiffusionModel):
             channels = options[PROVE_KEY]
             return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in zip(latents, channels, strict=True)))
         fields, more = self._changed(by_nodes, proof, tried, sizes, band is None) if by_nodes else ({}, {})
-        changes = dataclasses.replace(changes, **fields)
+        sparse = sparse_attention(self.checkpoint, options, latents, given.others, self.native)
+        changes = dataclasses.replace(changes, sparse=sparse, **fields)
         if proof.options or more:
             named |= {OPTIONS: told | {name: options[name] for name in proof.options}} | more
             tensors = to_tensors(named, timestep, told_latent)

@@ -22,6 +22,8 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.base.segments import CallTokens
 from parallel_backend.families.base.step_inputs import REFERENCES
+from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.families.own_class.residuals import AROUND
 
 from ..ui.host import refuse
 from ..ui.other_nodes import is_known
@@ -50,17 +52,21 @@ def below_controls(function: Any) -> Any:
     return controls[-1].previous if controls else function
 
 
-def sequence_controls(family: Family, options: Mapping[str, Any]) -> dict[int, list[Any]]:
-    """Block -> the controls around it in a call's transformer_options. Empty for families that take none."""
-    if family.blocks.controlled_sequence is None:
+Controls = Mapping[tuple[str, int], list[Any]]
+"""(kind, number) of a block, as ComfyUI names it -> the controls around it."""
+
+
+def sequence_controls(family: Family, options: Mapping[str, Any]) -> Controls:
+    """Those in a call's transformer_options. Empty for families that take none."""
+    kinds = family.blocks.native or {}
+    if family.blocks.controlled_sequence is None and not isinstance(family, OwnClassFamily):
         return {}
-    [kind] = family.blocks.native or {}
     found = {
-        block[1]: controls_around(function)
+        block[:2]: controls_around(function)
         for block, function in options.get("patches_replace", {}).get("dit", {}).items()
-        if block[0] == kind
+        if not kinds or block[0] in kinds
     }
-    return {index: controls for index, controls in found.items() if controls}
+    return {block: controls for block, controls in found.items() if controls}
 
 
 class SequenceControl:
@@ -74,7 +80,7 @@ class SequenceControl:
     def residuals(
         self,
         model: comfy.model_patcher.ModelPatcher,
-        controls: Mapping[int, list[Any]],
+        controls: Controls,
         latents: Latents,
         timestep: torch.Tensor,
         arguments: Mapping[str, Any],
@@ -83,43 +89,74 @@ class SequenceControl:
     ) -> Residuals:
         """Residuals of all tokens (client.call.Residuals) of a model call, on the CPU.
 
-        `model`: from `layers`. latents [B, C, (T,) H, W], `timestep` and `arguments` are those of the native class's
-        `_forward`, and `options` its transformer_options. `tensors`: the call's conditioning tensors.
+        As `of_class`. `tensors`: the call's conditioning tensors.
         """
-        family = self._checkpoint.family
-        [(kind, blocks)] = (family.blocks.native or {}).items()
-        first = [control.control_patch for control in controls.get(0, ())]
+        added = self._added(model, controls, latents, timestep, arguments, options)
+        if not added:
+            return {}
+        [blocks] = (self._checkpoint.family.blocks.native or {}).values()
+        places = self._places(latents, arguments, tensors)
+        for block, residual in added.items():
+            assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
+            added[block] = residual[:, places]
+        return {f"{blocks}.{index}": residual for (_, index), residual in added.items()}
+
+    def of_class(
+        self,
+        model: comfy.model_patcher.ModelPatcher,
+        controls: Controls,
+        latents: Latents,
+        timestep: torch.Tensor,
+        arguments: Mapping[str, Any],
+        options: Mapping[str, Any],
+        is_carried: bool,
+    ) -> Residuals:
+        """Residuals of all tokens in the class's own order, on the CPU, by the names of families.own_class.residuals.
+
+        `model`: from `layers`. latents [B, C, (T,) H, W], `timestep` and `arguments` are those of the native class's
+        `_forward`, or if `is_carried` of its `forward`, and `options` its transformer_options.
+        """
+        added = self._added(model, controls, latents, timestep, arguments, options, is_carried)
+        return {f"{AROUND}{kind}.{index}": residual for (kind, index), residual in added.items()}
+
+    def _added(
+        self,
+        model: comfy.model_patcher.ModelPatcher,
+        controls: Controls,
+        latents: Latents,
+        timestep: torch.Tensor,
+        arguments: Mapping[str, Any],
+        options: Mapping[str, Any],
+        is_carried: bool = False,
+    ) -> dict[tuple[str, int], torch.Tensor]:
+        first = [control.control_patch for (_, index), around in controls.items() if index == 0 for control in around]
         if any(control.control_patch not in first for around in controls.values() for control in around):
             refuse("a control that begins behind the first block", "Load the model with a native loader for it.")
-        added: dict[int, torch.Tensor] = {}
+        added: dict[tuple[str, int], torch.Tensor] = {}
 
-        def around(index: int) -> Replacement:
+        def around(block: tuple[str, int]) -> Replacement:
             def replaced(args: dict[str, Any], _more: dict[str, Any]) -> dict[str, Any]:
                 patch = None
-                for control in reversed(controls.get(index, ())):
+                for control in reversed(controls.get(block, ())):
                     outer = copy.copy(control)
                     outer.previous, patch = patch, outer
                 if patch is not None:
                     zeros = torch.zeros_like(args["img"])
                     residual = patch(args, {"original_block": lambda _args: {"img": zeros}})["img"]
                     if residual.any():  # outside of its start and end a control adds nothing
-                        added[index] = residual if residual.ndim == 3 else residual[None]
-                        added[index] = added[index].cpu()  # those of a video would fill the device together
+                        added[block] = residual if residual.ndim == 3 else residual[None]
+                        added[block] = added[block].cpu()  # those of a video would fill the device together
                 return {"img": args["img"]}
 
             return replaced
 
-        count = family.blocks.counts(self._checkpoint.config)[blocks]
-        inside = {**options, "patches_replace": {"dit": {(kind, index): around(index) for index in range(count)}}}
+        layers = model.model.diffusion_model
+        every = ((kind, index) for kind in {kind for kind, _ in controls} for index in range(len(_blocks_of(layers))))
+        inside = {**options, "patches_replace": {"dit": {block: around(block) for block in every}}}
         x = latents[0] if len(latents) == 1 else list(latents)
-        self._native._forward(model.model.diffusion_model, x, timestep, transformer_options=inside, **arguments)
-        if not added:
-            return {}
-        places = self._places(latents, arguments, tensors)
-        for index, residual in added.items():
-            assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
-            added[index] = residual[:, places]
-        return {f"{blocks}.{index}": residual for index, residual in added.items()}
+        forward = self._native.forward if is_carried else self._native._forward
+        forward(layers, x, timestep, transformer_options=inside, **arguments)
+        return added
 
     def _places(self, latents: Latents, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[n + t + r]: for each token in the order of Residuals, its place in the native model's sequence."""
@@ -147,16 +184,24 @@ class SequenceControl:
         settings = class_arguments(self._unet_config)
         layers = self._native(**settings, dtype=self._dtype, device="meta", operations=comfy.ops.manual_cast)
         checkpoint, values = self._checkpoint, OriginalTensors(self._checkpoint)
-        key_map = checkpoint.family.file.key_map(checkpoint.config)
-        in_blocks = (source.key for target, source in key_map.items() if checkpoint.family.blocks.place(target) is not None)
-        name = next(in_blocks).partition(".")[0]
-        setattr(layers, name, torch.nn.ModuleList(torch.nn.Identity() for _ in getattr(layers, name)))
-        known = {source.key for source in key_map.values()}
+        family = checkpoint.family
+        blocks = _blocks_of(layers)
+        for index in range(len(blocks)):
+            blocks[index] = torch.nn.Identity()
+        known = {source.key for source in family.file.key_map(checkpoint.config).values()}
+        in_file = dict(family.own.keys) if isinstance(family, OwnClassFamily) and family.own is not None else {}
         state = {}
-        for key, tensor in layers.state_dict().items():
+        for name, tensor in layers.state_dict().items():
+            key = in_file.get(name, name)
             value = values.value(key) if key in known else values.stored(key)
             if value is None:
                 refuse(f"a Fun ControlNet ({checkpoint.path.name} has no {key})", "Take the model's file as ComfyUI has it.")
-            state[key] = value.to(tensor.dtype)
+            state[name] = value.to(tensor.dtype)
         layers.load_state_dict(state, assign=True)
         return layers
+
+
+def _blocks_of(layers: torch.nn.Module) -> torch.nn.ModuleList:
+    """The list of blocks that controls are around: the longest one, with or without its blocks."""
+    lists = [each for each in layers.children() if isinstance(each, torch.nn.ModuleList)]
+    return max(lists, key=len)

@@ -21,8 +21,6 @@ BLOCK = re.compile(r"nodes_sparse_attention\.make_h3_block_patch\.<locals>\.bloc
 """The node's patch around a block of MiniMax H3."""
 PREPARE = re.compile(r"nodes_sparse_attention\.apply_block_sparse_attention\.<locals>\.<lambda>")
 """The node's callback before each evaluation, which puts its override on top again. Evaluations may come in any order."""
-HAS_SINKS = ("MiniMaxH3",)
-"""Classes of ComfyUI's supported_models of which the node heeds the widget sink_conditioning."""
 OFF = "off"
 """Of the widget sink_conditioning."""
 

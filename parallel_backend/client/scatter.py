@@ -7,6 +7,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import REFERENCES
+from parallel_backend.families.own_class.residuals import AROUND
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire import messages as m
 
@@ -35,11 +36,16 @@ class Scatter:
         # A ControlNet with few blocks uses one tensor for several blocks of the model: it is sent once.
         added = [list({id(tensor): tensor for tensor in blocks.values()}.values()) for blocks in stages]
         entries, rows = step.entries.slice, self._rows_of_residuals(call, [images for images, _ in shards])
+        of_all = {id(tensor) for name, tensor in call.residuals.items() if name.startswith(AROUND)}
+
+        def rows_for(index: int, tensor: torch.Tensor) -> tuple[Span, ...]:
+            return (Span(0, tensor.shape[1]),) if id(tensor) in of_all else rows[index]
+
         # Ranks that need the same rows of a tensor share one copy.
         parts = {
-            (id(tensor), places): _joined(tensor[entries], places)
+            (id(tensor), rows_for(index, tensor)): _joined(tensor[entries], rows_for(index, tensor))
             for tensors in added
-            for places in rows
+            for index in range(len(rows))
             for tensor in tensors
         }
         placed = dict(zip(parts, self.shared.place(replica, step.seq, list(parts.values())), strict=True))
@@ -62,7 +68,7 @@ class Scatter:
                     entries=step.local,
                     timestep=call.timestep[entries],
                     residuals={block: numbers[id(tensor)] for block, tensor in blocks.items()},
-                    added=tuple(placed[id(tensor), rows[index]] for tensor in added[stage]),
+                    added=tuple(placed[id(tensor), rows_for(index, tensor)] for tensor in added[stage]),
                     x=x,
                     controlled=bool(call.residuals) and self._family.blocks.controlled_sequence is not None,
                 )

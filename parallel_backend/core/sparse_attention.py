@@ -13,6 +13,10 @@ KEYS, KEYS_AND_ROWS = "exact_kv", "exact_kv_and_rows"
 """Values of `sinks`."""
 
 
+Runs = tuple[tuple[int, str], ...]
+"""(tokens, kind of families.base.segments) of each segment of a sequence, in order."""
+
+
 @dataclass(frozen=True)
 class SparseAttention:
     """How the layers of one model call attend."""
@@ -35,6 +39,11 @@ class SparseAttention:
     references: tuple[tuple[int, int], ...] = ()
     """(first, end) among the call's reference tokens, for each run of one picture, video or sound, in ComfyUI's order. Empty
     for families whose references are all behind the image."""
+
+    segments: Runs = ()
+    """Of the joint sequence of ComfyUI's own class. Empty: of a family's, or nobody knows them."""
+    grid: tuple[int, ...] = ()
+    """With `segments`: the video's tokens by axis."""
 
     @property
     def title(self) -> str:

@@ -17,6 +17,7 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families.base.tensor_plan import gathered_plan
+from parallel_backend.families.own_class.adapters import gate_of
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
 from parallel_backend.rank.attention.gathered_heads import install_gathered_heads
@@ -127,7 +128,8 @@ class LoadedStage:
         )
         if setup.own_class is not None:
             is_cut = degrees.sequence > 1 or setup.own_class.latent is not None
-            attend_over_ranks(self.model, self.attention, self.cut if is_cut else None)
+            gate = "" if setup.compile else gate_of(setup.own_class.kind)
+            attend_over_ranks(self.model, self.attention, self.cut if is_cut else None, list(stage.blocks), gate)
         install_parallel_attention(stage.attention, self.attention, gates=not setup.compile)
         if degrees.gathers:
             install_gathered_heads(stage.attention, self.attention, family.blocks.text_first)

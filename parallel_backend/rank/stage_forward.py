@@ -235,8 +235,8 @@ class StageForward:
             return None
         order = conditioning.token_order
         kept = conditioning.kept[order.span]
-        if stage.own_link is not None:  # its blocks tell how its tokens lie
-            kept["sparse"] = SparseStep(settings, None, (), conditioning.grid, stage.device)
+        if stage.own_link is not None and "sparse" not in kept:  # its blocks tell how its tokens lie
+            kept["sparse"] = SparseStep(settings, None, (), settings.grid, stage.device)
         if "sparse" not in kept:
             tokens = CallTokens(
                 conditioning.text_tokens,

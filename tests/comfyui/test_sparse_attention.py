@@ -23,7 +23,7 @@ OTHERS = (case for case in CASES if case.row.blocks.segments and not case.native
 SPARSE = [FAST, *OTHERS]
 DEFAULT = ("wan-2.1-t2v", "minimax-h3-fast")
 """A video alone, and with its sound inside."""
-OF_CLASS = ("wan-2.1-t2v",)
+OF_CLASS = ("wan-2.1-t2v", "minimax-h3-fast")
 """Run by ComfyUI's own class, too."""
 SHOWS = 5e-3
 

@@ -1,6 +1,8 @@
 """Small classes in the form of ComfyUI's that add a control's residuals to their tokens. Most have one thing that goes wrong
 when ranks share them."""
 
+import functools
+
 import torch
 
 from tests.families.planted_classes import LATE
@@ -130,3 +132,67 @@ class WritesResidual(Controlled):
 class PoolsBatch(Controlled):
     def of(self, residual, t):
         return residual.mean(0, keepdim=True)
+
+
+class AroundBlocks(Tokens):
+    """As MiniMax H3: words and picture in one stream, and a function of another node may stand in place of a block."""
+
+    def forward(self, x, timestep, context=None, transformer_options=None, **_extra):
+        self.replaced = (transformer_options or {}).get("patches_replace", {}).get("dit", {})
+        out = super().forward(x, timestep, context)
+        del self.replaced
+        return out
+
+    def mixed(self, h, words, emb, t):
+        h = torch.cat((words, h), 1)
+        table = rows(h.shape[1], h)
+        for number, block in enumerate(self.blocks):
+            if (key := ("double_block", number)) in self.replaced:
+                given = {"img": h, "vec": emb, "pe": table}
+                replaced = self.replaced[key](given, {"original_block": functools.partial(self.around, block)})["img"]
+                h = self.taken(replaced, h, words, t)
+            else:
+                h = block(h, emb, table)
+        return h[:, words.shape[1] :]
+
+    def around(self, block, args):
+        return {"img": block(args["img"], args["vec"], args["pe"])}
+
+    def taken(self, replaced, h, words, t):
+        return replaced
+
+
+class TakesNeighbours(AroundBlocks):
+    def taken(self, replaced, h, words, t):
+        return replaced.roll(1, 1)
+
+
+class TakesNeighboursLate(AroundBlocks):
+    def taken(self, replaced, h, words, t):
+        return torch.where((t < LATE)[:, None, None], replaced.roll(1, 1), replaced)
+
+
+class TakesPooled(AroundBlocks):
+    def taken(self, replaced, h, words, t):
+        return replaced + replaced.mean(1, keepdim=True)
+
+
+class TakesPicture(AroundBlocks):
+    """Leaves the words as they were, by their number."""
+
+    def taken(self, replaced, h, words, t):
+        return torch.cat((h[:, : words.shape[1]], replaced[:, words.shape[1] :]), 1)
+
+
+class KeepsTaken(AroundBlocks):
+    """Takes what the function gave in the first call."""
+
+    def taken(self, replaced, h, words, t):
+        if self.kept is None or self.kept.shape != replaced.shape:
+            self.kept = replaced
+        return self.kept
+
+
+class TakesOfBatch(AroundBlocks):
+    def taken(self, replaced, h, words, t):
+        return replaced - h + (h - replaced).mean(0, keepdim=True)

@@ -1,7 +1,9 @@
 """Blocks of classes that take tokens in another form compute a part of their tokens as they compute all of them."""
 
 import functools
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,12 @@ from parallel_backend.families.own_class.adapters import (
     sent,
     unstated,
     wan_block,
+)
+from parallel_backend.families.own_class.minimax_forms import (
+    INSIDE,
+    minimax_h3_block,
+    minimax_h3_model,
+    minimax_h3_segments,
 )
 from tests.families.planted_tokens import optimized_attention
 
@@ -227,3 +235,61 @@ def test_frames_of_tokens_on_three_axes_reach_a_part():
         own = x.flatten(1, 3)[:, None, None, part]
         found = kind.forward(block, own, Indexed(data, index[part], count), context, adaln_lora_B_T_3D=lora)
         assert torch.equal(found, plain.flatten(1, 3)[:, None, None, part])
+
+
+class InRuns(nn.Module):
+    """As MiniMax H3's block."""
+
+    def forward(self, x, t_emb, mod_segments, rope_freqs, transformer_options=None):
+        self.seen = mod_segments
+        return torch.cat([x[start:stop] * t_emb[row] for start, stop, row in mod_segments]) + rope_freqs
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_runs_of_tokens_reach_each_token_of_a_part(masked):
+    g = torch.Generator().manual_seed(0)
+    x, freqs, times = (torch.randn(count, 4, generator=g) for count in (7, 7, 3))
+    runs = [(0, 2, 1), (2, 7, torch.tensor([0, 0, 2, 2, 1]) if masked else 2)]
+    block, given = minimax_h3_block(InRuns)(), []
+    block.forward = lambda x, t, rows, freqs, **more: given.append(rows) or type(block).forward(block, x, t, rows, freqs)
+    for _ in range(2):
+        whole = block(x, times, runs, freqs, transformer_options={})
+    plain = InRuns()(x, times, runs, freqs)
+    assert torch.equal(whole, plain)
+    assert given[0] is given[1], "blocks of a call share them"
+    assert all(isinstance(row, int) for _, _, row in block.seen)
+    part = slice(1, 5)
+    found = type(block).forward(block, x[None, part], times, given[0][part], freqs[part])
+    assert torch.equal(found[0], plain[part])
+
+
+class Carries(nn.Module):
+    def forward(self, x):
+        return self._forward(x) + 1
+
+    def _forward(self, x):
+        return 2 * x
+
+
+def test_a_call_inside_of_wrappers_is_not_carried_again():
+    model, x = minimax_h3_model(Carries)(), torch.ones(1)
+    assert model(x) == Carries()(x) == 3
+    assert model(x, **{INSIDE: True}) == 2
+
+
+def test_segments_of_minimax_h3_are_those_of_its_layout():
+    latents = torch.zeros(1, 24, 3, 5, 6), torch.zeros(1, 32, 2, 7)
+    sizes = (4, 3, 6, 6, 7)
+    kinds = (0, 4, "text"), (4, 6, "ref_img"), (6, 20, "audio"), (20, 47, "video")
+    layout = SimpleNamespace(signature=sizes, segments=list(kinds))
+    of_another = SimpleNamespace(signature=(5, *sizes[1:]), segments=[])
+    expected = ((4, "rest"), (2, "rest"), (14, "sound"), (27, "video")), (3, 3, 3)
+    arguments = {"context": torch.zeros(1, 4, 8), "minimax_payload": {"layout": layout}}
+    assert minimax_h3_segments(latents, arguments, nn.Module) == expected
+    made = []
+    module = SimpleNamespace(PackedLayout=lambda *given, **named: made.append((given, named)) or layout)
+    native = type("Native", (), {"__module__": "planted_h3"})
+    arguments["minimax_payload"] = {"layout": of_another, "refs": ["one"]}
+    with mock.patch.dict(sys.modules, {"planted_h3": module}):
+        assert minimax_h3_segments(latents, arguments, native) == expected
+    assert made == [(sizes, {"keyframes": None, "refs": ["one"]})]

@@ -6,9 +6,20 @@ import pytest
 import torch
 
 from parallel_backend.families.own_class.proof import Proof
-from parallel_backend.families.own_class.residuals import KINDS, PATCHED, by_kind, by_name, for_trial, side_of
+from parallel_backend.families.own_class.residuals import (
+    AROUND,
+    KINDS,
+    PATCHED,
+    TRIED_ROWS,
+    by_kind,
+    by_name,
+    fitted,
+    for_trial,
+    side_of,
+)
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.families.own_class.unproven import Unproven
 from tests.families.planted_classes import WIDTH
 from tests.families.test_own_class_bands import call as call_of_bands
 from tests.support.planted_comfyui import planted, planted_comfyui
@@ -76,6 +87,40 @@ def test_residuals_that_are_of_the_whole_batch_keep_it_together():
     found = proof("PoolsBatch")
     assert found.batch
     assert not found.stages
+
+
+ALL = f"{AROUND}double_block"
+
+
+@pytest.mark.parametrize(("name", "placed"), [("AroundBlocks", False), ("TakesPicture", True), ("Skippable", True)])
+def test_residuals_that_a_function_around_a_block_adds_to_all_tokens_are_proven(name, placed):
+    """All tokens have their places if the class counts them, or if a block has two streams."""
+    found = proof(name, ALL)
+    assert (found.stages, found.batch, found.sequence, found.bands) == ("", "", "", "")
+    assert any(block.placed for block in found.blocks) is placed
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("TakesNeighbours", ("sequence", "bands")),
+        ("TakesNeighboursLate", ("sequence", "bands")),
+        ("TakesPooled", ("sequence", "bands")),
+        ("KeepsTaken", ("stages",)),
+        ("TakesOfBatch", ("batch",)),
+    ],
+)
+def test_what_ranks_get_wrong_around_a_block_is_refused(name, ways):
+    found = proof(name, ALL)
+    assert all(getattr(found, way) for way in ways), found
+
+
+def test_residuals_of_all_tokens_fit_them():
+    residual = torch.randn(1, TRIED_ROWS, 2)
+    assert torch.equal(fitted(residual, 2 * TRIED_ROWS), residual.repeat(1, 2, 1))
+    assert fitted(torch.zeros(1, 5, 2), 5).shape == (1, 5, 2)
+    with pytest.raises(Unproven, match="adds to 5 tokens, and there are 6"):
+        fitted(torch.zeros(1, 5, 2), 6)
 
 
 def test_residuals_come_back_by_their_names():

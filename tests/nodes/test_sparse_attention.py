@@ -8,6 +8,7 @@ import torch
 
 from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.own_class import adapters
 from parallel_backend.families.own_class.family import own_class_family
 from testing import mini
 from tests.nodes.test_attention_choice import by_core, in_module
@@ -75,9 +76,29 @@ def test_calls_outside_of_its_window_are_in_full(module, sigma, sparse):
     assert (changes.sparse is not None) == sparse
 
 
+def of_own_class(module, patch, blocks=None, sigma=0.5):
+    options = {"sigmas": torch.tensor([sigma]), "optimized_attention_override": override_of(patch)}
+    if blocks is not None:
+        options["patches_replace"] = {"dit": {("double_block", index): blocks for index in range(3)}}
+        assert module("model.block_patches").skipped_keys(options["patches_replace"]) == ({}, {})
+    checkpoint = SimpleNamespace(family=own_class_family(mini.proven()), config={})
+    return module("model.own_calls").sparse_attention(checkpoint, options, (torch.zeros(1, 4, 2, 2),), {}, object)
+
+
 def test_blocks_are_named_in_every_list(module):
-    changes = of(module, override_of(SimpleNamespace(**SETTINGS)), family=own_class_family(mini.proven()))
-    assert changes.sparse.full == ("double_blocks.0", "double_blocks.2", "single_blocks.0", "single_blocks.2")
+    found = of_own_class(module, SimpleNamespace(**SETTINGS))
+    assert found.full == ("double_blocks.0", "double_blocks.2", "single_blocks.0", "single_blocks.2")
+    assert (found.segments, found.grid) == ((), ())
+
+
+def test_segments_of_a_class_come_with_the_settings(module, monkeypatch):
+    segments, patch = ((5, "rest"), (16, "video")), SimpleNamespace(**SETTINGS | {"vsa": True})
+    adapter = adapters.Adapter("", {}, segments=lambda *_: (segments, (1, 4, 4)))
+    monkeypatch.setattr(adapters, "ADAPTERS", {mini.proven().kind: adapter})
+    found = of_own_class(module, patch, block_patch_of(patch))
+    assert (found.segments, found.grid, found.cubes) == (segments, (1, 4, 4), True)
+    assert of_own_class(module, patch) is None
+    assert of_own_class(module, patch, block_patch_of(patch), sigma=0.8) is None
 
 
 def test_cubes_are_for_the_blocks_that_it_has_patched(module):

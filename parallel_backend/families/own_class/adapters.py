@@ -5,15 +5,18 @@ All that is proven for other classes is proven for these.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallel_backend.core.sparse_attention import Runs
+
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
+from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class Adapter:
     """(a call's arguments, the class) -> those that `model` takes. None: they are the class's own."""
     stated: tuple[str, ...] = ()
     """Entries that a file's header has to have: ComfyUI's values in their place are those of no such model."""
+    carries: bool = False
+    """Its `forward` changes latents around its `_forward`. A call inside of wrappers has minimax_forms.INSIDE."""
+    segments: Callable[..., tuple[Runs, tuple[int, ...]]] | None = None
+    """(latents, arguments, the class) -> SparseAttention's `segments` and `grid` of a call. None: nobody knows them."""
+    gate: str = ""
+    """A layer that blocks may have, and that no call of the class reads. Tensor ranks have the part for their heads."""
     one_entry: bool = False
     """The class takes a batch of one alone: the client calls it for one entry after the other."""
     of_text: tuple[str, ...] = ()
@@ -54,6 +63,26 @@ def unstated(kind: str, stated: Mapping[str, Any]) -> str:
     """An entry that the header of this class's files has to have, and that is not `stated` in one. Empty: there is none."""
     adapter = ADAPTERS.get(kind)
     return next((entry for entry in (adapter.stated if adapter else ()) if entry not in stated), "")
+
+
+def carries(kind: str) -> bool:
+    """See Adapter.carries."""
+    adapter = ADAPTERS.get(kind)
+    return adapter is not None and adapter.carries
+
+
+def segments_of(
+    kind: str, latents: Sequence[torch.Tensor], arguments: Mapping[str, Any], native: Any
+) -> tuple[Runs, tuple[int, ...]]:
+    """See Adapter.segments. Empty: nobody knows them."""
+    adapter = ADAPTERS.get(kind)
+    return ((), ()) if adapter is None or adapter.segments is None else adapter.segments(latents, arguments, native)
+
+
+def gate_of(kind: str) -> str:
+    """See Adapter.gate. Empty: there is none."""
+    adapter = ADAPTERS.get(kind)
+    return "" if adapter is None else adapter.gate
 
 
 def takes_one_entry(kind: str) -> bool:
@@ -83,29 +112,6 @@ def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]
         for name, value in arguments.items()
         if name not in adapter.idle or not adapter.idle[name](value)
     }
-
-
-@functools.cache
-def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Tokens [S, D] become [1, S, D], and runs (start, stop, row) of a table of modulation one row for each token."""
-
-    class Rows(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, t_emb, mod_segments, rope_freqs, transformer_options):
-            on_device = any(isinstance(row, torch.Tensor) for _, _, row in mod_segments)
-            rows_S = torch.empty(mod_segments[-1][1], dtype=torch.long, device=x.device if on_device else "cpu")
-            for start, stop, row in mod_segments:
-                rows_S[start:stop] = row
-            return super().__call__(x[None], t_emb, rows_S, rope_freqs, transformer_options=transformer_options)[0]
-
-        def forward(self, x_BSD, t_emb, rows_S, rope_freqs, transformer_options):
-            runs: list[tuple[int, int, Any]] = [(0, len(rows_S), rows_S)]
-            if rows_S.device.type == "cpu":  # as the class has it, whose rows are then not repeated for each token
-                values, counts = torch.unique_consecutive(rows_S, return_counts=True)
-                ends = counts.cumsum(0)
-                runs = list(zip((ends - counts).tolist(), ends.tolist(), values.tolist(), strict=True))
-            return super().forward(x_BSD[0], t_emb, runs, rope_freqs, transformer_options=transformer_options)[None]
-
-    return Rows
 
 
 def without_weights(entries: Any) -> bool:
@@ -239,7 +245,16 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
 GUIDES = {"guide_attention_entries": without_weights}
 PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
 ADAPTERS: Mapping[str, Adapter] = {
-    "MiniMaxH3": Adapter("blocks", {"": minimax_h3_block}, {"minimax_payload": frozenset({"layout"})}, one_entry=True),
+    "MiniMaxH3": Adapter(
+        "blocks",
+        {"": minimax_h3_block},
+        {"minimax_payload": frozenset({"layout"})},
+        model=minimax_h3_model,
+        carries=True,
+        segments=minimax_h3_segments,
+        gate=GATE,
+        one_entry=True,
+    ),
     "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
     "LTXAV": Adapter(
         "transformer_blocks",

@@ -26,7 +26,7 @@ from .held_against import TOLERANCE, HeldAgainst, is_part
 from .idle_layers import IdleLayers
 from .latent_tokens import companion_tokens, entering, find_latent, grid_of, reference_tokens
 from .noted_attention import TensorRank
-from .residuals import CONTROL
+from .residuals import AROUND, CONTROL
 from .shared_outputs import SharedOutputs, WatchedOutputs
 from .token_trial import WORDS, Runs
 from .tried_calls import Call, distance, drawn, smaller
@@ -276,7 +276,10 @@ class _Band:
         if (control := self.call.named.get(CONTROL)) is None:
             return self.call.named
         rows = tokens.picture_numbers
-        of_band = {kind: [residual[:, rows] for residual in residuals] for kind, residuals in control.items()}
+        of_band = {
+            kind: residuals if kind.startswith(AROUND) else [residual[:, rows] for residual in residuals]
+            for kind, residuals in control.items()
+        }
         return {**self.call.named, CONTROL: of_band}
 
     def _own(self, x: torch.Tensor) -> list[torch.Tensor]:

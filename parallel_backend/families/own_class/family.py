@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,8 +16,9 @@ from parallel_backend.families.base.family import Counted, Family, Forward, Inpu
 from parallel_backend.families.base.file_layout import FileLayout, Source
 from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS
 
-from .adapters import only_of_text
+from .adapters import gate_of, only_of_text
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
@@ -230,6 +231,19 @@ def _numbers(step: StepInputs) -> torch.Tensor | None:
     return step.kept[NUMBERS]
 
 
+def _tensor_plan(own: OwnClass, parameters: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Of the layers that a trial has shown, and of one beside the attention whose heads they cut."""
+    plan = {f"{block.name}.{cut.layer}": {"": layer_cut(cut)} for block in own.blocks for cut in block.cuts}
+    gates = (f"{block.name}.{gate_of(own.kind)}" for block in own.blocks if block.cuts)
+    return plan | {gate: {"": COLUMN_BY_HEADS} for gate in gates if f"{gate}.weight" in parameters}
+
+
+def _values(own: OwnClass, parameters: Collection[str]) -> dict[str, Any]:
+    """As Family.native_values: the layer that blocks of this file are without. Other nodes look for it."""
+    gate = gate_of(own.kind)
+    return {} if not gate or any(name.endswith(f"{gate}.weight") for name in parameters) else {f"*.{gate}": None}
+
+
 def _companion(own: OwnClass) -> Companion | None:
     if own.latent is None or not own.latent.companion:
         return None
@@ -283,9 +297,10 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             exact=exact,
             cached_modules=cached(call=() if own.latent is None else own.latent.shared),
         ),
-        tensor_plan={f"{block.name}.{cut.layer}": {"": layer_cut(cut)} for block in own.blocks for cut in block.cuts},
+        tensor_plan=_tensor_plan(own, parameters),
         patching=Patching(side=patch[1], frames=patch[0], video=own.video, companion=_companion(own)),
         half_dtypes=lambda _config: own.halves,
+        native_values=lambda _config: _values(own, parameters),
         own=own,
         parameters=frozenset(parameters),
         shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},

@@ -1,4 +1,4 @@
-"""A control's residuals, which a class itself adds to its tokens between its blocks."""
+"""A control's residuals, which a class itself adds to its tokens between its blocks, or has functions of a node add."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .call_arguments import OPTIONS
+from .unproven import Unproven
 
 CONTROL = "control"
 """Argument of a call: kind of residuals -> [B, n, hidden] or None for each block, of the latent's n tokens in order."""
@@ -14,10 +15,17 @@ KINDS = "input", "middle", "output"
 """As ComfyUI names them, of what the class adds itself."""
 PATCHED = "noise_refiner", "double_block"
 """Kinds of patches of ComfyUI's that add to a block's tokens. The class calls them behind the block."""
+AROUND = "around "
+"""Beginning of the kinds of residuals [B, S, hidden] of all S tokens of a block, before its kind. A function that
+the class calls in place of the block adds them to its output."""
+REPLACED, BLOCKS = "patches_replace", "dit"
+"""Entry of transformer_options that has the functions in place of blocks, and its entry for transformers."""
 PATCHES = "patches"
 """Entry of transformer_options that has ComfyUI's patches by kind."""
 TRIED = 4
 """Residuals of a kind in a trial: at least as many as a tried list has blocks, so that all are added."""
+TRIED_ROWS = 13
+"""Rows of a residual of AROUND in a trial, whose tokens get them again and again: nobody knows how many there are."""
 SIDES = 1, 2, 4, 8, 16, 32
 
 
@@ -48,13 +56,51 @@ class AddResiduals:
         return {}
 
 
+class AddAround:
+    """In place of a block: the block, and then a residual is added to its tokens "img" [B, S, hidden] or [S, hidden].
+    `read`: (residual, tokens that the class then has) -> the residual's rows for them."""
+
+    def __init__(self, residual: torch.Tensor, read: Callable[[torch.Tensor, int], torch.Tensor]):
+        self._residual, self._read = residual, read
+
+    def __call__(self, arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+        out = extra["original_block"](arguments)
+        tokens = out["img"]
+        added_BSD = self._read(self._residual, tokens.shape[-2])
+        return {**out, "img": tokens + (added_BSD if tokens.ndim == added_BSD.ndim else added_BSD[0])}
+
+
+def fitted(residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A residual of AROUND for so many tokens, which are all. Unproven if it is for others."""
+    if residual_BSD.shape[1] == tokens:
+        return residual_BSD
+    if residual_BSD.shape[1] != TRIED_ROWS:
+        raise Unproven(f"a control adds to {residual_BSD.shape[1]} tokens, and there are {tokens}")
+    return residual_BSD[:, torch.arange(tokens, device=residual_BSD.device) % TRIED_ROWS]
+
+
 def with_patches(
-    named: Mapping[str, Any], read: Callable[[torch.Tensor], torch.Tensor] = lambda residual: residual
+    named: Mapping[str, Any],
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda residual: residual,
+    read_of_all: Callable[[torch.Tensor, int], torch.Tensor] = fitted,
 ) -> dict[str, Any]:
-    """A call's arguments, with patches in transformer_options that add residuals of PATCHED. `read`: see ReadResiduals."""
+    """A call's arguments, with functions in transformer_options that add residuals of PATCHED and AROUND. `read`: see
+    ReadResiduals; `read_of_all`: see AddAround."""
     control, options = named.get(CONTROL) or {}, named.get(OPTIONS, {})
     patches = {kind: [AddResiduals(control[kind], read)] for kind in PATCHED if control.get(kind)}
-    return {**named, OPTIONS: {**options, PATCHES: options.get(PATCHES, {}) | patches}} if patches else dict(named)
+    around = {
+        (kind.removeprefix(AROUND), index): AddAround(residual, read_of_all)
+        for kind, residuals in control.items()
+        if kind.startswith(AROUND)
+        for index, residual in enumerate(residuals)
+        if residual is not None
+    }
+    if patches:
+        options = {**options, PATCHES: options.get(PATCHES, {}) | patches}
+    if around:
+        replaced = options.get(REPLACED, {})
+        options = {**options, REPLACED: {**replaced, BLOCKS: replaced.get(BLOCKS, {}) | around}}
+    return {**named, OPTIONS: options} if patches or around else dict(named)
 
 
 def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
@@ -62,7 +108,11 @@ def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Ten
     of_kind = {
         kind: [each for name, each in residuals.items() if name.startswith(f"{kind}.")] for kind in (*KINDS, *PATCHED)
     }
-    return {kind: each[:1] * TRIED for kind, each in of_kind.items()}
+    found = {kind: each[:1] * TRIED for kind, each in of_kind.items()}
+    for name, residual in residuals.items():
+        if name.startswith(AROUND):
+            found[name.partition(".")[0]] = [residual[:, torch.arange(TRIED_ROWS) % residual.shape[1]]] * TRIED
+    return found
 
 
 def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
@@ -80,7 +130,8 @@ def by_kind(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tenso
     control: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in (*KINDS, *PATCHED)}
     for name, residual in residuals.items():
         kind, _, index = name.partition(".")
-        control[kind] += [None] * (int(index) + 1 - len(control[kind]))
+        of_kind = control.setdefault(kind, [])
+        of_kind += [None] * (int(index) + 1 - len(of_kind))
         control[kind][int(index)] = residual
     return control
 
@@ -107,4 +158,7 @@ def of_other_sizes(
         assert side is not None, "others are refused before a trial"
         return residual[:, torch.arange(rows_of(others, side)) % residual.shape[1]]
 
-    return {kind: [of_others(each) for each in residuals] for kind, residuals in control.items()}
+    return {
+        kind: list(residuals) if kind.startswith(AROUND) else [of_others(each) for each in residuals]
+        for kind, residuals in control.items()
+    }

@@ -19,14 +19,13 @@ from .call_state import held
 from .change_trial import trial_of_change
 from .other_calls import is_proven
 from .proof import NOT_TRIED, Proof
+from .residuals import BLOCKS, REPLACED
 from .short_model import Short
 from .stage_trial import TOLERANCE
 from .stages import passing_through
 from .token_trial import Runs
 from .tried_calls import Call, distance, drawn, smaller
 
-REPLACED, BLOCKS = "patches_replace", "dit"
-"""Entry of transformer_options that has the functions in place of blocks, and its entry for transformers."""
 Key = tuple[str, int]
 """(kind of the block, its number), as other nodes name it."""
 

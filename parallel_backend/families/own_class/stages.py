@@ -21,7 +21,7 @@ from parallel_backend.core.spans import Span
 from .attention_calls import Attend, attention_by, call_itself
 from .call_arguments import OPTIONS
 from .guided_attention import GUIDED, Guide, Sum, own_sums
-from .residuals import CONTROL, ReadResiduals, with_patches
+from .residuals import CONTROL, ReadResiduals, fitted, with_patches
 from .second_text import SECOND, SecondText
 from .token_cut import TokenCut
 from .unproven import Unproven
@@ -110,7 +110,7 @@ class StageBlocks:
             self._cut.begin()
         if kwargs.get(CONTROL) is not None:
             read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
-            kwargs = {**with_patches(kwargs, self._residual), CONTROL: read}
+            kwargs = {**with_patches(kwargs, self._residual, self._residual_of_all), CONTROL: read}
         if GUIDED in (options := kwargs.get(OPTIONS) or {}):
             kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut)}
         attend = self.attend if self._cut is None else self._cut.attend
@@ -143,6 +143,12 @@ class StageBlocks:
         if self._cut is None:
             return residual_BND
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
+
+    def _residual_of_all(self, residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
+        """As `_residual`, of one that is for all `tokens` which the class would then have."""
+        if self._cut is None or self._leaves:
+            return fitted(residual_BSD, tokens)
+        return self._cut.residual_of_all(residual_BSD)
 
     def remove(self) -> None:
         """Make the model again what it was."""

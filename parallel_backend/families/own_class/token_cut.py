@@ -23,6 +23,7 @@ from parallel_backend.core.spans import Span
 
 from .attention_calls import Attend, AttentionCall, attention_call, call_itself
 from .band_tokens import BandTokens, Pick, numbers, shift
+from .residuals import fitted
 from .token_rows import TokenAxes, in_rows, token_count
 from .unproven import Unproven
 
@@ -207,6 +208,17 @@ class TokenCut(ABC):
         whole = residual_BND.new_zeros(len(residual_BND), band.order.image, residual_BND.shape[2])
         whole[:, band.picture_numbers] = residual_BND
         return whole
+
+    def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
+        """The rows for this rank's tokens of what is added to all that left the latest block. Unproven if those may be of
+        several streams."""
+        left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
+        blocks = self.blocks[left + 1 : self.number + 1]
+        streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
+        if len(streams) != 1:
+            raise Unproven(f"a control adds to the tokens of {self.block.name}, which are of {len(streams)} streams")
+        whole = fitted(residual_BSD, self.tokens[streams[0]])
+        return self.part(whole, OwnSlice(0, 1, streams, enters=False))
 
     @property
     def block(self) -> OwnBlock:

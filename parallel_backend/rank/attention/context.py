@@ -157,6 +157,11 @@ class AttentionContext:
         """VSA's gate [B, s, H x D] of the layer that runs, made of this rank's tokens."""
         self.sparse_calls = SparseCalls()
 
+    def take_gate(self, q_BQHD: torch.Tensor) -> torch.Tensor | None:
+        """`gate`, as these queries have their heads, for their layer alone. None: it has none."""
+        gate, self.gate = self.gate, None
+        return None if gate is None else gate.reshape(q_BQHD.shape)
+
     def ulysses_ranks(self, patch: int, ring: int) -> range:
         """Sequence ranks at these indices of the patch and ring axes. Sequence ranks count up by ulysses, ring, patch."""
         first = (patch * self.ring.size + ring) * self.ulysses.size

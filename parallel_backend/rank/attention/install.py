@@ -16,7 +16,7 @@ COARSE_GATE = "to_gate_compress"
 """Layer of an attention module that makes VSA's gate [B, s, heads x D] of the module's input (arXiv 2505.13389)."""
 
 
-def _compute_gate(context: AttentionContext, block: str, module: Any, inputs: tuple) -> None:
+def compute_gate(context: AttentionContext, block: str, module: Any, inputs: tuple) -> None:
     """Hook in front of an attention module: VSA's gate is made of the module's input, where the step's attention is VSA."""
     step = context.step
     if step is None or step.sparse is None:
@@ -43,7 +43,7 @@ def install_parallel_attention(
         module.processor._parallel_config = ParallelAttention(context, layer, over, head_size, gathered, streams, block)
         module.processor._attention_backend = AttentionBackendName.NATIVE
         if gates and getattr(module, COARSE_GATE, None) is not None and not gathered:
-            module.register_forward_pre_hook(functools.partial(_compute_gate, context, block))
+            module.register_forward_pre_hook(functools.partial(compute_gate, context, block))
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]
     if getattr(native, "knows_parallel_attention", False):

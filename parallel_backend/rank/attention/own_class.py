@@ -75,25 +75,27 @@ class RankTokens(TokenCut):
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         context, axis = self._context, self._context.ulysses
         queries, keys = self.lengths(spec.queries), self.lengths(spec.keys)
+        gate = context.take_gate(call.q_BQHD)
         if axis.size == 1:
             all_heads = Span(0, call.q_BQHD.shape[2])
-            return self._attend(spec, call, all_heads, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK)
+            return self._attend(spec, call, all_heads, call.q_BQHD, call.k_BKHD, call.v_BKHD, keys, mask_bK, gate)
         own = context.ulysses_ranks(self._patch.index, context.ring.index)
         of_queries, of_keys = queries[own.start : own.stop], keys[own.start : own.stop]
         heads, step = call.q_BQHD.shape[2], context.step
         in_one = step is None or not step.overlap or self._buffer is not None
         count = 1 if in_one else groups_of(call.q_BQHD, sum(of_queries), heads // axis.size)
         groups = head_groups(split(Span(0, heads), axis.size), count)
-        sent, tokens = (call.q_BQHD, call.k_BKHD, call.v_BKHD), (of_queries, of_keys, of_keys)
+        sent = (call.q_BQHD, call.k_BKHD, call.v_BKHD, *([] if gate is None else [gate]))
+        tokens = (of_queries, of_keys, of_keys, of_queries)[: len(sent)]
         shared = axis, context.traffic, context.codec
         # As ParallelAttention: the next group comes in before this one's attention, which goes out behind it.
         ready = start_sequence_to_heads(sent, tokens, groups[0], *shared)
         out_BQHD, finishing = torch.empty_like(call.q_BQHD, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):
-            q_BQhD, k_BKhD, v_BKhD = ready()
+            q_BQhD, k_BKhD, v_BKhD, *gates = ready()
             if number < len(groups):
                 ready = start_sequence_to_heads(sent, tokens, groups[number], *shared)
-            out_BQhD = self._attend(spec, call, group[axis.index], q_BQhD, k_BKhD, v_BKhD, keys, mask_bK)
+            out_BQhD = self._attend(spec, call, group[axis.index], q_BQhD, k_BKhD, v_BKhD, keys, mask_bK, *gates)
             finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, of_queries, group, *shared))
         for finish in finishing:
             finish()
@@ -109,9 +111,10 @@ class RankTokens(TokenCut):
         v_BKhD: torch.Tensor,
         keys: Sequence[int],
         mask_bK: torch.Tensor | None,
+        gate_BQhD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Over the keys of all ring ranks. `heads`: those of the call that the tensors have. `keys`: numbers of tokens by
-        sequence rank."""
+        sequence rank. `gate_BQhD`: VSA's."""
         context, step = self._context, self._context.step
         assert step is not None, "attention outside of a micro-step"
         patch, ring = self._patch, context.ring
@@ -142,7 +145,7 @@ class RankTokens(TokenCut):
         if (times := q_BQhD.shape[2] // k_BKhD.shape[2]) > 1:
             k_BKhD, v_BKhD = (x.repeat_interleave(times, dim=2) for x in (k_BKhD, v_BKhD))
         places = functools.partial(self.all_rows, spec.queries, HOST)
-        return self._kernels.compute(call, q_BQhD, k_BKhD, v_BKhD, mask_bK, places)
+        return self._kernels.compute(call, q_BQhD, k_BKhD, v_BKhD, mask_bK, spec.queries, places, gate_BQhD)
 
     def _gathered_keys(
         self, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, lengths: Sequence[int], axis: Axis

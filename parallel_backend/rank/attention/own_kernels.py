@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from parallel_backend.core.attention_kernels import SDPA
-from parallel_backend.core.device_copies import to_device
 from parallel_backend.families.own_class.attention_calls import AttentionCall, attention_call
 
 from .context import AttentionContext
@@ -35,7 +34,8 @@ class OwnKernels:
         if others or call.mask is not None or call.arguments.get("is_causal"):
             kernel.leave(call.q_BQHD.dtype, "calls with values of another size" if others else "calls with a mask")
             return function(*args, **kwargs)
-        return call.result(self.compute(call, call.q_BQHD, call.k_BKHD, call.v_BKHD, None, None))
+        gate = self._context.take_gate(call.q_BQHD)
+        return call.result(self.compute(call, call.q_BQHD, call.k_BKHD, call.v_BKHD, None, gate_BQhD=gate))
 
     def compute(
         self,
@@ -44,14 +44,16 @@ class OwnKernels:
         k_BKhD: torch.Tensor,
         v_BKhD: torch.Tensor,
         mask_bK: torch.Tensor | None,
-        place_of_rows: Callable[[], torch.Tensor] | None,
+        streams: tuple[int, ...] = (),
+        place_of_rows: Callable[[], torch.Tensor] | None = None,
+        gate_BQhD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, Q, h, D]. `mask_bK`: bool, keys that are seen. `place_of_rows()`: [S], by row its number among the tokens as
-        the class has them. None: rows are in that order."""
-        if (layout := self._sparse_layout(call, q_BQhD, k_BKhD, mask_bK, place_of_rows)) is not None:
+        """[B, Q, h, D]. `mask_bK`: bool, keys that are seen. `streams`, `place_of_rows`: see SparseStep.of_class.
+        `gate_BQhD`: see SparseStep.attend."""
+        if (layout := self._sparse_layout(call, q_BQhD, k_BKhD, mask_bK, streams, place_of_rows)) is not None:
             step = self._context.step
             assert step is not None and step.sparse is not None
-            return step.sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, None, call.arguments.get("scale"))
+            return step.sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, gate_BQhD, call.arguments.get("scale"))
         kernel = self._context.kernel
         exactly = call.arguments.get(QUANTISES) is False and not kernel.kernel.exact
         if exactly:
@@ -69,6 +71,7 @@ class OwnKernels:
         q_BShD: torch.Tensor,
         k_BShD: torch.Tensor,
         mask: torch.Tensor | None,
+        streams: tuple[int, ...],
         place_of_rows: Callable[[], torch.Tensor] | None,
     ) -> Layout | None:
         """As ParallelAttention's: the blocks, where ComfyUI's node would make the call block-sparse."""
@@ -82,12 +85,6 @@ class OwnKernels:
         if lacks := sparse.lacks(q_BShD):
             calls.lacked.add(lacks)
             return None
-        calls.sparse += 1
-        if place_of_rows is None:
-            return Layout(None, None, None)
-        place_S = place_of_rows()
-        if torch.equal(place_S, torch.arange(len(place_S))):
-            return Layout(None, None, None)
-        source_S = torch.empty_like(place_S)
-        source_S[place_S] = torch.arange(len(place_S))
-        return Layout(to_device(source_S, q_BShD.device), to_device(place_S, q_BShD.device), None)
+        layout = sparse.of_class(streams, place_of_rows, q_BShD.shape[1])
+        calls.sparse += layout is not None
+        return layout

@@ -91,8 +91,7 @@ class ParallelAttention:
         axis, heads = context.ulysses, q_BQHD.shape[2]
         ranks = context.ulysses_ranks(context.patch.index, context.ring.index)
         lengths = [step.lengths[rank] for rank in ranks]
-        gate_BQHD = None if context.gate is None else context.gate.unflatten(-1, q_BQHD.shape[2:])
-        context.gate = None
+        gate_BQHD = context.take_gate(q_BQHD)
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
             if gate_BQHD is not None:

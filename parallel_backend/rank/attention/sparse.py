@@ -5,8 +5,9 @@ of ComfyUI's sequence first. Heads do not depend on each other: under Ulysses an
 one device computes for the same heads.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -38,6 +39,10 @@ def refusal(device: torch.device, dtype: torch.dtype, head_size: int, cubes: boo
     if cubes and dtype != torch.bfloat16:
         return "bf16"
     return ""
+
+
+Places = Callable[[], torch.Tensor]
+"""Gives [S]: by row its number among the tokens as the class has them."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,31 @@ class SparseStep:
         """`segments`: of the whole sequence; None: nobody knows. `rows`: for each run of rows in rank order, whether they
         are of the image, and their numbers in that stream (Segment.tokens). `grid`: the video's tokens by axis."""
         self.settings, self._segments, self._rows, self._grid, self._device = settings, segments, rows, grid, device
+        self._of_class: dict[tuple[tuple[int, ...], int], Layout | None] = {}
 
     @cached_property
     def layout(self) -> Layout | None:
         """None: the order of ComfyUI's sequence is not known."""
         return None if self._segments is None else self._layout(self._segments, self._rows)
+
+    def of_class(self, streams: tuple[int, ...], place_of_rows: Places | None, tokens: int) -> Layout | None:
+        """For a layer of ComfyUI's own class that mixes so many tokens, of these streams. `place_of_rows`: None if the rows
+        are in the class's order. Returns None for VSA if nobody knows what these tokens are."""
+        if (key := (streams, tokens)) not in self._of_class:
+            self._of_class[key] = self._layout_of_class(place_of_rows, tokens)
+        return self._of_class[key]
+
+    def _layout_of_class(self, place_of_rows: Places | None, tokens: int) -> Layout | None:
+        lengths, kinds = zip(*self.settings.segments, strict=True) if self.settings.segments else ((), ())
+        is_known = sum(lengths) == tokens
+        if self.settings.cubes and not is_known:
+            return None
+        place = torch.arange(tokens) if place_of_rows is None else place_of_rows()
+        order = torch.empty_like(place)
+        order[place] = torch.arange(tokens)
+        if self.settings.cubes:
+            return self._in_cubes(kinds, order.split(list(lengths)), tokens, self.settings.grid)
+        return self._in_order(order, *(self._sinks(kinds, lengths) if is_known else ((0, 0), (0, 0))))
 
     def _layout(self, segments: Sequence[Segment], rows: Sequence[tuple[bool, torch.Tensor]]) -> Layout:
         row_of = {}
@@ -106,19 +131,23 @@ class SparseStep:
             start += len(numbers)
         runs = [row_of[each.of_image][each.tokens.slice] for each in segments]
         assert sum(map(len, runs)) == start, "segments have other tokens than ranks"
+        kinds, lengths = [each.kind for each in segments], [len(each.tokens) for each in segments]
         if self.settings.cubes:
-            return self._in_cubes(segments, runs, start)
-        keys, exact_rows = self._sinks(segments)
-        order = torch.cat(runs)
+            return self._in_cubes(kinds, runs, start, self._grid)
+        return self._in_order(torch.cat(runs), *self._sinks(kinds, lengths))
+
+    def _in_order(self, order: torch.Tensor, keys: tuple[int, int], rows: tuple[int, int]) -> Layout:
+        """`order`: [S], row of each token in the sequence's order. `keys`, `rows`: see Layout."""
+        start = len(order)
         if torch.equal(order, torch.arange(start)):
-            return Layout(None, None, None, keys, exact_rows)
+            return Layout(None, None, None, keys, rows)
         place = torch.empty_like(order)
         place[order] = torch.arange(start)
-        return Layout(to_device(order, self._device), to_device(place, self._device), None, keys, exact_rows)
+        return Layout(to_device(order, self._device), to_device(place, self._device), None, keys, rows)
 
-    def _sinks(self, segments: Sequence[Segment]) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _sinks(self, kinds: Sequence[str], lengths: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
         """Blocks of the tokens in front of the video: `Layout.keys` and `rows`, as ComfyUI counts them."""
-        starts = dict(zip((each.kind for each in segments), _starts(segments), strict=True))
+        starts = dict(zip(kinds, itertools.accumulate(lengths, initial=0), strict=False))
         if not self.settings.sinks or not starts.get(VIDEO):
             return (0, 0), (0, 0)
         keys = 0, -(-starts[VIDEO] // BLOCK)
@@ -126,13 +155,13 @@ class SparseStep:
             return keys, (0, 0)
         return keys, (starts.get(SOUND, 0) // BLOCK, keys[1])
 
-    def _in_cubes(self, segments: Sequence[Segment], runs: Sequence[torch.Tensor], rows: int) -> Layout:
+    def _in_cubes(self, kinds: Sequence[str], runs: Sequence[torch.Tensor], rows: int, grid: tuple[int, ...]) -> Layout:
         """Every segment in front of the video in blocks of its own, then the video's cubes. Each block begins with its
         tokens, and the rest of it is empty."""
         blocks, before = [], 0
-        for segment, run in zip(segments, runs, strict=True):
-            if segment.kind == VIDEO:
-                blocks.append(_cubes(run, self._grid))
+        for kind, run in zip(kinds, runs, strict=True):
+            if kind == VIDEO:
+                blocks.append(_cubes(run, grid))
                 continue
             padded = run.new_full((-(-len(run) // BLOCK) * BLOCK,), -1)
             padded[: len(run)] = run
@@ -187,13 +216,6 @@ def _placed(x_BShD: torch.Tensor, layout: Layout) -> torch.Tensor:
     if layout.lengths_n is not None:
         placed_BNhD *= (layout.source_N >= 0)[:, None, None]
     return placed_BNhD
-
-
-def _starts(segments: Sequence[Segment]) -> list[int]:
-    starts = [0]
-    for each in segments:
-        starts.append(starts[-1] + len(each.tokens))
-    return starts[:-1]
 
 
 def _cubes(run: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:

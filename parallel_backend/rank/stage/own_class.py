@@ -1,5 +1,6 @@
 """Builds a pipeline stage of ComfyUI's own class (families/own_class/). Every stage has its prologue and epilogue."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from parallel_backend.families.own_class.idle_layers import IdleLayers
 from parallel_backend.families.own_class.stages import StageBlocks, Wanted, pass_through
 from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.attention.context import AttentionContext
+from parallel_backend.rank.attention.install import compute_gate
 from parallel_backend.rank.attention.own_class import RankTokens
 from parallel_backend.rank.attention.own_kernels import OwnKernels
 from parallel_backend.rank.comm.collectives import all_reduce
@@ -117,11 +119,14 @@ class OwnLink:
             self._link.send(tensor, self._step.overlap)
 
 
-def attend_over_ranks(model: nn.Module, context: AttentionContext, ranks: SequenceCut | None) -> None:
+def attend_over_ranks(
+    model: nn.Module, context: AttentionContext, ranks: SequenceCut | None, blocks: Sequence[str], gate: str = ""
+) -> None:
     """Attention of a model of build_own_stage is computed by the kernels of `context`.
 
     `ranks`: its blocks compute this rank's tokens, of those of all `ranks`, and in a run of bands those of the band. None:
-    all tokens."""
+    all tokens. `blocks`: names of those that the stage computes; `gate`: adapters.Adapter.gate, empty if there is none.
+    """
     stage: StageBlocks = vars(model)[STAGE]
     kernels = OwnKernels(context, lambda: stage.running)
     stage.attend = kernels.attend
@@ -129,6 +134,11 @@ def attend_over_ranks(model: nn.Module, context: AttentionContext, ranks: Sequen
     if context.tensor.size > 1:  # a token's norm is over the channels of all heads
         stage.add_up = lambda sums: all_reduce(sums, context.tensor, context.traffic)
     stage.tokens = None if ranks is None else RankTokens(stage.blocks, context, ranks, kernels)
+    place, _, layer = gate.rpartition(".")
+    for block in blocks if gate else ():
+        attention = model.get_submodule(block).get_submodule(place)
+        if getattr(attention, layer, None) is not None:
+            attention.register_forward_pre_hook(functools.partial(compute_gate, context, block))
 
 
 def blocks_to_compile(model: nn.Module) -> Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]:

@@ -1,0 +1,90 @@
+"""MiniMax H3's model and blocks in the form that ranks cut, and how its sequence is made up."""
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.sparse_attention import Runs
+from parallel_backend.families.base.segments import REST, SOUND, VIDEO
+
+INSIDE = "parallel_dit_inside"
+"""Argument of a call inside of wrappers, which is one of `_forward`."""
+GATE = "attn.to_gate_compress"
+"""Layer of FastH3's blocks, which video sparse attention (VSA) alone reads."""
+KINDS = {"video": VIDEO, "audio": SOUND}
+"""As the class names them."""
+
+
+def minimax_h3_segments(
+    latents: Sequence[torch.Tensor], arguments: Mapping[str, Any], native: Any
+) -> tuple[Runs, tuple[int, ...]]:
+    """See adapters.Adapter.segments. They are those of the class's own layout of the call."""
+    video, sound = latents
+    frames, *sides = video.shape[2:]
+    height, width = (side + side % 2 for side in sides)  # filled up to whole tokens
+    sizes = arguments["context"].shape[1], frames, height, width, sound.shape[-1]
+    payload = arguments.get("minimax_payload") or {}
+    layout = payload.get("layout")
+    if layout is None or layout.signature != sizes:
+        made = vars(sys.modules[native.__module__])["PackedLayout"]
+        layout = made(*sizes, keyframes=payload.get("keyframes"), refs=payload.get("refs"))
+    segments = tuple((stop - start, KINDS.get(kind, REST)) for start, stop, kind in layout.segments)
+    return segments, (frames, height // 2, width // 2)
+
+
+@functools.cache
+def minimax_h3_model(kind: type[nn.Module]) -> type[nn.Module]:
+    """Takes INSIDE."""
+
+    class MayBeInside(kind):  # type: ignore[valid-type, misc]
+        def forward(self, *args, **named):
+            return self._forward(*args, **named) if named.pop(INSIDE, False) else super().forward(*args, **named)
+
+    return MayBeInside
+
+
+@functools.cache
+def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Tokens [S, D] become [1, S, D], and runs (start, stop, row) of a table of modulation one row for each token."""
+
+    class Rows(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, t_emb, mod_segments, rope_freqs, transformer_options, **more):
+            on_device = any(isinstance(row, torch.Tensor) for _, _, row in mod_segments)
+            rows_S = rows_of_runs(tuple(mod_segments), x.device if on_device else torch.device("cpu"))
+            more["transformer_options"] = transformer_options
+            return super().__call__(x[None], t_emb, rows_S, rope_freqs, **more)[0]
+
+        def forward(self, x_BSD, t_emb, rows_S, rope_freqs, **more):
+            runs: RowRuns = ((0, len(rows_S), rows_S),)
+            if rows_S.device.type == "cpu":  # as the class has it, whose rows are then not repeated for each token
+                found = runs_of_rows.__wrapped__ if torch.compiler.is_compiling() else runs_of_rows  # no cache is traced
+                runs = found(rows_S)
+            return super().forward(x_BSD[0], t_emb, runs, rope_freqs, **more)[None]
+
+    return Rows
+
+
+RowRuns = tuple[tuple[int, int, Any], ...]
+"""(first token, token behind the last one, row of a table), for all tokens in order. Or a tensor with a row for each."""
+
+
+@functools.lru_cache(maxsize=4)
+def rows_of_runs(runs: RowRuns, device: torch.device) -> torch.Tensor:
+    """[S] int64. The blocks of a call share it."""
+    with torch.inference_mode(False):  # a trial looks at what is written to
+        rows_S = torch.empty(runs[-1][1], dtype=torch.long, device=device)
+        for start, stop, row in runs:
+            rows_S[start:stop] = row
+    return rows_S
+
+
+@functools.lru_cache(maxsize=16)
+def runs_of_rows(rows_S: torch.Tensor) -> RowRuns:
+    """The inverse, for a tensor that the blocks of a call share. Its values must not change."""
+    values, counts = torch.unique_consecutive(rows_S, return_counts=True)
+    ends = counts.cumsum(0)
+    return tuple(zip((ends - counts).tolist(), ends.tolist(), values.tolist(), strict=True))

@@ -1,0 +1,155 @@
+"""Block-sparse attention of ComfyUI's own class over several ranks is that of one process."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parallel_backend.client.call import ModelCall
+from parallel_backend.core.block_changes import BlockChanges
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.sparse_attention import KEYS, KEYS_AND_ROWS, SparseAttention
+from parallel_backend.families.base.segments import REST, SOUND, VIDEO
+from parallel_backend.families.own_class import adapters
+from parallel_backend.families.own_class.attention_calls import attention_by
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from tests.rank.test_sparse_attention import BLOCK, TOLERANCE, block_sparse, kernel_on_cpu  # noqa: F401 (a fixture)
+from tests.support.planted_comfyui import planted, planted_comfyui
+
+pytestmark = pytest.mark.threads
+
+GRID = (5, 6, 5)
+"""A whole and a cut cube along each axis."""
+SEGMENTS = (70, REST), (9, REST), (41, SOUND), (150, VIDEO)
+WORDS = 120
+WHERE: dict[str, Any] = {"segments": SEGMENTS, "grid": GRID}
+SETTINGS = {
+    "vsa": SparseAttention(kept=0.3, cubes=True, **WHERE),
+    "sla": SparseAttention(kept=0.2, sinks=KEYS, **WHERE),
+    "sol": SparseAttention(tau=0.5, sinks=KEYS_AND_ROWS, **WHERE),
+    "some blocks": SparseAttention(kept=0.3, cubes=True, full=("blocks.1", "blocks.3"), **WHERE),
+}
+DEGREES = [Degrees(), Degrees(ulysses=2), Degrees(ulysses=3), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2, pipe=2)]
+
+
+@dataclass(frozen=True)
+class Made:
+    own: OwnClass
+    path: Path
+    call: ModelCall
+    expected: dict[str, torch.Tensor]
+    """By name of the settings."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Iterator[Made]:
+    with planted_comfyui(), pytest.MonkeyPatch.context() as patch:
+        adapter = adapters.Adapter("blocks", {}, gate="attn.to_gate_compress")
+        patch.setattr(adapters, "ADAPTERS", {**adapters.ADAPTERS, "Planted": adapter})
+        own, generator = planted("Gated"), torch.Generator().manual_seed(1)
+        model = build(own)
+        draw_weights(model, 7)
+        save_file(dict(model.state_dict()), path := tmp_path_factory.mktemp("model") / "own.safetensors")
+        named = {"context": torch.randn(1, WORDS, 16, generator=generator), "control": None}
+        given = Call(torch.randn(1, 4, *GRID, generator=generator), torch.full((1,), 700.0), named)
+        proof = trial(own, given, (900.0, 1.0), tensor=2)
+        assert (proof.stages, proof.sequence, proof.tensor) == ("", "", "")
+        call = ModelCall(given.x, given.timestep, to_tensors(named, given.timestep, given.x.shape[1:]))
+        expected = {name: of_one_process(model, given, settings) for name, settings in {"full": None, **SETTINGS}.items()}
+        yield Made(replace(own, blocks=proof.blocks), path, call, expected)
+
+
+def of_one_process(model: Any, given: Call, settings: SparseAttention | None) -> torch.Tensor:
+    """The class with the formula in place of its attention."""
+    gates: list[torch.Tensor | None] = []
+
+    def watch(number: int, attn: Any) -> Any:
+        full = settings is None or f"blocks.{number}" in settings.full
+        return attn.register_forward_pre_hook(
+            lambda module, inputs: gates.append(None if full else module.to_gate_compress(inputs[0]))
+        )
+
+    def attend(function: Any, q: Any, k: Any, v: Any, heads: int, **named: Any) -> torch.Tensor:
+        gate = gates.pop()
+        if settings is None or gate is None:
+            return function(q, k, v, heads, **named)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return formula(settings, q, k, v, gate.unflatten(-1, (heads, -1))).flatten(2)
+
+    hooks = [watch(number, block.attn) for number, block in enumerate(model.blocks)]
+    with torch.no_grad(), attention_by(attend):
+        out = given.run(model)
+    for hook in hooks:
+        hook.remove()
+    return out
+
+
+def formula(settings: SparseAttention, q: Any, k: Any, v: Any, gate: torch.Tensor) -> torch.Tensor:
+    """Block-sparse attention of the packed tokens."""
+    if not settings.cubes:
+        blocks = -(-WORDS // BLOCK)
+        rows = ((WORDS - 41) // BLOCK, blocks) if settings.sinks == KEYS_AND_ROWS else (0, 0)
+        return block_sparse(q, k, v, settings.tau, None, (0, blocks), rows, settings.kept, 0)
+    members, start = [], 0
+    for length, _ in SEGMENTS[:-1]:
+        members += [list(range(at, min(at + BLOCK, start + length))) for at in range(start, start + length, BLOCK)]
+        start += length
+    before = len(members)
+    _, height, width = GRID
+    for corner in itertools.product(*(range(0, side, 4) for side in GRID)):
+        axes = (range(at, min(at + 4, side)) for at, side in zip(corner, GRID, strict=True))
+        members.append([start + (f * height + r) * width + c for f, r, c in itertools.product(*axes)])
+    padded = torch.zeros(4, 1, len(members) * BLOCK, *q.shape[2:])
+    for number, tokens in enumerate(members):
+        for x, into in zip((q, k, v, gate), padded, strict=True):
+            into[:, number * BLOCK : number * BLOCK + len(tokens)] = x[:, tokens]
+    lengths, ends = torch.tensor([len(tokens) for tokens in members]), (0, before)
+    found = block_sparse(*padded[:3], 0.0, None, ends, ends, settings.kept, 0, False, lengths, coarse_gate=padded[3])
+    out = torch.empty_like(q)
+    for number, tokens in enumerate(members):
+        out[:, tokens] = found[:, number * BLOCK : number * BLOCK + len(tokens)]
+    return out
+
+
+def of_ranks(pools, made: Made, degrees: Degrees, settings: SparseAttention | None) -> torch.Tensor:
+    model = pools.load(made.path, degrees, own=made.own)
+    return model.predict(replace(made.call, changes=BlockChanges(sparse=settings)), lambda: None)
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ranks_give_what_one_process_gives(name, degrees, pools, made, measured):
+    output = of_ranks(pools, made, degrees, SETTINGS[name])
+    measured(f"relative error of sparse attention by own class, {name}", error := difference(output, made.expected[name]))
+    assert error <= TOLERANCE
+    assert difference(output, made.expected["full"]) > 1e-3, "nothing was left out"
+
+
+def test_vsa_of_other_tokens_than_the_call_has_is_in_full(pools, made):
+    output = of_ranks(pools, made, Degrees(ulysses=2), replace(SETTINGS["vsa"], segments=SEGMENTS[1:]))
+    assert difference(output, made.expected["full"]) <= TOLERANCE
+
+
+def test_calls_of_sparse_and_full_attention_in_turn(pools, made):
+    for name in ("full", "vsa", "full", "sol", "vsa"):
+        output = of_ranks(pools, made, Degrees(ulysses=2), SETTINGS.get(name))
+        assert difference(output, made.expected[name]) <= TOLERANCE
+
+
+def test_tensor_ranks_have_their_part_of_the_gate(made):
+    plan = own_class_family(made.own).tensor_plan
+    assert all(f"blocks.{number}.attn.to_gate_compress" in plan for number in range(4))
