@@ -137,7 +137,7 @@ class SequenceControl:
         def around(block: tuple[str, int]) -> Replacement:
             def replaced(args: dict[str, Any], _more: dict[str, Any]) -> dict[str, Any]:
                 patch = None
-                for control in reversed(controls.get(block, ())):
+                for control in reversed(controls.get(block, [])):
                     outer = copy.copy(control)
                     outer.previous, patch = patch, outer
                 if patch is not None:

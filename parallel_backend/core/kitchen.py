@@ -58,8 +58,8 @@ def fused_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Fused |
     kernel = DirectCall(name)
     with torch.inference_mode():
         arguments = TRIALS[name](dtype)
-        on_device = [each.to(device, copy=True) if isinstance(each, torch.Tensor) else each for each in arguments]
         try:
+            on_device = [_on(device, each) for each in arguments]
             found, expected = kernel(*on_device), operation(*arguments)
             if name in IN_PLACE:
                 found, expected = on_device[:2], arguments[:2]
@@ -171,6 +171,11 @@ TRIALS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
 """Operation -> arguments of a trial."""
 IN_PLACE = ("rms_rope_split_half_",)
 """Those that write into their first two arguments."""
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A copy, which an operation may write into."""
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _tensors(found: Any) -> Sequence[torch.Tensor]:
