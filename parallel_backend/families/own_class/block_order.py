@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock
 
-from .token_cut import by_place
+from .block_arguments import by_place
 from .tried_calls import Call
 
 KEPT_BLOCKS = 3

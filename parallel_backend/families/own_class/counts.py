@@ -19,12 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 
 from .attention_calls import attention_by, attention_call
+from .block_arguments import tensor_places
 from .building import build
 from .call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
 from .call_form import LATENTS, TIMES
 from .second_text import SECOND
 from .stages import passing_through
-from .token_cut import tensor_places
 from .token_rows import token_count
 from .tried_calls import Call, entry_of
 

@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel_backend.core.spans import Span, split_units
 
-from .token_cut import Arguments, tensor_places
+from .block_arguments import Arguments, tensor_places
 
 
 def axes_of_heads(args: Sequence[Any], kwargs: Mapping[str, Any], heads: set[int]) -> dict[int, list[tuple[int, int]]]:

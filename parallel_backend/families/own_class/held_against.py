@@ -9,8 +9,9 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 
 from .attention_calls import AttentionCall, shares_keys
+from .block_arguments import Arguments
 from .noted_attention import Noted, TensorRank
-from .token_cut import Arguments, TokenCut
+from .token_cut import TokenCut
 from .unproven import Unproven
 from .whole_run import WholeRun
 

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnBlock, OwnEntry, OwnLatent
 from parallel_backend.families.base.patching import Companion
 
-from .token_cut import Arguments, entries_of, tensor_places
+from .block_arguments import Arguments, tensor_places
+from .token_cut import entries_of
 from .token_rows import in_rows
 from .token_trial import Runs
 from .tried_calls import Call, drawn, words_of

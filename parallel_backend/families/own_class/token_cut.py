@@ -8,7 +8,7 @@ any; it attends to nothing, nothing attends to it, and it is dropped.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,20 +23,14 @@ from parallel_backend.core.spans import Span
 
 from .attention_calls import Attend, AttentionCall, attention_call, call_itself
 from .band_tokens import BandTokens, Pick, numbers, shift
+from .block_arguments import Arguments, tensor_places
 from .residuals import fitted
 from .token_rows import TokenAxes, in_rows, token_count
 from .unproven import Unproven
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a block: positional ones, and those by name."""
 HOST = torch.device("cpu")
 STAND_IN = Span(0, 1)
 """The token of a stream that stands in for none."""
-
-
-def tensor_places(leaves: Sequence[Any]) -> list[int]:
-    """Where the tensors are among the leaves of a block's arguments."""
-    return [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
 def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
@@ -53,20 +47,6 @@ def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
         if block.leaving:
             found.append(set())
     return [streams for streams in found if streams]
-
-
-def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A block's arguments by their places: OwnBlock.returns has them."""
-    found: dict[str, Any] = {}
-
-    def add(place: str, value: Any) -> None:
-        found[place] = value
-        for index, each in enumerate(value) if isinstance(value, list | tuple) else ():
-            add(f"{place}/{index}", each)
-
-    for place, value in [*enumerate(args), *kwargs.items()]:
-        add(str(place), value)
-    return found
 
 
 class TokenCut(ABC):

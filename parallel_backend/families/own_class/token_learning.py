@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 
 from .attention_calls import attention_call, shares_keys
+from .block_arguments import Arguments, by_place, tensor_places
 from .held_against import OTHER_MASK, RANKS, HeldAgainst, is_part
-from .token_cut import Arguments, by_place, tensor_places
 from .token_rows import token_axes, token_count
 from .unproven import Unproven
 from .whole_run import WholeRun

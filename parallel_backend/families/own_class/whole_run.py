@@ -10,8 +10,9 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock
 
 from .attention_calls import AttentionCall, attention_call
 from .band_tokens import ONE
+from .block_arguments import Arguments, tensor_places
 from .noted_attention import Noted
-from .token_cut import Arguments, TokenCut, tensor_places
+from .token_cut import TokenCut
 from .unproven import Unproven
 
 
