@@ -185,6 +185,7 @@ def test_thirty_cancels_leave_nothing(remote, mini_model):
 
     def state() -> tuple[list[int], list[int], list[str]]:
         model.predict(ModelCall(*given), nobody)  # what was cancelled is over
+        gc.collect()
         processes = [psutil.Process(), *map(psutil.Process, model.pool.pids)]
         names = sorted(thread.name for thread in threading.enumerate())
         return [each.num_fds() for each in processes], [each.num_threads() for each in processes[1:]], names

@@ -14,6 +14,7 @@ export const REASONS = [
     [/^the guider (.*) calls two models$/, "引导器 $1 调用两个模型"],
     [/^the guider (.*) may look at the whole latent$/, "引导器 $1 可能要看整个 latent"],
     [/^Z-Image's Fun control looks at the whole latent$/, "Z-Image 的 Fun 控制要看整个 latent"],
+    [/^a Fun control looks at the whole latent$/, "Fun 控制要看整个 latent"],
     [
         /^Model Sparse Attention needs whole sequences\. With a ulysses_degree in its place they are shared out too$/,
         "Model Sparse Attention 需要完整的序列。改用 ulysses_degree 也能分到多块卡上",

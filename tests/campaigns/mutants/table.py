@@ -170,9 +170,9 @@ CHECKPOINT_MUTANTS = (
     Mutant(
         "a list's items held to the limit of any number",
         CHECKPOINTS + "limits.py",
-        "_plausible(item, 0, most)",
-        "_plausible(item, 0, MAX_SETTING)",
-        ("tests/checkpoints/test_hostile_files.py", "-k", "setting"),
+        "_is_number(item, most) for",
+        "_is_number(item, MAX_SETTING) for",
+        ("tests/checkpoints/test_hostile_files.py", "-k", "a_class_builds_no_more_than_its_file_has_tensors_for"),
     ),
 )
 

@@ -97,6 +97,7 @@ def compared(make: Any) -> dict[str, Any]:
     """Differences as shares: of the largest value in fp32, and of the root mean square in bf16 from fp32."""
     generator, called = torch.Generator().manual_seed(0), Counter()
     plain, given = make(generator)
+    plain.requires_grad_(False)  # operations in place take no others
     for name, parameter in plain.named_parameters():
         size = 0.7 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2
         is_norm = "norm" in name and not name.endswith("scale")
