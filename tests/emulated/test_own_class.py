@@ -85,7 +85,7 @@ SEQUENCE = (
         pytest.param("CountsWordsBetween", SEQUENCE[1:6:2], marks=pytest.mark.full),
         pytest.param("OwnBlocksFirst", (Degrees(pipe=2), Degrees(ulysses=3)), marks=pytest.mark.full),
         pytest.param("MasksKeys", SEQUENCE[1:4], marks=pytest.mark.full),
-        ("Refines", SEQUENCE[4:6]),
+        pytest.param("Refines", SEQUENCE[4:6], marks=pytest.mark.full),
         pytest.param("PacksQueries", TENSOR + PRODUCTS, marks=pytest.mark.full),
         ("JoinsFeedForward", (THREE, TENSOR[2])),
         pytest.param("NormsAllHeads", (THREE, TENSOR[2], PRODUCTS[0]), marks=pytest.mark.full),
