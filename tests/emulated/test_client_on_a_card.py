@@ -18,7 +18,7 @@ from tests.support.cpu_and_gpu import Both
 pytestmark = pytest.mark.threads
 
 QUICK = "pipe2-rank 0's card"
-DEFAULT = (QUICK, "ulysses2-rank 0's card")
+DEFAULT = (QUICK,)
 
 
 def of_two() -> Iterator[pytest.param]:
