@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_patcher
@@ -10,26 +9,13 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import Residuals
-from parallel_backend.families.base.patching import Latents
 
 from .controlnet import Control, refuse_outputs
 from .fun_control import FunControl, fun_controls
 from .layers_here import LayersHere, Patches
-from .native_call import NativeClass
+from .native_call import NativeArguments, NativeClass
 from .sampling_run import SamplingRun
 from .sequence_control import SequenceControl, sequence_controls
-
-
-@dataclass(frozen=True)
-class NativeArguments:
-    """A call of the native model, as its class gets it inside of wrappers."""
-
-    latents: Latents
-    timestep: Any
-    others: Mapping[str, Any]
-    """By name, `context` among them."""
-    options: Mapping[str, Any]
-    """Its transformer_options."""
 
 
 class ControlsHere:
@@ -62,17 +48,14 @@ class ControlsHere:
         if not (controls := sequence_controls(family, call.options)):
             return {}
         layers = self._layers(call.options, run)
-        return self._sequence_control.residuals(
-            layers, controls, call.latents, call.timestep, call.others, call.options, tensors
-        )
+        return self._sequence_control.residuals(layers, controls, call, tensors)
 
     def of_all_tokens(self, call: NativeArguments, run: SamplingRun, is_carried: bool) -> Residuals:
         """As `residuals`, for ComfyUI's own class. `is_carried`: see RemoteDiffusionModel._call."""
         if not (controls := sequence_controls(self._checkpoint.family, call.options)):
             return {}
         layers = self._layers(call.options, run)
-        given = call.latents, call.timestep, call.others, call.options
-        return self._sequence_control.of_class(layers, controls, *given, is_carried)
+        return self._sequence_control.of_class(layers, controls, call, is_carried)
 
     def with_fun(
         self,

@@ -33,13 +33,14 @@ from .band import BAND_KEY, Band
 from .block_patches import block_changes
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
-from .controls_here import ControlsHere, NativeArguments
+from .controls_here import ControlsHere
 from .head_bank import BANK_KEYS, BANKED, bank_deltas, heads_of, strengths_in_call
 from .long_step import LongStep
 from .lora import PREFIX, NativeWeights
 from .make_room import make_room
 from .native_call import (
     NATIVE,
+    NativeArguments,
     NativeClass,
     by_name,
     leaves_wrappers_to_parent,

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_detection
@@ -15,6 +16,7 @@ import comfy.patcher_extension
 import torch
 
 from parallel_backend.core.short_text import short
+from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.base.step_inputs import Shapes
 
 _WAN = "wan.model:WanModel"
@@ -31,6 +33,18 @@ NATIVE: Mapping[str, str] = {
 
 NativeClass = type[Any]
 """One of those classes, a torch Module with `forward` and mostly `_forward`. ComfyUI declares no common base for them."""
+
+
+@dataclass(frozen=True)
+class NativeArguments:
+    """A call of the native model, as its class gets it inside of wrappers."""
+
+    latents: Latents
+    timestep: Any
+    others: Mapping[str, Any]
+    """By name, `context` among them."""
+    options: Mapping[str, Any]
+    """Its transformer_options."""
 
 
 def native_class(kind: str) -> NativeClass:

@@ -44,10 +44,9 @@ from ..ui.node_text import say
 from .band import BAND_KEY, Band, NotTried
 from .call_checks import check_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
-from .controls_here import NativeArguments
 from .diffusion_model import RemoteDiffusionModel
 from .kept_proofs import is_of_sizes, kept_proof
-from .native_call import NativeClass
+from .native_call import NativeArguments, NativeClass
 from .own_calls import (
     NodeChanges,
     asked,

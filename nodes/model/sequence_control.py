@@ -23,12 +23,12 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.base.segments import CallTokens
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.families.own_class.family import OwnClassFamily
-from parallel_backend.families.own_class.residuals import AROUND
+from parallel_backend.families.own_class.residuals import AROUND, BLOCKS, REPLACED
 
 from ..ui.host import refuse
 from ..ui.other_nodes import is_known
 from .layers_here import LayersHere
-from .native_call import NativeClass, class_arguments
+from .native_call import NativeArguments, NativeClass, class_arguments
 
 CONTROL = re.compile(r"nodes_(?:qwen\.QwenImage21|minimax_h3\.MiniMaxH3)FunControlBlockPatch")
 """Class of the nodes' patches around a block. All of a branch have one `control_patch`. `previous` is the patch that was
@@ -63,7 +63,7 @@ def sequence_controls(family: Family, options: Mapping[str, Any]) -> Controls:
         return {}
     found = {
         block[:2]: controls_around(function)
-        for block, function in options.get("patches_replace", {}).get("dit", {}).items()
+        for block, function in options.get(REPLACED, {}).get(BLOCKS, {}).items()
         if not kinds or block[0] in kinds
     }
     return {block: controls for block, controls in found.items() if controls}
@@ -81,21 +81,18 @@ class SequenceControl:
         self,
         model: comfy.model_patcher.ModelPatcher,
         controls: Controls,
-        latents: Latents,
-        timestep: torch.Tensor,
-        arguments: Mapping[str, Any],
-        options: Mapping[str, Any],
+        call: NativeArguments,
         tensors: Mapping[str, torch.Tensor],
     ) -> Residuals:
         """Residuals of all tokens (client.call.Residuals) of a model call, on the CPU.
 
         As `of_class`. `tensors`: the call's conditioning tensors.
         """
-        added = self._added(model, controls, latents, timestep, arguments, options)
+        added = self._added(model, controls, call, self._native._forward)
         if not added:
             return {}
         [blocks] = (self._checkpoint.family.blocks.native or {}).values()
-        places = self._places(latents, arguments, tensors)
+        places = self._places(call.latents, call.others, tensors)
         for block, residual in added.items():
             assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
             added[block] = residual[:, places]
@@ -105,29 +102,22 @@ class SequenceControl:
         self,
         model: comfy.model_patcher.ModelPatcher,
         controls: Controls,
-        latents: Latents,
-        timestep: torch.Tensor,
-        arguments: Mapping[str, Any],
-        options: Mapping[str, Any],
+        call: NativeArguments,
         is_carried: bool,
     ) -> Residuals:
         """Residuals of all tokens in the class's own order, on the CPU, by the names of families.own_class.residuals.
 
-        `model`: from `layers`. latents [B, C, (T,) H, W], `timestep` and `arguments` are those of the native class's
-        `_forward`, or if `is_carried` of its `forward`, and `options` its transformer_options.
+        `model`: from `layers`. `call` is one of the native class's `_forward`, or if `is_carried` of its `forward`.
         """
-        added = self._added(model, controls, latents, timestep, arguments, options, is_carried)
+        added = self._added(model, controls, call, self._native.forward if is_carried else self._native._forward)
         return {f"{AROUND}{kind}.{index}": residual for (kind, index), residual in added.items()}
 
     def _added(
         self,
         model: comfy.model_patcher.ModelPatcher,
         controls: Controls,
-        latents: Latents,
-        timestep: torch.Tensor,
-        arguments: Mapping[str, Any],
-        options: Mapping[str, Any],
-        is_carried: bool = False,
+        call: NativeArguments,
+        forward: Callable[..., Any],
     ) -> dict[tuple[str, int], torch.Tensor]:
         first = [control.control_patch for (_, index), around in controls.items() if index == 0 for control in around]
         if any(control.control_patch not in first for around in controls.values() for control in around):
@@ -152,10 +142,9 @@ class SequenceControl:
 
         layers = model.model.diffusion_model
         every = ((kind, index) for kind in {kind for kind, _ in controls} for index in range(len(_blocks_of(layers))))
-        inside = {**options, "patches_replace": {"dit": {block: around(block) for block in every}}}
-        x = latents[0] if len(latents) == 1 else list(latents)
-        forward = self._native.forward if is_carried else self._native._forward
-        forward(layers, x, timestep, transformer_options=inside, **arguments)
+        inside = {**call.options, REPLACED: {BLOCKS: {block: around(block) for block in every}}}
+        x = call.latents[0] if len(call.latents) == 1 else list(call.latents)
+        forward(layers, x, call.timestep, transformer_options=inside, **call.others)
         return added
 
     def _places(self, latents: Latents, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
