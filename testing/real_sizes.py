@@ -103,23 +103,6 @@ WAN_14B = {
     "reference_channels": None,
 }
 WAN_5B = WAN_14B | {"num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336, "num_layers": 30}
-MINIMAX_H3 = {
-    "num_attention_heads": 56,
-    "attention_head_dim": 128,
-    "hidden_size": 5376,
-    "num_layers": 50,
-    "num_refiner_layers": 2,
-    "ffn_dim": 14336,
-    "in_channels": 24,
-    "audio_in_channels": 32,
-    "patch_size": (1, 2, 2),
-    "text_dim": 5120,
-    "freq_dim": 256,
-    "time_embed_hidden_dim": 5376,
-    "time_embed_dim": 2688,
-    "rope_freq_dim": 16,
-    "adaln_curve_grid": None,
-}
 QWEN_IMAGE_21 = {
     "in_channels": 64,
     "out_channels": 64,
@@ -151,14 +134,6 @@ REAL_MODELS = {
         ((16, 21, 90, 160),),
         (512, 4096),
         entries=2,
-        timestep=1000.0,
-    ),
-    "minimax-h3": RealModel(
-        "minimax-h3",
-        MINIMAX_H3,
-        "145 frames, 864 x 480, with sound",
-        ((24, 37, 30, 54), (32, 2, 151)),
-        (512, 5120),
         timestep=1000.0,
     ),
     "wan-2.2-5b": RealModel(

@@ -33,27 +33,19 @@ def check_for_own_class(x: Any, axes: int) -> None:
 
 def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
     """ValueError for latents that the family does not take."""
-    companion = family.patching.companion
-    needs_companion = companion is not None and companion.required
-    if len(latents) > (1 if companion is None else 2) or (len(latents) == 1 and needs_companion):
-        wanted = "a video and its sound" if needs_companion else "one latent alone"
+    if len(latents) > 1:
         raise ValueError(
-            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes {wanted}. Use the "
-            "Empty Latent node made for this model."
+            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes one latent alone. "
+            "Use the Empty Latent node made for this model."
         )
-    axes = [5 if family.patching.video else 4]
-    channels = [family.sizes.latent_channels(config)]
-    if companion is not None and len(latents) > 1:
-        sizes = companion.sizes(latents[0].shape[2] if latents[0].ndim > 2 else 1)
-        axes, channels = [*axes, 1 + len(sizes)], [*channels, sizes[0]]
-    for latent, count, needed in zip(latents, axes, channels, strict=False):
-        if latent.ndim != count or (0 in latent.shape and latent is latents[0]):
-            raise ValueError(
-                f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
-                f"{count} axes, none of them empty. Use the Empty Latent node made for this model."
-            )
-        if latent.shape[1] != needed:
-            raise ValueError(
-                f"latent_image: the latent has {latent.shape[1]} channels, this model needs {needed}. "
-                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
-            )
+    (latent,), axes, channels = latents, 5 if family.patching.video else 4, family.sizes.latent_channels(config)
+    if latent.ndim != axes or 0 in latent.shape:
+        raise ValueError(
+            f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
+            f"{axes} axes, none of them empty. Use the Empty Latent node made for this model."
+        )
+    if latent.shape[1] != channels:
+        raise ValueError(
+            f"latent_image: the latent has {latent.shape[1]} channels, this model needs {channels}. "
+            "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
+        )

@@ -49,7 +49,6 @@ from .native_call import (
     wrappers_of,
 )
 from .native_names import NativeNames
-from .output_masks import masked
 from .patch_trial import Patch
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, SamplingRun, steps_of
@@ -273,7 +272,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def _forward(self, *arguments: Any, **named: Any) -> torch.Tensor | list[torch.Tensor]:
         """The call inside wrappers, with the arguments of the native class's `_forward`.
 
-        The native `forward` has already done to the latents what `Inputs.carried` does.
+        The native `forward` has already done to the latents what it does around its `_forward`.
         """
         return self._call(**by_name(self.native, arguments, named), is_carried=False)
 
@@ -291,7 +290,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         is_carried: bool = True,
         **extra: Any,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """As `forward`, without wrappers. `is_carried`: latents are as the sampler has them (Inputs.carried)."""
+        """As `forward`, without wrappers. `is_carried`: latents are as `forward` gets them, and not as `_forward` does."""
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         inputs = {name: value for name, value in extra.items() if value is not None}
@@ -320,8 +319,6 @@ class RemoteDiffusionModel(torch.nn.Module):
         inputs |= self._sizes(latents, band) | {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, inputs)
         timestep = for_entries(timestep, tensors, len(latents[0]))
-        if is_carried:
-            latents, finish = family.inputs.carried(latents, timestep, inputs)
         native_arguments = NativeArguments(latents, asked_timestep, others, options)
         block_residuals = self.controls_here.residuals(native_arguments, control, tensors, self.run)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
@@ -343,11 +340,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
             outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
-        outputs = latents_of(outputs)
-        if is_carried:
-            rows = None if band is None else (band.run.patching, band.run.rows[band.index])
-            outputs = finish(masked(self.native.forward, family.inputs.output_masks, outputs, inputs, rows))
-        return list(outputs) if len(outputs) > 1 else outputs[0]
+        return latents_of(outputs)[0]
 
     def _predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:
         """The ranks' output for a call with the whole latent, of a sampler with `steps` steps."""

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from parallel_backend.client.lora import Delta
-from parallel_backend.families.parts.minimax_conditioning import SHIFTS
 
 from .lora import PREFIX, NativeWeights
 from .patch_trial import Patch, shape_after
 
+SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
+"""Entries of ComfyUI's transformer_options -> usual values: shifts of the noise schedules of video and sound."""
 BANKED = "MiniMaxH3"
 """Class of ComfyUI's supported_models that has such LoRAs."""
 STREAMS = ("final_layer.video_out", "final_layer.audio_out")

@@ -12,7 +12,6 @@ import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.families.base.family import Family
-from parallel_backend.families.parts.references import reference_tokens
 
 from ..model.attention_choice import OVERRIDE
 from ..model.concurrent_conds import evaluate_concurrently
@@ -104,7 +103,7 @@ class Sampling:
         """Tokens of the references of that prompt which has most of them."""
         model_conds = [cond.get("model_conds", {}) for cond in self.conds]
         tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in model_conds]
-        return max((reference_tokens(family, each) for each in tensors), default=0)
+        return max(map(family.reference_tokens, tensors), default=0)
 
     def band(
         self,

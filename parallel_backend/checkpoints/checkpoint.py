@@ -109,7 +109,7 @@ class Checkpoint:
         """Key in the family's original layout -> shape, for files of every layout. ComfyUI detects models by shapes."""
         original: dict[str, list[int]] = {}
         for target, source in self.family.file.key_map(self.config).items():
-            shape = [math.prod(self.shape(target))] if source.flat else list(self.shape(target))
+            shape = list(self.shape(target))
             if source.key in original and source.rows is not None:
                 original[source.key][0] += shape[0]
             else:
@@ -344,9 +344,7 @@ def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.T
     for target, source in family.file.key_map(config).items():
         if target not in state:
             continue
-        tensor = torch.cat(state[target].chunk(2)[::-1]) if source.swap_halves else state[target]
-        tensor = tensor.flatten() if source.flat else tensor
-        parts.setdefault(source.key, []).append((source.rows, tensor))
+        parts.setdefault(source.key, []).append((source.rows, state[target]))
     return {
         key: torch.cat([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0].start if piece[0] else 0)])
         for key, pieces in parts.items()

@@ -5,7 +5,6 @@ loads, or in its first micro-step, is of no use any more.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
 from parallel_backend.families.base.file_layout import Source
-from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_outside, cut_side
 
@@ -51,19 +49,17 @@ def check_class(
         raise ValueError(f"model_name: {name} has a configuration with which {family.name} has no {short(target)}.")
     for target, source in key_map.items():
         stored, shape = entries[source.key], shapes[target]
-        if not fits(source.shape(stored.shape), shape, source.flat, target in whole):
+        if not fits(source.shape(stored.shape), shape, target in whole):
             raise ValueError(
                 f"model_name: {name} holds {short(source.key)} of shape {short(list(stored.shape))}, where "
                 f"{family.name} has {list(shape)} for {short(target)}."
             )
 
 
-def fits(stored: tuple[int, ...], shape: tuple[int, ...], flat: bool, whole: bool) -> bool:
+def fits(stored: tuple[int, ...], shape: tuple[int, ...], whole: bool) -> bool:
     """Whether values of the shape `stored` are a parameter's. Sizes of 1 are ignored, since GGUF's tools may drop them, but
     not of a parameter that ranks cut as it is stored (`whole`)."""
-    if whole and not flat:
-        return stored == shape
-    return _without_ones(stored) == _without_ones((math.prod(shape),) if flat else shape)
+    return stored == shape if whole else _without_ones(stored) == _without_ones(shape)
 
 
 def _without_ones(shape: Iterable[int]) -> list[int]:
@@ -147,22 +143,10 @@ def _run(family: Family, config: Config, model: nn.Module) -> None:
             setattr(model, spec.name, nn.ModuleList([_run_once(blocks[0])] * len(blocks)))
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (SIDE, SIDE)
-    latents = latents_of(patching.alongside(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))))
-    tokens = patching.pack_all(latents)
-    sound = patching.companion_tokens([tuple(latent.shape) for latent in latents])
-    image, text = Span(0, tokens.shape[1] - sound), Span(0, sound + WORDS)
-    step = StepInputs(
-        tokens[:, image.slice],
-        torch.full((1,), 0.5),
-        family.example(config, WORDS),
-        grid,
-        family.token_order(grid),
-        image,
-        text,
-        len(text),
-        x_companion=tokens[:, len(image) :],
-        companion_tokens=sound,
-    )
+    tokens = patching.pack(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid)))
+    image, text = Span(0, tokens.shape[1]), Span(0, WORDS)
+    example, order = family.example(config, WORDS), family.token_order(grid)
+    step = StepInputs(tokens, torch.full((1,), 0.5), example, grid, order, image, text, len(text))
     with StandInValues():
         out = family.run(model, step)
     if out.shape[:2] != tokens.shape[:2] or out.shape[2] > tokens.shape[2]:

@@ -62,7 +62,7 @@ def open_own_class(path: Path, own: OwnClass, conversion: Conversion = (), enlar
         checkpoint = checked(opened, sized=False)
         for target, source in key_map.items():
             found, needed = checkpoint.shape(target), family.shapes[target]
-            if not fits(found, needed, flat=False, whole=len(needed) == 2):  # a matrix may stay packed in its rows
+            if not fits(found, needed, whole=len(needed) == 2):  # a matrix may stay packed in its rows
                 raise ValueError(
                     f"model_name: {short(path.name)} holds {short(source.key)} of the shape {short(list(found))}, and "
                     f"ComfyUI's class {own.name} has {list(needed)}. It is damaged, or for another version of the class."

@@ -160,9 +160,6 @@ class Reader:
         source, count = self.checkpoint.key_map[target], self.checkpoint.shape(target)[0]
         dim, spans = (0, [Span(0, count)]) if shard is None else (shard.dim, list(shard.spans))
         first = 0 if source.rows is None else source.rows.start
-        if source.swap_halves:
-            assert dim == 0
-            spans = [piece.shift(by) for span in spans for piece, by in _halves(span, count // 2)]
         return dim, spans if dim else [span.shift(first) for span in spans], Span(first, first + count)
 
     def _entry(self, target: str) -> Entry:
@@ -250,12 +247,3 @@ def _resized(shape: tuple[int, ...], shard: Shard | None) -> list[int]:
     if shard is None:
         return list(shape)
     return [sum(map(len, shard.spans)) if dim == shard.dim else size for dim, size in enumerate(shape)]
-
-
-def _halves(span: Span, half: int) -> list[tuple[Span, int]]:
-    """(part, shift) of `span` below and from `half` on. Shifts lead to the file, where the halves are exchanged."""
-    parts = (
-        (Span(min(span.start, half), min(span.stop, half)), half),
-        (Span(max(span.start, half), max(span.stop, half)), -half),
-    )
-    return [(part, by) for part, by in parts if len(part)]

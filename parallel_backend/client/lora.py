@@ -108,8 +108,8 @@ class Deltas:
         source_rows = {parameter: source.rows or Span(0, shapes[parameter][0]) for parameter, source in sources}
         rows = delta.rows or Span(0, max((span.stop for span in source_rows.values()), default=1))
         missing = len(rows)
-        for parameter, source in sources:
-            span, shape = source_rows[parameter], shapes[parameter]
+        for parameter, span in source_rows.items():
+            shape = shapes[parameter]
             if not _fits(delta, len(rows), shape[1:]):
                 break
             common = Span(max(span.start, rows.start), min(span.stop, rows.stop))
@@ -120,8 +120,6 @@ class Deltas:
                 whole = up.new_zeros(len(span), *up.shape[1:])
                 whole[common.shift(-span.start).slice] = up
                 up = whole
-            if source.swap_halves:
-                up = torch.cat(up.chunk(2)[::-1])
             missing -= len(common)
             yield Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
         if missing:

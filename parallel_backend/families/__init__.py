@@ -1,7 +1,6 @@
 """The registry of families. Each family has a file in this folder and a row here."""
 
 from . import (
-    minimax_h3,
     qwen_image21,
     seedvr2,
     wan,
@@ -17,7 +16,6 @@ FAMILIES: dict[str, Family] = {
         wan_animate_2.WAN_ANIMATE_2,
         wan.WAN,
         wan_animate.WAN_ANIMATE,
-        minimax_h3.MINIMAX_H3,
         seedvr2.SEEDVR2,
     )
 }

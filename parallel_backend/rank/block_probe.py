@@ -17,7 +17,6 @@ from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_lay
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families import Family
-from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
@@ -186,26 +185,13 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     """The model's forward on a random picture of `rows` x PROBE_COLUMNS tokens."""
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
-    latents = latents_of(patching.alongside(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))))
-    tokens = patching.pack_all(latents).to(device, dtype)
-    companion_tokens = patching.companion_tokens([each.shape for each in latents])
+    latent = torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))
+    tokens = patching.pack(latent).to(device, dtype)
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
         for name, tensor in family.inputs.example(config, PROBE_TEXT).items()
     }
     timestep = torch.full((1,), 0.5, device=device)
-    image, text = Span(0, tokens.shape[1] - companion_tokens), Span(0, companion_tokens + PROBE_TEXT)
-    inputs = StepInputs(
-        tokens[:, image.slice],
-        timestep,
-        tensors,
-        grid,
-        family.token_order(grid),
-        image,
-        text,
-        len(text),
-        dtype,
-        x_companion=tokens[:, len(image) :],
-        companion_tokens=companion_tokens,
-    )
+    image, text, order = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT), family.token_order(grid)
+    inputs = StepInputs(tokens, timestep, tensors, grid, order, image, text, len(text), dtype)
     return lambda: family.run(model, inputs)

@@ -158,9 +158,6 @@ LAYOUTS = (
     Layout("flux with a VAE beside it", FLUX, with_more(*TRAINING), unused=TRAINING),
     # tensors that no class has
     Layout("flux position_ids", FLUX, with_more("position_ids"), unused=("position_ids",)),
-    Layout(
-        "h3 pruned adaln", "minimax-h3-pruned", with_more("adaln_basis", "adaln_mean"), unused=("adaln_basis", "adaln_mean")
-    ),
     Layout("wan leftover", "wan-2.1-t2v", with_more("freqs", "teacher.0.weight"), unused=("freqs", "teacher.0.weight")),
     # tensors that ComfyUI's class has, or detects a model by, and that ranks do not use
     Layout(

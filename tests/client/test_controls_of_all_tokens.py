@@ -6,15 +6,13 @@ import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.base.patching import latents_of
-from parallel_backend.families.base.step_inputs import REFERENCES
 from testing import mini
-from testing.cases import all_cases, minimax_h3, qwen_image21
+from testing.cases import all_cases, qwen_image21
 
 pytestmark = pytest.mark.threads
 
 TOLERANCE = 1e-5
-NAMES = ("qwen-image-2.1-edit", "minimax-h3-pruned", "qwen-image-2.1")
+NAMES = ("qwen-image-2.1-edit", "qwen-image-2.1")
 CASES = {case.name: case for case in all_cases() if case.name in NAMES}
 MODES = (
     Degrees(),
@@ -32,7 +30,7 @@ CONTROLLED = (0, 2)
 """Blocks that have an addition, of three. The second of three stages has none."""
 
 
-@pytest.fixture(scope="module", params=[NAMES[0], NAMES[1], pytest.param(NAMES[2], marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.full)])
 def case(request):
     return CASES[request.param]
 
@@ -44,23 +42,14 @@ def made(case, tmp_path_factory):
     return model, case.save(model, tmp_path_factory.mktemp(case.name) / "model.safetensors")
 
 
-def one_entry(case, latent):
-    """A call with one batch entry, which is all that MiniMax H3's packed sequence has in ComfyUI."""
-    return case.inputs(batch=1, latent=latent)
-
-
 class Added:
     """Additions as the client sends them, and as the reference takes them."""
 
     def __init__(self, case, x, tensors, seed: int = 5):
-        patching, shapes = case.row.patching, [tuple(each.shape) for each in latents_of(x)]
-        grid, self.companion = patching.grid(shapes[0]), patching.companion_tokens(shapes)
-        self.picture = torch.Size(grid).numel()
-        self.text = case.row.text_tokens(grid, self.companion, tensors)
-        self.references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
-        self.order, self.family = patching.order(grid), case.row
-        generator, tokens = torch.Generator().manual_seed(seed), self.picture + self.text + self.references
-        size = (shapes[0][0], tokens, case.row.sizes.hidden(case.config))
+        grid = case.row.patching.grid(tuple(x.shape))
+        self.picture, self.text = torch.Size(grid).numel(), case.row.text_tokens(grid, 0, tensors)
+        generator = torch.Generator().manual_seed(seed)
+        size = (len(x), self.picture + self.text, case.row.sizes.hidden(case.config))
         self.of_blocks = {index: torch.randn(size, generator=generator) * 0.5 for index in CONTROLLED}
 
     def sent(self) -> dict[str, torch.Tensor]:
@@ -69,21 +58,14 @@ class Added:
     def in_joint_sequence(self) -> dict[int, torch.Tensor]:
         joint = {}
         for index, each in self.of_blocks.items():
-            picture, text, references = each.split((self.picture, self.text, self.references), dim=1)
-            picture = picture if self.order is None else picture[:, torch.argsort(self.order)]
-            sound, words = text[:, : self.companion], text[:, self.companion :]
-            joint[index] = torch.cat((words, references, sound, picture), dim=1)
+            picture, text = each.split((self.picture, self.text), dim=1)
+            joint[index] = torch.cat((text, picture), dim=1)
         return joint
 
 
-def expected(case, model, given, added: Added):
-    reference = minimax_h3.reference if case.family == "minimax-h3" else qwen_image21.reference
+def expected(model, given, added: Added):
     with torch.inference_mode():
-        return reference(model, *given, added.in_joint_sequence())
-
-
-def difference(one, other) -> float:
-    return max(mini.relative(a, b) for a, b in zip(latents_of(one), latents_of(other), strict=True))
+        return qwen_image21.reference(model, *given, added.in_joint_sequence())
 
 
 def nothing() -> None:
@@ -97,25 +79,25 @@ def nothing() -> None:
 )
 def test_equals_the_model_s_forward_with_the_additions(case, made, degrees, size, pools, measured):
     model, file = made
-    given = one_entry(case, case.latent if size == "whole" else case.odd)
+    given = case.inputs(batch=1, latent=case.latent if size == "whole" else case.odd)
     added, remote = Added(case, given[0], given[2]), pools.load(file, degrees)
     found = remote.predict(ModelCall(*given, residuals=added.sent()), nothing)
-    error = difference(found, expected(case, model, given, added))
+    error = mini.relative(found, expected(model, given, added))
     measured(f"relative error with a control of all tokens, {case.name}", error)
     assert error <= TOLERANCE
     plain = remote.predict(ModelCall(*given), nothing)
-    assert difference(found, plain) > 0.05  # the additions show
+    assert mini.relative(found, plain) > 0.05  # the additions show
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=3), Degrees(ulysses=2)], ids=str)
 def test_a_kept_text_is_not_the_controlled_one(case, made, degrees, pools):
     """A control has a start and an end: calls with it and without it alternate in one conditioning."""
     model, file = made
-    given = one_entry(case, case.latent)
+    given = case.inputs(batch=1)
     first, second = (Added(case, given[0], given[2], seed) for seed in (5, 6))
     remote = pools.load(file, degrees)
     plain = remote.predict(ModelCall(*given), nothing)
     for added in (first, None, second, first, None):
         found = remote.predict(ModelCall(*given, residuals={} if added is None else added.sent()), nothing)
-        wanted = plain if added is None else expected(case, model, given, added)
-        assert difference(found, wanted) <= TOLERANCE
+        wanted = plain if added is None else expected(model, given, added)
+        assert mini.relative(found, wanted) <= TOLERANCE

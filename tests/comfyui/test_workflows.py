@@ -29,7 +29,7 @@ STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> th
     "wan_2_2": "wan-2.1-t2v",
     "ltx_2_3": "ltx-2.3",
     "minimax_h3": "minimax-h3-pruned",
-    "fasth3": "fasth3",
+    "fasth3": "minimax-h3-pruned",
     "pixart_2048": "pixart-sigma",
 }
 

@@ -20,9 +20,8 @@ DEFAULT = (
 )
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
 QUICK_FAMILIES = ("wan-2.1-t2v",)
-DEFAULT_FAMILIES = ("minimax-h3-pruned",)
-"""Sound. Others make the same transfers as one of these,
-and the strict transport has all of them."""
+DEFAULT_FAMILIES = ("qwen-image-2.1",)
+"""Whole text. Others make the same transfers as one of these, and the strict transport has all of them."""
 
 
 def tier(name: str, quick: tuple[str, ...], default: tuple[str, ...]) -> list[pytest.MarkDecorator]:

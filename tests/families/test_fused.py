@@ -13,9 +13,7 @@ from diffusers.models import embeddings, normalization
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core import kitchen
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families import FAMILIES
 from parallel_backend.families.models import fused, norms
-from parallel_backend.families.parts import minimax_tokens
 from testing import tiny
 from testing.cases import all_cases
 
@@ -41,7 +39,6 @@ def kernels():
     ("name", "used"),
     [
         ("wan-2.1-t2v", {"apply_rope", "adaln"}),
-        ("minimax-h3", {"rms_rope_split_half_"}),
     ],
 )
 def test_comfy_kitchens_operations_give_the_same(name, used, degrees, pools, tmp_path):
@@ -56,22 +53,6 @@ def test_comfy_kitchens_operations_give_the_same(name, used, degrees, pools, tmp
         out = remote.predict(ModelCall(*given), lambda: None)
     assert tiny.relative(out, expected) < LIMIT
     assert set(called) == used
-
-
-def test_one_vector_for_a_run_of_tokens_is_one_for_each(pools, tmp_path, monkeypatch):
-    """MiniMax H3 without masks, references and pictures in its text: sound, text and video are a run each."""
-    case, family = CASES["minimax-h3"], FAMILIES["minimax-h3"]
-    remote = pools.load(case.save(case.model(), tmp_path / "model.safetensors"), Degrees(), fresh=True)
-    latents, timestep, _ = case.inputs()
-    call = {"context": torch.randn(2, 5, case.config["text_dim"]), "grid": family.patching.grid(latents[0].shape)}
-    given = latents, timestep, family.inputs.conditioning(case.config, call)
-    runs, found = minimax_tokens._runs, []
-    monkeypatch.setattr(minimax_tokens, "_runs", lambda step: found.append(runs(step)) or found[-1])
-    out = remote.predict(ModelCall(*given), lambda: None)
-    monkeypatch.setattr(minimax_tokens, "_runs", lambda step: None)
-    assert tiny.relative(out, remote.predict(ModelCall(*given), lambda: None)) < LIMIT
-    (edges,) = found
-    assert [row for _, _, row in edges] == [3 * 1 + 2, 1, 0]
 
 
 def turned_tables(*shape):
@@ -136,9 +117,12 @@ def test_there_is_no_kernel_on_a_cpu_nor_in_float32(monkeypatch):
     half = torch.randn(1, 4, 2, 64).bfloat16()
     assert fused._kernel("apply_rope1", half) is None
     monkeypatch.setattr(kitchen, "fused_kernel", lambda name, dtype, device: name)
-    on_card = SimpleNamespace(is_cuda=True, element_size=lambda: 2, numel=lambda: 8, dtype=half.dtype, device=half.device)
+    on_card = SimpleNamespace(
+        is_cuda=True, element_size=lambda: 2, numel=lambda: 8, dtype=half.dtype, device=half.device, requires_grad=False
+    )
     assert fused._kernel("apply_rope1", on_card) == "apply_rope1"
     assert fused._kernel("apply_rope1", SimpleNamespace(**vars(on_card) | {"element_size": lambda: 4})) is None
+    assert fused._kernel("apply_rope1", SimpleNamespace(**vars(on_card) | {"requires_grad": True})) is None
 
 
 @pytest.mark.parametrize("name", kitchen.TRIALS)

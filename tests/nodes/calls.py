@@ -123,7 +123,6 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "sample_sigmas": torch.tensor((1.0, 0.5, 0.2, 0.0)),
         "fps": torch.full((1,), 12.0),
         "denoise_mask": torch.full((1, 1, frames, rows, columns), 0.5),
-        "audio_denoise_mask": torch.full((1, 1, 2, 4), 0.5),
         "num_tokens": 5,
         "clip_text_pooled": torch.ones(1, pooled),
         "txt_byt5": torch.ones(1, 4, config.get("text_embed_2_dim") or 1),
@@ -139,5 +138,4 @@ def _values(config: Any, latent: tuple[int, ...]) -> Call:
         "condition": video(config["in_channels"] - config["out_channels"]) if "separate_layers" in config else None,
         "camera_conditions": video(config.get("control_channels", 1)),
         "time_dim_replace": torch.ones(1, channels, 1, rows, columns),
-        "minimax_payload": {"text_token_tags": torch.zeros(1, _words(config))},
     }

@@ -236,7 +236,6 @@ CONDITIONING: Mapping[str, Rows] = {
         passed="clip_fea clip_fea_pose context_pose pose_latents pose_strength reference_strength",
         refused="context_latents reference_latent time_dim_concat y",
     ),
-    "minimax-h3": rows(passed="audio_denoise_mask denoise_mask minimax_payload", refused="y"),
     "seedvr2": rows(passed="condition", refused="y"),
 }
 """Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""

@@ -19,7 +19,7 @@ TEXT = 8
 NO_MACHINE = Calibration(Machine((), Links({})), ())
 DISPLACED = {"patch": 2, "patch_mode": "displaced"}
 MODES = {
-    "minimax-h3": [Degrees(ring=2)],
+    "qwen-image-2.1": [Degrees(ring=2)],
     "wan-animate-2": [Degrees(ulysses=2)],  # twice as wide between blocks as in its attention
 }
 

@@ -2,21 +2,29 @@
 
 import importlib
 import itertools
-from dataclasses import replace
-from unittest import mock
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.sparse_attention import KEYS, KEYS_AND_ROWS, SparseAttention
-from parallel_backend.families.parts.minimax_conditioning import reference_runs
-from testing import tiny
-from testing.cases import all_cases
-from testing.cases import minimax_h3 as h3
+from parallel_backend.families.base.segments import REST, SOUND, VIDEO
+from parallel_backend.families.own_class import adapters
+from parallel_backend.families.own_class.attention_calls import attention_by
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.call_arguments import to_tensors
+from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from tests.support.planted_comfyui import planted, planted_comfyui
 
 pytestmark = pytest.mark.threads
 
@@ -24,12 +32,18 @@ sparse = importlib.import_module("parallel_backend.rank.attention.sparse")
 REFUSAL = sparse.refusal
 TOLERANCE = 1e-5
 BLOCK = 64
-CASES = {case.name: case for case in all_cases()}
-FAST = replace(
-    CASES["minimax-h3-pruned"], name="fast", config=h3.CURVE | {"gate_compress": True, "num_attention_heads": 4}, odd=None
-)
-LATENT = (24, 5, 22, 18)
-"""5 x 11 x 9 tokens: a whole and a cut cube along each axis."""
+GRID = (5, 6, 5)
+"""A whole and a cut cube along each axis."""
+SEGMENTS = (70, REST), (9, REST), (41, SOUND), (150, VIDEO)
+WORDS = 120
+WHERE: dict[str, Any] = {"segments": SEGMENTS, "grid": GRID}
+SETTINGS = {
+    "vsa": SparseAttention(kept=0.3, cubes=True, **WHERE),
+    "sla": SparseAttention(kept=0.2, sinks=KEYS, **WHERE),
+    "sol": SparseAttention(tau=0.5, sinks=KEYS_AND_ROWS, **WHERE),
+    "some blocks": SparseAttention(kept=0.3, cubes=True, full=("blocks.1", "blocks.3"), **WHERE),
+}
+DEGREES = [Degrees(), Degrees(ulysses=2), Degrees(ulysses=3), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2, pipe=2)]
 
 
 @pytest.fixture(autouse=True)
@@ -113,199 +127,143 @@ def _chosen(number, query, centred, sinks, rows, tau, share, scale):
     return sorted(forced | set(sorted(ranked, key=lambda block: -scores[block])[:best]))
 
 
-def inputs_of_h3(batch=1):
-    generator = torch.Generator().manual_seed(1)
-    video, sound = torch.randn(batch, *LATENT, generator=generator), torch.randn(batch, 32, 2, 75, generator=generator)
-    payload = h3.payload(generator, (5, 11, 9))
-    entry = {
-        "context": torch.randn(batch, 90, FAST.config["text_dim"], generator=generator),
-        "minimax_payload": payload | {"text_token_tags": torch.ones(1, 90, dtype=torch.long)},
-        "denoise_mask": (torch.rand(1, 1, 5, 22, 18, generator=generator) * 4).round() / 4,
-        "audio_denoise_mask": (torch.rand(1, 1, 2, 75, generator=generator) * 3).round() / 3,
-        "grid": (5, 11, 9),
-        "companion_tokens": 150,
-    }
-    tensors = FAST.row.inputs.conditioning(FAST.config, entry)
-    return (video, sound), torch.full((batch,), 700.0), tensors, reference_runs(payload)
+@dataclass(frozen=True)
+class Made:
+    own: OwnClass
+    path: Path
+    call: ModelCall
+    expected: dict[str, torch.Tensor]
+    """By name of the settings."""
 
 
-class InComfyUIsOrder:
-    """A processor of diffusers' attention: block-sparse over the packed sequence text, keyframes, references, sound, video.
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Iterator[Made]:
+    with planted_comfyui(), pytest.MonkeyPatch.context() as patch:
+        adapter = adapters.Adapter("blocks", {}, gate="attn.to_gate_compress")
+        patch.setattr(adapters, "ADAPTERS", {**adapters.ADAPTERS, "Planted": adapter})
+        own, generator = planted("Gated"), torch.Generator().manual_seed(1)
+        model = build(own)
+        draw_weights(model, 7)
+        save_file(dict(model.state_dict()), path := tmp_path_factory.mktemp("model") / "own.safetensors")
+        named = {"context": torch.randn(1, WORDS, 16, generator=generator), "control": None}
+        given = Call(torch.randn(1, 4, *GRID, generator=generator), torch.full((1,), 700.0), named)
+        proof = trial(own, given, (900.0, 1.0), tensor=2)
+        assert (proof.stages, proof.sequence, proof.tensor) == ("", "", "")
+        call = ModelCall(given.x, given.timestep, to_tensors(named, given.timestep, given.x.shape[1:]))
+        expected = {name: of_one_process(model, given, settings) for name, settings in {"full": None, **SETTINGS}.items()}
+        yield Made(replace(own, blocks=proof.blocks), path, call, expected)
 
-    diffusers' own sequence has the references before the keyframes, as the product's conditioning.
-    """
 
-    def __init__(self, settings: SparseAttention, runs, gates):
-        self._settings, self._runs, self._gates = settings, runs, gates
+def of_one_process(model: Any, given: Call, settings: SparseAttention | None) -> torch.Tensor:
+    """The class with the formula in place of its attention."""
+    gates: list[torch.Tensor | None] = []
 
-    def __call__(self, attn, hidden_states, rotary_emb=None, attention_mask=None):
-        from diffusers.models.transformers.transformer_minimax_h3 import _apply_rotary_emb as rotated
-
-        q, k, v = (each(hidden_states).unflatten(-1, (attn.heads, -1)) for each in (attn.to_q, attn.to_k, attn.to_v))
-        q, k = attn.norm_q(q), attn.norm_k(k)
-        if rotary_emb is None:
-            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-        else:
-            q, k = rotated(q, *rotary_emb), rotated(k, *rotary_emb)
-            gate = self._gates[attn](hidden_states).unflatten(-1, (attn.heads, -1)) if attn in self._gates else None
-            out = self._sparse(q, k, v, gate)
-        return attn.to_out[0](out.flatten(2))
-
-    def _segments(self, tokens):
-        """Rows of the packed sequence, a list for each segment in ComfyUI's order."""
-        words, sound, video = 90, 150, 5 * 11 * 9
-        starts = [words + start for start, _ in self._runs]
-        rows = [list(range(words))]
-        rows += [list(range(start, start + stop - first)) for start, (first, stop) in zip(starts, self._runs, strict=True)]
-        rows += [list(range(tokens - video - sound, tokens - video)), list(range(tokens - video, tokens))]
-        assert sorted(itertools.chain(*rows)) == list(range(tokens))
-        return rows
-
-    def _sparse(self, q, k, v, gate):
-        settings, segments = self._settings, self._segments(q.shape[1])
-        if settings.cubes:
-            return self._cubes(q, k, v, gate, segments)
-        order = torch.tensor([*itertools.chain(*segments)])
-        before = sum(map(len, segments[:-1]))
-        blocks = -(-before // BLOCK)
-        sinks = (0, blocks) if settings.sinks else (0, 0)
-        rows = ((before - len(segments[-2])) // BLOCK, blocks) if settings.sinks == KEYS_AND_ROWS else (0, 0)
-        ordered = (x[:, order] for x in (q, k, v))
-        found = block_sparse(*ordered, settings.tau, None, sinks, rows, settings.kept, 0)
-        out = torch.empty_like(found)
-        out[:, order] = found
-        return out
-
-    def _cubes(self, q, k, v, gate, segments):
-        blocks = []
-        for rows in segments[:-1]:
-            blocks += [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
-        before, video = len(blocks), segments[-1]
-        for frame in range(0, 5, 4):
-            for row in range(0, 11, 4):
-                for column in range(0, 9, 4):
-                    inside = [(frame + f, row + r, column + c) for f in range(4) for r in range(4) for c in range(4)]
-                    blocks.append([video[(f * 11 + r) * 9 + c] for f, r, c in inside if f < 5 and r < 11 and c < 9])
-        padded = torch.zeros(4, 1, len(blocks) * BLOCK, *q.shape[2:])
-        for number, rows in enumerate(blocks):
-            for x, into in zip((q, k, v, gate), padded, strict=True):
-                into[:, number * BLOCK : number * BLOCK + len(rows)] = x[:, rows]
-        lengths, ends = torch.tensor([len(rows) for rows in blocks]), (0, before)
-        found = block_sparse(
-            *padded[:3], 0.0, None, ends, ends, self._settings.kept, 0, False, lengths, coarse_gate=padded[3]
+    def watch(number: int, attn: Any) -> Any:
+        full = settings is None or f"blocks.{number}" in settings.full
+        return attn.register_forward_pre_hook(
+            lambda module, inputs: gates.append(None if full else module.to_gate_compress(inputs[0]))
         )
-        out = torch.empty_like(q)
-        for number, rows in enumerate(blocks):
-            out[:, rows] = found[:, number * BLOCK : number * BLOCK + len(rows)]
-        return out
+
+    def attend(function: Any, q: Any, k: Any, v: Any, heads: int, **named: Any) -> torch.Tensor:
+        gate = gates.pop()
+        if settings is None or gate is None:
+            return function(q, k, v, heads, **named)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return formula(settings, q, k, v, gate.unflatten(-1, (heads, -1))).flatten(2)
+
+    hooks = [watch(number, block.attn) for number, block in enumerate(model.blocks)]
+    with torch.no_grad(), attention_by(attend):
+        out = given.run(model)
+    for hook in hooks:
+        hook.remove()
+    return out
 
 
-VSA = SparseAttention(kept=0.3, cubes=True)
-H3_SETTINGS = {
-    "vsa": VSA,
-    "sla": SparseAttention(kept=0.2, sinks=KEYS),
-    "sol": SparseAttention(tau=0.5, sinks=KEYS_AND_ROWS),
-}
+def formula(settings: SparseAttention, q: Any, k: Any, v: Any, gate: torch.Tensor) -> torch.Tensor:
+    """Block-sparse attention of the packed tokens."""
+    if not settings.cubes:
+        blocks = -(-WORDS // BLOCK)
+        rows = ((WORDS - 41) // BLOCK, blocks) if settings.sinks == KEYS_AND_ROWS else (0, 0)
+        return block_sparse(q, k, v, settings.tau, None, (0, blocks), rows, settings.kept, 0)
+    members, start = [], 0
+    for length, _ in SEGMENTS[:-1]:
+        members += [list(range(at, min(at + BLOCK, start + length))) for at in range(start, start + length, BLOCK)]
+        start += length
+    before = len(members)
+    _, height, width = GRID
+    for corner in itertools.product(*(range(0, side, 4) for side in GRID)):
+        axes = (range(at, min(at + 4, side)) for at, side in zip(corner, GRID, strict=True))
+        members.append([start + (f * height + r) * width + c for f, r, c in itertools.product(*axes)])
+    padded = torch.zeros(4, 1, len(members) * BLOCK, *q.shape[2:])
+    for number, tokens in enumerate(members):
+        for x, into in zip((q, k, v, gate), padded, strict=True):
+            into[:, number * BLOCK : number * BLOCK + len(tokens)] = x[:, tokens]
+    lengths, ends = torch.tensor([len(tokens) for tokens in members]), (0, before)
+    found = block_sparse(*padded[:3], 0.0, None, ends, ends, settings.kept, 0, False, lengths, coarse_gate=padded[3])
+    out = torch.empty_like(q)
+    for number, tokens in enumerate(members):
+        out[:, tokens] = found[:, number * BLOCK : number * BLOCK + len(tokens)]
+    return out
 
 
-@pytest.fixture(scope="module")
-def fast(tmp_path_factory):
-    """A FastH3, as module and as file."""
-    model = FAST.model()
-    return model, FAST.save(model, tmp_path_factory.mktemp("fast") / "fast.safetensors")
+def of_ranks(pools, made: Made, degrees: Degrees, settings: SparseAttention | None) -> torch.Tensor:
+    model = pools.load(made.path, degrees, own=made.own)
+    return model.predict(replace(made.call, changes=BlockChanges(sparse=settings)), lambda: None)
 
 
-@pytest.fixture(scope="module")
-def expected_of_h3(fast):
-    """By name of the settings: the output of diffusers' class."""
-    model, _ = fast
-    latents, timestep, tensors, runs = inputs_of_h3()
-    outputs = {}
-    for name, settings in {"full": None, **H3_SETTINGS}.items():
-
-        def published(*args, _make=h3.MiniMaxH3Transformer3DModel, _settings=settings, **named):
-            made_model = _make(*args, **named)
-            if _settings is not None:
-                pairs = zip(made_model.transformer_blocks, model.transformer_blocks, strict=True)
-                gates = {theirs.attn: ours.attn.to_gate_compress for theirs, ours in pairs}
-                for block in made_model.transformer_blocks:
-                    block.attn.set_processor(InComfyUIsOrder(_settings, runs, gates))
-            return made_model
-
-        with mock.patch.object(h3, "MiniMaxH3Transformer3DModel", published), torch.inference_mode():
-            outputs[name] = FAST.reference(_without_gates(model), latents, timestep, tensors)
-    return outputs
-
-
-def _without_gates(model):
-    class Ungated(torch.nn.Module):
-        def state_dict(self):
-            return {name: value for name, value in model.state_dict().items() if "gate_compress" not in name}
-
-    return Ungated()
-
-
-def of_ranks(pools, file, degrees, call, settings):
-    model = pools.load(file, degrees)
-    changes = BlockChanges(sparse=settings)
-    return model.predict(replace(call, changes=changes), lambda: None), model
-
-
-DEGREES = [Degrees(), Degrees(ulysses=2), Degrees(ulysses=3), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2, pipe=2)]
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("name", H3_SETTINGS)
-def test_h3_equals_one_process(name, degrees, pools, fast, expected_of_h3, measured):
-    latents, timestep, tensors, runs = inputs_of_h3()
-    settings = replace(H3_SETTINGS[name], references=runs)
-    output, _ = of_ranks(pools, fast[1], degrees, ModelCall(latents, timestep, tensors), settings)
-    for one, other in zip(output, expected_of_h3[name], strict=True):
-        measured(f"relative error of sparse attention, {name}", error := tiny.relative(one, other))
-        assert error <= TOLERANCE
-    assert tiny.relative(output[0], expected_of_h3["full"][0]) > 1e-3, "nothing was left out"
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ranks_give_what_one_process_gives(name, degrees, pools, made, measured):
+    output = of_ranks(pools, made, degrees, SETTINGS[name])
+    measured(f"relative error of sparse attention by own class, {name}", error := difference(output, made.expected[name]))
+    assert error <= TOLERANCE
+    assert difference(output, made.expected["full"]) > 1e-3, "nothing was left out"
 
 
+DISPLACED = Degrees(patch=2, patch_mode="displaced")
 FALLBACKS = {
     "ring": (Degrees(ring=2), "sol", {}, "a ring_degree and a patch_degree of 1"),
-    "patches": (Degrees(patch=2, patch_mode="displaced"), "sla", {}, "a ring_degree and a patch_degree of 1"),
-    "VSA by all-gather": (Degrees(ulysses=2, exchange="all-gather"), "vsa", {}, "ulysses_exchange all-to-all"),
+    "patches": (DISPLACED, "sla", {}, "a ring_degree and a patch_degree of 1"),
     "short": (Degrees(ulysses=2), "sol", {"least_tokens": 1000}, ""),
-    "dense_blocks": (Degrees(ulysses=2), "vsa", {"full": tuple(f"transformer_blocks.{index}" for index in range(3))}, ""),
+    "dense_blocks": (Degrees(ulysses=2), "vsa", {"full": tuple(f"blocks.{index}" for index in range(4))}, ""),
+    "other tokens than the call has": (Degrees(ulysses=2), "vsa", {"segments": SEGMENTS[1:]}, ""),
 }
 
 
 @pytest.mark.parametrize(("degrees", "name", "changed", "words"), FALLBACKS.values(), ids=FALLBACKS)
-def test_what_cannot_be_sparse_is_in_full_and_says_why(degrees, name, changed, words, pools, fast, expected_of_h3):
-    latents, timestep, tensors, runs = inputs_of_h3()
-    settings = replace(H3_SETTINGS[name], references=runs, **changed)
-    output, model = of_ranks(pools, fast[1], degrees, ModelCall(latents, timestep, tensors), settings)
-    for one, other in zip(output, expected_of_h3["full"], strict=True):
-        assert tiny.relative(one, other) <= TOLERANCE
-    (engine,) = model.pool.ranks.workers[0].engines.values()
-    said = engine.stage.attention_report()
+def test_what_cannot_be_sparse_is_in_full_and_says_why(degrees, name, changed, words, pools, made):
+    output = of_ranks(pools, made, degrees, replace(SETTINGS[name], **changed))
+    assert difference(output, made.expected["full"]) <= TOLERANCE
+    said = attention_report(pools, made, degrees)
     assert said.startswith("in full in place of ") == bool(words)
     assert words in said
 
 
-def test_without_the_kernel_it_is_in_full(pools, fast, expected_of_h3, monkeypatch):
+def attention_report(pools, made: Made, degrees: Degrees) -> str:
+    ranks = pools.load(made.path, degrees, own=made.own).pool.ranks
+    (engine,) = ranks.workers[0].engines.values()
+    return engine.stage.attention_report()
+
+
+def test_without_the_kernel_it_is_in_full(pools, made, monkeypatch):
     """As in ComfyUI, whose node looks for it at each call."""
     monkeypatch.undo()
-    latents, timestep, tensors, runs = inputs_of_h3()
-    output, model = of_ranks(
-        pools, fast[1], Degrees(ulysses=2), ModelCall(latents, timestep, tensors), replace(VSA, references=runs)
-    )
-    assert tiny.relative(output[0], expected_of_h3["full"][0]) <= TOLERANCE
-    (engine,) = model.pool.ranks.workers[0].engines.values()
-    assert "comfy-kitchen's kernel" in engine.stage.attention_report()
-    assert engine.stage.attention_report() == ""
+    output = of_ranks(pools, made, Degrees(ulysses=2), SETTINGS["vsa"])
+    assert difference(output, made.expected["full"]) <= TOLERANCE
+    assert "comfy-kitchen's kernel" in attention_report(pools, made, Degrees(ulysses=2))
+    assert attention_report(pools, made, Degrees(ulysses=2)) == ""
 
 
-def test_calls_of_sparse_and_full_attention_in_turn(pools, fast, expected_of_h3):
-    """As at the node's start_percent, with the prompt kept on the ranks."""
-    latents, timestep, tensors, runs = inputs_of_h3()
-    model = pools.load(fast[1], Degrees(ulysses=2))
+def test_calls_of_sparse_and_full_attention_in_turn(pools, made):
     for name in ("full", "vsa", "full", "sol", "vsa"):
-        settings = None if name == "full" else replace(H3_SETTINGS[name], references=runs)
-        call = ModelCall(latents, timestep, tensors, changes=BlockChanges(sparse=settings))
-        assert tiny.relative(model.predict(call, lambda: None)[0], expected_of_h3[name][0]) <= TOLERANCE
+        output = of_ranks(pools, made, Degrees(ulysses=2), SETTINGS.get(name))
+        assert difference(output, made.expected[name]) <= TOLERANCE
+
+
+def test_tensor_ranks_have_their_part_of_the_gate(made):
+    plan = own_class_family(made.own).tensor_plan
+    assert all(f"blocks.{number}.attn.to_gate_compress" in plan for number in range(4))

@@ -72,9 +72,8 @@ def test_modes(at_work, case, places):
     check(at_work, case, places, 1)
 
 
-FAMILIES_APART = ("wan", "minimax-h3")
-"""A video alone; sound, and whole text.
-All others make the same transfers as one of these."""
+FAMILIES_APART = ("wan", "qwen-image-2.1")
+"""A video alone, and whole text. All others make the same transfers as one of these."""
 
 
 def everything() -> Iterator[pytest.param]:

@@ -15,7 +15,7 @@ from parallel_backend.core.token_order import TokenOrder
 
 from .blocks import Blocks
 from .file_layout import FileLayout
-from .patching import Latents, Patching, latents_of, side_by_side
+from .patching import Latents, Patching, latents_of
 from .step_inputs import EVERYWHERE, REFERENCES, Config, StepInputs
 from .tensor_plan import LayerCuts
 
@@ -66,10 +66,6 @@ class Counted(NamedTuple):
     """Tokens of reference pictures, which are not among the others."""
 
 
-Finish = Callable[[Latents], Latents]
-"""A model's outputs -> the sampler's, see `Inputs.carried`."""
-
-
 @dataclass(frozen=True)
 class Inputs:
     """How a sampler's model call becomes latents and conditioning tensors for the ranks. Used in ComfyUI's process.
@@ -80,9 +76,8 @@ class Inputs:
 
     conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
     """(constructor arguments, `call`) -> conditioning tensors. `call`: keyword arguments of ComfyUI's model call, and
-    `latent`, the shape of the latent or of a band; where the family takes a companion latent also `grid`, the whole video's
-    tokens by axis, and `companion_tokens`. ValueError, beginning with the input's name, for what is missing or cannot be
-    forwarded."""
+    `latent`, the shape of the latent or of a band. ValueError, beginning with the input's name, for what is missing or
+    cannot be forwarded."""
 
     accepts: tuple[str, ...] = ("context", "y", "guidance")
     """Arguments of ComfyUI's model call that `conditioning` knows. All others are refused."""
@@ -112,9 +107,6 @@ class Inputs:
     options: tuple[str, ...] = ()
     """Entries of ComfyUI's transformer_options that are added to `call` where they are set."""
 
-    output_masks: tuple[str, ...] = ()
-    """Arguments of ComfyUI's model call, one for each latent, by which its class multiplies its outputs in some versions."""
-
     latent_everywhere: ClassVar[bool] = False
     """Every stage gets the latent, and not the first alone."""
 
@@ -136,11 +128,6 @@ class Inputs:
     def reference_runs(self, call: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """SparseAttention.references. Read only of families whose `Blocks.segments` need them."""
         return ()
-
-    def carried(self, latents: Latents, timestep: torch.Tensor, call: dict[str, Any]) -> tuple[Latents, Finish]:
-        """A call's latents in the sampler's form -> latents in the model's form, and the function that brings the model's
-        outputs into the sampler's form."""
-        return latents, lambda outputs: outputs
 
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of the text that runs through the blocks: of all `token_tensors`."""
@@ -246,21 +233,20 @@ class Family:
         return parameter.endswith(endings) or any(re.match(f"{name_pattern(name)}(\\.|$)", parameter) for name in names)
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
-        """Run the model's forward for one micro-step -> [b, m + a, c]: the rank's m image tokens without references, then
-        its a tokens of the companion latent, which the forward returns as a second output.
+        """Run the model's forward for one micro-step -> [b, m, c]: the rank's m image tokens without references.
 
         On ranks without the epilogue, stand-ins for its modules end the forward early.
         """
         if self.forward.whole_latent:
             step = replace(step, x=self._whole(model, step))
         self.forward.prepare(model, step)
-        outputs = model(**self.forward.arguments(step, cast(Config, model.config)), return_dict=False)
-        out, shard = outputs[0], step.token_order.images(step.image)
+        out = model(**self.forward.arguments(step, cast(Config, model.config)), return_dict=False)[0]
+        shard = step.token_order.images(step.image)
         if self.forward.whole_latent:
             out = self.patching.cut(step.token_order.along).pack(out)[:, shard.slice]
         elif len(shard) < len(step.image):  # reference tokens are an input only
             out = out[:, step.of_tokens("picture rows", step.token_order.picture_rows)]
-        return side_by_side(out, outputs[1]) if step.companion_tokens else out
+        return out
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """The whole latent [b, C, (T,) H, W], zero outside of the rank's tokens."""
@@ -297,6 +283,12 @@ class Family:
     def text_tokens(self, grid: tuple[int, ...], companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of a call that are not the image's: `companion_tokens`, text. All run with the first band."""
         return companion_tokens + self.inputs.text_tokens(tensors)
+
+    def reference_tokens(self, call: Mapping[str, Any]) -> int:
+        """Number of reference tokens of a model call with these arguments, of the latents that `Inputs.references` names."""
+        latents, video = self.inputs.references(call), self.patching.video
+        pictures = (latent.unsqueeze(2) if video and latent.ndim == 4 else latent for latent in latents)
+        return sum(math.prod(self.patching.grid(tuple(picture.shape))) for picture in pictures)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
         """A call's tokens. `text`: see text_tokens."""

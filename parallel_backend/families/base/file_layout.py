@@ -19,12 +19,6 @@ class Source:
     rows: Span | None = None
     """Rows of that tensor. None: all."""
 
-    swap_halves: bool = False
-    """The first and second half of the rows are exchanged: adaLN's shift and scale come in the other order in diffusers."""
-
-    flat: bool = False
-    """The tensor is one vector of the parameter's values, where diffusers has a row for each part of a modulation."""
-
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the values, of a tensor of the shape `whole`."""
         return whole if self.rows is None else (len(self.rows), *whole[1:])

@@ -40,9 +40,6 @@ class Companion:
     sizes: Callable[[int], tuple[int, ...]]
     """Latent frames of a video -> shape of the companion latent without the batch, as ComfyUI's empty latents have it."""
 
-    required: bool = False
-    """The model needs the companion latent in every call."""
-
     def tokens(self, shape: tuple[int, ...]) -> int:
         """Tokens of a latent of this shape."""
         return math.prod(self._sizes(shape, 1))

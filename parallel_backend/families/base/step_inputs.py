@@ -79,16 +79,6 @@ class StepInputs:
     companion_tokens: int = 0
     """Tokens of the whole companion latent (patching.Companion)."""
 
-    @property
-    def companion(self) -> Span:
-        """The rank's tokens of the companion latent."""
-        return self.text.before(self.companion_tokens)
-
-    @property
-    def text_span(self) -> Span:
-        """The rank's text tokens without the companion's, numbered from the first word."""
-        return self.text.after(self.companion_tokens)
-
     def of_tokens(self, name: str, make: Callable[[Span], torch.Tensor]) -> torch.Tensor:
         """`make(image)`, a tensor in host memory, copied to the rank's device and cached: see `kept_on`."""
         return kept_on(self.timestep.device, self.kept, name, lambda: make(self.image))

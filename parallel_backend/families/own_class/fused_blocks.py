@@ -153,7 +153,8 @@ def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
 
     class Fused(kind):  # type: ignore[valid-type, misc]
         def forward(self, x, t_emb, mod_segments, rope_freqs, transformer_options):
-            if torch.compiler.is_compiling():
+            # A trial of its features takes gradients, for which nothing may be written in place.
+            if torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return super().forward(x, t_emb, mod_segments, rope_freqs, transformer_options=transformer_options)
             x_1SD = x[None]
             vectors = [each.to(x.dtype) for each in self.adaln_proj(t_emb)]

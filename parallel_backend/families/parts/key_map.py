@@ -34,13 +34,11 @@ class KeyMap:
         """For every block of a list, in order: the same collection, inside the block."""
         return (self.inside(f"{target}.{index}.", f"{source}.{index}.") for index in range(count))
 
-    def copy(self, names: Mapping[str, str], parameters: Parameters = BOTH, swap_halves: bool = False) -> None:
-        """Modules that are one module in both layouts: diffusers' name -> original name. `swap_halves`: see Source."""
+    def copy(self, names: Mapping[str, str], parameters: Parameters = BOTH) -> None:
+        """Modules that are one module in both layouts: diffusers' name -> original name."""
         for target, source in names.items():
             for ours, theirs in _pairs(parameters):
-                self.sources[f"{self.target}{target}.{ours}"] = Source(
-                    f"{self.source}{source}.{theirs}", swap_halves=swap_halves
-                )
+                self.sources[f"{self.target}{target}.{ours}"] = Source(f"{self.source}{source}.{theirs}")
 
     def same(self, *names: str, parameters: Parameters = BOTH) -> None:
         """Modules that are one module in both layouts and have the same name."""
@@ -56,9 +54,9 @@ class KeyMap:
                 )
             start += count
 
-    def tensor(self, target: str, source: str | None = None, flat: bool = False) -> None:
-        """A parameter outside of layers. `source`: its original name, if it differs. `flat`: see Source."""
-        self.sources[self.target + target] = Source(self.source + (source or target), flat=flat)
+    def tensor(self, target: str, source: str | None = None) -> None:
+        """A parameter outside of layers. `source`: its original name, if it differs."""
+        self.sources[self.target + target] = Source(self.source + (source or target))
 
 
 def _pairs(parameters: Parameters) -> Iterable[tuple[str, str]]:

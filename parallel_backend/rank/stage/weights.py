@@ -46,7 +46,6 @@ class StageWeights:
         dtype, known = compute_dtype(dtype_name, device), model.state_dict()
         for target in self.targets:
             shape = known[target].shape
-            shape = [shape.numel()] if checkpoint.key_map[target].flat else shape
             # Dimensions of size 1 are ignored, since GGUF's tools may drop them.
             if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
                 raise ValueError(

@@ -4,8 +4,9 @@ small_models.json has by name: `kind`, a class of ComfyUI's supported_models; `a
 detection gives them for the file; `detected`, names of those that it takes for granted and that are others here, "all" of
 them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
 conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shape} with so many {"zeros"} at its end,
-{"whole": shape} numbers {"below"} one, or so many {"ids"} or {"weights"} of tokens; `companion`, the latent of its sound;
-`stated`, true if its file's header says the arguments. `like` names another model, of which it has all that it does not say.
+{"whole": shape} numbers {"below"} one, so many {"ids"} or {"weights"} of tokens, or other entries' values by name;
+`companion`, the latent of its sound; `stated`, true if its file's header says the arguments. `like` names another model, of
+which it has all that it does not say.
 """
 
 import json
@@ -96,7 +97,9 @@ def _value(shape: Any, g: torch.Generator) -> Any:
             return torch.randint(0, 32000, (shape["ids"],), generator=g)
         if "weights" in shape:
             return 1 + torch.rand(shape["weights"], generator=g) / 2
-        return torch.rand(1, *shape["uniform"], generator=g)
+        if "uniform" in shape:
+            return torch.rand(1, *shape["uniform"], generator=g)
+        return {entry: _value(each, g) for entry, each in shape.items()}
     if shape and isinstance(shape[0], list | dict):
         return [_value(each, g) for each in shape]
     return torch.randn(1, *shape, generator=g)

@@ -154,13 +154,6 @@ CHECKPOINT_MUTANTS = (
         ("tests/checkpoints/test_formats.py", "-k", "shards"),
     ),
     Mutant(
-        "scale and shift not exchanged",
-        CHECKPOINTS + "reader.py",
-        "        if source.swap_halves:\n            assert dim == 0\n",
-        "        if False:\n            assert dim == 0\n",
-        ("tests/checkpoints/test_checkpoint.py", "-k", "same_weights"),
-    ),
-    Mutant(
         "a scale without a use is dropped",
         CHECKPOINTS + "checkpoint.py",
         "if _scales_values(key, entries)]",

@@ -29,8 +29,7 @@ def exact(model: RemoteTransformer, subject: Subject, given: Given, time: float)
 
 def banded(model: RemoteTransformer, subject: Subject, given: Given) -> Tensors:
     """A sampling run in bands."""
-    sigmas, prompt = subject.steps * SIGMAS, subject.prompt(given)
-    return latents_of(sample_in_bands(model, subject.latent(given), sigmas, prompt, BANDS, 1, nothing)[0])
+    return latents_of(sample_in_bands(model, subject.latent(), SIGMAS, subject.prompt(given), BANDS, 1, nothing)[0])
 
 
 def in_run(model: RemoteTransformer, subject: Subject, given: Given, run: int, number: int) -> Tensors:

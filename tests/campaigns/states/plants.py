@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 
-from parallel_backend.client.call import Conditioning
 from parallel_backend.client.conditioning_cache import ConditioningCache
 from parallel_backend.client.lora import Adaptation, Deltas
 from parallel_backend.client.memory_guard import MemoryGuard
@@ -40,7 +39,6 @@ PLANTS = (
     Plant("a run that is given up still counts", RemoteTransformer, "discard_run", "self._memory.forget(run)", "pass"),
     Plant("keys of a cancelled run stay", RemoteTransformer, "discard_run", "self._ranks.tell(m.CloseRun(run))", "pass"),
     Plant("memory of slots stays counted when they close", Slots, "close", "self._copies.release(slot.memory)", "pass"),
-    Plant("another sound has the conditioning of the last", Conditioning, "matches", "self.layout, self", "layout, self"),
     Plant(
         "a LoRA is not weighed where the last one had its strengths", Adaptation, "replace", "self._strengths = ()", "pass"
     ),

@@ -20,11 +20,12 @@ CONFIG = mini.CONFIG | {"double_blocks": 2, "single_blocks": 4}
 TIMES = (0.9, 0.6, 0.3)
 SIGMAS = torch.tensor([0.9, 0.6, 0.3, 0.0])
 BANDS = 2
+KEEPS = "qwen-image-2.1"
 EVERY = {"lora": 4, "full": 9, "merge": 7}
 """Of which weights, in the file's order, one is added to."""
 
 
-PROMPT = "condition_proj"
+PROMPT = "txt_in"
 """In the names of weights whose layers' outputs are kept as long as the prompt is the same. They are always added to."""
 
 
@@ -62,10 +63,9 @@ ADDITIONS = (
 
 @dataclass(frozen=True)
 class Given:
-    """A conditioning. `sound`: frames of the sound, for a model that has one. `skips`: a block is skipped."""
+    """A conditioning. `skips`: a block is skipped."""
 
     prompt: int = 0
-    sound: int = 5
     skips: bool = False
 
 
@@ -87,27 +87,19 @@ class Subject:
         return made(self.path, "fp32", devices, self.degrees, "sdpa", "even")
 
     def tensors(self, given: Given) -> dict[str, torch.Tensor]:
-        """The conditioning's tensors, which do not say how long a sound is."""
+        """The conditioning's tensors."""
         if self.case is None:
             return mini.inputs(CONFIG, batch=1, height=8, width=8, seed=given.prompt)[2]
         case, generator = _case(self.case), torch.Generator().manual_seed(given.prompt)
-        words = torch.randn(1, 7, case.config["text_dim"], generator=generator)
-        return case.row.inputs.conditioning(case.config, {"context": words, "grid": (2, 2, 2)})
+        words = torch.randn(1, 7, case.config["context_in_dim"], generator=generator)
+        return case.row.inputs.conditioning(case.config, {"context": words})
 
-    def latent(self, given: Given) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        if self.case is None:
-            return torch.randn(1, 16, 8, 8, generator=generator)
-        return torch.randn(1, 24, 2, 4, 4, generator=generator), torch.randn(1, 32, 2, given.sound, generator=generator)
-
-    @property
-    def steps(self) -> float:
-        """The timestep of pure noise."""
-        return 1.0 if self.case is None else 1000.0
+    def latent(self) -> torch.Tensor:
+        channels = 16 if self.case is None else _case(self.case).latent[0]
+        return torch.randn(1, channels, 8, 8, generator=torch.Generator().manual_seed(7))
 
     def call(self, given: Given, time: float) -> ModelCall:
-        timestep = torch.tensor([self.steps * time])
-        return ModelCall(self.latent(given), timestep, self.tensors(given), changes=self.changes(given))
+        return ModelCall(self.latent(), torch.tensor([time]), self.tensors(given), changes=self.changes(given))
 
     def changes(self, given: Given) -> BlockChanges:
         block_list = "double_blocks" if self.case is None else "transformer_blocks"
@@ -148,11 +140,11 @@ def _case(name: str):
 
 
 def make_subjects(folder: Path) -> tuple[Subject, ...]:
-    """Two models of equal sizes at different degrees, and one with a sound."""
+    """Two models of equal sizes at different degrees, and one that keeps what it makes of a prompt."""
     one, other = (mini.save(mini.random_model(CONFIG, seed=seed), folder / f"mini {seed}.safetensors") for seed in (0, 5))
-    sound = _case("minimax-h3").save(_case("minimax-h3").model(), folder / "sound.safetensors")
+    case = _case(KEEPS)
     return (
         Subject("in stages", one, Degrees(pipe=2)),
         Subject("under Ulysses", other, Degrees(ulysses=2)),
-        Subject("with sound", sound, Degrees(pipe=2), "minimax-h3"),
+        Subject("keeping its prompt", case.save(case.model(), folder / "keeping.safetensors"), Degrees(pipe=2), KEEPS),
     )

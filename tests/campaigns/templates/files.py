@@ -4,7 +4,7 @@ import re
 
 CASES = (  # the first pattern that is found in the name, whatever its case
     (r"minimax_h3", "minimax-h3-pruned"),
-    (r"fasth3", "fasth3"),
+    (r"fasth3", "minimax-h3-pruned"),
     (r"ltx-2\.5", "ltx-2.5"),
     (r"ltx-2\.3", "ltx-2.3"),
     (r"ltx-2-", "ltx-2"),

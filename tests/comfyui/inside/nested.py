@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import comfy.weight_adapter
 import latent_preview
-from boot import BASE, Results, by_own_class, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
-from comfy.ldm.minimax.model import MiniMaxH3Model
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
 from comfy_extras.nodes_minimax_h3 import MiniMaxH3SigmaShift
@@ -21,10 +20,11 @@ STEPS = 4
 
 def main(results: Results, name: str, samplers: list[str]) -> None:
     logging.getLogger().addHandler(told := Warnings())
-    positive, negative, masked, _ = read(name)
-    prompts, (video, sound) = (positive, negative), masked["samples"].unbind()
-    empty, generator = {"samples": masked["samples"]}, torch.Generator().manual_seed(1)
+    positive, negative, empty, _ = read(name)
+    prompts, (video, sound) = (positive, negative), empty["samples"].unbind()
+    generator = torch.Generator().manual_seed(1)
     picture = NestedTensor([torch.randn(part.shape, generator=generator) for part in (video, sound)])
+    masks = [(torch.rand(1, *part.shape[2:], generator=generator) * 4).round() / 4 for part in (video, sound)]
     odd = NestedTensor((video[..., :-1, :-1], sound))
     two = NestedTensor([torch.cat((part, part)) for part in (video, sound)])
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
@@ -35,37 +35,32 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     def run(model, latent=empty, steps=STEPS, **settings):
         return ksampler(model, prompts, latent, steps=steps, cfg=1.0, **settings)
 
-    def in_every_way(by_native: bool = True, put=lambda model: model, **settings) -> dict:
-        """`put`: puts a node on the MODEL."""
+    def in_every_way(put=lambda model: model, by=native, **settings) -> dict:
+        """Differences as shares of the largest value. `put`: puts a node on the MODEL. `by`: it is held against."""
         exact = run(put(plain), **settings)
+        largest = max(float(part.abs().max()) for part in parts_of(exact))
         told.texts.clear()
         stale = run(put(banded), **settings)
-        found = {"warnings": list(told.texts), "stale": difference(exact, stale)}
-        found["warm"] = difference(exact, run(put(warm), **settings))
-        if by_native:
-            found["native"] = difference(exact, run(put(native), **settings))
+        found = {"warnings": list(told.texts), "stale": difference(exact, stale) / largest}
+        found["warm"] = difference(exact, run(put(warm), **settings)) / largest
+        found["native"] = difference(exact, run(put(by), **settings)) / largest
         return found | {"finite": all(bool(part.isfinite().all()) for part in (*parts_of(exact), *parts_of(stale)))}
 
     results.case("all samplers", lambda: comfy.samplers.SAMPLER_NAMES)
     for sampler in samplers:
         results.case(f"sampler {sampler}", partial(in_every_way, sampler=sampler))
-    with_masks = partial(in_every_way, latent={"samples": picture, "noise_mask": masked["noise_mask"]})
-    results.case("masks", with_masks)
-    with patch.object(MiniMaxH3Model, "forward", multiplied(MiniMaxH3Model.forward)):
-        results.case("masks that multiply outputs", with_masks)
+    results.case("masks", partial(in_every_way, latent={"samples": picture, "noise_mask": NestedTensor(masks)}))
     results.case("denoise 0.5", partial(in_every_way, latent={"samples": picture}, denoise=0.5))
     results.case("odd size", partial(in_every_way, latent={"samples": odd}))
     guidance = partial(in_every_way, put=lambda model: APG.execute(model, 0.5, 4.0, -0.5).result[0])
     results.case("guidance of the whole latent", guidance)
-    results.case("batch 2", partial(in_every_way, False, latent={"samples": two}))  # which the native model refuses
+    one_by_one = native.clone()
+    one_by_one.set_model_unet_function_wrapper(entry_by_entry)
+    results.case("batch 2", partial(in_every_way, by=one_by_one, latent={"samples": two}))
     own = {kind: shifted(model) for kind, model in {"native": native, "plain": plain, "warm": warm}.items()}
     results.case("shifts", lambda: {kind: difference(run(own["native"]), run(model)) for kind, model in own.items()})
     results.case("no shifts", lambda: {"native": difference(run(own["native"]), run(native))})
-    own = by_own_class(parallel, path.name)
-    results.case(
-        "batch 2 by own class", lambda: {"difference": difference(run(plain, {"samples": two}), run(own, {"samples": two}))}
-    )
-    results.case("output heads", lambda: output_heads(run, plain, own))
+    results.case("output heads", lambda: output_heads(run, plain, native))
     models = {"plain": plain, "bands": banded}
     results.case("step cache", lambda: {kind: forecast(run, model) for kind, model in models.items()})
     models["native"] = native
@@ -83,21 +78,15 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     )
 
 
-def multiplied(forward):
-    """H3's `forward` as from ComfyUI 0.34 on: it multiplies each output by its mask before it scales the sound."""
+def entry_by_entry(apply, call: dict) -> torch.Tensor:
+    """The native model refuses a batch of several videos."""
+    x, timestep, c = call["input"], call["timestep"], call["c"]
 
-    def newer(self, x, timestep, context, transformer_options={}, denoise_mask=None, audio_denoise_mask=None, **named):  # noqa: B006
-        masks = {"denoise_mask": denoise_mask, "audio_denoise_mask": audio_denoise_mask}
+    def of(entry: int, value):
+        return value[entry : entry + 1] if isinstance(value, torch.Tensor) and len(value) == len(x) else value
 
-        def inside(run, *arguments, **given):
-            found = run(*arguments, **given)
-            return [out if mask is None else out * mask for out, mask in zip(found, masks.values(), strict=True)]
-
-        kinds = transformer_options.get("wrappers", {})
-        ours = {comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL: {"masks": [inside]}}
-        return forward(self, x, timestep, context, transformer_options | {"wrappers": kinds | ours}, **masks, **named)
-
-    return newer
+    calls = ({name: of(entry, value) for name, value in c.items()} for entry in range(len(x)))
+    return torch.cat([apply(of(entry, x), of(entry, timestep), **each) for entry, each in enumerate(calls)])
 
 
 def shifted(model):
@@ -105,22 +94,33 @@ def shifted(model):
     return MiniMaxH3SigmaShift.execute(model, 5.0, 2.0).result[0]
 
 
-def output_heads(run, model, own) -> dict:
-    """A PDD acceleration LoRA, whose heads ComfyUI 0.33 does not know: by the family, and by ComfyUI's own class."""
-    patches, g = {}, torch.Generator().manual_seed(4)
+HEADS = 4
+
+
+def output_heads(run, model, native) -> dict:
+    """A PDD acceleration LoRA, whose heads ComfyUI 0.33 does not know: of a run of one step, which spans all of them, the
+    native model has the mean of the heads, weighed by the lengths of their parts of the schedules."""
+    bank, mean, g = {}, {}, torch.Generator().manual_seed(4)
     for key, value in model.model.diffusion_model.state_dict().items():
         if key.startswith("final_layer.") and "_out" in key:
-            rows, columns = 4 * len(value), value[0].numel()
+            rows, columns = HEADS * len(value), value[0].numel()
             up, down = torch.randn(rows, 3, generator=g), torch.randn(3, columns, generator=g) / columns
             larger = [rows, *value.shape[1:]]
             adapter = comfy.weight_adapter.LoRAAdapter(set(), (up, down, None, None, None, larger))
-            patches[f"diffusion_model.{key}"] = adapter
-    found = []
-    for each in (model, own):
+            bank[f"diffusion_model.{key}"] = adapter
+            shift, even = 12.0 if "video" in key else 3.0, torch.arange(HEADS, -1, -1, dtype=torch.float64) / HEADS
+            lengths = -(shift * even / (1.0 + (shift - 1.0) * even)).diff()
+            shares = torch.cat((torch.ones(1), (lengths / lengths.sum())[1:].float()))
+            heads = (up @ down).view(HEADS, *value.shape)
+            mean[f"diffusion_model.{key}"] = ("diff", (torch.einsum("h...,h->...", heads, shares),))
+
+    def patched(each, patches):
         clone = each.clone()
         clone.add_patches(patches, 0.3)
-        found.append(run(clone))
-    return {"moved": difference(run(model), found[0]), "own class": difference(*found)}
+        return run(clone, steps=1)
+
+    expected = patched(native, mean)
+    return {"moved": difference(run(model, steps=1), expected), "native": difference(expected, patched(model, bank))}
 
 
 def forecast(run, model) -> float:

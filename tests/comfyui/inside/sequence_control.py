@@ -12,7 +12,7 @@ from functools import partial
 from unittest import mock
 
 import core_controls
-from boot import BASE, CHECKOUT, Results, by_own_class, comfy, difference, node, parallel, sequence, torch
+from boot import BASE, CHECKOUT, Results, comfy, difference, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
 from control_branch import Branch, controlled, copies, nodes_minimax_h3, nodes_qwen
 from families import detecting, read, sample
@@ -26,16 +26,15 @@ PATCHES = {
 ALWAYS, FIRST_STEP = (0.0, 1e9), (0.99, 1e9)
 
 
-def main(results: Results, names: list[str], of_class: list[str]) -> None:
-    """`of_class`: those that ComfyUI's own class runs, too."""
+def main(results: Results, names: list[str]) -> None:
     for module in ("nodes_minimax_h3", "nodes_qwen"):
         file = CHECKOUT / "comfy_extras" / f"{module}.py"
         assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
     for name in names:
-        results.case(name, partial(compare, name, name in of_class))
+        results.case(name, partial(compare, name))
 
 
-def compare(name: str, by_class: bool) -> dict:
+def compare(name: str) -> dict:
     patch, blocks, layer = PATCHES[name]
     file, settings = f"{name}.safetensors", read(name)[-1]
     with ExitStack() as stack:
@@ -69,11 +68,6 @@ def compare(name: str, by_class: bool) -> dict:
             "ulysses 2": parallel(file, pipe=1, config=sequence(ulysses=2)),
             "pipefusion": node("ApplyPipeFusion", parallel(file, stage_split="even"), 3, 1, True),
         }
-        if by_class:
-            modes["own class, pipe 2"] = by_own_class(parallel, file, stage_split="even")
-            modes["own class, ulysses 2"] = by_own_class(parallel, file, pipe=1, config=sequence(ulysses=2))
-            piped = by_own_class(parallel, file, stage_split="even")
-            modes["own class, pipefusion"] = node("ApplyPipeFusion", piped, 3, 1, True)
         for mode, model in modes.items():
             found[mode] = {case: difference(each, sample(apply[case](model), name)) for case, each in expected.items()}
             if "pipefusion" not in mode:  # which cuts a run without a control into bands

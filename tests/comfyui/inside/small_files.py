@@ -1,11 +1,22 @@
 """Writes files of small models, and their conditioning as families.py reads it. Run by serve.py."""
 
 import json
+from typing import Any
 
 from boot import BASE, Results, parts_of, torch
 from families import detecting
 from safetensors.torch import save_file
 from small_models import detected, latent, prompts, write
+
+
+def described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """A value as JSON, its tensors added to `tensors`: see families.py."""
+    if isinstance(value, torch.Tensor):
+        tensors[name := f"part {len(tensors)}"] = value
+        return {"tensor": name}
+    if isinstance(value, list):
+        return [described(item, tensors) for item in value]
+    return {key: described(item, tensors) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def main(_results: Results, names: list[str], more_blocks: int = 0) -> None:
@@ -23,7 +34,7 @@ def main(_results: Results, names: list[str], more_blocks: int = 0) -> None:
                 elif hasattr(value, "__dict__"):
                     tensors |= {f"{sign}.{key}.{attribute}": item for attribute, item in vars(value).items()}
                 else:
-                    plain[key] = value
+                    plain[key] = described(value, tensors)
         told = {"cfg": 3.0, "scheduler": "simple", "extras": plain, "detected": detected(name)}
         settings = json.dumps(told | {"modes": [], "boolean_masks": False})
         save_file(tensors, BASE / f"{name}.inputs.safetensors", {"settings": settings})
