@@ -254,6 +254,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         segments=minimax_h3_segments,
         gate=GATE,
         one_entry=True,
+        of_text=("condition_proj", "token_refiner"),
     ),
     "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
     "LTXAV": Adapter(
