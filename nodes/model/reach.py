@@ -127,7 +127,9 @@ def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, A
     others = {
         name: value
         for name, value in options.items()
-        if value is not None and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches or name.startswith(OURS))
+        if value is not None
+        and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches)
+        and (name in family.inputs.options or not name.startswith(OURS))
     }
     others = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in others.items()}
     told = {name: value for name, value in others.items() if is_plain(value)}
