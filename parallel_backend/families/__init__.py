@@ -4,7 +4,6 @@ from . import (
     minimax_h3,
     qwen_image21,
     seedvr2,
-    wan,
     wan_animate,
     wan_animate_2,
 )
@@ -15,7 +14,6 @@ FAMILIES: dict[str, Family] = {
     for family in (
         qwen_image21.QWEN_IMAGE_21,
         wan_animate_2.WAN_ANIMATE_2,
-        wan.WAN,
         wan_animate.WAN_ANIMATE,
         minimax_h3.MINIMAX_H3,
         seedvr2.SEEDVR2,

@@ -10,6 +10,7 @@ from benchmarks.sizes.states import states_of
 from benchmarks.sizes.table import cases, modes, row, with_predictions
 from benchmarks.sizes.trace import figures, trace
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.placement.traced_states import TRACED, TracedStates, typical
 from parallel_backend.rank import loaded_stage
 from testing import mini
@@ -147,6 +148,14 @@ def test_a_model_that_was_not_traced_is_like_the_median_of_those_that_were():
         at_eight = states.at(Degrees(**{axis: 8}, **({"patch_mode": "displaced"} if axis == "patch" else {})), 0) / 20.0
         assert ratios[0] < at_eight < ratios[-1]
         assert at_eight < 0.7 if axis == "tensor" else at_eight > 1.0
+
+
+def test_comfyuis_own_class_has_the_figures_of_its_name(mini_file):
+    opened = mini.opened(mini_file)
+    family = replace(opened.family, model_class="WanModel", sizes=replace(opened.family.sizes, hidden=lambda _config: 5120))
+    assert model_sizes(opened, "bf16", "cuda:0").traced is None
+    found = model_sizes(replace(opened, family=family), "bf16", "cuda:0").traced
+    assert found == TRACED["WanModel", 5120] != TRACED["WanModel", 3072]
 
 
 def test_states_between_and_beyond_the_traced_ranks():

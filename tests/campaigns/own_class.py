@@ -21,7 +21,7 @@ from tests.comfyui.test_own_classes import CLASSES, UNETS
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
 Row = dict[str, Any]
-PRODUCTS = (*("wan-2.1-t2v", "wan-2.1-i2v", "minimax-h3"),)
+PRODUCTS = ("minimax-h3",)
 """Cases of which PipeFusion's products are tried, too."""
 AT_ONCE = 2
 """Cases of one process: ranks and models of all of them stay until it ends."""

@@ -17,11 +17,8 @@ pytestmark = pytest.mark.comfyui
 
 CASES = [case for case in all_cases() if case.native is not None]
 MODES = ("one rank", "all warm-up", "ulysses")
-OVER_SEQUENCE_RANKS = ("wan-2.1-t2v", "minimax-h3")
-LIKE_ANOTHER = (
-    *("qwen-image-2.1", "wan-2.1-one-frame", "wan-2.1-i2v-without-clip", "wan-2.1-flf2v", "wan-2.2-i2v"),
-    *("wan-bernini",),
-)
+OVER_SEQUENCE_RANKS = ("minimax-h3",)
+LIKE_ANOTHER = ("qwen-image-2.1",)
 """Variants of a family whose conditioning another one has too."""
 
 

@@ -40,7 +40,7 @@ def kernels():
 @pytest.mark.parametrize(
     ("name", "used"),
     [
-        ("wan-2.1-t2v", {"apply_rope", "adaln"}),
+        ("wan-2.2-animate", {"apply_rope", "adaln"}),
         ("minimax-h3", {"rms_rope_split_half_"}),
     ],
 )

@@ -84,7 +84,7 @@ class Runs:
         return outputs
 
 
-QUICK = ("wan", "minimax-h3")
+QUICK = ("wan-animate", "minimax-h3")
 """Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; a
 video."""
 

@@ -72,7 +72,7 @@ def test_modes(at_work, case, places):
     check(at_work, case, places, 1)
 
 
-FAMILIES_APART = ("wan", "minimax-h3")
+FAMILIES_APART = ("wan-animate", "minimax-h3")
 """A video alone; sound, and whole text.
 All others make the same transfers as one of these."""
 

@@ -27,7 +27,6 @@ def _changed(case: Case, name: str, **config: Any) -> Case:
 
 MODELS |= {
     "fasth3": _changed(MODELS["minimax-h3-pruned"], "fasth3", gate_compress=True),
-    "wan-fun-control": _changed(MODELS["wan-2.2-fun-control"], "wan-fun-control", in_channels=48),
 }
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")
 MORE = 18
