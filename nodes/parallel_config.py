@@ -119,7 +119,7 @@ class UlyssesConfig:
                     EXCHANGES[0],
                     "How ulysses_degree exchanges tokens, exact either way. all-gather sends up to a quarter less between "
                     "two GPUs, and each holds less of the weights: try it for two where links are slow. Parallel Doctor and "
-                    "degrees auto compare both. For Flux.1, Wan and MiniMax H3.",
+                    "degrees auto compare both. For MiniMax H3 and Wan Animate.",
                 ),
             },
         }

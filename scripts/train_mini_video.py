@@ -1,24 +1,22 @@
-"""Train and judge the mini video model of the benchmarks on a CPU: Wan's architecture, one moving digit in eight frames.
+"""Train and judge the mini video model of the benchmarks on a CPU: quickstart/mini_wan.py, one moving digit in eight frames.
 
 Train (one core):                 python scripts/train_mini_video.py --minutes 70 --out /tmp/train
 Go on after SIGTERM or a crash:   the same with --resume; a larger --minutes prolongs a finished run
 Judge:                            python scripts/train_mini_video.py --evaluate --out /tmp/train
-Write the file in Wan's layout:   the same with --export benchmarks/assets/moving-digits.safetensors
+Write the file in bfloat16:       the same with --export benchmarks/assets/moving-digits.safetensors
 
 The learning rate is a function of elapsed wall-clock time over --minutes. --compile makes steps about a third faster
-after one or two minutes. Written to --out: `ema.safetensors` (averaged weights in diffusers' key layout, float32),
+after one or two minutes. Written to --out: `ema.safetensors` (averaged weights, float32),
 `checkpoint.pt` (everything to resume), `STATUS` (log), PNG contact sheets (a video is a row).
 """
 
 import argparse
-import json
 import logging
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from diffusers import WanTransformer3DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -28,41 +26,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import moving_digits as data
 from benchmarks.harness.mini_video import START, requests
-from parallel_backend.checkpoints.checkpoint import to_original
-from parallel_backend.families.wan import WAN
+from parallel_backend.quickstart.mini_wan import MiniWan
 
 log = logging.getLogger("train_mini_video")
 
-CONFIG = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,  # of 128, as in every Wan: two ranks of Ulysses have one each
-    "attention_head_dim": 128,
-    "in_channels": data.LATENT[0],
-    "out_channels": data.LATENT[0],
-    "text_dim": data.CONTEXT_WIDTH,
-    "freq_dim": 256,
-    "ffn_dim": 384,
-    "num_layers": 4,
-    "cross_attn_norm": True,
-    "rope_max_seq_len": 1024,
-}
 DROP_SHARE = 0.1  # of the prompts, for classifier-free guidance
 STEPS = 20  # Euler steps of a judged video
 GUIDANCE = 2.0
 
 
-def new_model() -> WanTransformer3DModel:
+def new_model() -> MiniWan:
     """A fresh model whose blocks start as the identity and whose output starts at zero."""
-    model = WanTransformer3DModel(**CONFIG)
+    model = MiniWan(nn)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            if name == "proj_out" or name.endswith(("time_proj", "attn2.to_out.0")):
+            if name == "head.head" or name.endswith(("time_projection.1", "cross_attn.o")):
                 nn.init.zeros_(module.weight)
             else:
                 nn.init.xavier_uniform_(module.weight)
             nn.init.zeros_(module.bias)
     for name, parameter in model.named_parameters():
-        if name.endswith("scale_shift_table"):
+        if name.endswith("modulation"):
             nn.init.zeros_(parameter)
     return model
 
@@ -73,12 +57,7 @@ def predict(model: nn.Module, x: torch.Tensor, prompts: torch.Tensor, sigma: tor
     `mixed` runs matrix products in bfloat16.
     """
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        velocity = model(
-            hidden_states=x,
-            timestep=1000 * sigma,
-            encoder_hidden_states=data.encode_prompts(prompts),
-            return_dict=False,
-        )[0]
+        velocity = model(x, 1000 * sigma, data.encode_prompts(prompts))
     return velocity.float()
 
 
@@ -125,7 +104,7 @@ def judge(
     state: dict[str, torch.Tensor], sheet: Path, count: int = 32, guidance: float = GUIDANCE, mixed: bool = True
 ) -> None:
     """Log the share of frames that are read as prompted, over `count` videos with noise to START."""
-    model = WanTransformer3DModel(**CONFIG)
+    model = MiniWan(nn)
     model.load_state_dict({name: value.bfloat16().float() for name, value in state.items()})
     prompts, x = requests(count)
     videos = generate(model.eval(), x, prompts, guidance, mixed)
@@ -138,15 +117,13 @@ def judge(
 def main() -> None:
     parser = options(__doc__, "mini-video-training", minutes=70, batch=8, threads=1)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--export", type=Path, help="write the weights there in bfloat16, in the layout of Wan's own files")
+    parser.add_argument("--export", type=Path, help="write the weights there in bfloat16")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0, 2.0, 3.0])
     args: argparse.Namespace = parser.parse_args()
     start(args)
     if args.export:
-        state = {name: value.bfloat16() for name, value in load_file(args.weights).items()}
-        header = {"config": json.dumps({"transformer": {"text_dim": CONFIG["text_dim"]}})}  # ComfyUI takes Wan's own else
-        save_file(to_original(WAN, new_model().config, state), args.export, header)
+        save_file({name: value.bfloat16() for name, value in load_file(args.weights).items()}, args.export)
         return
     if args.evaluate:
         for guidance in args.guidance:

@@ -37,7 +37,7 @@ def options(description: str | None, out: str, minutes: float, batch: int, threa
     parser.add_argument("--save-minutes", type=float, default=3)
     parser.add_argument("--check-minutes", type=float, default=14, help="judge 64 prompts this often")
     parser.add_argument("--evaluate", action="store_true")
-    parser.add_argument("--weights", type=Path, help="diffusers key layout; default: OUT/ema.safetensors")
+    parser.add_argument("--weights", type=Path, help="default: OUT/ema.safetensors")
     return parser
 
 

@@ -193,9 +193,11 @@ def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *o
 
 
 def for_tensor(checkpoint: Checkpoint, tensor: int) -> Checkpoint:
-    """An opened checkpoint, proven for so many tensor ranks."""
+    """An opened checkpoint, proven for so many tensor ranks. One of another class stays as it is."""
     own = own_of(checkpoint)
-    return checkpoint if own is None else with_class(checkpoint, _proven(own.arguments, tensor))
+    if own is None or own.name != mini_flux().name:
+        return checkpoint
+    return with_class(checkpoint, _proven(own.arguments, tensor))
 
 
 def own_of(checkpoint: Checkpoint) -> OwnClass | None:

@@ -9,7 +9,9 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint, to_original
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.patching import Latents
+from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.quickstart.model import mini_wan
 from parallel_backend.rank.stage.meta_model import meta_model
 from testing import mini
 from testing.files import write_header
@@ -85,24 +87,15 @@ class MiniModel(RealModel):
         return mini.conditioning(self.config, self.entries, height, width, self.text[0])
 
 
-WAN_14B = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 40,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 13824,
-    "num_layers": 40,
-    "cross_attn_norm": True,
-    "image_dim": None,
-    "added_kv_proj_dim": None,
-    "rope_max_seq_len": 1024,
-    "pos_embed_seq_len": None,
-    "reference_channels": None,
-}
-WAN_5B = WAN_14B | {"num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336, "num_layers": 30}
+@dataclass(frozen=True, eq=False)
+class WanShaped(RealModel):
+    """A file of ComfyUI's Wan, whose tensors mini_wan.py names. Only ComfyUI's class runs it."""
+
+    def save(self, path: Path) -> Path:
+        state = build(mini_wan(**self.config)).state_dict()
+        return write_header(path, {name: tuple(value.shape) for name, value in state.items()})
+
+
 QWEN_IMAGE_21 = {
     "in_channels": 64,
     "out_channels": 64,
@@ -126,27 +119,6 @@ def _qwen_image_21(references: int) -> RealModel:
     return RealModel("qwen-image-2.1", QWEN_IMAGE_21, made, ((64, 64, 64),), (200, 4096), call=given if references else {})
 
 
-REAL_MODELS = {
-    "wan-2.2-14b": RealModel(
-        "wan",
-        WAN_14B,
-        "81 frames, 1280 x 720, two prompts; one expert",
-        ((16, 21, 90, 160),),
-        (512, 4096),
-        entries=2,
-        timestep=1000.0,
-    ),
-    "wan-2.2-5b": RealModel(
-        "wan",
-        WAN_5B,
-        "121 frames, 1280 x 704, two prompts",
-        ((48, 31, 44, 80),),
-        (512, 4096),
-        entries=2,
-        timestep=1000.0,
-    ),
-}
-"""By name, of families."""
 BY_CLASS = {
     "flux-dev": MiniModel(
         "",
@@ -156,16 +128,26 @@ BY_CLASS = {
         (512, 4096),
         depths=("double_blocks", "single_blocks"),
     ),
+    "wan-2.2-14b": WanShaped(
+        "",
+        {"context_width": 4096, "width": 5120, "hidden": 13824, "layers": 40},
+        "81 frames, 1280 x 720, two prompts; one expert",
+        ((16, 21, 90, 160),),
+        (512, 4096),
+        entries=2,
+        timestep=1000.0,
+        depths=("layers",),
+    ),
 }
 """Of no family: ranks run the mini class, whose arithmetic is plain, or ComfyUI's."""
 
 
-WITH_REFERENCES = {
+REAL_MODELS = {
     "qwen-image-2.1": _qwen_image_21(0),
     "qwen-image-2.1-one-reference": _qwen_image_21(1),
     "qwen-image-2.1-three-references": _qwen_image_21(3),
 }
-"""A model whose prompt, with its given pictures, is computed once a run."""
+"""By name, of families: one whose prompt, with its given pictures, is computed once a run."""
 
 
 def save_header(path: Path, config: dict[str, Any], family: str) -> Path:

@@ -1,16 +1,25 @@
 """What benchmarks of video share: the trained mini video model, the videos asked of it, how they are judged."""
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness import mini_model, moving_digits
 from benchmarks.harness.mini_model import closeness
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.client import proven_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.example import with_example
+from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.model import mini_wan
 from testing.models import on_ranks
 
 WEIGHTS = Path(__file__).parents[1] / "assets" / "moving-digits.safetensors"
@@ -27,7 +36,21 @@ def load(degrees: Degrees, transfer_dtype: str = "full") -> RemoteTransformer:
 
 
 def opened() -> Checkpoint:
-    return open_checkpoint(WEIGHTS)
+    checkpoint = open_own_class(WEIGHTS, proven())
+    assert isinstance(checkpoint.family, OwnClassFamily)
+    return replace(checkpoint, family=with_example(checkpoint.family, example()))
+
+
+@functools.cache
+def proven() -> OwnClass:
+    """The class, with what a trial shows of it."""
+    return proven_class.proven(mini_wan(), example(), Degrees(pipe=2, ulysses=2), "the mini video model")
+
+
+def example() -> Call:
+    """A call as a trial gets it."""
+    asked, latents = requests(1)
+    return proven_class.call_of(latents, {"context": moving_digits.encode_prompts(asked)})
 
 
 def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +64,7 @@ def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def prompts_of(prompts: torch.Tensor, cfg: float) -> Prompt:
     """Of digits and directions [B, 2], with the unconditional prompt as negative."""
     positive, negative = (moving_digits.encode_prompts(each) for each in (prompts, torch.full_like(prompts, -1)))
-    return Prompt({"context": positive}, {"context": negative}, cfg, TIMESTEP)
+    return proven_class.prompt_for_class(Prompt({"context": positive}, {"context": negative}, cfg, TIMESTEP))
 
 
 def sample(

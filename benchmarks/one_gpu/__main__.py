@@ -78,7 +78,7 @@ PROBES = (
     Probe(
         "one rank beside ComfyUI",
         110,
-        _command("benchmarks.speed.one_gpu_native", "--cases", "flux-dev,wan-2.2-14b", "--rounds", "2", "--steps", "4"),
+        _command("benchmarks.speed.one_gpu_native", "--rounds", "2", "--steps", "4"),
     ),
     Probe("profile of a rank", 60, _probe("rank_profile")),
     Probe("host time", 60, _probe("host_time"), _probe("host_time", "--device", "cpu")),

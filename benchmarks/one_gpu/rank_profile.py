@@ -1,6 +1,6 @@
 """Where a rank's host spends a call's time: cProfile of the micro-steps of one rank, blocks of published models' sizes.
 
-python -m benchmarks.one_gpu.rank_profile --cases flux-dev,wan-2.2-14b --out profile.json
+python -m benchmarks.one_gpu.rank_profile --out profile.json
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def profile_of(case: Case, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--cases", type=lambda text: text.split(","), default=["flux-dev", "wan-2.2-14b"])
+    options.add_argument("--cases", type=lambda text: text.split(","), default=["flux-dev"])
     given = options.parse_args()
     rows: dict[str, Any] = {}
     with TemporaryDirectory() as folder:

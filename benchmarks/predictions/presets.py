@@ -149,7 +149,8 @@ TRACED_AS = {
     "flux-dev": ("flux", 3072),
     "flux-schnell": ("flux", 3072),
     "qwen-image-2.1": ("qwen-image-2.1", 4096),
-    "wan-2.2-14b": ("wan", 5120),
+    "wan-2.2-14b": ("WanModel", 5120),
+    "minimax-h3": ("MiniMaxH3Model", 5376),
 }
 """Presets of which a run's memory was traced -> key in placement/traced_states.TRACED."""
 HARDWARE = {

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness import measuring
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.memory_model import Request
-from testing.real_sizes import REAL_MODELS, WITH_REFERENCES
+from testing.real_sizes import REAL_MODELS
 
 from .native import native_figures
 from .trace import figures, mode_name, predicted
@@ -23,7 +23,6 @@ from .trace import figures, mode_name, predicted
 RANKS = (1, 2, 4, 8)
 SHOWN = 6
 """Operations of a row's "by name"."""
-ALL = REAL_MODELS | WITH_REFERENCES
 
 
 def modes(ranks: Sequence[int]) -> Iterator[Degrees]:
@@ -43,7 +42,7 @@ def row(name: str, degrees: Degrees) -> dict[str, Any]:
     "ranks": the traced figures by rank. "request": the memory model's record of the run. "by name": kernels and bytes moved
     in a step of rank 0 by operation, those that move most.
     """
-    traced = figures(ALL[name], degrees)
+    traced = figures(REAL_MODELS[name], degrees)
     first = traced.figures[0]
     moved = sorted(
         (text.removeprefix("moved ") for text in first if text.startswith("moved ")),
@@ -64,7 +63,7 @@ def with_predictions(name: str, degrees: Degrees, found: dict[str, Any]) -> dict
     "state", a hidden state of the rank's tokens."""
     known = {name: value for name, value in found["request"].items() if name != "padding"}  # of results before 2026-11-30
     request = Request(**known | {"grid": tuple(known["grid"])})
-    for each, need, kept, state in zip(found["ranks"], *predicted(ALL[name], degrees, request), strict=True):
+    for each, need, kept, state in zip(found["ranks"], *predicted(REAL_MODELS[name], degrees, request), strict=True):
         each |= {"predicted": need.run - need.workspaces, "kept": kept, "state": state}
     return found
 
@@ -108,7 +107,7 @@ def main() -> None:
         say(f"{key}: predicted over traced {worst(found):.3f}")
         given.out.write_text(json.dumps(result) + "\n")
     if given.comfyui is not None:
-        models = [ALL[name] for name in given.models]
+        models = [REAL_MODELS[name] for name in given.models]
         result["native"] |= dict(zip(given.models, native_figures(given.comfyui.resolve(), models), strict=True))
         given.out.write_text(json.dumps(result) + "\n")
 

@@ -1,7 +1,6 @@
 """One rank on a GPU against ComfyUI's own MODEL of the same file on the same GPU, with blocks of published models' sizes.
 
     python -m benchmarks.speed.one_gpu_native --out benchmarks/results/one_gpu_native_NAME_DATE.json
-    python -m benchmarks.speed.one_gpu_native --cases flux-dev,wan-2.2-14b
 
 Steps of KSampler (euler, guidance 1, bf16) in turn, as in one_rank_native.py, with both models on the GPU and torch's
 attention for both. Of each model a few blocks with random weights: a step of the whole model has as many more as its blocks.
@@ -50,7 +49,7 @@ class Case:
         return (BY_CLASS | REAL_MODELS)[self.name].with_depths(*self.depths)
 
 
-CASES = {case.name: case for case in (Case("flux-dev", (4, 8)), Case("wan-2.2-14b", (2,)))}
+CASES = {case.name: case for case in (Case("flux-dev", (4, 8)),)}
 
 
 def fill(real: RealModel, path: Path) -> Path:

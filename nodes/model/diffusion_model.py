@@ -20,11 +20,10 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.own_class.second_text import LAYERS
-from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
 
-from ..ui.host import check_cancelled, refuse
+from ..ui.host import check_cancelled
 from ..ui.loading_bar import LoadingBar
 from ..ui.other_nodes import calling_nodes, named
 from ..ui.prompt_graph import present_prompt
@@ -52,7 +51,7 @@ from .native_names import NativeNames
 from .patch_trial import Patch
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .sampling_run import CallShape, SamplingRun, steps_of
-from .text_guidance import GUIDANCE_KEY, TextLayers, takes_second_text
+from .text_guidance import TextLayers, takes_second_text
 
 log = logging.getLogger(__name__)
 
@@ -312,10 +311,6 @@ class RemoteDiffusionModel(torch.nn.Module):
             run_cache.see(latents, options)
         allowed = run_cache is not None and run_cache.may_forecast(options)
         inputs |= {name: options[name] for name in family.inputs.options if name in options}
-        if GUIDANCE_KEY in options:
-            if self.setup.degrees.tensor > 1:
-                refuse("guidance of the look at the text (WanVideoNAG)", "It needs a tensor_parallel_degree of 1.")
-            inputs[TEXT_GUIDANCE] = options[GUIDANCE_KEY].of(len(latents[0]))
         inputs |= self._sizes(latents, band) | {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, inputs)
         timestep = for_entries(timestep, tensors, len(latents[0]))

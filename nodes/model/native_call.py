@@ -19,9 +19,7 @@ from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.base.step_inputs import Shapes
 
-_WAN = "wan.model:WanModel"
 NATIVE: Mapping[str, str] = {
-    **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"), _WAN),
     "WAN22_Animate": "wan.model_animate:AnimateWanModel",
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
     "MiniMaxH3": "minimax.model:MiniMaxH3Model",

@@ -39,12 +39,7 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("a2v_cross_attn", "v2a_cross_attn"), frozenset()),
     "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
     **dict.fromkeys(("sigmas", "sample_sigmas"), frozenset()),
-    "rope_options": frozenset(
-        {
-            *("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
-            *("WAN21_FlowRVS", "WAN22_Animate", "WAN_Animate2"),
-        }
-    ),
+    "rope_options": frozenset({"WAN22_Animate", "WAN_Animate2"}),
 }
 """Entry of transformer_options -> the classes of ComfyUI's supported_models whose native models compute with it.
 
@@ -127,7 +122,9 @@ def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, A
     others = {
         name: value
         for name, value in options.items()
-        if value is not None and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches or name.startswith(OURS))
+        if value is not None
+        and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches)
+        and (name in family.inputs.options or not name.startswith(OURS))
     }
     others = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in others.items()}
     told = {name: value for name, value in others.items() if is_plain(value)}

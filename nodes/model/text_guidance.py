@@ -16,7 +16,6 @@ import torch
 from parallel_backend.families import Family
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.guided_trial import SETTINGS
-from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 
 from ..ui.other_nodes import is_known
 from .native_names import NativeNames
@@ -78,7 +77,7 @@ class TextGuidance:
 
 def takes_second_text(family: Family) -> bool:
     """Whether ranks may be led away from a second text. A trial says it of ComfyUI's own class."""
-    return TEXT_GUIDANCE in family.inputs.options or isinstance(family, OwnClassFamily)
+    return isinstance(family, OwnClassFamily)
 
 
 def tried_guidance(guidance: TextGuidance) -> TextGuidance:

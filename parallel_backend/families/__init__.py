@@ -3,7 +3,6 @@
 from . import (
     qwen_image21,
     seedvr2,
-    wan,
     wan_animate,
     wan_animate_2,
 )
@@ -14,7 +13,6 @@ FAMILIES: dict[str, Family] = {
     for family in (
         qwen_image21.QWEN_IMAGE_21,
         wan_animate_2.WAN_ANIMATE_2,
-        wan.WAN,
         wan_animate.WAN_ANIMATE,
         seedvr2.SEEDVR2,
     )

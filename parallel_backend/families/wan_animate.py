@@ -1,23 +1,24 @@
 """Wan 2.2 Animate: animates the picture of a character after a video of poses and a video of a face."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .base.family import cached
-from .base.file_layout import Source
+from .base.blocks import Blocks, Projections
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
 from .parts import wan
 from .parts.conditioning import count_blocks, hidden
 from .parts.cross_attention import block_list, block_plan
 from .parts.key_map import WEIGHT, KeyMap
-from .wan import CUTS, WAN
 
 EVERY = 5
 """Blocks from one face adapter to the next. No file says it."""
 CONVOLUTIONS = "motion_encoder.enc.net_app.convs."
+FACE = "face_adapter.fuser_blocks.0.k_norm.weight"
+"""A key that no other Wan has."""
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -78,7 +79,7 @@ def _add_motion(motion: KeyMap, blocks: int) -> None:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's and, if the call has them, `pose` [B, 16, t, H, W] in whole patches and `faces` [B, 3, t, side, side]."""
+    """As wan.conditioning. If the call has them, also `pose` [B, 16, t, H, W] in whole patches, `faces` [B, 3, t, S, S]."""
     tensors, side = wan.conditioning(config, call), config["motion_encoder_size"]
     faces = call.get("face_pixel_values")
     if faces is not None and tuple(faces.shape[-2:]) != (side, side):
@@ -105,44 +106,57 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 _LOOK_PLAN = dict.fromkeys(("face.to_q", "face.to_k", "face.to_v"), COLUMN_BY_HEADS) | {"face.to_out": ROW_BY_HEADS}
 
-WAN_ANIMATE = replace(
-    WAN,
+WAN_ANIMATE = Family(
     name="wan-animate",
     model_class="WanAnimateTransformer3DModel",
     class_module="parallel_backend.families.models.wan_animate",
     native_classes=("WAN22_Animate",),
-    file=replace(
-        WAN.file,
-        detect=lambda shapes: wan.kind(shapes) == "animate",
+    file=FileLayout(
+        detect=lambda shapes: wan.is_wan(shapes) and FACE in shapes,
         configure=_configure,
         key_map=_key_map,
         header=wan.header("animate", motion_encoder_dim=lambda config: (config["motion_encoder_dim"],)),
-        ignored=(*WAN.file.ignored, r"motion_encoder\..*\.kernel"),
+        ignored=(*wan.IGNORED, r"motion_encoder\..*\.kernel"),
     ),
-    blocks=replace(
-        WAN.blocks,
-        lists=(block_list("blocks", cuts=CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)}),),
-        segments=None,
+    blocks=Blocks(
+        lists=(
+            block_list(
+                "blocks",
+                cuts=wan.CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)},
+                projections=Projections(rotary_argument="rotary_emb"),
+            ),
+        ),
+        counts=lambda config: {"blocks": config["num_layers"]},
+        prologue=("patch_embedding",),
+        epilogue=("norm_out", "proj_out"),
         native=None,  # a replaced block would skip the face adapter too
+        native_patches=("attn1_patch", "attn2_patch", "double_block"),
     ),
-    inputs=replace(
-        WAN.inputs,
+    sizes=Sizes(
+        latent_channels=lambda config: config["in_channels"],
+        max_side=lambda config: config["rope_max_seq_len"],
+    ),
+    inputs=Inputs(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "pose_latents", "face_pixel_values"),
         options=wan.OPTIONS,
-        vector_tensors=(*WAN.inputs.vector_tensors, "faces"),
+        vector_tensors=(*wan.VECTORS, "faces"),
+        example=wan.example,
     ),
-    forward=replace(
-        WAN.forward,
+    forward=Forward(
         arguments=_arguments,
+        whole_latent=True,
         cached_modules={
-            **WAN.forward.cached_modules,
+            **wan.CACHED,
             **cached(
                 call=("*.face.to_k", "*.face.to_v", "*.face.norm_k", "*.face.pre_norm_kv"),
                 prompt=("faces", "patch_embedding.pose"),
             ),
         },
     ),
+    half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ffn") | _LOOK_PLAN},
+    patching=wan.PATCHING,
+    native_values=wan.native_values,
 )

@@ -11,7 +11,8 @@ from .base.file_layout import Source
 from .base.step_inputs import Config, StepInputs
 from .parts import wan
 from .parts.conditioning import hidden
-from .wan import CUTS, WAN
+from .parts.cross_attention import block_plan
+from .wan_animate import FACE, WAN_ANIMATE
 
 KIND = "animate2"
 
@@ -21,8 +22,8 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's, and `reference` [B]: strength of frame 0. With a pose also `pose` [B, 16, T - 1, H, W] in whole patches,
-    `pose_strength` [B], and the pose's text and CLIP tokens `pose_context` and `pose_picture`."""
+    """As wan.conditioning, and `reference` [B]: strength of frame 0. With a pose also `pose` [B, 16, T - 1, H, W] in whole
+    patches, `pose_strength` [B], and the pose's text and CLIP tokens `pose_context` and `pose_picture`."""
     tensors = wan.conditioning(config, call)
     batch = len(tensors["context"])
     tensors["reference"] = torch.full((batch,), float(call.get("reference_strength", 1.0)))
@@ -67,40 +68,40 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 
 WAN_ANIMATE_2 = replace(
-    WAN,
+    WAN_ANIMATE,
     name="wan-animate-2",
     model_class="WanAnimate2",
     class_module="parallel_backend.families.models.wan_animate_2",
     native_classes=("WAN_Animate2",),
     file=replace(
-        WAN.file,
-        detect=lambda shapes: wan.kind(shapes) == "" and "img_emb.proj.0.weight" in shapes,
+        WAN_ANIMATE.file,
+        detect=lambda shapes: wan.is_wan(shapes) and FACE not in shapes,
         configure=wan.configure,
         key_map=_key_map,
         header=replace(wan.header(KIND), takes=lambda header: header.get("model_type") == KIND),
+        ignored=wan.IGNORED,
     ),
     blocks=replace(
-        WAN.blocks,
+        WAN_ANIMATE.blocks,
         lists=(
             replace(
-                WAN.blocks.lists[0],
+                WAN_ANIMATE.blocks.lists[0],
                 attention={"attn1": PAIRED},
                 values_first=False,
-                cuts=CUTS | dict.fromkeys(("pose_rotary_emb", "reference"), CUTS["rotary_emb"]),
+                cuts=wan.CUTS | dict.fromkeys(("pose_rotary_emb", "reference"), wan.CUTS["rotary_emb"]),
             ),
         ),
-        segments=None,
-        native=None,  # a replaced block would skip the pose too
     ),
-    sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
+    sizes=replace(WAN_ANIMATE.sizes, hidden=lambda config: 2 * hidden(config)),
     inputs=replace(
-        WAN.inputs,
+        WAN_ANIMATE.inputs,
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "pose_latents", "context_pose", "clip_fea_pose", "pose_strength", "reference_strength"),
         options=(),
-        vector_tensors=(*WAN.inputs.vector_tensors, "reference", *(f"pose_{theirs}" for theirs in _OF_POSE.values())),
+        vector_tensors=(*wan.VECTORS, "reference", *(f"pose_{theirs}" for theirs in _OF_POSE.values())),
         example=_example,
     ),
-    forward=replace(WAN.forward, arguments=_arguments),
+    forward=replace(WAN_ANIMATE.forward, arguments=_arguments, cached_modules=wan.CACHED),
+    tensor_plan={"blocks": block_plan("ffn")},
 )

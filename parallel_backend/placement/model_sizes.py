@@ -127,7 +127,7 @@ class RankWeights:
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family, config = checkpoint.family, checkpoint.config
-    lists = block_lists(checkpoint)
+    lists, hidden = block_lists(checkpoint), family.sizes.hidden(config)
     on_gpus = "cuda" in device
     computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
     return ModelSizes(
@@ -137,14 +137,14 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         family.sizes.heads(config),
         family.sizes.sharing(config),
         family.sizes.head_size(config),
-        family.sizes.hidden(config),
+        hidden,
         computed,
         family.blocks.joint,
         computed * _largest_packed(checkpoint, dtype),
         on_gpus,
         checkpoint.tensor_degrees,
         ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
-        traced=TRACED.get((family.name, family.sizes.hidden(config))),
+        traced=TRACED.get((family.name, hidden)) or TRACED.get((family.model_class, hidden)),
         lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
         gathered=_gathered_bytes(checkpoint, lists, dtype),
         whole_states=family.blocks.whole_states,

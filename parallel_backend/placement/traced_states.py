@@ -47,29 +47,28 @@ def _between(traced: ByRanks, ranks: int) -> float:
 
 
 TRACED: dict[tuple[str, int], TracedStates] = {
-    # traced: python -m benchmarks.sizes.states
-    ("wan", 5120): TracedStates(
-        tensor=(9.54, 7.65, 5.89, 5.48),
-        ulysses=(9.54, 14.21, 16.36, 20.66),
-        ring=(9.54, 17.26, 21.41, 25.71),
-        patch=(9.54, 11.21, 17.36, 29.66),
-        lists=(1.0,),
-    ),
-    ("minimax-h3", 5376): TracedStates(
+    # Of families that computed what ComfyUI's own class does, which takes as much on one rank (docs/results/real_sizes.md).
+    ("MiniMaxH3Model", 5376): TracedStates(
         tensor=(15.79, 10.46, 7.79, 6.92),
         ulysses=(15.79, 17.6, 17.83, 18.24),
         ring=(15.79, 21.66, 24.56, 24.97),
         patch=(15.79, 15.93, 19.16, 30.23),
         lists=(1.0,),
     ),
-    ("wan", 3072): TracedStates(
+    ("WanModel", 5120): TracedStates(
+        tensor=(9.54, 7.65, 5.89, 5.48),
+        ulysses=(9.54, 14.21, 16.36, 20.66),
+        ring=(9.54, 17.26, 21.41, 25.71),
+        patch=(9.54, 11.21, 17.36, 29.66),
+        lists=(1.0,),
+    ),
+    ("WanModel", 3072): TracedStates(
         tensor=(13.67, 9.0, 6.67, 5.92),
         ulysses=(13.67, 14.86, 17.24, 22.0),
         ring=(13.67, 17.57, 21.95, 26.71),
         patch=(13.67, 14.86, 17.91, 30.67),
         lists=(1.0,),
     ),
-    # end of traced
     # The most of three: without a given picture, with one and with three (real_sizes.WITH_REFERENCES).
     ("qwen-image-2.1", 4096): TracedStates(
         tensor=(14.66, 10.16, 7.91, 7.66),
@@ -78,7 +77,8 @@ TRACED: dict[tuple[str, int], TracedStates] = {
         patch=(14.66, 12.48, 13.25, 20.53),
     ),
 }
-"""By family and hidden size. In bf16, text to picture or video; smaller models of a family may have other proportions."""
+"""By family, or name of ComfyUI's own class, and hidden size. In bf16, text to picture or video; smaller models may
+have other proportions."""
 
 
 @functools.cache

@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.families.parts.wan import PROMPT
 from testing.cases.case import Case, Native
-from testing.cases.wan import CLIP, I2V, WAN
+from testing.cases.wan_animate import WAN
 
-ANIMATE = WAN | I2V | CLIP
 POSE = 6
 """Tokens of CLIP's picture of the pose. The video has as many."""
 
@@ -21,11 +20,11 @@ def _tensors(generator, batch):
         return torch.randn(batch, *shape, generator=generator)
 
     return {
-        "context": random(PROMPT, ANIMATE["text_dim"]),
-        "picture": random(POSE, ANIMATE["image_dim"]),
+        "context": random(PROMPT, WAN["text_dim"]),
+        "picture": random(POSE, WAN["image_dim"]),
         "reference": torch.full((batch,), 0.8),
-        "pose_context": random(PROMPT, ANIMATE["text_dim"]),
-        "pose_picture": random(POSE, ANIMATE["image_dim"]),
+        "pose_context": random(PROMPT, WAN["text_dim"]),
+        "pose_picture": random(POSE, WAN["image_dim"]),
         "pose_strength": torch.full((batch,), 0.7),
     }
 
@@ -58,12 +57,12 @@ def _conditioning(generator):
         "concat_mask": torch.rand(1, 1, 4, 7, 6, generator=generator),
         "clip_vision_output.penultimate_hidden_states": random(POSE, 1280),
         "clip_vision_output_pose.penultimate_hidden_states": random(POSE, 1280),
-        "cross_attn_pose": random(PROMPT, ANIMATE["text_dim"]),
+        "cross_attn_pose": random(PROMPT, WAN["text_dim"]),
         "pose_video_latent": random(16, 3, 7, 6),
         "pose_strength": 0.7,
         "reference_strength": 0.8,
     }
-    return random(PROMPT, ANIMATE["text_dim"]), extras
+    return random(PROMPT, WAN["text_dim"]), extras
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,13 @@ CASES = (
     Posed(
         name="wan-animate-2",
         family="wan-animate-2",
-        config=ANIMATE,
+        config=WAN,
         latent=(36, 4, 12, 10),
         odd=(36, 4, 11, 9),
         tensors=_tensors,
         reference=_reference,
         timestep=700.0,
         sampled=False,
-        native=Native(ANIMATE, _conditioning, (16, 4, 7, 6), detected={"text_dim": ANIMATE["text_dim"]}),
+        native=Native(WAN, _conditioning, (16, 4, 7, 6), detected={"text_dim": WAN["text_dim"]}),
     ),
 )

@@ -277,7 +277,7 @@ class Played:
 @pytest.fixture
 def users_file(tmp_path):
     """A file of a family."""
-    case = next(case for case in all_cases() if case.name == "wan-2.1-t2v")
+    case = next(case for case in all_cases() if case.name == "wan-2.2-animate")
     return case.save(case.model(), tmp_path / "model.safetensors")
 
 

@@ -21,8 +21,6 @@ from tests.comfyui.test_own_classes import CLASSES, UNETS
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
 Row = dict[str, Any]
-PRODUCTS = ("wan-2.1-t2v", "wan-2.1-i2v")
-"""Cases of which PipeFusion's products are tried, too."""
 AT_ONCE = 2
 """Cases of one process: ranks and models of all of them stay until it ends."""
 
@@ -57,7 +55,7 @@ def main() -> None:
                 for case in part:
                     save_case(case, base)
                 names = [case.name for case in part]
-                add(inside.run("own_class_families", names=names, with_products=PRODUCTS)[0])
+                add(inside.run("own_class_families", names=names)[0])
             for name in classes:
                 add(inside.run("own_classes", names=[name])[0])
         finally:

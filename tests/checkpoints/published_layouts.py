@@ -158,11 +158,13 @@ LAYOUTS = (
     Layout("flux with a VAE beside it", FLUX, with_more(*TRAINING), unused=TRAINING),
     # tensors that no class has
     Layout("flux position_ids", FLUX, with_more("position_ids"), unused=("position_ids",)),
-    Layout("wan leftover", "wan-2.1-t2v", with_more("freqs", "teacher.0.weight"), unused=("freqs", "teacher.0.weight")),
+    Layout(
+        "animate leftover", "wan-animate-2", with_more("freqs", "teacher.0.weight"), unused=("freqs", "teacher.0.weight")
+    ),
     # tensors that ComfyUI's class has, or detects a model by, and that ranks do not use
     Layout(
-        "wan reference",
-        "wan-2.1-t2v",
+        "animate reference",
+        "wan-animate-2",
         with_more("ref_conv.weight", shape=(2, 16, 2, 2)),
         refused="holds ref_conv",
         by_comfyui=True,
@@ -171,7 +173,6 @@ LAYOUTS = (
     # header fields
     Layout("flux config no JSON", FLUX, texts={"config": "made by hand"}),
     Layout("flux config of others", FLUX, texts={"config": '{"transformer": {"model_type": "x"}}'}),
-    Layout("wan config no JSON", "wan-2.1-t2v", texts={"config": "made by hand"}, refused="config is no JSON", native=False),
     Layout("wan animate 2 gguf", "wan-animate-2", ending=".gguf"),
     # GGUF and endings
     Layout("flux gguf", FLUX, ending=".gguf"),

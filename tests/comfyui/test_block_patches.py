@@ -4,13 +4,12 @@ native model, whose blocks are in ComfyUI's process."""
 import pytest
 
 from tests.comfyui.conftest import mostly_full
-from tests.comfyui.test_families import CASES, save_case
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
-WAN = next(case for case in CASES if case.name == "wan-2.1-t2v")
+WAN = "wan-2.1-t2v"
 EFFECT = ("SLG", "NAG", "WanVideoNAG")
 """Beginnings of the cases in which the node changes the picture. PAG is about a UNet's middle block, HyperTile about
 attention that the native SD3 lets no other node patch, as NAG is."""
@@ -18,23 +17,20 @@ NONE = ("NAG texts apart, pipefusion", "NAG on SD3, pipefusion")
 """NAG without an effect on the native model either. Two prompts of different length are two calls."""
 
 
-DEFAULT = (
-    *("SLG, pipefusion", "SLG simple, pipefusion", "SLG SD3, pipefusion", "NAG, pipefusion", "NAG batch 2, ulysses"),
-    "WanVideoNAG default, pipefusion",
-)
+DEFAULT = (*("SLG, pipefusion", "SLG simple, pipefusion", "SLG SD3, pipefusion", "NAG, pipefusion", "NAG batch 2, ulysses"),)
 NAMES = (
     *DEFAULT,
-    *("SLG in some steps, pipefusion", "SLG on Wan, pipefusion", "PAG, pipefusion", "HyperTile on SD3, pipefusion"),
+    *("SLG in some steps, pipefusion", "PAG, pipefusion", "HyperTile on SD3, pipefusion"),
     *("NAG cfg 1, pipefusion", "NAG batch 2, split batch", "NAG, tensor", *NONE),
-    *("WanVideoNAG batch, pipefusion", "WanVideoNAG in front, parallelized"),
+    "WanVideoNAG in front, parallelized",
 )
 
 
 @pytest.fixture(scope="module")
-def found(request, inside, base):
-    save_case(WAN, base)
+def found(request, inside):
+    inside.run("small_files", names=[WAN])
     skip = [name for name in NAMES if name not in selected(request)]
-    return inside.run("block_patches", wan=WAN.name, skip=skip)[0]
+    return inside.run("block_patches", wan=WAN, skip=skip)[0]
 
 
 def selected(request) -> set[str]:

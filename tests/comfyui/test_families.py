@@ -17,11 +17,7 @@ pytestmark = pytest.mark.comfyui
 
 CASES = [case for case in all_cases() if case.native is not None]
 MODES = ("one rank", "all warm-up", "ulysses")
-OVER_SEQUENCE_RANKS = ("wan-2.1-t2v",)
-LIKE_ANOTHER = (
-    *("qwen-image-2.1", "wan-2.1-one-frame", "wan-2.1-i2v-without-clip", "wan-2.1-flf2v", "wan-2.2-i2v"),
-    *("wan-bernini",),
-)
+LIKE_ANOTHER = ("qwen-image-2.1",)
 """Variants of a family whose conditioning another one has too."""
 
 
@@ -38,7 +34,7 @@ def described(value, tensors: dict[str, torch.Tensor]):
 def only_in_full(case, mode: str) -> bool:
     """One rank alone, where two show the same; and all but one mode of most cases. What they have of their own is how
     ComfyUI's conditioning becomes the ranks' tensors; how either mode cuts these is in tests/families."""
-    return mode == "one rank" or case.name in LIKE_ANOTHER or (mode == "ulysses" and case.name not in OVER_SEQUENCE_RANKS)
+    return mode in ("one rank", "ulysses") or case.name in LIKE_ANOTHER
 
 
 def has_class(comfyui, case) -> bool:

@@ -53,6 +53,7 @@ OWN_CLASS = {
         "SD3",
         "QwenImage",
         "Krea2",
+        *("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"),
         "WAN21_Vace",
         "WAN21_SCAIL",
         "WAN21_SCAIL2",

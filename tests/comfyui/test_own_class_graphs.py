@@ -21,7 +21,7 @@ FORMATS_OF = {"aura": ("scaled fp8",), "wan-2.1-t2v": tuple(FORMATS)}
 """Those in which a model has a file, if not in all: a tensor of five axes would need another entry in a GGUF header."""
 EQUAL = (
     *("LoRA", "LoRA in bypass mode", "LoRA hooks", "LoRA hooks with keyframes", "mask of a prompt", "area of a prompt"),
-    *("rotary options", "EasyCache", "step cache, threshold 0", "step cache, threshold 0.3"),
+    *("rotary options", "EasyCache", "step cache, threshold 0"),
     *("Skip Layer Guidance", "NAG"),
 )
 REFUSED = {

@@ -10,9 +10,10 @@ QUICK = {
     "chroma_radiance": ("stages", "PipeFusion with all steps exact"),
     "wan_s2v": ("audio_embed, ulysses",),
     "minimax-h3": ("tensor and ring", "PipeFusion with all steps exact"),
+    "wan-2.2-5b": ("ulysses",),
 }
 """Modes that the default tier has of a class: products of two axes, bands, a refusal of bands, sound beside a video
-and in its latent."""
+and in its latent, a time for each frame."""
 DEFAULT = tuple(QUICK)
 OTHERS = (
     *("omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"),
@@ -28,6 +29,8 @@ OTHERS = (
     *("qwen-image", "qwen-image-masked-text", "qwen-image-edit", "qwen-image-edit-2511", "qwen-image-layered"),
     *("krea2", "krea2-style-reference", "wan-vace", "wan-vace-two"),
     *("scail", "scail-2", "scail-2-replaces"),
+    *("wan-2.1-t2v", "wan-2.1-one-frame", "wan-2.1-i2v", "wan-2.1-i2v-without-clip", "wan-2.1-flf2v"),
+    *("wan-2.2-i2v", "wan-bernini", "wan-2.2-fun-control", "wan-flow-rvs"),
 )
 CLASSES = *DEFAULT, *OTHERS
 FAR = {"zimage_pixel": 2, "ltx-2.3": 0.4, "ltx-2.5": 0.4, "chroma": 0.6, "hunyuan-video": 0.4}

@@ -2,7 +2,6 @@
 
 import pytest
 
-from testing.cases import all_cases
 from tests.comfyui.conftest import unselected
 from tests.comfyui.test_families import CASES, has_class, save_case, skip_without_class
 
@@ -33,10 +32,17 @@ REFUSING_SCALES = ("wan-animate-2",)
 """Families that do not scale positions, where ComfyUI's own model does."""
 CHANGES = [
     *(("tiny.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE")),
-    *(("wan.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE", "RIFLEx", "RIFLEx and ScaleROPE")),
+    *(
+        ("wan-2.1-t2v.safetensors", name)
+        for name in ("EasyCache", "LazyCache", "ScaleROPE", "RIFLEx", "RIFLEx and ScaleROPE")
+    ),
     ("tiny-sd3.safetensors", "LazyCache"),
 ]
-DEFAULT = [("tiny.safetensors", "EasyCache"), ("tiny.safetensors", "ScaleROPE"), ("wan.safetensors", "RIFLEx and ScaleROPE")]
+DEFAULT = [
+    ("tiny.safetensors", "EasyCache"),
+    ("tiny.safetensors", "ScaleROPE"),
+    ("wan-2.1-t2v.safetensors", "RIFLEx and ScaleROPE"),
+]
 CACHES_OF = [each for each in CHANGES if each[1].endswith("Cache")]
 IGNORED = [("tiny-sd3.safetensors", "ScaleROPE"), ("tiny-sd3.safetensors", "EasyCache")]
 
@@ -46,10 +52,9 @@ def rows(changes: list, default: list) -> list:
 
 
 @pytest.fixture(scope="module")
-def found(request, inside, base):
+def found(request, inside):
     skip = [each.replace(", ", " ") for each in unselected(request, "file", "change", of=[*CHANGES, *IGNORED])]
-    case = next(case for case in all_cases() if case.name == "wan-2.1-t2v")
-    case.save(case.model(case.native.config), base / "models/diffusion_models/wan.safetensors", case.native.config)
+    inside.run("small_files", names=["wan-2.1-t2v"])
     return inside.run("reach", skip=skip)[0]
 
 

@@ -18,7 +18,6 @@ from parallel_backend.families.own_class.adapters import (
     qwen_image_block,
     sent,
     unstated,
-    wan_block,
 )
 from parallel_backend.families.own_class.minimax_forms import (
     INSIDE,
@@ -26,6 +25,8 @@ from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_model,
     minimax_h3_segments,
 )
+from parallel_backend.families.own_class.wan_forms import wan_block, wan_model
+from parallel_backend.families.parts.rope import FREQUENCY
 from tests.families.planted_tokens import optimized_attention
 
 
@@ -50,6 +51,36 @@ def test_frames_times_reach_each_token_of_a_part(tokens):
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         found = block.forward(x[:, part], e=Indexed(data, index[part], count), freqs=freqs[:, part])
         assert torch.equal(found, plain[:, part])
+
+
+class Positions(nn.Module):
+    """As ComfyUI's: rotations [B, 1, S, 3, 2, 2] of one frequency for each axis, which are 0 here."""
+
+    def forward(self, ids):
+        return torch.eye(2).expand(len(ids), 1, ids.shape[1], 3, 2, 2)
+
+
+class WithPositions(nn.Module):
+    """As Wan's model: its positions scaled by an option."""
+
+    def __init__(self):
+        super().__init__()
+        self.rope_embedder = Positions()
+
+    def rope_encode(self, frames, transformer_options):
+        ids = torch.zeros(1, frames, 3)
+        ids[..., 0] = torch.arange(frames) * transformer_options["scale"]
+        return self.rope_embedder(ids).movedim(1, 2)
+
+
+def test_a_replaced_frequency_turns_by_scaled_frames():
+    model, usual = wan_model(WithPositions)(), {"scale": 2.0}
+    found = model.rope_encode(3, transformer_options=usual | {FREQUENCY: [1.0, 0.25]})
+    assert torch.equal(model.rope_encode(3, transformer_options=usual), torch.eye(2).expand_as(found))
+    angles = torch.tensor([0.0, 0.5, 1.0])
+    assert torch.equal(found[0, :, 0, 1, 1, 0], angles.sin()) and torch.equal(found[0, :, 0, 1, 0, 1], -angles.sin())
+    assert torch.equal(found[0, :, 0, 1].diagonal(dim1=-2, dim2=-1), angles.cos()[:, None].expand(-1, 2))
+    assert torch.equal(found[..., ::2, :, :], torch.eye(2).expand(1, 3, 1, 2, 2, 2))
 
 
 def test_guides_that_change_no_attention_are_not_sent():

@@ -1,24 +1,20 @@
-"""What is peculiar to video: a time for each frame or token, bands of rows or of frames, variants that are refused."""
+"""What is peculiar to video: bands of rows or of frames, conditioning that does not fit."""
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.parts.wan import MARKS, PROMPT
-from parallel_backend.families.wan import VARIANTS
+from parallel_backend.families.parts.wan import PROMPT
 from testing import tiny
-from testing.cases import wan, wan_animate_2
+from testing.cases import wan_animate, wan_animate_2
 
 pytestmark = pytest.mark.threads
 
-CASES = {case.name: case for each in (wan, wan_animate_2) for case in each.CASES}
-IN_BANDS = ["wan-2.1-t2v", "wan-2.2-5b", "wan-animate-2"]
+CASES = {case.name: case for each in (wan_animate, wan_animate_2) for case in each.CASES}
 OTHER_MODES = [Degrees(ulysses=2), Degrees(tensor=2), Degrees(patch=2, patch_mode="displaced")]
 
 
@@ -55,14 +51,14 @@ def calls_in_bands(model, patching, given, changed):
 
 @pytest.mark.parametrize(
     ("name", "degrees"),
-    [(name, Degrees(pipe=2)) for name in IN_BANDS] + [("wan-2.1-t2v", degrees) for degrees in OTHER_MODES],
+    [("wan-animate-2", Degrees(pipe=2)), *(("wan-2.2-animate", degrees) for degrees in OTHER_MODES)],
     ids=str,
 )
 @pytest.mark.parametrize("along", [pytest.param("rows", marks=pytest.mark.full), "frames"])
 def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees, along, pools, saved, measured):
     case = CASES[name]
     model, file = saved(case)
-    given, patching = case.inputs(latent=case.odd), case.row.patching.cut(along)
+    given, patching = case.inputs(latent=case.odd or case.latent), case.row.patching.cut(along)
     assert given[0].shape[2] > 1
     remote = pools.load(file, degrees)
     with torch.inference_mode():
@@ -76,66 +72,19 @@ def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees,
     assert tiny.relative(changed, expected) > 1e-4
 
 
-def test_every_frame_has_its_own_time(pools, saved):
-    case = CASES["wan-2.2-5b"]
-    _, file = saved(case)
-    x, timestep, tensors = case.inputs()
-    remote = pools.load(file, Degrees())
-    own = remote.predict(ModelCall(x, timestep, tensors), lambda: None)
-    one = remote.predict(ModelCall(x, timestep.flatten(1).amax(1), tensors), lambda: None)
-    other = remote.predict(ModelCall(x, timestep.flip(1), tensors), lambda: None)
-    assert min(tiny.relative(one, own), tiny.relative(other, own)) > 1e-3
-
-
-def with_key(file, path, key):
-    save_file(load_file(file) | {key: torch.zeros(2, 2)}, path)
-    return path
-
-
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_variants_of_wan_are_refused_by_name(kind, saved, tmp_path):
-    _, file = saved(CASES["wan-2.1-t2v"])
-    with pytest.raises(
-        ValueError, match=f"^model_name: variant.safetensors: this is {VARIANTS[kind]}, which this version cannot run"
-    ):
-        open_checkpoint(with_key(file, tmp_path / "variant.safetensors", MARKS[kind]))
-
-
-def test_no_other_family_takes_a_video_model_for_its_own(saved):
-    for name in ("wan-2.1-t2v", "wan-2.1-flf2v"):
-        shapes = {key: tuple(value.shape) for key, value in load_file(saved(CASES[name])[1]).items()}
-        found = [family for family in FAMILIES.values() if family.file.detect(shapes) and family.file.takes_header({})]
-        assert [family.name for family in found] == [CASES[name].family]
-
-
-def wan_of(name):
-    return FAMILIES["wan"].inputs.conditioning, CASES[name].config | {"reference_channels": None}
-
-
 def test_wan_says_what_its_text_and_picture_must_be():
-    text = torch.zeros(1, PROMPT, 24)
-    conditioning, config = wan_of("wan-2.1-i2v")
+    text, case = torch.zeros(1, PROMPT, 24), CASES["wan-2.2-animate"]
+    conditioning, config = case.row.inputs.conditioning, case.config
     with pytest.raises(ValueError, match=r"^positive, negative: Wan needs text conditioning"):
         conditioning(config, {})
     assert conditioning(config, {"context": torch.zeros(1, 600, 24)})["context"].shape[1] == 2 * 600, "in its place too"
-    with pytest.raises(ValueError, match="CLIP vision output has 257 tokens of 1024, this model needs 257 of 1280"):
+    with pytest.raises(ValueError, match="CLIP vision output has tokens of 1024, this model needs 1280"):
         conditioning(config, {"context": text, "clip_fea": torch.zeros(1, 257, 1024)})
-    conditioning, config = wan_of("wan-2.1-flf2v")
-    with pytest.raises(ValueError, match="has 5 tokens of 1280, this model needs 10 of 1280"):
-        conditioning(config, {"context": text, "clip_fea": torch.zeros(1, 5, 1280)})
-
-
-def test_a_wan_without_layers_for_it_ignores_clip_as_the_native_model_does():
-    conditioning, config = wan_of("wan-2.2-i2v")
-    assert conditioning(config, {"context": torch.zeros(1, 7, 24), "clip_fea": torch.zeros(1, 5, 1280)}).keys() == {
-        "context"
-    }
 
 
 @pytest.mark.parametrize(
     ("family", "tensors"),
     [
-        ("wan", {"reference_picture": torch.tensor([[12, 8]])}),
         ("wan-animate", {"pose": torch.zeros(1, 16, 3, 10, 10)}),
         ("wan-animate-2", {"pose": torch.zeros(1, 16, 4, 12, 10)}),  # as many frames as the video, whose first has none
     ],
@@ -145,30 +94,14 @@ def test_what_is_not_of_the_latents_size_is_refused(family, tensors):
         FAMILIES[family].inputs.check_grid((4, 6, 5), tensors)
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "given", "message"),
-    [
-        (
-            "wan-animate",
-            {"motion_encoder_size": 512},
-            {"face_pixel_values": torch.zeros(1, 3, 1, 8, 8)},
-            "the face video is 8",
-        ),
-        (
-            "wan",
-            {"reference_channels": None},
-            {"context_latents": [torch.zeros(1, 48, 1, 2, 2)]},
-            "a reference in context has",
-        ),
-    ],
-)
-def test_what_wans_relatives_cannot_forward_is_refused_by_its_name(family, config, given, message):
-    with pytest.raises(ValueError, match=f"^positive, negative: {message}"):
-        FAMILIES[family].inputs.conditioning(wan.WAN | config, {"context": torch.zeros(1, 7, 24)} | given)
+def test_a_face_of_another_size_is_refused():
+    given = {"context": torch.zeros(1, 7, 24), "face_pixel_values": torch.zeros(1, 3, 1, 8, 8)}
+    with pytest.raises(ValueError, match=r"^positive, negative: the face video is 8 x 8, this model needs 512"):
+        FAMILIES["wan-animate"].inputs.conditioning(CASES["wan-2.2-animate"].config | {"motion_encoder_size": 512}, given)
 
 
 @pytest.mark.parametrize("words", [256, 1024])
-@pytest.mark.parametrize("name", ["wan-2.1-i2v", "wan-2.1-i2v-without-clip", "wan-animate-2"])
+@pytest.mark.parametrize("name", ["wan-2.2-animate", "wan-animate-2"])
 def test_wan_with_a_picture_takes_prompts_of_any_length(pools, saved, name, words):
     """A prompt with each token twice is to attention as the prompt itself. diffusers' class takes 512 tokens alone."""
     case = CASES[name]

@@ -264,7 +264,7 @@ def test_packed_blocks_expand_as_on_a_cpu(kind, dtype):
     assert torch.equal(GgufBlocks(kind).expand(packed.to(DEVICE), dtype).cpu(), expected)
 
 
-DEFAULT = ("qwen-image-2.1", "wan-2.1-t2v")
+DEFAULT = ("qwen-image-2.1", "wan-2.2-animate")
 """Models that people use, on emulated devices. On a GPU all of them run."""
 
 

@@ -9,7 +9,7 @@ from parallel_backend.families import Family
 from testing.cases import all_cases
 
 Call = dict[str, Any]
-DETECTED = {"use_layer3d_rope": False, "zero_cond_t": False, "reference_channels": 16}
+DETECTED = {"use_layer3d_rope": False, "zero_cond_t": False}
 """Constructor arguments that a file's keys decide, and that not every case states."""
 WORDS = 512
 """Of the prompt, so that models that look at a picture too take it."""

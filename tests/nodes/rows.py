@@ -119,7 +119,7 @@ OPTIONS = rows(
 )
 """Entries of transformer_options, for a native model that does not read them."""
 ROPE_REFUSED = "WAN_Animate2"
-ROPE_PASSED = "WAN21_T2V WAN21_I2V WAN21_FunControl2V WAN22_T2V WAN21_FlowRVS WAN22_Animate"
+ROPE_PASSED = "WAN22_Animate"
 READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
     "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
@@ -228,7 +228,6 @@ ALWAYS = rows(
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
-    "wan": rows(passed="clip_fea context_latents reference_latent", computed="denoise_mask", refused="time_dim_concat y"),
     "wan-animate": rows(
         passed="clip_fea face_pixel_values pose_latents", refused="context_latents reference_latent time_dim_concat y"
     ),

@@ -40,7 +40,6 @@ from parallel_backend.rank.stage.store import device_copies
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.cases import OF_EACH_FORM, all_cases
-from testing.cases.wan import TimePerFrame
 from testing.models import conditioning_of, on_ranks
 from tests.campaigns.faults.census import settle
 from tests.rank.test_module_cache import Runs
@@ -215,7 +214,7 @@ def peak_bytes(work) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-ONE_OF_EACH = list({(case.family, isinstance(case, TimePerFrame)): case for case in reversed(CASES)}.values())
+ONE_OF_EACH = list({case.family: case for case in reversed(CASES)}.values())
 
 
 @pytest.mark.slow
@@ -247,14 +246,25 @@ def test_activations(case, made, measured):
     assert peak > estimate.least > 0
 
 
-def test_times_of_tokens_count(pools, made):
-    case = next(case for case in CASES if case.name == "wan-2.2-5b")
-    model = pools.load(made(case), Degrees())
-    x, timestep, tensors = case.inputs()
+class AskedFor(Exception):
+    """A run would be held to what is free."""
+
+
+def test_times_of_tokens_count(remote, mini_file, monkeypatch):
+    model, asked = remote(Degrees()), []
+
+    def fit(_guard, requests, _free):
+        asked.extend(requests)
+        raise AskedFor
+
+    x, timestep, tensors = small()
     model.begin_timeline()
-    for times in (timestep, timestep[:, 0]):
-        model.predict(ModelCall(x, times, tensors), nobody)
-    one, several = sorted(model._memory._admitted, key=lambda request: request.timed)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryGuard, "_fit", fit)
+        for times in (timestep, timestep[:, None].expand(-1, 3)):
+            with pytest.raises(AskedFor):
+                model.predict(ModelCall(x, times, tensors), nobody)
+    one, several = asked
     assert several == replace(one, timed=True)
     (little,), (much,) = (model._memory.memory_check.memory((request,)) for request in (one, several))
     assert much.activations > little.activations
@@ -265,7 +275,7 @@ def test_times_of_tokens_count(pools, made):
 
 def test_additions_of_controls_count(pools, made):
     """Each rank copies those for its blocks before the first of them. Blocks may share one."""
-    case = next(case for case in CASES if case.name == "wan-2.1-t2v")
+    case = next(case for case in CASES if case.name == "wan-2.2-animate")
     model = pools.load(made(case), Degrees(ulysses=2))
     x, timestep, tensors = case.inputs()
     tokens, hidden = torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)

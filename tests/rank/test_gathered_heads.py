@@ -26,7 +26,7 @@ def degrees_of(case: Case) -> Degrees:
     return Degrees(ulysses=min(3, case.row.sizes.heads(case.config)), exchange=ALL_GATHER)
 
 
-QUICK = ("wan-2.1-t2v",)
+QUICK = ("wan-2.2-animate",)
 """One of each family that has it."""
 
 

@@ -38,16 +38,5 @@ Segments = Callable[[CallTokens], list[Segment] | None]
 
 
 def text_then_image(call: CallTokens) -> list[Segment]:
-    return [Segment(Span(0, call.text), of_image=False), _image(call)]
-
-
-def image_alone(call: CallTokens) -> list[Segment]:
-    """References in `CallTokens.references` are in front of the video, all others behind it."""
-    if not call.references:
-        return [_image(call)]
-    runs = [Span(start, end).shift(call.image) for start, end in call.references]
-    return [*(Segment(run, of_image=True) for run in runs), Segment(Span(0, call.image), of_image=True)]
-
-
-def _image(call: CallTokens) -> Segment:
-    return Segment(Span(0, call.image + call.reference_tokens), of_image=True)
+    image = Span(0, call.image + call.reference_tokens)
+    return [Segment(Span(0, call.text), of_image=False), Segment(image, of_image=True)]

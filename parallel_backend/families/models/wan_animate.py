@@ -115,7 +115,7 @@ class AnimateBlock(Block):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states: Any,
         temb: torch.Tensor,
         rotary_emb: fused.Rotation,
         motion: torch.Tensor | None = None,

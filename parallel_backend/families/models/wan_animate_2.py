@@ -52,7 +52,7 @@ class WanAnimate2(WanVariant):
         # The pose's positions follow the video's to the right.
         twice = self.rope(hidden_states[..., :1].expand(-1, -1, -1, -1, 2 * columns))
         return arguments | {
-            "pose_text": texts(text, picture, self.config["added_kv_proj_dim"] is not None),
+            "pose_text": texts(text, picture),
             "pose_temb": modulation.unflatten(-1, (6, -1)),
             "pose_rotary_emb": twice.unflatten(1, (-1, 2, columns // right))[:, :, 1].flatten(1, 2),
             "strength": strength.clamp(min=LEAST_STRENGTH),
@@ -100,12 +100,12 @@ class Animate2Block(Block):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | Texts,
+        encoder_hidden_states: Texts,
         temb: torch.Tensor,
         rotary_emb: fused.Rotation,
         reference: torch.Tensor,
         frames: int,
-        pose_text: torch.Tensor | Texts | None = None,
+        pose_text: Texts | None = None,
         pose_temb: torch.Tensor | None = None,
         pose_rotary_emb: fused.Rotation | None = None,
         strength: torch.Tensor | None = None,
@@ -128,11 +128,8 @@ class Animate2Block(Block):
         return torch.cat(out.chunk(2), dim=-1)
 
 
-def both(text: torch.Tensor | Texts, pose: torch.Tensor | Texts) -> torch.Tensor | Texts:
+def both(text: Texts, pose: Texts) -> Texts:
     """The texts of the video and of the pose, of one length, as one batch."""
-    if isinstance(text, torch.Tensor) and isinstance(pose, torch.Tensor):
-        return torch.cat((text, pose))
-    assert isinstance(text, Texts) and text.picture is not None and isinstance(pose, Texts) and pose.picture is not None
     return Texts(torch.cat((text.text, pose.text)), torch.cat((text.picture, pose.picture)))
 
 

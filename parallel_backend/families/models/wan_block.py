@@ -47,18 +47,12 @@ class Block(WanTransformerBlock):
     def forward(
         self, hidden_states: torch.Tensor, encoder_hidden_states: Any, temb: torch.Tensor, rotary_emb: Any
     ) -> torch.Tensor:
-        """See `run`."""
-        return run(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
-
-
-def run(block: Any, x: torch.Tensor, text: Any, temb: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
-    """The layers that every Wan block has: [b, n, width] -> the same shape.
-
-    `temb` [b, 6, width], or with a time for each token [b, n, 6, width]. `text`: as the processor of `attn2` takes it.
-    `rotary_emb`: as that of `attn1` does.
-    """
-    vectors = (block.scale_shift_table.to(temb.dtype) + (temb if temb.ndim == 4 else temb[:, None])).unbind(2)
-    shift, scale, gate, last_shift, last_scale, last_gate = vectors  # [b, 1 or n, width] each
-    x = fused.gated(x, gate, block.attn1(fused.modulated(block.norm1, x, scale, shift), None, None, rotary_emb))
-    x = x + block.attn2(block.norm2(x), text, None, None)
-    return fused.gated(x, last_gate, block.ffn(fused.modulated(block.norm3, x, last_scale, last_shift)))
+        """[b, n, width] -> the same shape. `temb` [b, 6, width]. `encoder_hidden_states`: as the processor of `attn2` takes
+        it. `rotary_emb`: as that of `attn1` does."""
+        block: Any = self
+        vectors = (block.scale_shift_table.to(temb.dtype) + temb)[:, :, None].unbind(1)
+        shift, scale, gate, last_shift, last_scale, last_gate = vectors  # [b, 1, width] each
+        x = hidden_states
+        x = fused.gated(x, gate, block.attn1(fused.modulated(block.norm1, x, scale, shift), None, None, rotary_emb))
+        x = x + block.attn2(block.norm2(x), encoder_hidden_states, None, None)
+        return fused.gated(x, last_gate, block.ffn(fused.modulated(block.norm3, x, last_scale, last_shift)))

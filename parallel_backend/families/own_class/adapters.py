@@ -6,17 +6,19 @@ All that is proven for other classes is proven for these.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallel_backend.core.sparse_attention import Runs
+from parallel_backend.families.parts.rope import FREQUENCY
 
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
+from .wan_forms import wan_block, wan_model
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Adapter:
     """The class takes a batch of one alone: the client calls it for one entry after the other."""
     of_text: tuple[str, ...] = ()
     """Modules that only the class's method for a prompt's text runs, in ComfyUI's process. No rank has their weights."""
+    options: tuple[str, ...] = ()
+    """This pack's entries of transformer_options that `model` reads."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -97,6 +101,12 @@ def only_of_text(kind: str) -> tuple[str, ...]:
     return adapter.of_text if adapter else ()
 
 
+def options_of(kind: str) -> tuple[str, ...]:
+    """See Adapter.options."""
+    adapter = ADAPTERS.get(kind)
+    return adapter.options if adapter else ()
+
+
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
     """The arguments as they are sent. `native`: the class."""
     adapter = ADAPTERS.get(kind)
@@ -117,25 +127,6 @@ def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]
 def without_weights(entries: Any) -> bool:
     """Whether LTX's guides change no attention: their entries then say only how many tokens each guide has."""
     return not any(each["strength"] != 1.0 or each.get("pixel_mask") is not None for each in entries or ())
-
-
-@functools.cache
-def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Times of frames [B, F, 6, D] become Indexed. The rotary table has a row for each token of the whole in all blocks."""
-
-    class ByIndex(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, e, freqs, **named):
-            if (frames := e.shape[1]) > 1:
-                tokens = freqs.shape[1]
-                e = Indexed(e, torch.arange(tokens, device=e.device) // -(-tokens // frames), tokens)
-            return super().__call__(x, e=e, freqs=freqs, **named)
-
-        def forward(self, x, e, **named):
-            if isinstance(e, Indexed):
-                e = e.data_BFD if x.shape[1] == e.tokens else e.data_BFD[:, e.index_S]
-            return super().forward(x, e=e, **named)
-
-    return ByIndex
 
 
 @functools.cache
@@ -243,6 +234,7 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 GUIDES = {"guide_attention_entries": without_weights}
+WAN = Adapter("blocks", {}, model=wan_model, options=(FREQUENCY,))
 PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter(
@@ -265,7 +257,9 @@ ADAPTERS: Mapping[str, Adapter] = {
         stated=("rope_type", "causal_temporal_positioning", "use_middle_indices_grid"),
         of_text=("video_embeddings_connector", "audio_embeddings_connector"),
     ),
-    "WAN22_T2V": Adapter("blocks", {"": wan_block}),
+    **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN21_FlowRVS"), WAN),
+    **dict.fromkeys(("WAN21_Vace", "WAN21_Camera", "WAN22_Camera"), WAN),
+    "WAN22_T2V": replace(WAN, forms={"": wan_block}),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "Krea2": Adapter("blocks", {"": krea2_block}),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),

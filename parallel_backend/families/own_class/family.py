@@ -18,7 +18,7 @@ from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS
 
-from .adapters import gate_of, only_of_text
+from .adapters import gate_of, only_of_text, options_of
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
@@ -291,6 +291,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
             conditioning=no_conditioning,
             example=lambda _config, text_tokens: {"context": torch.empty(1, text_tokens, 1)},
             words=own.joint,
+            options=options_of(own.kind),
         ),
         forward=OwnForward(
             arguments=lambda _step, _config: {},

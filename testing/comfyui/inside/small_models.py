@@ -3,8 +3,9 @@
 small_models.json has by name: `kind`, a class of ComfyUI's supported_models; `arguments` of its transformer, as its
 detection gives them for the file; `detected`, names of those that it takes for granted and that are others here, "all" of
 them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
-conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shape} with so many {"zeros"} at its end,
-{"whole": shape} numbers {"below"} one, so many {"ids"} or {"weights"} of tokens, or other entries' values by name;
+conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shape} with so many {"zeros"} at its end, or
+{"of": shape} with {"frames"} values, {"whole": shape} numbers {"below"} one, so many {"ids"} or {"weights"} of tokens, or
+other entries' values by name;
 `companion`, the latent of its sound; `stated`, true if its file's header says the arguments. `like` names another model, of
 which it has all that it does not say.
 """
@@ -93,6 +94,8 @@ def _value(shape: Any, g: torch.Generator) -> Any:
             return mask
         if "whole" in shape:
             return torch.randint(0, shape["below"], (1, *shape["whole"]), generator=g)
+        if "frames" in shape:
+            return torch.tensor(shape["frames"]).view(1, 1, -1, 1, 1).expand(1, *shape["of"])
         if "ids" in shape:
             return torch.randint(0, 32000, (shape["ids"],), generator=g)
         if "weights" in shape:

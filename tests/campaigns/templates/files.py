@@ -31,7 +31,7 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"humo", "wan_humo"),
     (r"wan2\.1_fun_camera", "wan-2.2-camera"),
     (r"wan2\.2_fun_camera", "wan-2.2-camera"),
-    (r"wan2\.2_fun_control.*14B", "wan-fun-control"),
+    (r"wan2\.2_fun_control.*14B", "wan-2.2-fun-control"),
     (r"wan2\.2_i2v|wan2\.2_fun_inpaint.*14B", "wan-2.2-i2v"),
     (r"wan2\.2_ti2v|wan2\.2_fun_(inpaint|control)_5B", "wan-2.2-5b"),
     (r"wan2\.1_flf2v", "wan-2.1-flf2v"),

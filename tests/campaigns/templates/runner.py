@@ -19,15 +19,6 @@ LIMIT, TIMES = 5e-5, 10.0
 when it attends by another of ComfyUI's kernels."""
 MODELS = {case.name: case for case in CASES}
 """Those that ComfyUI can build small, by name."""
-
-
-def _changed(case: Case, name: str, **config: Any) -> Case:
-    return replace(case, name=name, native=replace(case.native, config=case.native.config | config))
-
-
-MODELS |= {
-    "wan-fun-control": _changed(MODELS["wan-2.2-fun-control"], "wan-fun-control", in_channels=48),
-}
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")
 MORE = 18
 """Blocks."""

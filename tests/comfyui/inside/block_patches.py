@@ -101,15 +101,12 @@ def main(results: Results, wan: str) -> None:
             str(BASE / "models" / "diffusion_models" / f"{wan}.safetensors"), model_options={"dtype": torch.float32}
         )
         given = {"texts": [positive, negative], "latent": latent}
-        case("pipefusion", f"{wan}.safetensors", "SLG", " on Wan", **given)
         text = torch.randn(1, 6, positive[0][0].shape[-1], generator=torch.Generator().manual_seed(3))
-        for kind in ("default", "batch"):
-            guided[f"WanVideoNAG {kind}"] = partial(model_optimization_nodes.nag, text=text, input_type=kind)
-            case("pipefusion", f"{wan}.safetensors", f"WanVideoNAG {kind}", **given)
+        guided["WanVideoNAG"] = partial(model_optimization_nodes.nag, text=text, input_type="default")
 
         def in_front() -> dict:
             """The node on the native MODEL, which has been sampled with it, and Parallelize Model behind."""
-            file, name, settings = f"{wan}.safetensors", "WanVideoNAG default", {"steps": 2}
+            file, name, settings = f"{wan}.safetensors", "WanVideoNAG", {"steps": 2}
             model = node("ParallelizeModel", guided[name](natives[file]), 2, "ulysses")
             wanted, plain = (native(file, each, *given.values(), **settings) for each in (name, "plain"))
             found = ksampler(model, given["texts"], latent, **settings)

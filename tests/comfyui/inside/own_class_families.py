@@ -1,6 +1,5 @@
 """Files that families compute, by ComfyUI's own class on ranks in their place. Run by serve.py."""
 
-from collections.abc import Sequence
 from functools import partial
 
 from boot import (
@@ -27,18 +26,10 @@ MODES = {
     "compiled stages": {"pipe": 2, "compile": True},
     "tensor and ring": {"pipe": 1, "tensor": 2, "devices": "cpu,cpu,cpu,cpu", "config": sequence(ring=2)},
 }
-FOUR = "cpu,cpu,cpu,cpu"
-PRODUCTS = {
-    "four stages": {"pipe": 4, "devices": FOUR},
-    "tensor": {"tensor": 2, "devices": FOUR},
-    "ulysses": {"devices": FOUR, "config": sequence(ulysses=2)},
-    "ring": {"devices": FOUR, "config": sequence(ring=2)},
-}
-"""Of PipeFusion."""
 
 
-def pipefusion(file: str, warmup_steps: int, **degrees):
-    return node("ApplyPipeFusion", parallel(file, **degrees), 2, warmup_steps, True)
+def pipefusion(file: str, warmup_steps: int):
+    return node("ApplyPipeFusion", parallel(file), 2, warmup_steps, True)
 
 
 def displaced(file: str, warmup_steps: int):
@@ -51,10 +42,9 @@ def naive(file: str):
     return parallel(file, pipe=1, config=sequence(patch_mode="naive", patch=2), stage_split="even")
 
 
-def main(results: Results, names: list[str], with_products: Sequence[str] = ()) -> None:
-    products = {f"PipeFusion by {product}": partial(pipefusion, **degrees) for product, degrees in PRODUCTS.items()}
+def main(results: Results, names: list[str]) -> None:
+    loads = {"PipeFusion": pipefusion, "displaced patches": displaced}
     for name in names:
-        loads = {"PipeFusion": pipefusion, "displaced patches": displaced} | (products if name in with_products else {})
         with detecting(read(name)[-1]["detected"]), sharing_small_lists():
             path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
             native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})

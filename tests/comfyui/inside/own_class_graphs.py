@@ -37,14 +37,12 @@ class Control(comfy.controlnet.ControlBase):
 
 @dataclass
 class Feature:
-    """What a graph does: to the MODEL, to the prompts, to ours alone, and to the sampler. `beside_family`: it is held
-    against the family."""
+    """What a graph does: to the MODEL, to the prompts, to ours alone, and to the sampler."""
 
     change: Callable[[Any], Any] = lambda model: model
     prompts: Callable[[], list] | None = None
     ours: Callable[[Any], Any] = lambda model: model
     sampling: dict[str, Any] = field(default_factory=dict)
-    beside_family: bool = False
 
 
 def main(results: Results, wanted: dict[str, list[str]], quantised: dict[str, dict[str, list[str]]]) -> None:
@@ -93,8 +91,6 @@ def of_model(
         found = sample(does.change(does.ours(ours)), prompts(), **does.sampling)
         if feature not in expected:
             model = native_of(native_file) if feature in files else native
-            if does.beside_family:
-                model = does.ours(parallel(file, **MODES[mode]))
             expected[feature] = sample(does.change(model), prompts(), **does.sampling)
         plain = sample(native, **does.sampling)
         largest = float(plain.abs().max())
@@ -146,9 +142,6 @@ def features_of(texts: list, latent: torch.Tensor, loras: list[str]) -> dict[str
         "rotary options": Feature(partial(extra, "ScaleROPE", **ROPE)),
         "EasyCache": Feature(partial(extra, "EasyCache", **EASY_CACHE), sampling={"steps": 6}),
         "step cache, threshold 0": Feature(ours=lambda model: node("ParallelStepCache", model, 0.0, 0.0, 1.0)),
-        "step cache, threshold 0.3": Feature(
-            ours=lambda model: node("ParallelStepCache", model, 0.3, 0.0, 1.0), sampling={"steps": 8}, beside_family=True
-        ),
         "attention override": Feature(attending),
         "ControlNet": Feature(
             prompts=lambda: [[[text, {**more, "control": Control()}] for text, more in each] for each in texts]

@@ -1,6 +1,6 @@
 """What other nodes put on a MODEL: it reaches the ranks as it does the native model, or is refused by the node's name.
 
-The test process has put `wan.safetensors` into models/diffusion_models. Run by serve.py.
+Run by serve.py.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from families import detecting
 
 MEDDLING = PACK / "tests" / "comfyui" / "meddling_nodes"
 EXTRAS = ("nodes_easycache", "nodes_rope", "nodes_model_advanced")
-FLUX, SD3, WAN = FILES = ("tiny.safetensors", "tiny-sd3.safetensors", "wan.safetensors")
+FLUX, SD3, WAN = FILES = ("tiny.safetensors", "tiny-sd3.safetensors", "wan-2.1-t2v.safetensors")
 WIDTHS = {FLUX: (64, 32), SD3: (64, 32), WAN: (24, 8)}
 LATENTS = {FLUX: (1, 16, 16, 12), SD3: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
 
@@ -31,7 +31,7 @@ def easy(model: Any) -> Any:
 
 
 def lazy(model: Any) -> Any:
-    return extra("LazyCache", model, reuse_threshold=0.3, start_percent=0.0, end_percent=1.0, verbose=False)
+    return extra("LazyCache", model, reuse_threshold=1.0, start_percent=0.0, end_percent=1.0, verbose=False)
 
 
 def scaled(model: Any) -> Any:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import comfy_kitchen
 import nodes_sparse_attention
-from boot import BASE, PACK, Results, by_own_class, comfy, difference, parallel, sequence, torch
+from boot import BASE, PACK, Results, comfy, difference, parallel, sequence, torch
 from families import detecting, read, sample
 
 sys.path.insert(0, str(PACK))
@@ -25,7 +25,7 @@ def causal(q, k, v, scale=None, **_settings):
     return torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def main(results: Results, names: list[str], least: dict[str, int], of_class: list[str]) -> None:
+def main(results: Results, names: list[str], least: dict[str, int]) -> None:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(comfy_kitchen, "sol_attn", causal, create=True))
         stack.enter_context(mock.patch.object(sparse, "refusal", lambda *_: ""))
@@ -33,10 +33,10 @@ def main(results: Results, names: list[str], least: dict[str, int], of_class: li
         stack.enter_context(mock.patch.object(registry(), "start_of", lambda _devices: start))
         stack.callback(registry().close)
         for name in names:
-            results.case(name, partial(compare, name, least[name], name in of_class))
+            results.case(name, partial(compare, name, least[name]))
 
 
-def compare(name: str, least: int, by_class: bool) -> dict:
+def compare(name: str, least: int) -> dict:
     settings = nodes_sparse_attention.settings(min_tokens=least)
     *_, described = read(name)
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
@@ -47,8 +47,6 @@ def compare(name: str, least: int, by_class: bool) -> dict:
         found = {}
         load = partial(parallel, f"{name}.safetensors", pipe=1)
         modes = {"one rank": partial(load, devices="cpu"), "ulysses": partial(load, config=sequence(ulysses=2))}
-        if by_class:
-            modes["own class, ulysses"] = partial(by_own_class, modes["ulysses"])
         for mode, make in modes.items():
             model = make()
             found[mode] = difference(expected, sample(nodes_sparse_attention.apply(model, settings), name))
