@@ -20,14 +20,21 @@ def test_every_name_has_a_row(version):
 
 @pytest.mark.parametrize(
     "kind",
-    [*rows.TABLES, *rows.IN_BANDS, "conditioning of WAN21_T2V", "read by WAN21_T2V", "patches of WAN21_T2V", "setters"],
+    [
+        *rows.TABLES,
+        *rows.IN_BANDS,
+        "conditioning of WAN22_Animate",
+        "read by WAN22_Animate",
+        "patches of WAN22_Animate",
+        "setters",
+    ],
 )
 def test_a_name_of_a_newer_comfyui_fails_by_its_name(kind):
     names = copy.deepcopy(VERSIONS["0.33.0"])
     places = {
-        "conditioning of WAN21_T2V": names["conditioning"]["WAN21_T2V"],
-        "read by WAN21_T2V": names["native"]["WAN21_T2V"]["options"],
-        "patches of WAN21_T2V": names["native"]["WAN21_T2V"]["patches"],
+        "conditioning of WAN22_Animate": names["conditioning"]["WAN22_Animate"],
+        "read by WAN22_Animate": names["native"]["WAN22_Animate"]["options"],
+        "patches of WAN22_Animate": names["native"]["WAN22_Animate"]["patches"],
     }
     if kind == "setters":
         names["setters"] |= {"set_something": [], "set_model_something": ["something"]}
