@@ -51,7 +51,6 @@ def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfi
         ring_degree=degrees.ring,
         patch_mode=degrees.patch_mode,
         patch_degree=degrees.patch,
-        ulysses_exchange=degrees.exchange,
     )
 
 

@@ -17,7 +17,6 @@ from parallel_backend.core.devices import device_kind, names_ray
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion, Setup
-from parallel_backend.core.validate import check_exchange
 from parallel_backend.families.others import UnknownModel
 from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
@@ -248,7 +247,6 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     attention = attention_for(config.attention, devices, dtype)
     if values["compile"]:
         check_compile(devices)
-    check_exchange(degrees, config.transfer_dtype, values["compile"])
     setup = Setup(
         path=checkpoint.path,
         dtype=dtype,
@@ -322,7 +320,6 @@ def _as_set(values: Mapping[str, Any], config: ParallelConfig) -> tuple[Degrees,
         patch_mode=config.patch_mode,
         ring=config.ring_degree,
         ulysses=config.ulysses_degree,
-        exchange=config.ulysses_exchange,
         tensor=values["tensor_parallel_degree"],
     )
     return degrees, choose_devices(values["devices"], degrees)

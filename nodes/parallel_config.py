@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from parallel_backend.core.attention_kernels import ATTENTION, AUTO
-from parallel_backend.core.degrees import EXCHANGES, PATCH_MODES, TRANSFER_DTYPES, Degrees
-from parallel_backend.core.validate import check_exchange, check_ranks
+from parallel_backend.core.degrees import PATCH_MODES, TRANSFER_DTYPES, Degrees
+from parallel_backend.core.validate import check_ranks
 
 from .model.diffusion_model import RemoteDiffusionModel
 from .ui.input_checks import validate
@@ -23,7 +23,6 @@ class ParallelConfig:
     comm_overlap: bool = True
     patch_warmup_steps: int = 1
     transfer_dtype: str = "full"
-    ulysses_exchange: str = EXCHANGES[0]
 
 
 def config_of(stub: RemoteDiffusionModel) -> ParallelConfig:
@@ -37,8 +36,6 @@ def check_widgets(
     ring_degree: int | None,
     patch_mode: str | None,
     patch_degree: int | None,
-    transfer_dtype: str | None = "full",
-    ulysses_exchange: str | None = EXCHANGES[0],
 ) -> None:
     """ValueError for degrees and transfers that do not go together. None: a value that comes over a link."""
     degrees = Degrees(
@@ -46,10 +43,8 @@ def check_widgets(
         ring=ring_degree or 1,
         patch=patch_degree or 1,
         patch_mode=patch_mode or "displaced",
-        exchange=ulysses_exchange or EXCHANGES[0],
     )
     check_ranks(degrees)
-    check_exchange(degrees, transfer_dtype or "full", False)
 
 
 @validate(early=check_widgets)
@@ -113,13 +108,6 @@ class UlyssesConfig:
                     "the traffic of bf16, a quarter of fp32, for a slightly different picture. int8 is closer. residual: "
                     "patch_mode displaced sends what changed since the last step, in 4 bits a value, and ulysses_degree "
                     "int8.",
-                ),
-                "ulysses_exchange": choice(
-                    list(EXCHANGES),
-                    EXCHANGES[0],
-                    "How ulysses_degree exchanges tokens, exact either way. all-gather sends up to a quarter less between "
-                    "two GPUs, and each holds less of the weights: try it for two where links are slow. Parallel Doctor and "
-                    "degrees auto compare both. For MiniMax H3 and Wan Animate.",
                 ),
             },
         }

@@ -148,7 +148,6 @@ def _parallel(
         patch_mode=config.patch_mode,
         ring=config.ring_degree,
         ulysses=config.ulysses_degree,
-        exchange=config.ulysses_exchange,
     )
     possible = possible_devices("auto")
     on_gpus = possible[0] != "cpu"

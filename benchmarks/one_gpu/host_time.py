@@ -41,7 +41,6 @@ CONFIG = mini.CONFIG | {"double_blocks": 19, "single_blocks": 38, "width": 64}
 MODES = {
     "one": (Degrees(), 0),
     "ulysses": (Degrees(ulysses=2), 0),
-    "all-gather": (Degrees(ulysses=2, exchange="all-gather"), 0),
     "ring": (Degrees(ring=2), 0),
     "tensor": (Degrees(tensor=2), 0),
     "pipe, 2 bands": (Degrees(pipe=2), 2),

@@ -101,7 +101,6 @@ def modes_of(world: int) -> dict[str, Mode]:
         "pipefusion M=2": Mode(Degrees(pipe=world), 2),
         "pipefusion M=4": Mode(Degrees(pipe=world), 4),
         "ulysses": Mode(Degrees(ulysses=world)),
-        "ulysses, all-gather": Mode(Degrees(ulysses=world, exchange="all-gather")),
         "ring": Mode(Degrees(ring=world)),
         "tensor": Mode(Degrees(tensor=world)),
         "displaced": Mode(Degrees(patch=world, patch_mode="displaced"), 1),

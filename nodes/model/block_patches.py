@@ -8,7 +8,6 @@ the native model never calls has no effect here either. All other functions are 
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from parallel_backend.core.block_changes import KEPT_INT4, KEPT_INT8, BlockChanges, NormalizedGuidance
@@ -40,14 +39,13 @@ def block_changes(
     options: dict[str, Any],
     entries: int,
     attention: str,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
     preferred: str = "",
 ) -> tuple[BlockChanges, dict[str, Any]]:
     """(the changes inside the blocks of a model call with `entries` batch entries, the remaining functions).
 
     The remaining functions are transformer_options' entries "patches", "patches_replace" and OVERRIDE without the functions
-    that became changes and those that have no effect on the native model. `attention`: the model's, see Setup. `arguments`:
-    the call's other ones by name. `preferred`: the kernel that the model's file asks for, where no node has chosen one.
+    that became changes and those that have no effect on the native model. `attention`: the model's, see Setup.
+    `preferred`: the kernel that the model's file asks for, where no node has chosen one.
     """
     skipped, replaced, of_blocks = _skipped(family, config, options.get("patches_replace", {}))
     guidance: NormalizedGuidance | None = None
@@ -61,7 +59,7 @@ def block_changes(
             else:
                 patches.setdefault(name, []).append(function)
     override = options.get(OVERRIDE)
-    sparse = sparse_node.settings_of(override, of_blocks, family, config, options, arguments)
+    sparse = sparse_node.settings_of(override, of_blocks, family, config, options)
     kernel, unknown = kernel_of_call(override, attention, preferred)
     changes = BlockChanges(skipped, guidance, kernel, sparse, kept_text=_kept_text(family, options))
     return changes, {"patches": patches, "patches_replace": replaced, OVERRIDE: unknown}
@@ -97,7 +95,7 @@ def _skipped(
     for name, functions in replaced.items():
         for block, around in functions.items():
             # Residuals of controls are computed in this process. What is around the block inside of them is looked at.
-            function = around if family.blocks.controlled_sequence is None else below_controls(around)
+            function = below_controls(around) if family.blocks.controlled else around
             if function is None:
                 continue
             if name == BLOCKS and native is not None and is_known(SKIP, function):

@@ -300,7 +300,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             band = None
         attention = self.setup.attention
         preferred = preferred_attention(self.checkpoint, attention, options) if HEEDS_FILES else ""
-        changes, patches = block_changes(family, config, options, len(latents[0]), attention, inputs, preferred)
+        changes, patches = block_changes(family, config, options, len(latents[0]), attention, preferred)
         unknown = [name for name in inputs if name not in family.inputs.accepts]
         refuse_what_does_not_reach_the_ranks(options | patches, unknown, family)
         check_latents(family, config, latents)

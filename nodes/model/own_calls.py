@@ -144,7 +144,7 @@ def sparse_attention(
 ) -> SparseAttention | None:
     """Model Sparse Attention's settings of a call whose blocks are proven. None: it attends in full. `native`: the class."""
     family, of_block = checkpoint.family, sparse_blocks(options.get(REPLACED) or {})
-    found = settings_of(options.get(OVERRIDE), of_block, family, checkpoint.config, options, {})
+    found = settings_of(options.get(OVERRIDE), of_block, family, checkpoint.config, options)
     if found is None:
         return None
     segments, grid = segments_of(family.native_classes[0], latents, arguments, native)

@@ -26,8 +26,6 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     for widget, value in alone.items() if own.unet else ():
         if value > 1:
             raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
-    if degrees.gathers:
-        raise ValueError(f"ulysses_exchange: {runs}. Set it to 'all-to-all'.")
     if compiled and own.unet:
         raise ValueError(f"compile: {runs}. Switch it off.")
 

@@ -20,8 +20,6 @@ from parallel_backend.checkpoints.original import OriginalTensors
 from parallel_backend.client.call import Residuals
 from parallel_backend.families import Family
 from parallel_backend.families.base.patching import Latents
-from parallel_backend.families.base.segments import CallTokens
-from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.residuals import AROUND, BLOCKS, REPLACED
 
@@ -59,7 +57,7 @@ Controls = Mapping[tuple[str, int], list[Any]]
 def sequence_controls(family: Family, options: Mapping[str, Any]) -> Controls:
     """Those in a call's transformer_options. Empty for families that take none."""
     kinds = family.blocks.native or {}
-    if family.blocks.controlled_sequence is None and not isinstance(family, OwnClassFamily):
+    if not family.blocks.controlled and not isinstance(family, OwnClassFamily):
         return {}
     found = {
         block[:2]: controls_around(function)
@@ -92,7 +90,7 @@ class SequenceControl:
         if not added:
             return {}
         [blocks] = (self._checkpoint.family.blocks.native or {}).values()
-        places = self._places(call.latents, call.others, tensors)
+        places = self._places(call.latents, tensors)
         for block, residual in added.items():
             assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
             added[block] = residual[:, places]
@@ -147,26 +145,13 @@ class SequenceControl:
         forward(layers, x, call.timestep, transformer_options=inside, **call.others)
         return added
 
-    def _places(self, latents: Latents, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[n + t + r]: for each token in the order of Residuals, its place in the native model's sequence."""
+    def _places(self, latents: Latents, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[n + t]: for each token in the order of Residuals, its place in the native model's sequence, [text, picture]."""
         family, patching = self._checkpoint.family, self._checkpoint.family.patching
-        shapes = [tuple(latent.shape) for latent in latents]
-        grid, companion = patching.grid(shapes[0]), patching.companion_tokens(shapes)
-        picture, text = torch.Size(grid).numel(), family.text_tokens(grid, companion, tensors)
-        references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
-        sequence = family.blocks.controlled_sequence
-        assert sequence is not None
-        runs = family.inputs.reference_runs(arguments)
-        segments = sequence(CallTokens(text, companion, picture, runs, references))
-        assert segments is not None
-        places, start = torch.empty(picture + text + references, dtype=torch.long), 0
-        for segment in segments:
-            numbers = torch.arange(segment.tokens.start, segment.tokens.stop)
-            numbers = torch.where(numbers < picture, numbers, numbers + text) if segment.of_image else numbers + picture
-            places[numbers] = torch.arange(start, start + len(numbers))
-            start += len(numbers)
-        order = patching.order(grid)
-        return places if order is None else torch.cat((places[:picture][order], places[picture:]))
+        grid = patching.grid(tuple(latents[0].shape))
+        picture, text = torch.Size(grid).numel(), family.text_tokens(grid, 0, tensors)
+        of_picture, order = torch.arange(text, text + picture), patching.order(grid)
+        return torch.cat((of_picture if order is None else of_picture[order], torch.arange(text)))
 
     def _make(self) -> torch.nn.Module:
         """ComfyUI's class, with blocks that have no weights."""

@@ -43,12 +43,11 @@ def settings_of(
     family: Family,
     config: Config,
     options: Mapping[str, Any],
-    arguments: Mapping[str, Any],
 ) -> SparseAttention | None:
     """The settings of a model call. None: it attends in full, as outside of the node's start_percent and end_percent.
 
     `override`: of attention, by whatever node. `of_block`: the node's patch of a block, if blocks have one. `options`: the
-    call's transformer_options. `arguments`: further ones of the call.
+    call's transformer_options.
     """
     # The override of the newest such node is on top, and decides.
     function = override if is_sparse(override) else of_block
@@ -70,5 +69,4 @@ def settings_of(
         full=tuple(sorted(full)),
         sinks="" if patch.sink_conditioning == OFF else patch.sink_conditioning,
         cubes=patch.vsa,
-        references=family.inputs.reference_runs(arguments),
     )

@@ -132,7 +132,6 @@ class Checkpoint:
             blocks=self.family.blocks.total(config),
             key_heads=sizes.head_units(config) or None,
             tensor_degrees=self.tensor_degrees,
-            can_gather=self.family.blocks.can_gather,
             file=short(self.path.name),
         )
 

@@ -16,9 +16,9 @@ from parallel_backend.processes.pool import again
 
 Residuals = dict[str, torch.Tensor]
 """What a control adds: block "<list>.<index>" -> [B, n, hidden] for the call's n picture tokens. Several blocks may have the
-same tensor. Of families with Blocks.controlled_sequence they are [B, n + t + r, hidden]: behind the picture's tokens come
-those of the text stream and of the references, and the call is for the whole latent. Of a class's own tokens: see
-own_class.residuals.AROUND, by whose names they are."""
+same tensor. Of families with Blocks.controlled they are [B, n + t, hidden]: behind the picture's tokens come those of the
+text stream, and the call is for the whole latent. Of a class's own tokens: see own_class.residuals.AROUND, by whose names
+they are."""
 
 
 def different(residuals: Residuals) -> int:

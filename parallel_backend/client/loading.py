@@ -10,7 +10,7 @@ from parallel_backend.checkpoints.scale_values import check_scales
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.setup import Setup
-from parallel_backend.core.validate import check_devices, check_exchange
+from parallel_backend.core.validate import check_devices
 from parallel_backend.placement.balance import Balance, even_stages
 from parallel_backend.placement.memory_check import MemoryCheck, devices_for
 from parallel_backend.placement.memory_model import Request
@@ -60,7 +60,6 @@ def load_model(
     degrees, family = setup.degrees, checkpoint.family
     check_devices(degrees, pool.devices)
     checkpoint.check_degrees(degrees)
-    check_exchange(degrees, setup.transfer_dtype, setup.compile)
     check_scales(checkpoint)
     ranks, lock = ModelRanks(pool, keep_others), threading.RLock()
     if not pool.ready.done():

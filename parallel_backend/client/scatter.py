@@ -6,7 +6,6 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.families.own_class.residuals import AROUND
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire import messages as m
@@ -70,7 +69,7 @@ class Scatter:
                     residuals={block: numbers[id(tensor)] for block, tensor in blocks.items()},
                     added=tuple(placed[id(tensor), rows_for(index, tensor)] for tensor in added[stage]),
                     x=x,
-                    controlled=bool(call.residuals) and self._family.blocks.controlled_sequence is not None,
+                    controlled=bool(call.residuals) and self._family.blocks.controlled,
                 )
                 messages += [(rank, message) for rank in self._degrees.ranks(replica, stage, index)]
         with self._ranks.pool.together():
@@ -87,13 +86,11 @@ class Scatter:
 
     def _rows_of_residuals(self, call: PostedCall, images: list[Span]) -> list[tuple[Span, ...]]:
         """By sequence rank, the rows of a residual that it needs. `images`: the rank's picture tokens."""
-        if self._family.blocks.controlled_sequence is None or not call.residuals:
+        if not self._family.blocks.controlled or not call.residuals:
             return [(part,) for part in images]
         picture, text = call.conditioning.token_order.image, call.conditioning.text_tokens
         assert call.with_text and call.tokens == call.conditioning.token_order.span
-        references = Span(0, call.conditioning.token_order.references).shift(picture + text)
-        texts = self.cut.text(text)
-        return [(part, words.shift(picture), references) for part, words in zip(images, texts, strict=True)]
+        return [(part, words.shift(picture)) for part, words in zip(images, self.cut.text(text), strict=True)]
 
     def conditioning(self, conditioning: Conditioning) -> None:
         """Send a conditioning: text tokens to the first stage, vectors that modulate blocks to all stages."""
@@ -107,7 +104,7 @@ class Scatter:
                         everywhere = family.inputs.is_everywhere(name)
                         if stage > 0 and not everywhere:
                             continue
-                        whole = everywhere or name == REFERENCES or family.whole_text
+                        whole = everywhere or family.whole_text
                         tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text_spans[index].slice]
                     message = m.PutConditioning(
                         conditioning.id,

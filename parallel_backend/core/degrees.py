@@ -22,10 +22,6 @@ WIDGETS = {
 PATCH_MODES = ("none", "displaced", "naive")
 """Keys of other patches that attention uses. naive: none. displaced: the last step's (DistriFusion, arXiv 2402.19481)."""
 
-EXCHANGES = ("all-to-all", "all-gather")
-"""What Ulysses ranks send before attention. all-to-all: queries, keys and values of the other ranks' heads. all-gather: the
-hidden states, from which each rank makes the queries, keys and values of its own heads."""
-
 TRANSFER_DTYPES = ("full", "int8", "fp8", "residual")
 """Encoding of transfers. full: the compute dtype. int8, fp8: one byte a value under Ulysses (transfer_codec.py). residual:
 displaced patches send the change since the last call (change_codec.py), and Ulysses int8."""
@@ -47,7 +43,6 @@ class Degrees:
     ulysses: int = 1
     tensor: int = 1
     patch_mode: str = "none"
-    exchange: str = "all-to-all"
 
     def __post_init__(self):
         for axis in AXES:
@@ -56,13 +51,6 @@ class Degrees:
                 raise ValueError(f"{WIDGETS[axis]} is {degree}; the smallest degree is 1.")
         if self.patch_mode not in PATCH_MODES:
             raise ValueError(f"patch_mode is '{self.patch_mode}'; it is one of {', '.join(PATCH_MODES)}.")
-        if self.exchange not in EXCHANGES:
-            raise ValueError(f"ulysses_exchange is '{self.exchange}'; it is one of {', '.join(EXCHANGES)}.")
-        if self.gathers and self.tensor > 1:
-            raise ValueError(
-                f"ulysses_exchange is 'all-gather' and tensor_parallel_degree is {self.tensor}: both cut the layers that "
-                "make queries and keys. Set ulysses_exchange to 'all-to-all', or tensor_parallel_degree to 1."
-            )
         if self.patch > 1 and self.patch_mode == "none":
             raise ValueError(
                 f"patch_degree is {self.patch}, but patch_mode is 'none'. Set patch_mode to 'displaced', or patch_degree "
@@ -88,11 +76,6 @@ class Degrees:
         return math.prod(getattr(self, axis) for axis in SEQUENCE_AXES)
 
     @property
-    def gathers(self) -> bool:
-        """Ulysses ranks exchange hidden states, and have the layers of their own heads' queries, keys and values only."""
-        return self.ulysses > 1 and self.exchange == "all-gather"
-
-    @property
     def displaced(self) -> bool:
         return self.patch > 1 and self.patch_mode == "displaced"
 
@@ -113,13 +96,9 @@ class Degrees:
         return range(first, first + self.tensor)
 
     def same_weights(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same weights as `rank`, itself included: those with its stage and tensor index, and its
-        Ulysses index where that decides which heads' layers it has."""
-
-        def part(at: Coordinate) -> tuple[int, ...]:
-            return at.pipe, at.tensor, at.ulysses if self.gathers else 0
-
-        parts = [part(self.coordinate(other)) for other in range(self.world)]
+        """Ranks that hold the same weights as `rank`, itself included: those with its stage and tensor index."""
+        places = map(self.coordinate, range(self.world))
+        parts = [(at.pipe, at.tensor) for at in places]
         return tuple(other for other, its in enumerate(parts) if its == parts[rank])
 
     def sequence_index(self, at: "Coordinate") -> int:
@@ -131,7 +110,7 @@ class Degrees:
 
     def __str__(self) -> str:
         named = [f"{WIDGETS[axis]} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return (" x ".join(named) or "one rank") + (" by all-gather" if self.gathers else "")
+        return " x ".join(named) or "one rank"
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ HEAD_SIZE = 128
 """Channels of a head in comfy-kitchen's kernels."""
 KEYS, KEYS_AND_ROWS = "exact_kv", "exact_kv_and_rows"
 """Values of `sinks`."""
-
-
+VIDEO, SOUND, REST = "video", "sound", "rest"
+"""Kinds of segments: the latent's own video, its own sound, and everything else."""
 Runs = tuple[tuple[int, str], ...]
-"""(tokens, kind of families.base.segments) of each segment of a sequence, in order."""
+"""(tokens, kind) of each segment of a sequence, in order: tokens in a row, all of one picture, video, sound or text."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,11 @@ class SparseAttention:
     """Blocks "<list>.<index>" that attend in full."""
     sinks: str = ""
     """KEYS: all queries see the tokens in front of the video exactly. KEYS_AND_ROWS: those of the video's own sound also see
-    all keys. Empty: neither. Families whose sequence has no such tokens ignore it."""
+    all keys. Empty: neither."""
     cubes: bool = False
     """Blocks are cubes of the video (VSA)."""
-    references: tuple[tuple[int, int], ...] = ()
-    """(first, end) among the call's reference tokens, for each run of one picture, video or sound, in ComfyUI's order. Empty
-    for families whose references are all behind the image."""
-
     segments: Runs = ()
-    """Of the joint sequence of ComfyUI's own class. Empty: of a family's, or nobody knows them."""
+    """Of the joint sequence of ComfyUI's own class. Empty: nobody knows them."""
     grid: tuple[int, ...] = ()
     """With `segments`: the video's tokens by axis."""
 

@@ -84,12 +84,3 @@ class TokenOrder:
     def picture_rows(self, span: Span) -> torch.Tensor:
         """[m]: indices in `span`, from its start, of the picture tokens."""
         return (self.places(span) < self.image).nonzero()[:, 0]
-
-    def reference_rows(self, span: Span) -> torch.Tensor:
-        """[n - m]: indices in `span`, from its start, of the reference tokens."""
-        return (self.places(span) >= self.image).nonzero()[:, 0]
-
-    def reference_numbers(self, span: Span) -> torch.Tensor:
-        """The reference tokens in `span`, each by its index among all reference tokens: [reference tokens of the span]."""
-        places = self.places(span)
-        return places[places >= self.image] - self.image

@@ -79,13 +79,12 @@ def check_model(
     blocks: int,
     key_heads: int | None = None,
     tensor_degrees: Collection[int] | None = None,
-    can_gather: bool = False,
     file: str = "this file",
 ) -> None:
     """Raise ValueError, naming the widget, if a model with so many attention heads and blocks cannot be cut by `degrees`.
 
     `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all.
-    `can_gather`: Ulysses ranks can gather this model's hidden states. `file`: the model's, for errors that lie in it.
+    `file`: the model's, for errors that lie in it.
     """
     if degrees.pipe > max(blocks, 1):
         raise ValueError(
@@ -104,14 +103,6 @@ def check_model(
             f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of {file} inside of groups of values that "
             f"are quantised together. Use tensor_parallel_degree {smaller}, and other degrees for the other GPUs."
         )
-    if degrees.gathers and not can_gather:
-        raise ValueError("ulysses_exchange is 'all-gather', which this kind of model does not have yet. Use 'all-to-all'.")
-    if degrees.gathers and degrees.ulysses > whole:
-        raise ValueError(
-            f"ulysses_exchange is 'all-gather' and ulysses_degree is {degrees.ulysses}, but this model has {whole} groups "
-            "of attention heads that share keys: each GPU needs at least one. Use 'all-to-all', or ulysses_degree <= "
-            f"{whole}."
-        )
     fewest = whole // degrees.tensor * (heads // whole)  # query heads of a rank on the tensor axis
     if degrees.ulysses > fewest:
         raise ValueError(
@@ -120,27 +111,6 @@ def check_model(
             + f": each GPU needs at least one. Use ulysses_degree <= {fewest}; ring_degree has no such "
             "limit."
         )
-
-
-def against_gathering(transfer_dtype: str, compiled: bool) -> str:
-    """Why Ulysses ranks cannot gather hidden states with these settings, for the user. Empty: they can."""
-    if transfer_dtype != "full":
-        return (
-            f"transfer_dtype is '{transfer_dtype}' and ulysses_exchange is 'all-gather', which sends full values only. Set "
-            "transfer_dtype to 'full', or ulysses_exchange to 'all-to-all'."
-        )
-    if compiled:
-        return (
-            "compile is on and ulysses_exchange is 'all-gather': a compiled block cannot wait for hidden states in front of "
-            "its attention. Turn compile off, or set ulysses_exchange to 'all-to-all'."
-        )
-    return ""
-
-
-def check_exchange(degrees: Degrees, transfer_dtype: str, compiled: bool) -> None:
-    """Raise ValueError if Ulysses ranks are to gather hidden states, and cannot with these settings."""
-    if degrees.gathers and (reason := against_gathering(transfer_dtype, compiled)):
-        raise ValueError(reason)
 
 
 def check_attention(attention: str, devices: Sequence[str], dtype: str) -> None:

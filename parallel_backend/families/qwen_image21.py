@@ -16,7 +16,6 @@ from .base.blocks import CAUSAL_TEXT, BlockList, Blocks
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
-from .base.segments import text_then_image
 from .base.step_inputs import TEXT_ENDS, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, hidden, text
@@ -170,7 +169,7 @@ QWEN_IMAGE_21 = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("img_in", "txt_in"),
         epilogue=("norm_out", "proj_out"),
-        controlled_sequence=text_then_image,
+        controlled=True,
         native={"single_block": BLOCKS},
         native_patches=("attn1_patch", "post_input", "single_block"),
     ),

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .base.blocks import Blocks, Projections
+from .base.blocks import Blocks
 from .base.family import Family, Forward, Inputs, Sizes, cached
 from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
@@ -123,7 +123,6 @@ WAN_ANIMATE = Family(
             block_list(
                 "blocks",
                 cuts=wan.CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)},
-                projections=Projections(rotary_argument="rotary_emb"),
             ),
         ),
         counts=lambda config: {"blocks": config["num_layers"]},

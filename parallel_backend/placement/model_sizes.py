@@ -14,7 +14,7 @@ from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split, split_units
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import Over
-from parallel_backend.families.base.tensor_plan import cut_of, cut_outside, gathered_plan
+from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
 
 from .traced_states import TRACED, TracedStates
 
@@ -53,8 +53,6 @@ class ModelSizes:
     """What a run takes, for models that were traced with real sizes."""
     lists: tuple[int, ...] = ()
     """For each block, the number of its block list. Empty: all are of one."""
-    gathered: tuple[int, ...] = ()
-    """Of `block_bytes`, the layers that Ulysses ranks share where they gather hidden states. Empty: they cannot."""
     whole_states: int = 0
     """See families.base.blocks.Blocks."""
     measured: float = 1.0
@@ -79,7 +77,6 @@ class ModelSizes:
             blocks=len(self.block_bytes),
             key_heads=self.head_units or None,
             tensor_degrees=self.tensor_degrees,
-            can_gather=bool(self.gathered),
         )
 
     def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
@@ -146,7 +143,6 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
         traced=TRACED.get((family.name, hidden)) or TRACED.get((family.model_class, hidden)),
         lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
-        gathered=_gathered_bytes(checkpoint, lists, dtype),
         whole_states=family.blocks.whole_states,
         head_units=family.sizes.head_units(config),
     )
@@ -163,14 +159,6 @@ def block_lists(checkpoint: Checkpoint) -> list[str]:
     """The name of each block's list."""
     counts = checkpoint.family.blocks.counts(checkpoint.config)
     return [name for name, count in counts.items() for _ in range(count)]
-
-
-def _gathered_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str) -> tuple[int, ...]:
-    """ModelSizes.gathered."""
-    if not checkpoint.family.blocks.can_gather:
-        return ()
-    plan = gathered_plan(checkpoint.family.tensor_plan, checkpoint.family.blocks.lists)
-    return tuple(block_bytes(checkpoint, lists, dtype, 1, lambda target: cut_of(plan, target) is not None))
 
 
 def block_bytes(
@@ -218,10 +206,7 @@ def ends_bytes(
 
 def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
     """Bytes of each block's weights on one of the ranks that have it."""
-    if not degrees.gathers:
-        return tuple(size // degrees.tensor for size in sizes.block_bytes)
-    parts = zip(sizes.block_bytes, sizes.gathered, strict=True)
-    return tuple(size - part + math.ceil(part / degrees.ulysses) for size, part in parts)
+    return tuple(size // degrees.tensor for size in sizes.block_bytes)
 
 
 def rank_weights(sizes: ModelSizes, degrees: Degrees, span: Span) -> RankWeights:

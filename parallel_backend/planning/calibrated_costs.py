@@ -192,10 +192,7 @@ class CalibratedCosts:
         repeated = self._keys(mode, block, replace(sizes, sharing=1), Degrees(tensor=degrees.tensor), kind, entries)
         packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
         results = repeated / 2 * packed / degrees.sequence * (count - 1) / count
-        if not degrees.gathers:
-            return 3 * results, results
-        states = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
-        return states * (count - 1) * len(self._layers(block)), results
+        return 3 * results, results
 
     def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
         """Bytes of the keys and values of all tokens that a micro-step computes for a block, on the rank with most heads."""

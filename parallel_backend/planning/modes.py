@@ -1,7 +1,6 @@
 """Modes: the degrees and bands in which a number of devices can run a workload."""
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from parallel_backend.core.degrees import WIDGETS, Degrees
@@ -46,7 +45,7 @@ class Mode:
 def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, str]]:
     """Every mode that uses all of `world` devices, more than one; and other degrees with the reason against them."""
     modes, refused = [], {}
-    for degrees in _with_exchanges(workload, all_degrees(world)):
+    for degrees in all_degrees(world):
         try:
             workload.sizes.check(degrees)
         except ValueError as reason:
@@ -67,11 +66,3 @@ def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, 
             refused[degrees] = f"the picture has {workload.image} tokens, too few to be cut so."
         modes += [Mode(degrees, bands) for bands in fitting]
     return modes, refused
-
-
-def _with_exchanges(workload: Workload, all_of_them: Iterable[Degrees]) -> Iterator[Degrees]:
-    """The degrees, each with every way in which its Ulysses ranks can exchange tokens."""
-    for degrees in all_of_them:
-        yield degrees
-        if workload.sizes.gathered and degrees.ulysses > 1 and degrees.tensor == 1:
-            yield replace(degrees, exchange="all-gather")

@@ -79,8 +79,6 @@ def settings(mode: Mode, machine: Machine) -> str:
     devices = [machine.names[device] for device in mode.devices]
     loader = {WIDGETS[axis]: getattr(degrees, axis) for axis in ("pipe", "tensor", "batch")} | {"devices": ",".join(devices)}
     config = {WIDGETS[axis]: getattr(degrees, axis) for axis in ("ulysses", "ring")}
-    if degrees.gathers:
-        config |= {"ulysses_exchange": degrees.exchange}
     if degrees.patch > 1:
         config |= {"patch_mode": degrees.patch_mode, "patch_degree": degrees.patch}
     lines = [

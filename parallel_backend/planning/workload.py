@@ -7,7 +7,6 @@ from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span, split_carrying
-from parallel_backend.core.validate import against_gathering
 from parallel_backend.families.base.blocks import TEXT_VALUES, BlockList
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of
@@ -109,9 +108,8 @@ def workload_of(
     steps: int,
     prompt: int,
     transfer_dtype: str = "full",
-    compiled: bool = False,
 ) -> Workload:
-    """`shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`, `compiled`: see core.setup.Setup.
+    """`shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see core.setup.Setup.
 
     ValueError if the latent has no frames, where the model is one for video.
     """
@@ -128,8 +126,6 @@ def workload_of(
     lists = {spec.name: spec for spec in family.blocks.lists}
     request = expected_request(checkpoint, shape, entries, prompt)
     sizes = replace(model_sizes(checkpoint, dtype, device), transfer_dtype=transfer_dtype)
-    if against_gathering(transfer_dtype, compiled):
-        sizes = replace(sizes, gathered=())
     return Workload(
         name=checkpoint.path.name,
         kind=family.title,

@@ -11,13 +11,13 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import Family
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY, TEXT_ENDS
+from parallel_backend.families.base.step_inputs import ROPE, ROPE_FREQUENCY, TEXT_ENDS
 from parallel_backend.wire.sampling import PutConditioning, Step
 
 from .attention.prefix_keys import PrefixKeys
 from .attention.text_runs import TextRun, text_runs
 
-KEPT_EXACT = (REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY)
+KEPT_EXACT = (ROPE, ROPE_FREQUENCY)
 """Conditioning tensors that keep their dtype: bf16, for one, has not all positions above 256."""
 
 

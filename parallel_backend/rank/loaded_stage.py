@@ -14,13 +14,10 @@ from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
-from parallel_backend.core.spans import Span, split
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.families.base.tensor_plan import gathered_plan
 from parallel_backend.families.own_class.adapters import gate_of
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
-from parallel_backend.rank.attention.gathered_heads import install_gathered_heads
 from parallel_backend.rank.attention.install import install_parallel_attention
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
 from parallel_backend.rank.comm.peers import Peers
@@ -95,10 +92,7 @@ class LoadedStage:
         self.own_link = None if setup.own_class is None else OwnLink(self.link, self.receives_early)
         """Of a class that no family knows."""
         heads = family.sizes.heads(config)
-        cuts, axis = family.tensor_plan, self.tensor
-        if degrees.gathers:
-            cuts, axis = gathered_plan(family.tensor_plan, family.blocks.lists), axes["ulysses"]
-        plan = TensorPlan(cuts, heads, family.sizes.head_size(config), axis, cuts_outside=not degrees.gathers)
+        plan = TensorPlan(family.tensor_plan, heads, family.sizes.head_size(config), self.tensor)
         span = load.stage_blocks[self.pipe.index]
         host = HostStore(rank, device, degrees, checkpoint, peers)
         resident = load.resident[rank] if load.resident else None
@@ -118,22 +112,13 @@ class LoadedStage:
         )
         kernel = self._choose(setup.attention)
         self._kernels = {"": kernel}
-        self.attention = AttentionContext(
-            degrees,
-            axes,
-            kernel,
-            self.traffic,
-            setup.transfer_dtype,
-            tuple(split(Span(0, heads), degrees.ulysses)) if degrees.gathers else (),
-        )
+        self.attention = AttentionContext(degrees, axes, kernel, self.traffic, setup.transfer_dtype)
         if setup.own_class is not None:
             is_cut = degrees.sequence > 1 or setup.own_class.latent is not None
             gate = "" if setup.compile else gate_of(setup.own_class.kind)
             attend_over_ranks(self.model, self.attention, self.cut if is_cut else None, list(stage.blocks), gate)
-        install_parallel_attention(stage.attention, self.attention, gates=not setup.compile)
-        if degrees.gathers:
-            install_gathered_heads(stage.attention, self.attention, family.blocks.text_first)
-        elif not setup.compile:  # a compiled block cannot call a layer earlier than its code does
+        install_parallel_attention(stage.attention, self.attention)
+        if not setup.compile:  # a compiled block cannot call a layer earlier than its code does
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
         self.skippable: SkippableBlocks | StageBlocks
@@ -165,8 +150,6 @@ class LoadedStage:
         degrees = self._degrees
         if degrees.ring > 1 or degrees.patch > 1:
             return "whole sequences: a ring_degree and a patch_degree of 1"
-        if settings.cubes and degrees.gathers:
-            return "hidden states of the rank's own tokens: ulysses_exchange all-to-all"
         if settings.cubes and self.compiler is not None:
             return "blocks that are not compiled"
         return ""

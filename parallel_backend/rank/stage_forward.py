@@ -10,8 +10,7 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import PAIRED
-from parallel_backend.families.base.segments import CallTokens
-from parallel_backend.families.base.step_inputs import REFERENCES, TEXT_ENDS, Rows, StepInputs, kept_on
+from parallel_backend.families.base.step_inputs import TEXT_ENDS, Rows, StepInputs
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.prefix_keys import PrefixKeys
@@ -95,15 +94,18 @@ class StageForward:
             frames=self._frames(conditioning),
             windows=self._windows(conditioning),
             guidance=conditioning.changes.guidance,
-            sparse=self._sparse(state, text, image),
+            sparse=self._sparse(state),
         )
-        rows = self._rows(conditioning, image_span, text_span)
-        residuals = self._residuals(step, conditioning, image_span, len(text_span))
+        rows = self._rows(conditioning, image_span)
+        residuals = self._residuals(step, len(text_span))
         if stage.own_link is not None:
             stage.own_link.begin_forward(inputs.received)
         stage.stage_io.begin_step(next(iter(inputs.received), None), len(text_span), rows, residuals)
         tensors = self._tensors(step, conditioning)
-        x, companion = self._latents(inputs.x, tensors, conditioning, image_span)
+        x = inputs.x
+        companion = None
+        if x is not None:
+            x, companion = x.tensor_split((len(token_order.images(image_span)),), dim=1)
         step_inputs = StepInputs(
             x,
             inputs.timestep,
@@ -134,69 +136,30 @@ class StageForward:
         cut = self._stage.cut
         return cut.text(conditioning.text_tokens if step.with_text else 0), cut.image(step.tokens)
 
-    def _latents(
-        self, x: torch.Tensor | None, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rank's tokens of picture and references, and those of the companion latent. See StepInputs."""
-        if x is None:
-            return None, None
-        order = conditioning.token_order
-        picture_tokens = len(order.images(image))
-        x, companion = x[:, :picture_tokens], x[:, picture_tokens:]
-        if self._family.forward.whole_latent or REFERENCES not in tensors:
-            return x, companion
-        dtype = torch.promote_types(x.dtype, tensors[REFERENCES].dtype)  # some families keep references exact
-        out = x.new_empty(len(x), len(image), x.shape[-1], dtype=dtype)
-        out[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = x.to(dtype)
-        rows = self._of_tokens(conditioning, image, "reference rows", order.reference_rows)
-        numbers = self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)
-        out[:, rows] = tensors[REFERENCES][:, numbers].to(dtype)
-        return out, companion
-
-    def _of_tokens(
-        self, conditioning: RankConditioning, image: Span, name: str, make: Callable[[Span], torch.Tensor]
-    ) -> torch.Tensor:
-        """As StepInputs.of_tokens, before a StepInputs has been made."""
-        return kept_on(self._stage.device, conditioning.kept[image], name, lambda: make(image))
-
-    def _residuals(self, step: Step, conditioning: RankConditioning, image: Span, text_tokens: int) -> dict[str, Residual]:
-        """By block, what is added to its output for the rank's tokens. Zero for references, unless it is controlled.
-
-        A class that adds them itself has no rows for references."""
+    def _residuals(self, step: Step, text_tokens: int) -> dict[str, Residual]:
+        """By block, what is added to its output for the rank's tokens."""
         if not step.residuals:
             return {}
-        order = conditioning.token_order
         # Always copies: the client reuses the shared memory once it has the micro-step's outputs, and other tensor ranks may
         # then still compute.
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]
         residuals: list[Residual] = []
         for tensor in added:
-            of_image, text, references = tensor, None, None
-            if step.controlled:
-                picture = tensor.shape[1] - text_tokens - order.references
-                of_image, text, references = tensor.split((picture, text_tokens, order.references), dim=1)
-            if order.references and not self._family.blocks.adds_residuals:
-                of_picture = of_image
-                of_image = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
-                of_image[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = of_picture
-                if references is not None:
-                    rows = self._of_tokens(conditioning, image, "reference rows", order.reference_rows)
-                    numbers = self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)
-                    of_image[:, rows] = references[:, numbers]
-            residuals.append(Residual(of_image, text))
+            parts = tensor.tensor_split((tensor.shape[1] - text_tokens,), dim=1) if step.controlled else (tensor,)
+            residuals.append(Residual(*parts))
         return {block: residuals[index] for block, index in step.residuals.items()}
 
-    def _rows(self, conditioning: RankConditioning, image: Span, text: Span) -> Rows | None:
+    def _rows(self, conditioning: RankConditioning, image: Span) -> Rows | None:
         """The rank's rows of whole tensors, for block slots. None for models that take packed tokens."""
         if not self._family.forward.whole_latent:
             return None
         order, kept = conditioning.token_order, conditioning.kept[image]
         if "rows" not in kept:
             # A slice is a view and an index tensor a copy, so a slice where the class has the tokens in the same order.
-            same = not order.references and class_order(conditioning.grid, order.along) is None
+            same = class_order(conditioning.grid, order.along) is None
             places = None if same else order.places_in_class(conditioning.grid, order.span)[image.slice]
             kept["rows"] = image.slice if places is None else to_device(places, self._stage.device)
-        return Rows(kept["rows"], order.tokens, text, self._family.blocks.text_first)
+        return Rows(kept["rows"], order.tokens)
 
     def _frames(self, conditioning: RankConditioning) -> TokenGroups | None:
         """Frames of the video's tokens, for layers that attend by frame."""
@@ -220,8 +183,8 @@ class StageForward:
             kept[name] = make()[order.places_in_class(conditioning.grid, order.span)]
         return TokenGroups(name, kept[name], self._stage.device, kept)
 
-    def _sparse(self, state: MicroStepState, text: tuple[Span, ...], image: tuple[Span, ...]) -> SparseStep | None:
-        """Block-sparse attention of the micro-step. None: it attends in full. `text`, `image`: see AttentionStep."""
+    def _sparse(self, state: MicroStepState) -> SparseStep | None:
+        """Block-sparse attention of the micro-step. None: it attends in full."""
         conditioning, stage = state.conditioning, self._stage
         settings = conditioning.changes.sparse
         if settings is None:
@@ -233,28 +196,12 @@ class StageForward:
         if state.buffer is not None or not conditioning.is_whole(state.step):
             stage.attention.sparse_calls.lacked.add("whole sequences, and bands have a part of the queries")
             return None
-        order = conditioning.token_order
-        kept = conditioning.kept[order.span]
-        if stage.own_link is not None and "sparse" not in kept:  # its blocks tell how its tokens lie
-            kept["sparse"] = SparseStep(settings, None, (), settings.grid, stage.device)
+        if stage.own_link is None:
+            stage.attention.sparse_calls.lacked.add("a model that runs as ComfyUI's own class")
+            return None
+        kept = conditioning.kept[conditioning.token_order.span]
         if "sparse" not in kept:
-            tokens = CallTokens(
-                conditioning.text_tokens,
-                conditioning.companion_tokens,
-                order.image,
-                settings.references,
-                order.references,
-            )
-            rows = []
-            for of_text, of_image in zip(text, image, strict=True):
-                runs = [
-                    (False, torch.arange(of_text.start, of_text.stop)),
-                    (True, order.places_in_class(conditioning.grid, of_image)),
-                ]
-                rows += runs if self._family.blocks.text_first else runs[::-1]
-            order_of = self._family.blocks.segments
-            segments = None if order_of is None else order_of(tokens)
-            kept["sparse"] = SparseStep(settings, segments, rows, conditioning.grid, stage.device)
+            kept["sparse"] = SparseStep(settings, stage.device)
         return kept["sparse"]
 
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:

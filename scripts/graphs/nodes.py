@@ -42,7 +42,6 @@ def ulysses_node(degree: int) -> Node:
         "comm_overlap": True,
         "patch_warmup_steps": 1,
         "transfer_dtype": "full",
-        "ulysses_exchange": "all-to-all",
     }
     return Node("UlyssesConfig", (320, 278), widgets, (("parallel_config", "PARALLEL_CONFIG"),))
 

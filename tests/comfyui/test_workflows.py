@@ -211,7 +211,7 @@ def test_every_input_has_a_tooltip_and_later_ones_are_optional(definitions):
     assert [name for name, node in ours.items() if "multi gpu" not in node["search_aliases"]] == QUICKSTART
     later = {
         "ParallelDiTLoader": {"stage_split": "auto", "compile": False},
-        "UlyssesConfig": {"patch_warmup_steps": 1, "transfer_dtype": "full", "ulysses_exchange": "all-to-all"},
+        "UlyssesConfig": {"patch_warmup_steps": 1, "transfer_dtype": "full"},
     }
     for node, widgets in later.items():
         optional = {name: said for name, _, said, required in declared(ours[node]) if not required}

@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 
 from parallel_backend.core.spans import Span
 
-from .segments import Segments
 from .step_inputs import ArgumentCut, Config
 
 JOINT = "joint"
@@ -45,30 +44,6 @@ Windows = tuple[tuple[Span, ...], ...]
 
 
 @dataclass(frozen=True)
-class Projections:
-    """Layers by which an attention module makes queries, keys and values, for Ulysses by all-gather.
-
-    Names of layers in the module, and of arguments of its forward. Each layer is called once with its stream's input, and
-    made of rows for each head (COLUMN in the tensor plan). The processor reads how many heads there are from the layers'
-    outputs or the module's `heads`, and how many of its tokens are text from its inputs (rank/attention/gathered_heads.py).
-    """
-
-    image: tuple[str, ...] = ("to_q", "to_k", "to_v")
-    """For the image stream, or for all tokens where the module gets them as one sequence."""
-    text: tuple[str, ...] = ("add_q_proj", "add_k_proj", "add_v_proj")
-    """For a separate text stream. A module without these layers has no such stream."""
-    image_argument: str = "hidden_states"
-    text_argument: str = "encoder_hidden_states"
-    rotary_argument: str = "image_rotary_emb"
-    """A tensor [1 or b, s, ...] of the module's tokens, in the order of the joint sequence. Or a pair of such tensors: of
-    the image's tokens, and of the text's."""
-
-    def has_text(self, module: object) -> bool:
-        """Whether the attention module has a text stream of its own."""
-        return all(getattr(module, name, None) is not None for name in self.text)
-
-
-@dataclass(frozen=True)
 class BlockList:
     """One of the class's lists of blocks: the arguments of its blocks, and what they return."""
 
@@ -91,14 +66,6 @@ class BlockList:
     """VALUES and TEXT_VALUES of the modules in `attention` that are JOINT give the values that attention reads,
     with nothing applied in between: [B, n, heads x D]. Ulysses ranks compute values before queries and keys, so that their
     exchange overlaps (rank/attention/early_values.py)."""
-
-    projections: Projections | None = None
-    """Those of the modules in `attention` that are JOINT. None: Ulysses ranks cannot gather their inputs."""
-
-
-def gathers(over: str, spec: BlockList) -> bool:
-    """Whether Ulysses ranks can gather the inputs of the list's attention modules that mix `over`."""
-    return spec.projections is not None and over == JOINT
 
 
 @dataclass(frozen=True)
@@ -126,17 +93,13 @@ class Blocks:
     text_first: bool = True
     """Order of the joint sequence: [text, image], or else [image, text]."""
 
-    segments: Segments | None = None
-    """The order of the joint sequence in ComfyUI's native model, for block-sparse attention. None: attention stays in full,
-    as where the native model gives a mask, or has tokens that these are not."""
-
     windows: Callable[[tuple[int, ...]], tuple[Windows, ...]] | None = None
     """Tokens of the video by axis -> the ways to cut it into windows, in layers over WINDOWS. Block i of a list has the way
     i modulo their number."""
 
-    controlled_sequence: Segments | None = None
-    """The order of the joint sequence in ComfyUI's native model, for controls that add to all of its tokens (Fun control of
-    VACE's kind). Residuals are then of all tokens, see client.call.Residuals. None: the model has no such control."""
+    controlled: bool = False
+    """There are controls that add to all tokens of the native model's joint sequence, [text, image] (Fun control of VACE's
+    kind). Residuals are then of all tokens, see client.call.Residuals."""
 
     native: Mapping[str, str] | None = field(default_factory=dict)
     """Kind of block by which other nodes replace blocks of ComfyUI's native model ("double_block", "single_block") -> list.
@@ -173,11 +136,6 @@ class Blocks:
             indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
             by_block += [layers(f"{spec.name}.{index}", spec.attention) for index in indices]
         return tuple(by_block)
-
-    @property
-    def can_gather(self) -> bool:
-        """Ulysses ranks can gather hidden states before attention (BlockList.projections)."""
-        return any(gathers(over, spec) for spec in self.lists for over in spec.attention.values())
 
     def total(self, config: Config) -> int:
         """Number of the model's blocks."""

@@ -16,7 +16,7 @@ from parallel_backend.core.token_order import TokenOrder
 from .blocks import Blocks
 from .file_layout import FileLayout
 from .patching import Latents, Patching, latents_of
-from .step_inputs import EVERYWHERE, REFERENCES, Config, StepInputs
+from .step_inputs import EVERYWHERE, Config, StepInputs
 from .tensor_plan import LayerCuts
 
 
@@ -87,8 +87,8 @@ class Inputs:
     stage gets them. More than one only with `Forward.whole_latent`."""
 
     whole_text: bool = False
-    """The prologue mixes the text's tokens, so every rank of the first stage gets all of them at every micro-step, and
-    `Forward.prepare` makes the blocks get the rank's shard. Implied by `Forward.whole_latent`."""
+    """The prologue mixes the text's tokens, so every rank of the first stage gets all of them at every micro-step. Implied by
+    `Forward.whole_latent`."""
 
     vector_tensors: tuple[str, ...] = ()
     """Conditioning tensors that every stage gets."""
@@ -122,12 +122,8 @@ class Inputs:
         return name in self.vector_tensors and name not in self.exact and tensor.ndim == 3
 
     def references(self, call: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """Latents in a call's arguments that become reference tokens (REFERENCES)."""
+        """Latents in a call's arguments that become reference tokens."""
         return call.get("ref_latents") or ()
-
-    def reference_runs(self, call: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """SparseAttention.references. Read only of families whose `Blocks.segments` need them."""
-        return ()
 
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of the text that runs through the blocks: of all `token_tensors`."""
@@ -163,9 +159,6 @@ class Forward:
     cached_modules: Mapping[str, CacheScope] = field(default_factory=dict)
     """Submodules whose output is computed once for all micro-steps of a scope. Names: see `name_pattern`.
     tests/rank/test_module_cache.py finds modules that are missing here."""
-
-    def prepare(self, model: nn.Module, step: StepInputs) -> None:
-        """Passes to modules of the model, before the forward, values that the forward has no argument for."""
 
     def float32(self, config: Config) -> tuple[str, ...]:
         """Modules and parameters that stay float32 in every compute dtype, as in ComfyUI's class, or since the forward
@@ -233,33 +226,28 @@ class Family:
         return parameter.endswith(endings) or any(re.match(f"{name_pattern(name)}(\\.|$)", parameter) for name in names)
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
-        """Run the model's forward for one micro-step -> [b, m, c]: the rank's m image tokens without references.
+        """Run the model's forward for one micro-step -> [b, m, c]: the rank's m image tokens.
 
         On ranks without the epilogue, stand-ins for its modules end the forward early.
         """
         if self.forward.whole_latent:
             step = replace(step, x=self._whole(model, step))
-        self.forward.prepare(model, step)
         out = model(**self.forward.arguments(step, cast(Config, model.config)), return_dict=False)[0]
-        shard = step.token_order.images(step.image)
         if self.forward.whole_latent:
-            out = self.patching.cut(step.token_order.along).pack(out)[:, shard.slice]
-        elif len(shard) < len(step.image):  # reference tokens are an input only
-            out = out[:, step.of_tokens("picture rows", step.token_order.picture_rows)]
+            out = self.patching.cut(step.token_order.along).pack(out)[:, step.image.slice]
         return out
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """The whole latent [b, C, (T,) H, W], zero outside of the rank's tokens."""
-        batch, shard = len(step.timestep), step.token_order.images(step.image)
-        sizes = self.patching.whole(step.grid)
+        batch, sizes = len(step.timestep), self.patching.whole(step.grid)
         if step.x is None:
             return step.timestep.new_zeros(
                 batch, self.sizes.latent_channels(cast(Config, model.config)), *sizes, dtype=step.dtype
             )
         packed = step.x
-        if len(shard) < step.token_order.image:
+        if len(step.image) < step.token_order.image:
             packed = step.x.new_zeros(batch, step.token_order.image, step.x.shape[-1])
-            packed[:, shard.slice] = step.x
+            packed[:, step.image.slice] = step.x
         return self.patching.cut(step.token_order.along).unpack(packed, sizes)
 
     @property
@@ -292,8 +280,7 @@ class Family:
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
         """A call's tokens. `text`: see text_tokens."""
-        references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
-        return Counted(grid, text, references=references)
+        return Counted(grid, text)
 
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
         """Conditioning tensors whose text has `prompt` tokens, on the meta device: drawing values would advance the global

@@ -20,10 +20,6 @@ TEXT_ENDS = "text_ends"
 """Conditioning tensor [B, T] int64, the same for all entries: how many of the text's first tokens each text token sees, in
 layers over CAUSAL_TEXT (base/blocks.py). A family that has such layers names it in `Inputs.vector_tensors`."""
 
-REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
-"""Conditioning tensors of reference pictures: their tokens [B, R, C], packed like the latent's, and the tokens' positions
-[B, R, 3]: index, row, column."""
-
 ROPE = "rope"
 """Conditioning tensor [B, 2, 3] float32, the same for all entries: factor of the picture's positions (index or frame, row,
 column), and the shift that is then added. Absent: positions are the usual ones."""
@@ -32,7 +28,7 @@ ROPE_FREQUENCY = "rope_frequency"
 """Conditioning tensor [B, 2] float32, the same for all entries: index of a rotary frequency of the frames' axis, and its
 value in radians per frame. Absent: frequencies are the usual ones."""
 
-EVERYWHERE = (REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY)
+EVERYWHERE = (ROPE, ROPE_FREQUENCY)
 """Conditioning tensors that every stage of every family gets."""
 
 
@@ -56,7 +52,7 @@ class StepInputs:
     """The picture's tokens along its axes."""
 
     token_order: TokenOrder
-    """The order of the call's image tokens, references included."""
+    """The order of the call's image tokens."""
 
     image: Span
     """The rank's image tokens, in that order."""
@@ -84,14 +80,13 @@ class StepInputs:
         return kept_on(self.timestep.device, self.kept, name, lambda: make(self.image))
 
     def places_in_class(self, image: Span) -> torch.Tensor:
-        """[n] int64: numbers of these tokens by frames, rows, columns. Reference tokens have the next numbers."""
+        """[n] int64: numbers of these tokens by frames, rows, columns."""
         return self.token_order.places_in_class(self.grid, image)
 
     def positions(self, top: int = 0, left: int = 0, front: int = 0) -> torch.Tensor:
         """(frame, row, column) of the rank's image tokens, [n, 3] float32.
 
-        Positions of the picture are scaled and shifted by ROPE, then begin at (`front`, `top`, `left`). Reference tokens
-        have their REFERENCE_POSITIONS.
+        Positions of the picture are scaled and shifted by ROPE, then begin at (`front`, `top`, `left`).
         """
         if (top, left, front) not in self.kept:
             self.kept[top, left, front] = self._positions(top, left, front)
@@ -99,12 +94,11 @@ class StepInputs:
 
     def _positions(self, top: int, left: int, front: int) -> torch.Tensor:
         device = self.timestep.device
-        references, rope = self.tensors.get(REFERENCE_POSITIONS), self.tensors.get(ROPE)
+        rope = self.tensors.get(ROPE)
         picture = to_device(torch.cartesian_prod(*(torch.arange(float(side)) for side in (1, *self.grid)[-3:])), device)
         picture = picture if rope is None else picture * rope[0, 0] + rope[0, 1]
         picture = picture + to_device(torch.tensor((front, top, left), dtype=torch.float32), device)
-        whole = picture if references is None else torch.cat((picture, references[0].float()))
-        return whole[to_device(self.places_in_class(self.image), device)]
+        return picture[to_device(self.places_in_class(self.image), device)]
 
     def text_tensor(self, name: str, width: int) -> torch.Tensor:
         """Token tensor `name` [b, T, width], or zeros on stages that do not get it, for forwards that read its shape."""
@@ -140,30 +134,14 @@ class Rows:
     """The rank's tokens of a micro-step within whole tensors, to which block slots cut arguments down (block_slots.py)."""
 
     image: slice | torch.Tensor
-    """Index of the rank's image tokens in the class's order, in which reference tokens come last."""
+    """Index of the rank's image tokens in the class's order."""
 
     image_tokens: int
     """Tokens of the whole image."""
 
-    text: Span
-    """The rank's text tokens. Lists over the image alone have only those of the image's padding, which come first."""
-
-    text_first: bool
-    """As `Blocks.text_first`."""
-
     def of_image(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         """`value`, with all image tokens along `dim` -> the rank's."""
         return value[(slice(None),) * dim + (self.image,)]
-
-    def of_joint(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        """`value`, with the whole joint sequence along `dim` -> the rank's tokens."""
-        text_tokens = value.shape[dim] - self.image_tokens
-        text_length, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
-        first, second = value.split((text_length, image), dim)
-        text, image = (first, second) if self.text_first else (second, first)
-        words = self.text.before(text_tokens)
-        parts = (text.narrow(dim, words.start, len(words)), self.of_image(image, dim))
-        return torch.cat(parts if self.text_first else parts[::-1], dim)
 
 
 ArgumentCut = Callable[[Any, Rows], Any]

@@ -1,13 +1,11 @@
 """Tensor parallelism as data: which linear layers are cut, on which side, and at which features."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from parallel_backend.core.spans import Span, split, split_units
-
-from .blocks import BlockList, gathers
 
 
 class CutKind(Enum):
@@ -71,22 +69,6 @@ def cut_of(plan: LayerCuts, parameter: str) -> LayerCut | None:
     name, _, rest = parameter.partition(".")
     layers, layer = plan.get(name, {}), rest.partition(".")[2].rpartition(".")[0]
     return layers.get(layer) or layers.get(f"*.{layer.partition('.')[2]}")
-
-
-def gathered_plan(plan: LayerCuts, lists: Iterable[BlockList]) -> dict[str, dict[str, LayerCut]]:
-    """The layers that Ulysses ranks cut by heads where they gather hidden states (BlockList.projections), as `plan` does."""
-    cuts: dict[str, dict[str, LayerCut]] = {}
-    for spec in lists:
-        if spec.projections is None:
-            continue
-        modules = [module for module, over in spec.attention.items() if gathers(over, spec)]
-        names = {f"{module}.{layer}" for module in modules for layer in (*spec.projections.image, *spec.projections.text)}
-        cuts[spec.name] = {
-            layer: cut
-            for layer, cut in plan[spec.name].items()
-            if layer in names or (cut.kind is CutKind.NORM and layer.rpartition(".")[0] in modules)
-        }
-    return cuts
 
 
 def cut_outside(plan: LayerCuts, layer: str, shape: tuple[int, ...]) -> bool:

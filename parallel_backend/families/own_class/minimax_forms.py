@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.core.sparse_attention import Runs
-from parallel_backend.families.base.segments import REST, SOUND, VIDEO
+from parallel_backend.core.sparse_attention import REST, SOUND, VIDEO, Runs
 
 INSIDE = "parallel_dit_inside"
 """Argument of a call inside of wrappers, which is one of `_forward`."""

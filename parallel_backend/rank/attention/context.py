@@ -71,8 +71,6 @@ class AttentionStep:
     """Normalized guidance in the layers that mix text and image."""
     sparse: SparseStep | None = None
     """Block-sparse attention. None: in full."""
-    tables: dict[int, "GatheredTable"] = field(default_factory=dict)
-    """By identity of a rotary table of this rank's tokens: that of all Ulysses ranks' tokens (gathered_heads.py)."""
 
     def over(self, tokens: str) -> "AttentionStep":
         """The micro-step for layers that mix `tokens`, a value of BlockList.attention (base/blocks.py)."""
@@ -143,13 +141,11 @@ class AttentionContext:
         kernel: RankKernel,
         traffic: Traffic,
         transfer_dtype: str,
-        heads: tuple[Span, ...] = (),
     ):
-        """`transfer_dtype`: how Ulysses and displaced patches pack what they send. `heads`: those of each Ulysses rank if
-        they gather hidden states (gathered_heads.py)."""
+        """`transfer_dtype`: how Ulysses and displaced patches pack what they send."""
         self.patch, self.ring, self.ulysses, self.tensor = axes["patch"], axes["ring"], axes["ulysses"], axes["tensor"]
         self.naive = degrees.naive
-        self.kernel, self.traffic, self.heads = kernel, traffic, heads
+        self.kernel, self.traffic = kernel, traffic
         self.codec, self.changes = codec_for(transfer_dtype), changes_for(transfer_dtype)
         self.step: AttentionStep | None = None
         self.early_values: EarlyValues | None = None

@@ -4,7 +4,6 @@ Order: Ulysses' all-to-all in; keys and values of other ring and patch ranks, or
 attention kernel; Ulysses' all-to-all out. Queries and keys are normalised and have rotary embedding applied.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +16,10 @@ from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 
 from .context import AttentionContext, AttentionStep
-from .gathered_heads import in_rank_order, joint_lengths
 from .kv_buffer import Piece
 from .paired_attention import paired_attention
 from .patch_keys import exchange_patches
 from .ring import ring_attention
-from .sparse import Layout, SparseStep
 from .ulysses import groups_of, head_groups, start_heads_to_sequence, start_sequence_to_heads
 from .windowed_attention import windowed_attention
 
@@ -38,10 +35,6 @@ class ParallelAttention:
     """Tokens that the layer mixes, see `BlockList.attention`."""
     head_size: int = 0
     """Channels of one stream's head. 0 where `over` is not PAIRED."""
-    gathered: bool = False
-    """Queries, keys and values come with the tokens of all Ulysses ranks, and with this rank's heads (gathered_heads.py)."""
-    streams: bool = False
-    """Those that are gathered are of two streams: the tokens of all ranks' text lie together, and those of the image."""
     block: str = ""
     """The layer's block, "<list>.<index>"."""
 
@@ -84,23 +77,18 @@ class ParallelAttention:
     def _attend(self, step: AttentionStep, q_BQHD, k_BKHD, v_BKHD, scale) -> torch.Tensor:
         """As `attend`, without guidance."""
         context = self.context
-        if self.gathered:
-            return self._attend_gathered(step, q_BQHD, k_BKHD, v_BKHD, scale)
         if not step.runs:
             return torch.empty_like(q_BQHD)
         axis, heads = context.ulysses, q_BQHD.shape[2]
         ranks = context.ulysses_ranks(context.patch.index, context.ring.index)
         lengths = [step.lengths[rank] for rank in ranks]
-        gate_BQHD = context.take_gate(q_BQHD)
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
-            if gate_BQHD is not None:
-                attend = functools.partial(self._attend_fresh, gate_BShD=gate_BQHD)
             return attend(step, q_BQHD, k_BKHD, v_BKHD, scale, Span(0, heads))
         groups = head_groups(split(Span(0, heads), axis.size), self._groups(step, q_BQHD, heads // axis.size))
         shared = (axis, context.traffic, context.codec)
         early, context.early_values = context.early_values, None
-        sent = [q_BQHD, k_BKHD, *([v_BKHD] if early is None else []), *([] if gate_BQHD is None else [gate_BQHD])]
+        sent = [q_BQHD, k_BKHD, *([v_BKHD] if early is None else [])]
         tokens = [lengths] * len(sent)
         # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the first group in,
         # then for each group the next one in before this one's attention, and its output out behind it.
@@ -109,8 +97,6 @@ class ParallelAttention:
         out_BQHD, finishing = torch.empty_like(q_BQHD, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):
             received, span = list(ready()), group[axis.index]
-            if gate_BQHD is not None:
-                attend = functools.partial(self._attend_fresh, gate_BShD=received.pop())
             if values_BKhD is not None:  # of all groups' heads, since the early transfer is not cut into groups
                 received.append(values_BKhD[:, :, span.shift(-groups[0][axis.index].start).slice])
             if number < len(groups):
@@ -118,27 +104,6 @@ class ParallelAttention:
             q_BQhD, k_BKhD, v_BKhD = received
             out_BQhD = attend(step, q_BQhD, k_BKhD, v_BKhD, scale, span)
             finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, lengths, group, *shared))
-        for finish in finishing:
-            finish()
-        return out_BQHD
-
-    def _attend_gathered(self, step: AttentionStep, q_BShD, k_BShD, v_BShD, scale) -> torch.Tensor:
-        """As `attend`, of all Ulysses ranks' tokens and this rank's heads. Returns this rank's tokens and all heads."""
-        context, axis = self.context, self.context.ulysses
-        queries, own = joint_lengths(step, context), context.heads[axis.index]
-        if self.streams:
-            q_BShD, k_BShD, v_BShD = in_rank_order((q_BShD, k_BShD, v_BShD), step, context)
-        shape = (len(q_BShD), queries[axis.index], context.heads[-1].stop, q_BShD.shape[-1])
-        out_BQHD, finishing = q_BShD.new_empty(shape), []
-        if not step.runs:
-            return out_BQHD
-        attend = self._attend_fresh if step.buffer is None else self._attend_buffered
-        for group in head_groups(context.heads, self._groups(step, q_BShD, shape[2] // axis.size)):
-            span = group[axis.index]
-            rows = span.shift(-own.start).slice
-            out_BQhD = attend(step, q_BShD[:, :, rows], k_BShD[:, :, rows], v_BShD[:, :, rows], scale, span)
-            # Results travel while the next group computes. No other transfer is under way meanwhile.
-            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, axis, context.traffic))
         for finish in finishing:
             finish()
         return out_BQHD
@@ -198,10 +163,6 @@ class ParallelAttention:
         if self.over == CAUSAL_TEXT and ring.size == 1:
             k_BKhD, v_BKhD = self._behind_text(step, k_BKhD, v_BKhD, heads)
         if ring.size == 1:
-            if step.sparse is not None:
-                layout = self._sparse_layout(step, step.sparse, q_BQhD, k_BKhD)
-                if layout is not None:
-                    return step.sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, gate_BShD, scale)
             return context.kernel.attend(q_BQhD, k_BKhD, v_BKhD, None, scale)
         attend, held = context.kernel.attend_lse, None
         if self.over == CAUSAL_TEXT and q_BQhD.shape[1]:
@@ -210,25 +171,6 @@ class ParallelAttention:
         return ring_attention(
             q_BQhD, k_BKhD, v_BKhD, lengths, masks, attend, scale, step.overlap, ring, context.traffic, held
         )
-
-    def _sparse_layout(self, step: AttentionStep, sparse: SparseStep, q_BQhD, k_BKhD) -> Layout | None:
-        """The blocks, where ComfyUI's node would make this call of attention block-sparse. None: it attends in full.
-
-        A reason that users may want to know goes into the report.
-        """
-        calls, settings = self.context.sparse_calls, sparse.settings
-        if self.over != JOINT or self.block in settings.full:
-            return None
-        if q_BQhD.shape != k_BKhD.shape or q_BQhD.shape[1] < settings.least_tokens:
-            return None
-        if lacks := sparse.lacks(q_BQhD):
-            calls.lacked.add(lacks)
-            return None
-        if (layout := sparse.layout) is None:
-            calls.lacked.add("a family in which it has been compared with ComfyUI's model")
-            return None
-        calls.sparse += 1
-        return layout
 
     def _attend_buffered(self, step: AttentionStep, q_BQhD, k_BKhD, v_BKhD, scale, heads: Span) -> torch.Tensor:
         """Attention over the K/V buffer, after fresh keys and values are written to it. `heads`: see _attend_fresh."""

@@ -9,14 +9,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.core.sparse_attention import HEAD_SIZE, KEYS_AND_ROWS, SparseAttention
-from parallel_backend.families.base.segments import SOUND, VIDEO, Segment
+from parallel_backend.core.sparse_attention import HEAD_SIZE, KEYS_AND_ROWS, SOUND, VIDEO, SparseAttention
 
 BLOCK = 64
 """Tokens of a block of queries or keys."""
@@ -83,23 +81,9 @@ class SparseCalls:
 class SparseStep:
     """Block-sparse attention of a micro-step that computes a whole call on Ulysses ranks alone."""
 
-    def __init__(
-        self,
-        settings: SparseAttention,
-        segments: Sequence[Segment] | None,
-        rows: Sequence[tuple[bool, torch.Tensor]],
-        grid: tuple[int, ...],
-        device: torch.device,
-    ):
-        """`segments`: of the whole sequence; None: nobody knows. `rows`: for each run of rows in rank order, whether they
-        are of the image, and their numbers in that stream (Segment.tokens). `grid`: the video's tokens by axis."""
-        self.settings, self._segments, self._rows, self._grid, self._device = settings, segments, rows, grid, device
+    def __init__(self, settings: SparseAttention, device: torch.device):
+        self.settings, self._device = settings, device
         self._of_class: dict[tuple[tuple[int, ...], int], Layout | None] = {}
-
-    @cached_property
-    def layout(self) -> Layout | None:
-        """None: the order of ComfyUI's sequence is not known."""
-        return None if self._segments is None else self._layout(self._segments, self._rows)
 
     def of_class(self, streams: tuple[int, ...], place_of_rows: Places | None, tokens: int) -> Layout | None:
         """For a layer of ComfyUI's own class that mixes so many tokens, of these streams. `place_of_rows`: None if the rows
@@ -117,24 +101,8 @@ class SparseStep:
         order = torch.empty_like(place)
         order[place] = torch.arange(tokens)
         if self.settings.cubes:
-            return self._in_cubes(kinds, order.split(list(lengths)), tokens, self.settings.grid)
+            return self._in_cubes(kinds, order.split(list(lengths)), tokens)
         return self._in_order(order, *(self._sinks(kinds, lengths) if is_known else ((0, 0), (0, 0))))
-
-    def _layout(self, segments: Sequence[Segment], rows: Sequence[tuple[bool, torch.Tensor]]) -> Layout:
-        row_of = {}
-        for of_image in (False, True):
-            count = sum(len(numbers) for is_image, numbers in rows if is_image == of_image)
-            row_of[of_image] = torch.empty(count, dtype=torch.long)
-        start = 0
-        for of_image, numbers in rows:
-            row_of[of_image][numbers] = torch.arange(start, start + len(numbers))
-            start += len(numbers)
-        runs = [row_of[each.of_image][each.tokens.slice] for each in segments]
-        assert sum(map(len, runs)) == start, "segments have other tokens than ranks"
-        kinds, lengths = [each.kind for each in segments], [len(each.tokens) for each in segments]
-        if self.settings.cubes:
-            return self._in_cubes(kinds, runs, start, self._grid)
-        return self._in_order(torch.cat(runs), *self._sinks(kinds, lengths))
 
     def _in_order(self, order: torch.Tensor, keys: tuple[int, int], rows: tuple[int, int]) -> Layout:
         """`order`: [S], row of each token in the sequence's order. `keys`, `rows`: see Layout."""
@@ -155,13 +123,13 @@ class SparseStep:
             return keys, (0, 0)
         return keys, (starts.get(SOUND, 0) // BLOCK, keys[1])
 
-    def _in_cubes(self, kinds: Sequence[str], runs: Sequence[torch.Tensor], rows: int, grid: tuple[int, ...]) -> Layout:
+    def _in_cubes(self, kinds: Sequence[str], runs: Sequence[torch.Tensor], rows: int) -> Layout:
         """Every segment in front of the video in blocks of its own, then the video's cubes. Each block begins with its
         tokens, and the rest of it is empty."""
         blocks, before = [], 0
         for kind, run in zip(kinds, runs, strict=True):
             if kind == VIDEO:
-                blocks.append(_cubes(run, grid))
+                blocks.append(_cubes(run, self.settings.grid))
                 continue
             padded = run.new_full((-(-len(run) // BLOCK) * BLOCK,), -1)
             padded[: len(run)] = run

@@ -4,8 +4,9 @@ The model's loop over its blocks runs unchanged and every block keeps its index,
 modulation, a ControlNet's residuals). A stand-in before the stage's blocks returns the hidden states received, whatever its
 arguments. The first stand-in after them ends the forward with the hidden states to send.
 
-In families of `whole_latent` hidden states are the rank's tokens inside a block list, and all ranks' tokens outside. The
-first slot of a list cuts its arguments down. The last slot puts its results into whole tensors, which are zero elsewhere.
+In families of `whole_latent` the hidden states, which are the image's alone, are the rank's tokens inside a block list, and
+all ranks' tokens outside. The first slot of a list cuts its arguments down. The last slot puts its results into whole tensors,
+which are zero elsewhere.
 """
 
 import functools
@@ -51,8 +52,6 @@ class StageIO:
     """None if the forward gets the rank's tokens only."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """"<list>.<index>" of a block -> what a control adds to its output."""
-    whole_text: int = field(default=0, init=False)
-    """Text tokens of all ranks, as the list's first slot saw them."""
     _made: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
     def once(self, name: str, value: Any, make: Callable[[], Any]) -> Any:
@@ -110,26 +109,14 @@ class BlockSlot:
             if (value := values.get(name)) is not None:
                 values[name] = self.stage_io.once(name, value, functools.partial(cut, value, rows))
         if self.first:  # later slots get the hidden states that an earlier slot has cut
-            self.note_text(values, rows)
-            image = values[IMAGE]
-            values[IMAGE] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
-            if "text" in spec.returns:
-                values[TEXT] = values[TEXT][:, rows.text.slice]
+            values[IMAGE] = rows.of_image(values[IMAGE], 1)
         return values
-
-    def note_text(self, values: Mapping[str, Any], rows: Rows) -> None:
-        """Note the length of the list's whole text, for `emit`."""
-        if self.spec.joined:
-            self.stage_io.whole_text = values[IMAGE].shape[1] - rows.image_tokens
-        else:
-            self.stage_io.whole_text = values[TEXT].shape[1] if "text" in self.spec.returns else 0
 
     def streams(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Text and image among the values that `arguments` returned. A block without text has t = 0."""
         image = values[IMAGE]
         if self.spec.joined:
-            rows = self.stage_io.rows
-            t = self.stage_io.text_tokens if rows is None else len(rows.text.before(self.stage_io.whole_text))
+            t = self.stage_io.text_tokens
             n = image.shape[1] - t
             return (image[:, :t], image[:, t:]) if self.stage_io.text_first else (image[:, n:], image[:, :n])
         return values[TEXT] if "text" in self.spec.returns else image[:, :0], image
@@ -148,18 +135,14 @@ class BlockSlot:
 
     def emit(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
         """`results`, after the last slot of a list as whole tensors. `text` is None if the block returns none."""
-        rows, whole_text = self.stage_io.rows, self.stage_io.whole_text
+        rows = self.stage_io.rows
         if rows is None or not self.last:
             return self.results(text, image)
         # Zeros suffice for other ranks' tokens: behind the list the model works on each token alone, and of the output only
         # the rank's tokens are used.
         padded_image = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
         padded_image[:, rows.image] = image
-        if text is None:
-            return self.results(None, padded_image)
-        padded_text, text_rows = text.new_zeros(len(text), whole_text, text.shape[-1]), rows.text.before(whole_text)
-        padded_text[:, text_rows.slice] = text[:, : len(text_rows)]
-        return self.results(padded_text, padded_image)
+        return self.results(None, padded_image)
 
     def add_residual(self, out: Any) -> Any:
         """A block's results plus its control's residual, added behind the block as in ComfyUI's native models."""

@@ -24,7 +24,6 @@ from parallel_backend.families.own_class.idle_layers import IdleLayers
 from parallel_backend.families.own_class.stages import StageBlocks, Wanted, pass_through
 from parallel_backend.families.own_class.unproven import Unproven
 from parallel_backend.rank.attention.context import AttentionContext
-from parallel_backend.rank.attention.install import compute_gate
 from parallel_backend.rank.attention.own_class import RankTokens
 from parallel_backend.rank.attention.own_kernels import OwnKernels
 from parallel_backend.rank.comm.collectives import all_reduce
@@ -138,7 +137,18 @@ def attend_over_ranks(
     for block in blocks if gate else ():
         attention = model.get_submodule(block).get_submodule(place)
         if getattr(attention, layer, None) is not None:
-            attention.register_forward_pre_hook(functools.partial(compute_gate, context, block))
+            attention.register_forward_pre_hook(functools.partial(compute_gate, context, block, layer))
+
+
+def compute_gate(context: AttentionContext, block: str, layer: str, module: Any, inputs: tuple) -> None:
+    """Hook in front of an attention module: VSA's gate [B, s, heads x D] is made by the module's `layer` of the module's
+    input, if the step's attention is VSA (arXiv 2505.13389)."""
+    step = context.step
+    if step is None or step.sparse is None:
+        return
+    settings = step.sparse.settings
+    if settings.cubes and block not in settings.full:
+        context.gate = getattr(module, layer)(inputs[0])
 
 
 def blocks_to_compile(model: nn.Module) -> Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]:

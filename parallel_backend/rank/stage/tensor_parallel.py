@@ -30,13 +30,9 @@ class TensorPlan:
     axis: Axis
     outside: frozenset[str] = frozenset()
     """Linear layers outside of the plan's lists that are cut by GATHER, see `with_outside`."""
-    cuts_outside: bool = True
-    """False: layers outside of the plan's lists are whole."""
 
     def with_outside(self, model: nn.Module) -> "TensorPlan":
         """The plan for `model`, whose large linear layers outside of the blocks are cut too (base/tensor_plan.py)."""
-        if not self.cuts_outside:
-            return self
         layers = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
         cut = (name for name, layer in layers if cut_outside(self.plan, name, tuple(layer.weight.shape)))
         return replace(self, outside=frozenset(cut))

@@ -72,7 +72,7 @@ def main(results: Results) -> None:
         degrees, devices = key_of(model).degrees, ",".join(key_of(model).devices)
         mode = degrees.patch_mode if degrees.patch > 1 else "none"
         sequence = (degrees.ulysses, degrees.ring, mode, degrees.patch)
-        config = node("UlyssesConfig", *sequence, "auto", True, ulysses_exchange=degrees.exchange)
+        config = node("UlyssesConfig", *sequence, "auto", True)
         same = parallel(FILE, degrees.pipe, degrees.batch, devices, config, degrees.tensor, "even")
         ours = sample(wrap(model), prompts, latent, cfg=cfg)
         return difference(ours, sample(wrap(same), prompts, latent, cfg=cfg))

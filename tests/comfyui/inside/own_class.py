@@ -145,8 +145,6 @@ def of_class(results: Results, name: str, prompts: list, latent: torch.Tensor) -
 
 def refusals(results: Results) -> None:
     file = "aura.safetensors"
-    all_gather = node("UlyssesConfig", 2, 1, "none", 1, "auto", True, ulysses_exchange="all-gather")
-    results.case("all-gather", lambda: parallel(file, pipe=1, config=all_gather))
 
     def doctor() -> str:
         latent = {"samples": torch.zeros(1, 4, 16, 24)}
