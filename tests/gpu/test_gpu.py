@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
-from parallel_backend.acceptance.lifetime import SETTLED
+from parallel_backend.acceptance.checks import FAILED, NOT_LOOKED_AT, run
+from parallel_backend.acceptance.endurance import SETTLED
 from parallel_backend.acceptance.session import Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
@@ -138,7 +138,7 @@ def banded(model: RemoteTransformer, given) -> tuple[torch.Tensor, list[RunStats
     "devices", [pytest.param(*pair.values, id=pair.id, marks=[*pair.marks, *OF_PAIR[pair.id]]) for pair in PAIRS]
 )
 def test_the_self_test_passes(devices, request):
-    """Kernels, half precision, every mode, graphs, links, memory, a killed rank and a stuck GPU."""
+    """Kernels, quantised layers, half precision, every mode, links, memory and a stuck GPU."""
     quick = {"cycles": 2 * SETTLED, "hang_seconds": 2.0} if request.config.getoption("emulated_gpus") else {}
     results = run(Settings(devices, **quick))
     assert {result.name: result.why for result in results if result.status == FAILED} == {}

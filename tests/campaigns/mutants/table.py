@@ -689,7 +689,7 @@ PLANNING_MUTANTS = (
 ACCEPTANCE_MUTANTS = (
     Mutant(
         "the self-test's file says the user's name",
-        ACCEPTANCE + "document.py",
+        ACCEPTANCE + "report.py",
         '((socket.gethostname(), "HOST"), *((user, "USER") for user in _users())):',
         '((socket.gethostname(), "HOST"),):',
         ("tests/acceptance/test_self_test.py", "-k", "whose_machine"),

@@ -11,15 +11,14 @@ CHECKS = ("system", "model file")
 
 
 def main(results: Results) -> None:
-    from parallel_backend.acceptance import kit, model_file
+    from parallel_backend.acceptance import checks
     from parallel_backend.client.registry import registry
 
     kind = nodes.NODE_CLASS_MAPPINGS["ParallelSelfTest"]
 
     def look(model) -> dict:
         pool = registry().pool_for(("cpu", "cpu"), lambda: None)
-        chosen = patch.object(kit, "CHECKS", {check: kit.CHECKS[check] for check in CHECKS})
-        with chosen, patch.dict(model_file.TOKENS, {False: 64}):
+        with patch.object(checks, "CHECKS", {check: checks.CHECKS[check] for check in CHECKS}):
             done = kind().look("cpu,cpu", model)
         text, document = done["result"]
         saved = sorted((BASE / "output").glob("parallel_dit_self_test_*.json"))
