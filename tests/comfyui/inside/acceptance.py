@@ -44,7 +44,7 @@ def main(results: Results) -> None:
         text, pooled = (shape(layer)[1] for layer in ("txt_in.weight", "vector_in.in_layer.weight"))
         prompt = [[torch.randn(1, 9, text, generator=g), {"pooled_output": torch.randn(1, pooled, generator=g)}]]
         ksampler(model, (prompt, prompt), torch.zeros(1, 16, 16, 16), cfg=1.0, steps=1)
-        trace = outputs_of("ParallelTrace", 800, "of_a_class")["result"][1]
+        trace = outputs_of("ParallelTrace", "of_a_class")["result"][0]
         return look(model) | {"refusal": said, "trace": trace}
 
     results.case("own class", own_class)
