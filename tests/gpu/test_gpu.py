@@ -18,7 +18,7 @@ from parallel_backend.acceptance.checks import FAILED, NOT_LOOKED_AT, run
 from parallel_backend.acceptance.endurance import SETTLED
 from parallel_backend.acceptance.session import Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, Fp8, GgufBlocks
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
@@ -256,12 +256,20 @@ def test_streamed_weights_give_what_weights_on_the_device_give(ranks, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", GGUF_BLOCKS)
 def test_packed_blocks_expand_as_on_a_cpu(kind, dtype):
-    """8-bit floats are in the self-test."""
     value = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
     packed = torch.from_numpy(encode(value, kind))
     expected = GgufBlocks(kind).expand(packed, dtype)
     assert expected.std() > 0.01
     assert torch.equal(GgufBlocks(kind).expand(packed.to(DEVICE), dtype).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_fp8_expands_as_on_a_cpu(kind, dtype):
+    value, scale = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)), torch.linspace(0.5, 2.0, 8)[:, None]
+    packed = value.to(FP8_KINDS[kind]).view(torch.uint8)
+    expected = Fp8(kind, scale).expand(packed, dtype)
+    assert torch.equal(Fp8(kind, scale.to(DEVICE)).expand(packed.to(DEVICE), dtype).cpu(), expected)
 
 
 DEFAULT = (*("qwen-image-2.1", "wan-2.1-t2v", "minimax-h3-pruned"),)
