@@ -55,19 +55,22 @@ rounded to its scales' dtype, which is bf16 here."""
 
 def look_at_attention(session: SelfTestSession, findings: Findings) -> None:
     """On each different device, in this process."""
-    found: set[str] = set()
+    absent = {name: "not installed, or it cannot serve these devices" for name in KERNELS}
     for device in dict.fromkeys(session.settings.devices):
         for dtype, limit in LIMITS.items():
             name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             for kernel in KERNELS.values():
                 error = _worst(kernel, device, dtype)
                 if error is not None:
-                    found.add(kernel.name)
+                    absent.pop(kernel.name, None)
                     title = "attention" if kernel.name == SDPA else kernel.title
                     findings.at_most(f"{title}, {name} on {device}", error, limit if kernel.exact else QUANTISED_LIMIT)
                     session.poll()
-    if others := [kernel.title for name, kernel in KERNELS.items() if name not in found]:
-        findings.leave_out(", ".join(others), "not installed, or they cannot serve these devices")
+                elif kernel.name in absent and kernel.possible(device, dtype):
+                    reason = RankKernel(kernel, torch.device(device)).failure(HEAD_SIZES[-1], TORCH_DTYPES[dtype])
+                    absent[kernel.name] = f"its trial on {device} failed: {reason}"
+    for kernel_name, reason in absent.items():
+        findings.leave_out(KERNELS[kernel_name].title, reason)
 
 
 def heads(device: str, dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,10 +12,11 @@ import jsonschema
 import pytest
 import torch
 
-from parallel_backend.acceptance import checks, endurance, machine, modes, own_model, report, tiny_model
+from parallel_backend.acceptance import checks, endurance, kernels, machine, modes, own_model, report, tiny_model
 from parallel_backend.acceptance.__main__ import arguments, main
 from parallel_backend.acceptance.report import describe, verdict
 from parallel_backend.acceptance.session import Findings, Host, NotLookedAt, OwnModel, SelfTestSession, Settings
+from parallel_backend.core.attention_kernels import AttentionKernel
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
@@ -291,6 +292,28 @@ def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch):
     found = report.document_of(session.settings, [dataclasses.replace(result, status=checks.PASSED, why="")], 1.0)
     valid(found)
     assert str(WEIGHTS.parent) not in report.dumps(found)
+
+
+class Installed(AttentionKernel):
+    """Said to be installed; its package cannot be imported."""
+
+    def possible(self, *_where) -> bool:
+        return True
+
+
+def test_an_installed_kernel_that_fails_its_trial_is_named(monkeypatch):
+    sdpa = kernels.KERNELS["sdpa"]
+    monkeypatch.setattr(kernels, "KERNELS", {"sdpa": sdpa, "flash": Installed("flash", "flash-attn", "flash_attn")})
+    result = checks.look("kernels", SelfTestSession(CPUS))
+    assert result.status == checks.PASSED, result.why
+    assert result.left_out[0].startswith("flash-attn: its trial on cpu failed: ModuleNotFoundError")
+
+
+def test_wrong_attention_is_found(monkeypatch):
+    attend = kernels.RankKernel.attend
+    monkeypatch.setattr(kernels.RankKernel, "attend", lambda *given: attend(*given) * 1.05)
+    result = checks.look("kernels", SelfTestSession(CPUS))
+    assert result.status == checks.FAILED and "attention, float32 on cpu is 0.05, above its limit" in result.why
 
 
 @pytest.mark.parametrize("p2p", [True, False])
