@@ -10,9 +10,8 @@ import comfy.model_management
 import comfy.utils
 import folder_paths
 
-from parallel_backend.acceptance.document import document_of, dumps
-from parallel_backend.acceptance.kit import run
-from parallel_backend.acceptance.report import describe, verdict
+from parallel_backend.acceptance.checks import run
+from parallel_backend.acceptance.report import describe, document_of, dumps, verdict
 from parallel_backend.acceptance.session import Host, OwnModel, Settings, at_least_two
 from parallel_backend.client.registry import registry
 from parallel_backend.families.own_class.family import OwnClassFamily
@@ -46,8 +45,8 @@ class ParallelSelfTest:
     FUNCTION = "look"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Looks at everything that can go wrong on this machine: driver, links between GPUs, every mode against one GPU, "
-        "memory, a killed and a hanging process. Takes minutes, and saves a JSON for a bug report."
+        "Looks at what can go wrong on this machine: driver, kernels, links between GPUs, every mode against one GPU, "
+        "memory, a GPU that hangs. Takes minutes, and saves a JSON for a bug report."
     )
 
     @classmethod
@@ -74,11 +73,9 @@ class ParallelSelfTest:
         return float("nan")  # equal to nothing: ComfyUI runs the node at every prompt
 
     def look(self, devices, model=None):
-        path, own = None, None
-        if model is not None:
-            path, own = remote_stub(model).checkpoint.path, own_model(model)
+        own = None if model is None else own_model(model)
         chosen = possible_devices(devices)
-        settings = Settings(at_least_two(chosen) if is_auto(devices) else chosen, path, own)
+        settings = Settings(at_least_two(chosen) if is_auto(devices) else chosen, own)
         comfy.model_management.unload_all_models()
         registry().close()  # running ranks would share the GPUs with the ranks that the self-test starts
         comfy.model_management.soft_empty_cache()
@@ -109,7 +106,8 @@ def own_model(model: RemoteModelPatcher) -> OwnModel | None:
             "with it once before, or leave this input empty."
         )
     sampling = model.get_model_object("model_sampling")
-    return OwnModel(replace(stub.setup.own_class, blocks=(), latent=None), family.call, times_of(sampling))
+    own = replace(stub.setup.own_class, blocks=(), latent=None)
+    return OwnModel(stub.checkpoint.path, own, family.call, times_of(sampling))
 
 
 def save(document: str) -> str:

@@ -1,19 +1,16 @@
-"""Parallel Trace: the last run's timeline as a picture, in figures, and as a file for a trace viewer."""
+"""Parallel Trace: the last run's timeline in figures, and as a file for a trace viewer."""
 
 import os
 from pathlib import Path
 
 import folder_paths
-import torch
 
 from parallel_backend.client.registry import registry
 from parallel_backend.client.reports.trace import nothing_has_run, read_trace, write_chrome_trace
-from parallel_backend.client.reports.trace_picture import draw
 
 from .ui.host import check_cancelled
 from .ui.input_checks import short, validate
-from .ui.other_nodes import COMFYUI
-from .ui.widgets import ANY, CATEGORY, link, text, whole_number
+from .ui.widgets import ANY, CATEGORY, link, text
 
 LONGEST_NAME = 200
 """Characters of a file's name, to which a number and an ending are added."""
@@ -29,20 +26,19 @@ def check_name(filename_prefix: str | None) -> None:
 class ParallelTrace:
     CATEGORY = CATEGORY
     SEARCH_ALIASES = ("multi gpu", "multigpu", "profile", "timeline")
-    RETURN_TYPES = ("IMAGE", "STRING")
-    RETURN_NAMES = ("IMAGE", "report")
+    RETURN_TYPES = ("STRING",)
+    RETURN_NAMES = ("report",)
     FUNCTION = "trace"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "The last run's timeline: when each GPU computed, waited and had nothing to do, and the share of transfer time that "
-        "was hidden behind computing. Also saves it for chrome://tracing and Perfetto."
+        "How long each GPU computed, waited and had nothing to do in the last run, and the share of transfer time that was "
+        "hidden behind computing. Saves the timeline for Perfetto and chrome://tracing."
     )
 
     @classmethod
     def INPUT_TYPES(cls):
         return {
             "required": {
-                "width": whole_number(1600, 800, 4800, "The picture's width in pixels.", step=100),
                 "filename_prefix": text(
                     "parallel_dit_trace", "Name of the trace file in ComfyUI's output folder, to which a number is added."
                 ),
@@ -56,25 +52,23 @@ class ParallelTrace:
     def IS_CHANGED(cls, **_):
         return float("nan")  # equal to nothing: the ranks may have run in each prompt
 
-    def trace(self, width, filename_prefix, after=None):
+    def trace(self, filename_prefix, after=None):
         output = folder_paths.get_output_directory()
         check_prefix(filename_prefix, output)
         model = registry().present()
         if model is None:
             raise nothing_has_run()
         trace = read_trace(model, check_cancelled)
-        image = torch.from_numpy(draw(trace, width)).float().div(255).unsqueeze(0)
         try:
-            folder, name, number, *_ = folder_paths.get_save_image_path(filename_prefix, output, *image.shape[2:0:-1])
+            folder, name, number, *_ = folder_paths.get_save_image_path(filename_prefix, output)
             path = Path(folder) / f"{name}_{number:05}_.json"
             write_chrome_trace(trace, path)
         except OSError as error:
             raise ValueError(
                 f"filename_prefix: {short(filename_prefix)} cannot be written ({error.strerror}). Use another name."
             ) from error
-        report = f"{trace}\n{path} opens in chrome://tracing and ui.perfetto.dev"
-        ui = COMFYUI.PreviewImage().save_images(image)["ui"] | {"text": [report]}
-        return {"ui": ui, "result": (image, report)}
+        report = f"{trace}\n{path} opens in ui.perfetto.dev and chrome://tracing"
+        return {"ui": {"text": [report]}, "result": (report,)}
 
 
 def check_prefix(prefix: str, output: str) -> None:

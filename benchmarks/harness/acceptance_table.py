@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.render import ROOT, table
-from parallel_backend.acceptance.document import FORMAT, VERSION
+from parallel_backend.acceptance.report import FORMAT, VERSION
 
 BEGIN, END = "<!-- made by benchmarks.harness.acceptance_table: -->", "<!-- until here -->"
 """Lines of the page between which the tables stand."""
@@ -35,13 +35,12 @@ def figures(document: Document, check: str) -> dict[str, Any]:
 
 
 def machines(found: dict[Path, Document], page: Path) -> str:
-    columns = ["machine", "software", "passed, failed, not looked at", "slowest link", "hop", "result"]
+    columns = ["machine", "software", "passed, failed, not looked at", "slowest link", "result"]
     rows = []
     for path, document in found.items():
         counts = ", ".join(str(document["summary"][status]) for status in ("passed", "failed", "not looked at"))
-        hop = figures(document, "hop").get("ms of a hop, median")
         link = f"[{document['date'][:10]}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
-        rows.append([machine(document), software(document), counts, slowest(document), hop and f"{hop} ms", link])
+        rows.append([machine(document), software(document), counts, slowest(document), link])
     return table(columns, rows)
 
 

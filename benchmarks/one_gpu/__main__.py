@@ -62,10 +62,6 @@ def _tests(*options: str) -> tuple[str, ...]:
     return "pytest", "-p", "no:cacheprovider", "--junit-xml", "{xml}", *options
 
 
-def _acceptance(*options: str) -> tuple[str, ...]:
-    return _command("parallel_backend.acceptance", "--only", "killed rank,stuck GPU,lifetime,memory", *options)
-
-
 def _many(ranks: int, how: str) -> Probe:
     command = _probe("many_ranks", "--ranks", str(ranks), "--how", how)
     return Probe(f"{ranks} ranks by {how}", 60, command, (*command, "--device", "cpu"), nccl=True)
@@ -85,7 +81,12 @@ PROBES = (
     Probe("captures", 30, _probe("captures"), nccl=True),
     Probe("spinning receive", 40, _probe("spinning"), nccl=True),
     Probe("log-sum-exp", 30, _probe("log_sum_exp")),
-    Probe("acceptance", 90, _acceptance(), _acceptance("--devices", "cpu,cpu", "--cycles", "3")),
+    Probe(
+        "acceptance",
+        90,
+        _command("parallel_backend.acceptance", "--only", "stuck GPU,lifetime"),
+        _command("parallel_backend.acceptance", "--only", "kernels,modes", "--devices", "cpu,cpu"),
+    ),
     Probe(
         "faults",
         45,

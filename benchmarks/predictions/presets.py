@@ -8,7 +8,6 @@ from parallel_backend.families.base.family import pairs_of
 from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
-from parallel_backend.placement.traced_states import TRACED
 from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.workload import Workload
@@ -106,7 +105,6 @@ class Model:
             hidden=self.hidden,
             itemsize=BF16,
             joint=self.joint,
-            traced=TRACED.get(TRACED_AS.get(name, ("", 0))),
         )
         return Workload(
             name=name,
@@ -145,14 +143,6 @@ MODELS = {
 both have 12 hidden^2 weights for a token. MiniMax H3 is the pruned model. The frames are those of five seconds. The words of
 Qwen-Image 2.1 count in each step, although they run once a run.
 """
-TRACED_AS = {
-    "flux-dev": ("flux", 3072),
-    "flux-schnell": ("flux", 3072),
-    "qwen-image-2.1": ("qwen-image-2.1", 4096),
-    "wan-2.2-14b": ("WanModel", 5120),
-    "minimax-h3": ("MiniMaxH3Model", 5376),
-}
-"""Presets of which a run's memory was traced -> key in placement/traced_states.TRACED."""
 HARDWARE = {
     "L40": Hardware("L40 (PCIe)", 120e12, 48 * GB, Link(30e-6, 3.0e9), socket=4, bridge=2.0e9),
     "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, Link(30e-6, 200e9)),

@@ -7,30 +7,22 @@ import comfy.model_management
 import comfy.sd
 import torch
 
-from parallel_backend.acceptance.findings import NotLookedAt
+from parallel_backend.acceptance.session import NotLookedAt
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.sampling import Predict
 from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of
-from parallel_backend.families.own_class.family import OwnClassFamily
 
-NATIVE_NAMES = {"context": "context", "pooled": "y", "guidance": "guidance"}
-"""Conditioning tensor -> argument of ComfyUI's model call. Families with other tensors are not compared."""
 READABLE = (".safetensors", ".sft")
 
 
 @contextlib.contextmanager
-def native_model(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Iterator[Predict]:
+def native_model(checkpoint: Checkpoint) -> Iterator[Predict]:
     """ComfyUI's own model of this file, on the device and in the dtype that it chooses, until the context ends.
 
-    NotLookedAt for a file that its loader does not read, or a model that cannot be called with these tensors alone.
+    NotLookedAt for a file that its loader does not read, or a model that cannot be called with the given tensors alone.
     """
     if checkpoint.path.suffix not in READABLE:
         raise NotLookedAt("ComfyUI's own loader reads single safetensors files alone")
-    by_class = isinstance(checkpoint.family, OwnClassFamily)
-    if by_class and checkpoint.family.patching.companion is not None:
-        raise NotLookedAt("the node calls ComfyUI's model with one latent alone")
-    if not by_class and (others := tensors.keys() - NATIVE_NAMES.keys()):
-        raise NotLookedAt(f"a {checkpoint.family.name} model needs {', '.join(sorted(others))}, which a node would make")
     try:
         patcher = comfy.sd.load_diffusion_model(str(checkpoint.path))
     except RuntimeError as error:
@@ -40,15 +32,12 @@ def native_model(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> It
 
     @torch.inference_mode()
     def predict(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        if by_class:  # as ComfyUI has given them to it
-            given = {name: tensor.to(device) for name, tensor in tensors.items()}
-            conditioning = {OPTIONS: {}} | from_tensors(given, structure_of(tensors))
-        else:
-            conditioning = {NATIVE_NAMES[name]: tensor.to(device, dtype) for name, tensor in tensors.items()}
+        given = {name: tensor.to(device) for name, tensor in tensors.items()}
+        conditioning = {OPTIONS: {}} | from_tensors(given, structure_of(tensors))  # as ComfyUI has given them to it
         try:
             output = patcher.model.diffusion_model(x.to(device, dtype), timestep.to(device).float(), **conditioning)
         except (TypeError, RuntimeError) as error:  # the model needs other arguments, or memory is short
-            raise NotLookedAt(f"ComfyUI's model cannot be called with random conditioning alone ({error})") from error
+            raise NotLookedAt(f"ComfyUI's model cannot be called so ({error})") from error
         return output.float().cpu()
 
     try:

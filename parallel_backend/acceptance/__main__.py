@@ -2,7 +2,7 @@
 
     python -m parallel_backend.acceptance
     python -m parallel_backend.acceptance --out result.json
-    python -m parallel_backend.acceptance --devices cpu,cpu --only modes,bands
+    python -m parallel_backend.acceptance --devices cpu,cpu --only modes,links
 
 Without --devices: every GPU; the one there is, for two ranks; or two CPU ranks. Ends with 1 if a check has failed.
 docs/gpu.md says what each check means.
@@ -15,11 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .catalogue import ABOUT, CYCLES, STEPS
-
 
 def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    """The options, with `settings` of the self-test. Help and mistakes are printed before torch is imported."""
+    """The options, with `settings` of the self-test. Help is printed without torch."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel_backend.acceptance",
         description=__doc__,
@@ -27,30 +25,21 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     )
     names = lambda text: tuple(part.strip() for part in text.split(","))  # noqa: E731
     parser.add_argument("--devices", default="auto", help="a list such as cuda:0,cuda:1 or cpu,cpu")
-    parser.add_argument("--model", type=Path, help="a checkpoint, which one rank and all ranks sample with")
     parser.add_argument("--out", type=Path, help="file for the JSON")
-    parser.add_argument("--tokens", type=int, help="image tokens for --model; 4096 is Flux at 1024 x 1024")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--cycles", type=int, default=CYCLES, help="times that a model is loaded and unloaded")
-    parser.add_argument("--only", type=names, default=tuple(ABOUT), help=f"a list of {', '.join(ABOUT)}")
+    parser.add_argument("--only", type=names, help="a list of checks, such as kernels,modes")
     options = parser.parse_args(command_line)
-    if unknown := set(options.only) - set(ABOUT):
-        parser.error(f"--only: no check {', '.join(sorted(unknown))}; there are {', '.join(ABOUT)}")
-    if options.model is not None and not options.model.exists():
-        parser.error(f"--model: there is no {options.model}")
     if importlib.util.find_spec("torch") is None:
         parser.error("torch is not installed; ComfyUI's Python has it. Elsewhere: python -m pip install torch")
     from parallel_backend.core.device_choice import Host, all_gpus, is_auto, possible_devices
 
+    from .checks import CHECKS
     from .session import Settings, at_least_two
 
-    here = Host("cuda" if all_gpus() else "cpu")
+    if unknown := set(options.only or ()) - set(CHECKS):
+        parser.error(f"--only: no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     try:
-        devices = possible_devices(options.devices, here)
-        devices = at_least_two(devices) if is_auto(options.devices) else devices
-        options.settings = Settings(
-            devices, options.model, tokens=options.tokens, steps=options.steps, cycles=options.cycles
-        )
+        devices = possible_devices(options.devices, Host("cuda" if all_gpus() else "cpu"))
+        options.settings = Settings(at_least_two(devices) if is_auto(options.devices) else devices)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -58,9 +47,8 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
 
 def main(command_line: list[str] | None = None) -> int:
     options = arguments(command_line)
-    from .document import document_of, dumps
-    from .kit import FAILED, Result, run
-    from .report import describe
+    from .checks import FAILED, Result, run
+    from .report import describe, document_of, dumps
 
     started = time.perf_counter()
 

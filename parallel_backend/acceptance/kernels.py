@@ -1,18 +1,21 @@
-"""Checks of a device's kernels: attention with its log-sum-exp against fp64, and the expanding of fp8 weights."""
+"""Checks of a device's kernels: attention with its log-sum-exp against fp64, and products with quantised weights."""
 
 import torch
+import torch.nn.functional as F
 
-from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8, Packing
+from parallel_backend.checkpoints.quantised_formats import Layer, Quantised, blank
 from parallel_backend.core.attention_kernels import KERNELS, SDPA, AttentionKernel
 from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.rank.attention.kernel_choice import RankKernel
+from parallel_backend.rank.stage.linear import RankLinear
+from parallel_backend.rank.stage.quantised_products import PRODUCT_FAILS
 
-from .findings import Findings
-from .session import SelfTestSession
+from .session import Findings, SelfTestSession
 from .tiny_model import relative
 
 LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
-"""The most relative error against fp64, by dtype."""
+"""The most relative error of attention against fp64, by dtype."""
 QUANTISED_LIMIT = 0.1
 """The same for kernels that quantise queries and keys: an estimate, not yet measured on a GPU."""
 HEAD_SIZES = (16, 64, 128)
@@ -21,23 +24,53 @@ QUERIES, KEYS = 13, 55
 MASKS = {"all keys": None, "some keys": (20, 55), "no key in one entry": (0, 31)}
 """How many of the keys each of the two batch entries may see."""
 
+ROWS, COLUMNS, TOKENS = 384, 512, 40
+"""Of a quantised weight, and of its layer's input."""
+LAYERS = (
+    Layer("int8_tensorwise"),
+    Layer("int8_tensorwise", rotation=256),
+    Layer("nvfp4", block=16),
+    Layer("mxfp8", block=32),
+    Layer("convrot_w4a4", rotation=256, block=64),
+    Layer("asym_w4a8_int8", rotation=256, block=16),
+    Layer("w6a8_int8", rotation=256, block=16, row=COLUMNS),
+    Layer("awq_w4a16", block=64),
+)
+FP8 = "fp8_e4m3fn"
+EXPANDED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""The most relative error of a product with an expanded weight, by compute dtype."""
+MULTIPLIED = {
+    "int8_tensorwise": 0.03,
+    "asym_w4a8_int8": 0.03,
+    "w6a8_int8": 0.03,
+    FP8: 0.08,
+    "mxfp8": 0.08,
+    "nvfp4": 0.25,
+    "convrot_w4a4": 0.25,
+    "awq_w4a16": EXPANDED[torch.bfloat16],
+}
+"""The same where the layer's input is rounded to the format: about twice the error of that rounding. awq_w4a16's input is
+rounded to its scales' dtype, which is bf16 here."""
 
-def look_at_kernels(session: SelfTestSession, findings: Findings) -> None:
-    """On each different device, in this process. Keeps the kernels that there are in `session.kernels`."""
+
+def look_at_attention(session: SelfTestSession, findings: Findings) -> None:
+    """On each different device, in this process."""
+    absent = {name: "not installed, or it cannot serve these devices" for name in KERNELS}
     for device in dict.fromkeys(session.settings.devices):
         for dtype, limit in LIMITS.items():
             name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             for kernel in KERNELS.values():
                 error = _worst(kernel, device, dtype)
                 if error is not None:
-                    session.kernels.add(kernel.name)
+                    absent.pop(kernel.name, None)
                     title = "attention" if kernel.name == SDPA else kernel.title
                     findings.at_most(f"{title}, {name} on {device}", error, limit if kernel.exact else QUANTISED_LIMIT)
                     session.poll()
-        if device != "cpu":
-            findings.at_most(f"weights in fp8 on {device} that differ from a CPU's", float(_differing(device)), 0)
-    if others := [kernel.title for name, kernel in KERNELS.items() if name not in session.kernels]:
-        findings.leave_out(", ".join(others), "not installed, or they cannot serve these devices")
+                elif kernel.name in absent and kernel.possible(device, dtype):
+                    reason = RankKernel(kernel, torch.device(device)).failure(HEAD_SIZES[-1], TORCH_DTYPES[dtype])
+                    absent[kernel.name] = f"its trial on {device} failed: {reason}"
+    for kernel_name, reason in absent.items():
+        findings.leave_out(KERNELS[kernel_name].title, reason)
 
 
 def heads(device: str, dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,14 +122,55 @@ def _worst(kernel: AttentionKernel, device: str, dtype_name: str) -> float | Non
     return max(errors, default=None)
 
 
-def _differing(device: str) -> int:
-    """Combinations of fp8 kind and dtype whose expanded values, scaled by row, are not bit for bit the CPU's."""
-    value, scale = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)), torch.linspace(0.5, 2.0, 8)[:, None]
-    count = 0
-    for kind, stored in FP8_KINDS.items():
-        packed = value.to(stored).view(torch.uint8)
-        for dtype in (TORCH_DTYPES[name] for name in LIMITS):
-            on_cpu = Fp8(kind, scale).expand(packed, dtype)
-            on_device = Fp8(kind, scale.to(device)).expand(packed.to(device), dtype).cpu()
-            count += not torch.equal(on_cpu, on_device)
-    return count
+def look_at_quantised(session: SelfTestSession, findings: Findings) -> None:
+    """One layer of each format in this process: its product, and its expanded weight. On GPUs in half precision, the compute
+    dtype of these formats there."""
+    half = session.settings.half if session.settings.on_gpus else None
+    dtype = TORCH_DTYPES[half or "fp32"]
+    for device in dict.fromkeys(session.settings.devices):
+        for layer in (None, *LAYERS):
+            session.poll()
+            _look_at_layer(findings, layer, torch.device(device), dtype)
+
+
+def _look_at_layer(findings: Findings, layer: Layer | None, device: torch.device, dtype: torch.dtype) -> None:
+    """`layer` None: scaled fp8."""
+    kind = FP8 if layer is None else layer.format
+    name = f"{kind}{', rotated' if layer and layer.rotation else ''} on {device}"
+    packed, packing = weight_of(layer)
+    expanded = packing.expand(packed, torch.float32)
+    x = torch.randn(2, TOKENS, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed = packed.to(device)
+    packing = packing.on({key: tensor.to(device) for key, tensor in packing.tensors.items()})
+    difference = relative(packing.expand(packed, torch.float32).cpu(), expanded)
+    findings.at_most(f"{name}: its weight from a CPU's", difference, 1e-6)
+    linear = RankLinear(COLUMNS, ROWS, bias=False, device="meta")
+    linear.adapters = []
+    linear.pack(packed, packing, dtype)
+    multiplied = linear.arithmetic.weight is not None and linear.arithmetic.weight.multiplies
+    error = relative(linear(x.to(device)).double().cpu(), F.linear(x.double(), expanded.double()))
+    limit = MULTIPLIED[kind] if multiplied else EXPANDED[dtype]
+    findings.at_most(f"{name}: its product from the expanded weight's", error, limit)
+    findings.note(f"{name}: how", linear.arithmetic.word)
+    findings.expect(PRODUCT_FAILS not in linear.arithmetic.word, f"{name}: {linear.arithmetic.word}")
+
+
+def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
+    """A weight [ROWS, COLUMNS] on the CPU, of random values and scales from a fixed seed. None: scaled fp8."""
+    g = torch.Generator().manual_seed(0)
+    if layer is None or layer.format == "mxfp8":
+        values = torch.randn(ROWS, COLUMNS, generator=g).to(FP8_KINDS[FP8]).view(torch.uint8)
+    else:
+        values = torch.randint(0, 256, (ROWS, COLUMNS * layer.bits // 8), dtype=torch.uint8, generator=g)
+    if layer is None:
+        return values, Fp8(FP8, torch.full((1, 1), 0.02))
+    scales = {}
+    for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].scales.items():
+        spread = torch.rand(ones.shape, generator=g) + 0.5
+        if ones.dtype != torch.uint8:  # block scales keep products in int8's range; row scales are small
+            scales[name] = ((8 if ones.dtype.itemsize == 1 else 0.01) * spread).to(ones.dtype)
+        elif layer.format == "mxfp8":  # exponents
+            scales[name] = (118 + 6 * spread).to(torch.uint8)
+        else:
+            scales[name] = spread.to(torch.float8_e4m3fn).view(torch.uint8)
+    return values, Quantised(layer, scales)

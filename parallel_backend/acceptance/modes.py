@@ -1,19 +1,57 @@
-"""Checks every mode on all devices against one rank."""
+"""Checks one rank against the tiny model's class on a CPU, and every mode on all devices against one rank."""
 
 import torch
 
+from parallel_backend.client.proven_class import prompt_for_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.sampling import sample_in_bands
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import native_halves
 from parallel_backend.core.validate import all_degrees
+from parallel_backend.families.base.patching import Latents
 
 from . import tiny_model
-from .findings import Findings
-from .one_rank import BANDS, SAME_KERNELS, rounding, run_arguments
-from .session import OneRank, SelfTestSession
+from .session import Findings, SelfTestSession
 
+SAME_KERNELS, OTHER_KERNELS = 1e-5, 1e-3
+"""The most relative difference by rounding in fp32: between runs of the same kernels, and between a GPU's and a CPU's. The
+smallest change of an input moves the tiny model by more than the latter. Its fp32 output differs from fp64 by 3e-7."""
+HALF = {"bf16": 5e-2, "fp16": 1e-2}
+"""The most relative difference of a half precision from fp32."""
+FP8 = 0.2
+"""The most relative difference of weights in fp8 from weights in fp32."""
+TIMES_ROUNDING = 2.0
+"""A mode in half precision may be this many times as far from one rank as that one is from fp32: sums in another order."""
 STALE = 0.1
 """The most relative difference of the tiny model's displaced run from the exact one."""
+STEPS, BANDS = 3, 3
+
+
+def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
+    """A model call in fp32 in each mode; in half precision with sums over ranks; and runs with keys of a step ago."""
+    one = _one_rank(session, findings)
+    if session.world == 1:
+        findings.leave_out("modes", "there is one rank; name more devices, or one device several times")
+        return
+    model = session.load(Degrees(), "fp32")
+    exact = sample_whole(model, *_run_arguments(), session.poll)
+    bands = sample_in_bands(model, *_run_arguments(), BANDS, 1, session.poll)[0]
+    half = session.settings.half
+    tries = [(degrees, "fp32", SAME_KERNELS) for degrees in modes_of(session.world)]
+    if half is None:
+        findings.leave_out("half precision", "these GPUs compute in none")
+    else:
+        rounding = TIMES_ROUNDING * tiny_model.relative(one[half], one["fp32"])
+        tries.append((Degrees(tensor=session.world), half, rounding))
+    for degrees, dtype, limit in tries:
+        with findings.of(f"{degrees}, {dtype}"):
+            model = session.load(degrees, dtype)
+            error = max(tiny_model.relative(_output(session, model), one[dtype]) for _ in range(2))
+            findings.at_most(f"{degrees}, {dtype}", error, limit)
+            if degrees.displaced:
+                _look_at_run(session, findings, model, degrees, 1, exact, STALE)
+            elif degrees.pipe == session.world:
+                _look_at_run(session, findings, model, degrees, BANDS, bands, SAME_KERNELS)
 
 
 def modes_of(world: int) -> list[Degrees]:
@@ -24,31 +62,50 @@ def modes_of(world: int) -> list[Degrees]:
     return modes if stages is None else [*modes, Degrees(pipe=stages, ulysses=world // stages)]
 
 
-def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
-    """A model call in fp32; in half precision where NCCL adds up; and a run with keys of a step ago."""
-    world, one, half = session.several(), session.reference(), session.settings.half
-    call = tiny_model.call()
-    tries = [(degrees, "fp32", SAME_KERNELS) for degrees in modes_of(world)]
-    if half is None:
-        findings.leave_out("half precision", "these GPUs compute in none")
-    else:
-        tries.append((Degrees(tensor=world), half, rounding(one, half)))
-    for degrees, dtype, limit in tries:
-        with findings.of(f"{degrees}, {dtype}"):
-            model = session.load(degrees, dtype)
-            outputs = [tiny_model.as_one(model.predict(tiny_model.on_ranks(*call), session.poll)).float() for _ in range(2)]
-            error = max(tiny_model.relative(output, one.calls[dtype]) for output in outputs)
-            findings.at_most(f"{degrees}, {dtype}", error, limit)
-            if degrees.displaced or degrees.pipe == world:
-                _look_at_run(session, findings, one, model, degrees)
+def _one_rank(session: SelfTestSession, findings: Findings) -> dict[str, torch.Tensor]:
+    """One rank's output of the call, by dtype: fp32 against the class on the CPU, the halves and fp8 against fp32."""
+    on_gpus = session.settings.on_gpus
+
+    def output_in(dtype: str) -> torch.Tensor:
+        return _output(session, session.load(Degrees(), dtype))
+
+    outputs = {"fp32": output_in("fp32")}
+    expected = tiny_model.reference(session.tiny_model, *tiny_model.call())
+    error = tiny_model.relative(outputs["fp32"], expected)
+    findings.at_most("one rank in fp32 from the class on a CPU", error, OTHER_KERNELS if on_gpus else SAME_KERNELS)
+    for dtype, limit in HALF.items():
+        if on_gpus and dtype not in native_halves(session.settings.devices[0]):
+            findings.leave_out(dtype, "this GPU does not compute in it, so that nothing is loaded in it by default")
+            continue
+        outputs[dtype] = output_in(dtype)
+        findings.at_most(f"one rank in {dtype} from fp32", tiny_model.relative(outputs[dtype], outputs["fp32"]), limit)
+    if on_gpus:
+        error = tiny_model.relative(output_in("fp8_e4m3fn/fp32"), outputs["fp32"])
+        findings.at_most("one rank with fp8 weights, computed in fp32, from fp32", error, FP8)
+    return outputs
 
 
 def _look_at_run(
-    session: SelfTestSession, findings: Findings, one: OneRank, model: RemoteTransformer, degrees: Degrees
+    session: SelfTestSession,
+    findings: Findings,
+    model: RemoteTransformer,
+    degrees: Degrees,
+    bands: int,
+    expected: torch.Tensor | Latents,
+    limit: float,
 ) -> None:
     """Transfers beside computing give the bits that transfers give which are waited for."""
-    run = model, *run_arguments(), 1 if degrees.displaced else BANDS, 1, session.poll
+    run = model, *_run_arguments(), bands, 1, session.poll
     beside, apart = (tiny_model.as_one(sample_in_bands(*run, overlap=overlap)[0]) for overlap in (True, False))
     findings.expect(torch.equal(beside, apart), f"{degrees}: transfers beside computing give other bits")
-    expected, limit = (one.exact, STALE) if degrees.displaced else (one.bands, SAME_KERNELS)
     findings.at_most(f"{degrees}, a run", tiny_model.relative(beside, expected), limit)
+
+
+def _output(session: SelfTestSession, model: RemoteTransformer) -> torch.Tensor:
+    return tiny_model.as_one(model.predict(tiny_model.on_ranks(*tiny_model.call()), session.poll)).float()
+
+
+def _run_arguments() -> tuple[torch.Tensor, torch.Tensor, Prompt]:
+    """Noise, sigmas and prompt of the tiny model's runs."""
+    x, _, tensors = tiny_model.call()
+    return x, linear_sigmas(STEPS), prompt_for_class(Prompt(tensors, tensors, 1.0))

@@ -1,31 +1,139 @@
-"""A self-test's JSON as one page of text."""
+"""A self-test's results as one JSON, without names of machine and user, and as one page of text.
 
+The JSON's form: acceptance.schema.json.
+"""
+
+import contextlib
+import getpass
+import importlib.metadata
+import json
+import math
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from .kit import FAILED, NOT_LOOKED_AT, PASSED
+from .checks import FAILED, NOT_LOOKED_AT, PASSED, STATUSES, Result
+from .session import Settings
 
+FORMAT, VERSION = "parallel-dit acceptance", 1
+"""The version of the document's form."""
+SCHEMA = Path(__file__).with_name("acceptance.schema.json")
+HOMES = re.compile(r"([\\/](?:home|Users)[\\/])[^\\/:;,'\"<>|()\n]+")
+"""The home folder of any user, with the user's name."""
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_WHY = 4000
+"""Characters; a longer text loses its middle."""
+DIGITS = 5
+"""Significant digits of a figure."""
+KEPT_PARTS = 2
+"""Folders and files at a path's end that are kept."""
+PATH = re.compile(r"(?<![\w.~/:])(?:[A-Za-z]:)?(?:[\\/][^\\/:;,'\"<>|()\n]+){2,}[\\/][\w.+@~-]+")
+"""An absolute path of more than KEPT_PARTS parts. As folders may have spaces, text between two paths may match too."""
 SHOWN_WHY = 700
-"""Characters of a check's failures; the JSON has more."""
+"""Characters of a check's failures on the page; the JSON has more."""
 SHOWN_FIGURES = 6
 SHOWN_TEXT = 120
 """Characters of a figure that is text, such as a rank's error."""
 MARKS = {PASSED: "ok     ", FAILED: "FAILED ", NOT_LOOKED_AT: "-      "}
 
 
+def document_of(settings: Settings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """The document of the schema, as json.dumps takes it."""
+    checks = [asdict(result) | {"left_out": list(result.left_out)} for result in results]
+    for check in checks:
+        check["why"] = _cut(check["why"])
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "pack": pack_version(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "seconds": round(seconds, 1),
+        "devices": list(settings.devices),
+        "summary": {status: sum(result.status == status for result in results) for status in STATUSES},
+        "checks": checks,
+    }
+    return _cleaned(document)
+
+
+def impersonal(text: str) -> str:
+    """The text without the names of machine and user, and with paths cut down to their last parts."""
+    known = {str(Path.home()): "~", tempfile.gettempdir(): "TMP", str(ROOT): "PACK", os.getcwd(): "."}
+    for folder in sorted(known, key=len, reverse=True):
+        if len(folder) > 1:  # not the root
+            text = text.replace(folder, known[folder])
+    text = HOMES.sub(r"\1USER", text)
+    text = PATH.sub(lambda path: ".../" + "/".join(re.split(r"[\\/]", path[0])[-KEPT_PARTS:]), text)
+    for name, instead in ((socket.gethostname(), "HOST"), *((user, "USER") for user in _users())):
+        if len(name) > 1:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
+    return text
+
+
+def pack_version() -> str:
+    """From pyproject.toml; from pip's metadata where pip has installed the backend without it."""
+    project = ROOT / "pyproject.toml"
+    if not project.exists():
+        return importlib.metadata.version("parallel-dit")
+    line = re.search(r'^version = "(.*)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
+    return line[1] if line else "?"
+
+
+def dumps(document: dict[str, Any]) -> str:
+    """JSON with lists of numbers on one line."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"\[([^\[\]{}\"]*)\]", lambda items: "[" + re.sub(r"\s+", " ", items[1].strip()) + "]", text) + "\n"
+
+
+def _cleaned(value: Any) -> Any:
+    """The value with all texts impersonal and floats rounded; infinities and NaN, which JSON lacks, become text."""
+    if isinstance(value, dict):
+        return {impersonal(key): _cleaned(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cleaned(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
+    return impersonal(value) if isinstance(value, str) else value
+
+
+def _cut(text: str) -> str:
+    half = LONGEST_WHY // 2
+    return text if len(text) <= LONGEST_WHY else f"{text[:half]}\n[...]\n{text[-half:]}"
+
+
+def _users() -> set[str]:
+    """Names of the user that ComfyUI runs as, and of who owns this pack and its folder: often another one."""
+    names = {os.environ.get(variable, "") for variable in ("SUDO_USER", "LOGNAME", "USER", "USERNAME")}
+    with contextlib.suppress(OSError, KeyError, ImportError):  # a user without a name, or Windows without the variable
+        names.add(getpass.getuser())
+    for path in (ROOT, ROOT.parent, Path.cwd()):
+        with contextlib.suppress(OSError, KeyError, NotImplementedError):
+            names.add(path.owner())
+    return names - {"root"}
+
+
 def describe(document: dict[str, Any]) -> str:
-    """`document`: as document.document_of makes it."""
+    """The page of text. `document`: as `document_of` makes it."""
     summary = document["summary"]
     counts = ", ".join(f"{count} {status}" for status, count in summary.items())
     head = f"Parallel DiT {document['pack']} self-test, {document['date']}: {counts}; {document['seconds']:.0f} s"
     lines = [head, f"ranks on {', '.join(document['devices'])}"]
     for check in document["checks"]:
         lines += ["", *_check(check)]
-    lines += ["", _end(summary)]
-    return "\n".join(lines)
+    if summary[FAILED]:
+        end = "What to do about a failed check: docs/gpu.md. Please open an issue with the JSON."
+    else:
+        end = "Please add the JSON to an issue: figures of machines with GPUs are what is missing most (docs/gpu.md)."
+    return "\n".join([*lines, "", end])
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Whether the self-test passed, in a line: "passed, 12 of 14 checks, 2 not looked at"."""
+    """Whether the self-test passed, in a line: "passed, 7 of 8 checks, 1 not looked at"."""
     summary, checks = document["summary"], document["checks"]
     count = f"{summary[PASSED]} of {len(checks)} checks"
     if summary[FAILED]:
@@ -50,29 +158,22 @@ def _system(figures: dict[str, Any]) -> list[str]:
     if not figures:
         return []
     libraries = ", ".join(f"{name} {version}" for name, version in figures["libraries"].items())
-    gpus = [
+    versions = [f"{name} {figures[name]}" for name in ("cuda", "rocm", "nccl", "driver") if figures[name]]
+    lines = [f"{figures['platform']}, Python {figures['python']}, {libraries}", ", ".join([*versions, figures["transport"]])]
+    lines += [
         f"cuda:{index}: {gpu['name']}, capability {'.'.join(map(str, gpu['capability']))}, {_size(gpu['memory_bytes'])}"
         for index, gpu in enumerate(figures["gpus"])
     ]
-    versions = [f"{name} {figures[name]}" for name in ("cuda", "rocm", "nccl", "driver") if figures[name]]
-    lines = [f"{figures['platform']}, Python {figures['python']}, {libraries}", ", ".join([*versions, figures["transport"]])]
-    lines += gpus
     if figures["peers"]:
-        lines.append(
-            "P2P: " + ", ".join(f"{pair} {'yes' if reached else 'no'}" for pair, reached in figures["peers"].items())
-        )
-    if figures.get("topology"):
-        lines += ["  ".join(row) for row in figures["topology"]]
-    lines += [f"hint: {hint}" for hint in figures["hints"]]
-    return lines
+        pairs = (f"{pair} {'yes' if reached else 'no'}" for pair, reached in figures["peers"].items())
+        lines.append(f"P2P: {', '.join(pairs)}")
+    return lines + [f"hint: {hint}" for hint in figures["hints"]]
 
 
 def _figures(figures: dict[str, Any]) -> list[str]:
     """The first few plain figures, and one line for each link and run."""
-    lines: list[str] = []
     plain = {name: value for name, value in figures.items() if not isinstance(value, (dict, list))}
-    for name, value in list(plain.items())[:SHOWN_FIGURES]:
-        lines.append(f"{name}: {_value(value)}")
+    lines = [f"{name}: {_value(value)}" for name, value in list(plain.items())[:SHOWN_FIGURES]]
     if len(plain) > SHOWN_FIGURES:
         numbers = [value for value in plain.values() if isinstance(value, (int, float))]
         lines.append(f"and {len(plain) - SHOWN_FIGURES} more figures, the largest of all {_value(max(numbers))}")
@@ -92,9 +193,3 @@ def _value(value: Any) -> str:
 
 def _size(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
-
-
-def _end(summary: dict[str, int]) -> str:
-    if summary[FAILED]:
-        return "What to do about a failed check: docs/gpu.md. Please open an issue with the JSON."
-    return "Please add the JSON to an issue: figures of machines with GPUs are what is missing most (docs/gpu.md)."

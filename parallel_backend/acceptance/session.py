@@ -1,7 +1,6 @@
-"""The state that the checks of a self-test share: settings, the ranks that run now, tiny model files, and cancelling."""
+"""What the checks of a self-test share: settings, findings, the ranks that run now, a tiny model's file, and cancelling."""
 
 import contextlib
-import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Predict
-from parallel_backend.core.attention_kernels import SDPA
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
@@ -26,16 +25,54 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.processes.local import LocalRanks, Ranks
-from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
 
-from . import measured_rank, tiny_model
-from .catalogue import CYCLES, STEPS
-from .findings import NotLookedAt
+from . import tiny_model
 
-Native = Callable[[Checkpoint, dict[str, torch.Tensor]], AbstractContextManager[Predict]]
-"""(checkpoint, conditioning tensors) -> context with the same model in the host itself. NotLookedAt for a model that the
-host cannot load or call with these tensors."""
+Native = Callable[[Checkpoint], AbstractContextManager[Predict]]
+"""checkpoint -> context with the same model in the host itself. NotLookedAt if the host cannot load or call it."""
+
+
+class NotLookedAt(Exception):
+    """A check cannot be made here. The text says why, as the end of a sentence."""
+
+
+class Findings:
+    """`figures`: name -> JSON value. `wrong`: failures. `left_out`: parts that could not be checked, with the reason."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
+        self.wrong: list[str] = []
+        self.left_out: list[str] = []
+
+    def note(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+
+    def at_most(self, name: str, value: float, limit: float) -> None:
+        """Note a figure, which is wrong above the limit, or if it is NaN."""
+        self.note(name, value)
+        self.expect(value <= limit, f"{name} is {value:.3g}, above its limit of {limit:.3g}")
+
+    def expect(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.wrong.append(otherwise)
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Around a part `what` of a check, such as a mode, so that the other parts are checked whatever happens in it.
+
+        A RankError in it is a failure. A ValueError is a refusal: the part is left out.
+        """
+        try:
+            yield
+        except RankError as error:
+            self.wrong.append(f"{what}: {error}")
+        except ValueError as refusal:
+            self.leave_out(what, str(refusal))
+
+    def leave_out(self, what: str, reason: str) -> None:
+        self.left_out.append(f"{what}: {reason}")
 
 
 def at_least_two(devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -45,8 +82,10 @@ def at_least_two(devices: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A model that runs as ComfyUI's own class: the class, a call of it, and times of a run, the first one first."""
+    """The user's model, which runs as ComfyUI's own class: its file, the class, a call of it, and times of a run, the first
+    one first."""
 
+    path: Path
     own: OwnClass
     call: Call
     times: tuple[float, ...]
@@ -57,16 +96,12 @@ class Settings:
     """The inputs of a self-test."""
 
     devices: tuple[str, ...]
-    model: Path | None = None
-    """The user's checkpoint, with which one rank and all ranks sample. None: no such check."""
-    own: OwnModel | None = None
-    """How that checkpoint is called, if no family computes it."""
-    tokens: int | None = None
-    """Image tokens for the user's model. None: 4,096 on GPUs, which is Flux at 1024 x 1024, and 256 on CPU ranks."""
-    steps: int = STEPS
-    """Sampling steps of the user's model."""
-    cycles: int = CYCLES
-    """Times that a model is loaded and unloaded."""
+    model: OwnModel | None = None
+    """Which the host, one rank and all ranks sample with. None: no such check."""
+    steps: int = 8
+    """Sampling steps of that model."""
+    cycles: int = 12
+    """Times that the tiny model is loaded and unloaded."""
     hang_seconds: float = 5.0
     """Limit of the watchdog for the GPU that is made to spin. The product's limit is a minute."""
 
@@ -97,16 +132,6 @@ class Host:
     """None: the host cannot run models itself."""
 
 
-@dataclass(frozen=True)
-class OneRank:
-    """One rank's outputs. `calls`: of the tiny model, by dtype. `bands`, `exact`: samples of its runs in fp32, in bands and
-    whole."""
-
-    calls: dict[str, torch.Tensor]
-    bands: torch.Tensor
-    exact: torch.Tensor
-
-
 @dataclass
 class SelfTestSession:
     """At most one set of ranks runs at a time, so that a model has each device to itself. Close the session at the end.
@@ -121,23 +146,11 @@ class SelfTestSession:
     host: Host = field(default_factory=Host)
     on_poll: Poll = lambda: None
     stopped: BaseException | None = None
-    one_rank: OneRank | None = None
-    """Set by the check of one rank, for later checks to compare with."""
-    kernels: set[str] = field(default_factory=lambda: {SDPA})
-    """Names of attention kernels that compute on one of the devices."""
     _registry: Registry = field(default_factory=Registry)
     _loaded: Setup | None = None
 
     def __post_init__(self):
         self._registry.threads = max(1, usable_cores() // self.world)
-        if self.settings.on_gpus:
-            entry = functools.partial(measured_rank.main, self.opened)
-            self._registry.start_of = lambda devices: functools.partial(LocalRanks, entry=entry)
-
-    @property
-    def opened(self) -> Path:
-        """The file in which ranks on GPUs note what connections take, see measured_rank.py."""
-        return self.folder / "opened.jsonl"
 
     @property
     def world(self) -> int:
@@ -150,59 +163,29 @@ class SelfTestSession:
             self.stopped = error
             raise
 
-    def several(self) -> int:
-        """The number of ranks. NotLookedAt if there is one rank."""
-        if self.world == 1:
-            raise NotLookedAt("there is one rank; name more devices, or one device several times")
-        return self.world
-
-    def reference(self) -> OneRank:
-        """One rank's outputs. NotLookedAt if its check has failed or was left out."""
-        if self.one_rank is None:
-            raise NotLookedAt("it is compared with one rank, whose own check has failed or was left out")
-        return self.one_rank
-
     def ranks(self, world: int) -> Pool:
         """A pool on just the first `world` devices, started now unless it runs."""
         pool = self._registry.pool_for(self.settings.devices[:world], self.poll, alone=True)
         assert pool is not None  # as devices are named
         return pool.whole
 
-    def load(
-        self,
-        degrees: Degrees,
-        dtype: str,
-        path: Path | None = None,
-        attention: str = "auto",
-        graphs: bool = False,
-        own: OwnClass | None = None,
-    ) -> RemoteTransformer:
-        """A model on the first ranks, in place of their present one. `path` None: the tiny model, by its class. `own`: the
-        class by which ranks run `path`.
+    def load(self, degrees: Degrees, dtype: str, path: Path | None = None, own: OwnClass | None = None) -> RemoteTransformer:
+        """A model on the first ranks, in place of their present one: the file `path` by its class `own`, or the tiny model.
 
         ValueError if the model does not allow the degrees, or does not fit.
         """
-        setup = self.setup(degrees, dtype, path, attention, graphs, own)
+        setup = self.setup(degrees, dtype, path, own)
         open_setup(setup).check_degrees(degrees)  # a refusal by the ranks would end them
         if setup != self._loaded:
             self._registry.unload()
             self._loaded = setup
         return self._registry.model(setup, self.poll)
 
-    def setup(
-        self,
-        degrees: Degrees,
-        dtype: str = "fp32",
-        path: Path | None = None,
-        attention: str = "auto",
-        graphs: bool = False,
-        own: OwnClass | None = None,
-    ) -> Setup:
-        """A model on the first ranks, cut evenly. `path`, `own`, ValueError: see `load`."""
+    def setup(self, degrees: Degrees, dtype: str = "fp32", path: Path | None = None, own: OwnClass | None = None) -> Setup:
+        """The setup of `load`, cut evenly. ValueError if tensor ranks cannot share the tiny model's layers."""
         own = tiny_model.tried(degrees.tensor) if path is None else own
         devices = self.settings.devices[: degrees.world]
-        path = path or self.tiny_file
-        return Setup(path, dtype, devices, degrees, attention, "even", cuda_graphs=graphs, own_class=own)
+        return Setup(path or self.tiny_file, dtype, devices, degrees, "auto", "even", own_class=own)
 
     def unload(self) -> None:
         """Take the ranks' model away; the ranks stay."""

@@ -1,6 +1,6 @@
 """A GPU's memory that a rank takes beside the model's tensors: bytes, each figure with its source.
 
-No figure was measured with this product, which has never run on several GPUs. Parallel Self-Test reports the real ones.
+No figure was measured with this product, which has never run on several GPUs.
 """
 
 CONTEXT = 500_000_000

@@ -7,6 +7,7 @@ Weights and K/V buffers are counted exactly. Activations and libraries (gpu_over
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
@@ -16,7 +17,6 @@ from parallel_backend.families.base.blocks import CAUSAL_TEXT, Over, StreamKeys
 
 from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
-from .traced_states import typical
 
 USABLE_MEMORY = 0.95
 """Share of free memory that an estimate may fill. The rest is the allocator's slack: torch's rounds large sizes up to 2 MB
@@ -26,13 +26,21 @@ WEIGHTS_SHARE = 0.85
 KV_COPIES = 2
 """Sets of K/V buffers where keys of the last two steps are kept, to extrapolate this step's along the line through them."""
 ACTIVATIONS = {True: 20, False: 16}
-"""Hidden states of a micro-step's tokens that are in memory at once on one rank, at the peak of a block, of models that were
-not traced with real sizes; `typical` in traced_states.py has what more ranks change. True: text runs through the blocks with
-the image. They are the input, normed and as queries, keys and values, attention's result, 4 hidden sizes of the feed-forward
-twice, rotary tables and norms in float32.
+"""Hidden states of a micro-step's tokens that are in memory at once on one rank, at the peak of a block, until a device has
+told what runs take (ModelSizes.measured). True: text runs through the blocks with the image. They are the input, normed and
+as queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables, norms in float32.
 Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14,
 Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15,
 LTX-Video 12 to 17."""
+RANKS = (1, 2, 4, 8)
+BY_RANKS = {
+    "tensor": (1.0, 0.66, 0.49, 0.43),
+    "ulysses": (1.0, 1.09, 1.14, 1.35),
+    "ring": (1.0, 1.24, 1.47, 1.58),
+    "patch": (1.0, 1.01, 1.24, 1.91),
+}
+"""Axis -> hidden states of a rank's tokens at the peak with RANKS ranks on it, over those of one rank: the medians of eleven
+models that were traced with real sizes (benchmarks/sizes/states.py). What each rank computes for the whole picture grows."""
 TIMED = {True: 3, False: 18}
 """Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
 Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
@@ -261,11 +269,20 @@ def _text(sizes: ModelSizes, request: Request) -> int:
     return request.text if sizes.joint else 0
 
 
-def _states(sizes: ModelSizes, degrees: Degrees, span: Span) -> float:
-    """Hidden states of a micro-step's tokens at the peak of the blocks `span`."""
-    if sizes.traced is None:
-        return typical(ACTIVATIONS[sizes.joint]).at(degrees, 0)
-    return sizes.traced.at(degrees, sizes.lists[span.stop - 1] if sizes.lists else len(sizes.traced.lists) - 1)
+def states_by_ranks(degrees: Degrees) -> float:
+    """Hidden states of a rank's tokens at the peak, over those of one rank. Products of axes add what each axis adds."""
+    axes = (("ulysses", degrees.ulysses), ("ring", degrees.ring), ("patch", degrees.patch))
+    return _between("tensor", degrees.tensor) + sum(max(0.0, _between(axis, ranks) - 1) for axis, ranks in axes)
+
+
+def _between(axis: str, ranks: int) -> float:
+    """For any number of ranks. A part that all of the axis share falls with 1 / ranks, so that is what is linear between."""
+    states = BY_RANKS[axis]
+    for (fewer, more), (before, after) in zip(pairwise(RANKS), pairwise(states), strict=True):
+        if ranks <= more:
+            return before + (1 / fewer - 1 / ranks) / (1 / fewer - 1 / more) * (after - before)
+    # What grows for the whole picture's sake grows as the ranks do.
+    return states[-1] * (ranks / RANKS[-1] if states[-1] > states[-2] else 1.0)
 
 
 def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:
@@ -277,7 +294,7 @@ def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, 
     token_bytes = sizes.token_bytes
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
     part = max(whole, band) / degrees.sequence
-    states = _states(sizes, degrees, span) + (TIMED[sizes.joint] if request.timed else 0)
+    states = ACTIVATIONS[sizes.joint] * states_by_ranks(degrees) + (TIMED[sizes.joint] if request.timed else 0)
     estimate = round(states * part * token_bytes) + sizes.expanded // degrees.tensor
     tokens = whole if whole == band else entries * (request.image + _text(sizes, request))
     if part < tokens:

@@ -16,8 +16,6 @@ from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import Over
 from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
 
-from .traced_states import TRACED, TracedStates
-
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -49,10 +47,6 @@ class ModelSizes:
     """Of `ends`, the bytes that tensor ranks share."""
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
-    traced: TracedStates | None = None
-    """What a run takes, for models that were traced with real sizes."""
-    lists: tuple[int, ...] = ()
-    """For each block, the number of its block list. Empty: all are of one."""
     whole_states: int = 0
     """See families.base.blocks.Blocks."""
     measured: float = 1.0
@@ -141,8 +135,6 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         on_gpus,
         checkpoint.tensor_degrees,
         ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
-        traced=TRACED.get((family.name, hidden)) or TRACED.get((family.model_class, hidden)),
-        lists=tuple(list(dict.fromkeys(lists)).index(name) for name in lists),
         whole_states=family.blocks.whole_states,
         head_units=family.sizes.head_units(config),
     )

@@ -1,20 +1,20 @@
 """The self-test's check of quantised layers passes on a CPU. It sees a wrong product, and a weight expanded wrongly."""
 
-from parallel_backend.acceptance import kit, quantised
+from parallel_backend.acceptance import checks, kernels
 from parallel_backend.acceptance.session import SelfTestSession, Settings
 from parallel_backend.checkpoints.quantised_formats import Quantised
 from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
 
 
-def look(monkeypatch, *layers) -> kit.Result:
-    monkeypatch.setattr(quantised, "LAYERS", layers or quantised.LAYERS)
-    return kit.look("quantised", SelfTestSession(Settings(("cpu", "cpu"))))
+def look(monkeypatch, *layers) -> checks.Result:
+    monkeypatch.setattr(kernels, "LAYERS", layers or kernels.LAYERS)
+    return checks.look("quantised", SelfTestSession(Settings(("cpu", "cpu"))))
 
 
 def test_every_format_passes_on_a_cpu_and_is_multiplied_where_it_can_be(monkeypatch):
     result = look(monkeypatch)
-    assert result.status == kit.PASSED, result.why
+    assert result.status == checks.PASSED, result.why
     how = {name.partition(" on ")[0]: word for name, word in result.figures.items() if name.endswith("how")}
     multiplied = {name for name, word in how.items() if "multiplied by comfy-kitchen" in word}
     assert multiplied == {name for name in how if name.startswith(("int8", "convrot", "asym", "awq"))}
@@ -22,19 +22,19 @@ def test_every_format_passes_on_a_cpu_and_is_multiplied_where_it_can_be(monkeypa
 
 
 def test_a_wrong_product_is_seen(monkeypatch):
-    rotated = next(layer for layer in quantised.LAYERS if layer.rotation and layer.format == "int8_tensorwise")
+    rotated = next(layer for layer in kernels.LAYERS if layer.rotation and layer.format == "int8_tensorwise")
     multiply = KitchenWeight.linear
     monkeypatch.setattr(KitchenWeight, "linear", lambda weight, x, bias: multiply(weight, x, bias) * 1.05)
     result = look(monkeypatch, rotated)
-    assert result.status == kit.FAILED and "its product from the expanded weight's is 0.05" in result.why
+    assert result.status == checks.FAILED and "its product from the expanded weight's is 0.05" in result.why
 
 
 def test_a_product_that_fails_its_trial_is_seen(monkeypatch):
     """The rank expands the weight then, more slowly: nothing else would say so."""
     monkeypatch.setattr(quantised_products, "_obstacle", lambda *_: "")
     monkeypatch.setattr(quantised_products, "trial", lambda tensors, format, *_: "no kernel" if format == "nvfp4" else "")
-    result = look(monkeypatch, next(layer for layer in quantised.LAYERS if layer.format == "nvfp4"))
-    assert result.status == kit.FAILED
+    result = look(monkeypatch, next(layer for layer in kernels.LAYERS if layer.format == "nvfp4"))
+    assert result.status == checks.FAILED
     assert "nvfp4 on cpu: nvfp4 expanded to float32: comfy-kitchen's product fails here (no kernel)" in result.why
 
 
@@ -46,5 +46,5 @@ def test_a_weight_that_a_device_expands_otherwise_is_seen(monkeypatch):
         return expand(packing, packed, dtype) * (1.0 if len(seen) == 1 else 1.001)
 
     monkeypatch.setattr(Quantised, "expand", once_right)
-    result = look(monkeypatch, quantised.LAYERS[0])
-    assert result.status == kit.FAILED and "its weight from a CPU's is 0.001" in result.why
+    result = look(monkeypatch, kernels.LAYERS[0])
+    assert result.status == checks.FAILED and "its weight from a CPU's is 0.001" in result.why

@@ -1,4 +1,4 @@
-"""Traces of models on hollow devices: exact on tiny ones; the result of real ones, and the memory model beside it."""
+"""Traces of models on hollow devices: exact on tiny ones; the result of real ones, and the memory model's ratios."""
 
 import json
 from dataclasses import replace
@@ -6,19 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sizes.table import cases, modes, row, with_predictions
+from benchmarks.sizes.states import ratios
+from benchmarks.sizes.table import cases, modes, row
 from benchmarks.sizes.trace import figures, trace
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.placement.memory_model import BY_RANKS, Request, memory_of, states_by_ranks
 from parallel_backend.placement.model_sizes import model_sizes
-from parallel_backend.placement.traced_states import TRACED, TracedStates, typical
 from parallel_backend.rank import loaded_stage
 from testing import mini
 from testing.real_sizes import BY_CLASS, REAL_MODELS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 NEWEST = max(RESULTS.glob("real_sizes_references_*.json"))
+OF_ALL = max(RESULTS.glob("real_sizes_2*.json"))
 LIMIT = 0.05
-"""Of the traced peak, by which the memory model's may differ."""
+"""Of a peak in a pipeline, by which two traces may differ."""
 
 FLUX = replace(
     BY_CLASS["flux-dev"],
@@ -100,48 +103,26 @@ def test_kernels_of_one_rank_are_those_of_the_result():
     }
 
 
-@pytest.mark.parametrize("name", list(REAL_MODELS))
-def test_given_pictures_take_no_more_than_predicted(name, measured):
-    """One set of figures is for any number of pictures, so it is the most of them: too much by 1.4, or by few bytes."""
-    found, ratios_found, too_much = committed(), {}, {}
-    for key, _, degrees in cases([name], (1, 2, 4, 8)):
-        for at, rank in enumerate(with_predictions(name, degrees, found[key])["ranks"]):
-            ratios_found[f"{key}, rank {at}"] = ratio = rank["predicted"] / rank["peak"]
-            if ratio > 1.4 and rank["predicted"] - rank["peak"] > 50e6:
-                too_much[f"{key}, rank {at}"] = ratio
-    measured(f"predicted over traced memory of a run, {name}, most", max(ratios_found.values()))
-    assert min(ratios_found.values()) >= 0.995
-    assert too_much == {}
+def test_the_memory_models_ratios_are_the_medians_of_the_traced_models():
+    assert ratios(json.loads(OF_ALL.read_text())["cases"]) == BY_RANKS
 
 
-def test_a_model_that_was_not_traced_is_like_the_median_of_those_that_were():
-    """On one rank it holds what it is said to. What each rank computes for the whole picture grows with the ranks."""
-    states = typical(20.0)
-    assert states.at(Degrees(), 0) == 20.0
-    for axis in ("tensor", "ulysses", "ring", "patch"):
-        ratios = sorted(getattr(each, axis)[-1] / getattr(each, axis)[0] for each in TRACED.values())
-        at_eight = states.at(Degrees(**{axis: 8}, **({"patch_mode": "displaced"} if axis == "patch" else {})), 0) / 20.0
-        assert ratios[0] < at_eight < ratios[-1]
-        assert at_eight < 0.7 if axis == "tensor" else at_eight > 1.0
-
-
-def test_comfyuis_own_class_has_the_figures_of_its_name(mini_file):
-    opened = mini.opened(mini_file)
-    family = replace(opened.family, model_class="WanModel", sizes=replace(opened.family.sizes, hidden=lambda _config: 5120))
-    assert model_sizes(opened, "bf16", "cuda:0").traced is None
-    found = model_sizes(replace(opened, family=family), "bf16", "cuda:0").traced
-    assert found == TRACED["WanModel", 5120] != TRACED["WanModel", 3072]
+def test_several_ranks_are_predicted_by_the_ratios(mini_file):
+    opened, request = mini.opened(mini_file), Request(grid=(64, 64), references=0, text=0, entries=1)
+    sizes = model_sizes(opened, "bf16", "cpu")
+    whole = (Span(0, len(sizes.block_bytes)),)
+    one, eight = (memory_of(sizes, Degrees(tensor=count), whole, 0, (request,)).activations for count in (1, 8))
+    assert eight / one == pytest.approx(BY_RANKS["tensor"][-1], rel=1e-3)
 
 
 def test_states_between_and_beyond_the_traced_ranks():
-    states = TracedStates((10.0, 6.0, 4.0, 3.0), (10.0, 12.0, 12.0, 12.0), *((10.0,) * 4,) * 2, lists=(0.5, 1.0))
-    assert states.at(Degrees(), 1) == 10.0
-    assert states.at(Degrees(), 0) == 5.0
-    assert states.at(Degrees(tensor=2, ulysses=2), 1) == 8.0
-    assert states.at(Degrees(tensor=3), 1) == pytest.approx(6 - 2 * (1 / 2 - 1 / 3) / (1 / 2 - 1 / 4))
-    assert states.at(Degrees(tensor=16), 1) == 3.0
-    grows = replace(states, ulysses=(10.0, 12.0, 20.0, 40.0))
-    assert grows.at(Degrees(ulysses=16), 1) == 80.0
+    tensor, ulysses = BY_RANKS["tensor"], BY_RANKS["ulysses"]
+    assert states_by_ranks(Degrees()) == 1.0
+    assert states_by_ranks(Degrees(tensor=2, ulysses=2)) == pytest.approx(tensor[1] + ulysses[1] - 1)
+    share = (1 / 2 - 1 / 3) / (1 / 2 - 1 / 4)
+    assert states_by_ranks(Degrees(tensor=3)) == pytest.approx(tensor[1] + share * (tensor[2] - tensor[1]))
+    assert states_by_ranks(Degrees(tensor=16)) == tensor[3]
+    assert states_by_ranks(Degrees(ulysses=16)) == pytest.approx(2 * ulysses[3])
 
 
 @pytest.mark.full

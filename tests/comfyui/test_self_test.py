@@ -9,7 +9,7 @@ import time
 import jsonschema
 import pytest
 
-from parallel_backend.acceptance.document import SCHEMA
+from parallel_backend.acceptance.report import SCHEMA
 from tests.comfyui.graph import Graph, small
 from tests.comfyui.websocket import Events
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_backend.families.base.segments import Segment
 
-from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
-from parallel_backend.acceptance.lifetime import SETTLED
+from parallel_backend.acceptance.checks import FAILED, NOT_LOOKED_AT, run
+from parallel_backend.acceptance.endurance import SETTLED
 from parallel_backend.acceptance.session import Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, Fp8, GgufBlocks
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
@@ -29,7 +30,6 @@ from parallel_backend.core.device_copies import host_buffer
 from parallel_backend.core.setup import Offload
 from parallel_backend.core.spans import Span
 from parallel_backend.core.sparse_attention import HEAD_SIZE, SparseAttention
-from parallel_backend.families.base.segments import Segment
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention.kernel_choice import trial
 from parallel_backend.rank.attention.sparse import SparseStep, refusal
@@ -138,7 +138,7 @@ def banded(model: RemoteTransformer, given) -> tuple[torch.Tensor, list[RunStats
     "devices", [pytest.param(*pair.values, id=pair.id, marks=[*pair.marks, *OF_PAIR[pair.id]]) for pair in PAIRS]
 )
 def test_the_self_test_passes(devices, request):
-    """Kernels, half precision, every mode, graphs, links, memory, a killed rank and a stuck GPU."""
+    """Kernels, quantised layers, half precision, every mode, links, memory and a stuck GPU."""
     quick = {"cycles": 2 * SETTLED, "hang_seconds": 2.0} if request.config.getoption("emulated_gpus") else {}
     results = run(Settings(devices, **quick))
     assert {result.name: result.why for result in results if result.status == FAILED} == {}
@@ -256,12 +256,20 @@ def test_streamed_weights_give_what_weights_on_the_device_give(ranks, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", GGUF_BLOCKS)
 def test_packed_blocks_expand_as_on_a_cpu(kind, dtype):
-    """8-bit floats are in the self-test."""
     value = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
     packed = torch.from_numpy(encode(value, kind))
     expected = GgufBlocks(kind).expand(packed, dtype)
     assert expected.std() > 0.01
     assert torch.equal(GgufBlocks(kind).expand(packed.to(DEVICE), dtype).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_fp8_expands_as_on_a_cpu(kind, dtype):
+    value, scale = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)), torch.linspace(0.5, 2.0, 8)[:, None]
+    packed = value.to(FP8_KINDS[kind]).view(torch.uint8)
+    expected = Fp8(kind, scale).expand(packed, dtype)
+    assert torch.equal(Fp8(kind, scale.to(DEVICE)).expand(packed.to(DEVICE), dtype).cpu(), expected)
 
 
 DEFAULT = ("qwen-image-2.1", "wan-2.2-animate")

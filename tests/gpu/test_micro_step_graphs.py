@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from parallel_backend.core.attention_kernels import KERNELS, SDPA, as_wish
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import CHECKSUMS
@@ -38,6 +39,14 @@ def pools() -> Iterator[Callable[[int], Pool]]:
 @pytest.mark.parametrize(("ranks", "dtype"), [pytest.param(1, "fp32", marks=pytest.mark.full), (2, "bf16")])
 def test_a_run_with_graphs_gives_the_same_bits(ranks, dtype, pools, mini_file):
     stats = both(pools(ranks), mini_file, Degrees(pipe=ranks), dtype)
+    assert all(each.captured and each.replayed for each in stats)
+
+
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.graphs and name != SDPA])
+def test_other_kernels_are_captured(request, name, pools, mini_file):
+    if request.config.getoption("emulated_gpus") or not KERNELS[name].possible(DEVICE, "bf16"):
+        pytest.skip(f"needs {KERNELS[name].package} and a real GPU")
+    stats = both(pools(1), mini_file, Degrees(), "bf16", as_wish(name))
     assert all(each.captured and each.replayed for each in stats)
 
 

@@ -68,8 +68,10 @@ def recorded(monkeypatch, pools) -> Iterator[None]:
         pools.forget(ranks)
 
 
-def load(pool: Pool, path: Path, degrees: Degrees, graphs: bool, dtype: str = "fp32", **named) -> RemoteTransformer:
-    return on_ranks(pool, mini.opened(path), degrees, dtype, "sdpa", nobody, cuda_graphs=graphs, **named)
+def load(
+    pool: Pool, path: Path, degrees: Degrees, graphs: bool, dtype: str = "fp32", attention: str = "sdpa", **named
+) -> RemoteTransformer:
+    return on_ranks(pool, mini.opened(path), degrees, dtype, attention, nobody, cuda_graphs=graphs, **named)
 
 
 def sampled(
@@ -119,10 +121,12 @@ def counts(stats: list[RunStats]) -> set[tuple[int, int]]:
     return {(each.captured, each.replayed) for each in stats}
 
 
-def both(pool: Pool, path: Path, degrees: Degrees, dtype: str = "fp32", **settings) -> list[RunStats]:
+def both(
+    pool: Pool, path: Path, degrees: Degrees, dtype: str = "fp32", attention: str = "sdpa", **settings
+) -> list[RunStats]:
     """A run with and one without graphs, which have to be equal; what the ranks did in the one with them."""
-    expected, without = sampled(load(pool, path, degrees, False, dtype), **settings)
-    found, stats = sampled(load(pool, path, degrees, True, dtype), **settings)
+    expected, without = sampled(load(pool, path, degrees, False, dtype, attention), **settings)
+    found, stats = sampled(load(pool, path, degrees, True, dtype, attention), **settings)
     assert expected.isfinite().all()
     assert torch.equal(found, expected)
     assert counts(without) == {(0, 0)}

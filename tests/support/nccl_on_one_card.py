@@ -6,9 +6,7 @@ sockets of the loopback interface. Communicators, streams, groups and kernels ar
 
 import os
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-from parallel_backend.acceptance import measured_rank
 from parallel_backend.wire.rank_settings import RankSettings
 
 HOST = "NCCL_HOSTID"
@@ -33,10 +31,3 @@ def main(settings: RankSettings, connection: Connection) -> None:
 
     _as_a_machine(settings)
     entry.main(settings, connection)
-
-
-def measured(file: Path, settings: RankSettings, connection: Connection) -> None:
-    """A rank's entry in the self-test, as measured_rank.main."""
-    _as_a_machine(settings)
-    with measured_rank.noted(file):
-        main(settings, connection)

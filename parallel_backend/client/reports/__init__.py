@@ -1,1 +1,1 @@
-"""Reports of a sampling run: text, Chrome trace, picture."""
+"""Reports of a sampling run: text and Chrome trace."""

@@ -87,8 +87,8 @@ class Inputs:
     stage gets them. More than one only with `Forward.whole_latent`."""
 
     whole_text: bool = False
-    """The prologue mixes the text's tokens, so every rank of the first stage gets all of them at every micro-step. Implied by
-    `Forward.whole_latent`."""
+    """The prologue mixes the text's tokens, so every rank of the first stage gets all of them at every micro-step. Implied
+    by `Forward.whole_latent`."""
 
     vector_tensors: tuple[str, ...] = ()
     """Conditioning tensors that every stage gets."""

@@ -4,9 +4,9 @@ The model's loop over its blocks runs unchanged and every block keeps its index,
 modulation, a ControlNet's residuals). A stand-in before the stage's blocks returns the hidden states received, whatever its
 arguments. The first stand-in after them ends the forward with the hidden states to send.
 
-In families of `whole_latent` the hidden states, which are the image's alone, are the rank's tokens inside a block list, and
-all ranks' tokens outside. The first slot of a list cuts its arguments down. The last slot puts its results into whole tensors,
-which are zero elsewhere.
+In families of `whole_latent` the hidden states, which are the image's alone, are the rank's tokens inside a block list,
+and all ranks' tokens outside. The first slot of a list cuts its arguments down. The last slot puts its results into whole
+tensors, which are zero elsewhere.
 """
 
 import functools

@@ -98,7 +98,7 @@ def graphs() -> dict[str, tuple[Graph, str, str]]:
     model = graph.add("ParallelDiTLoader", **LOADER)
     latent = graph.ksampler(model, graph.empty(SIZE), steps=STEPS)
     picture = graph.add("QuickstartDecode", samples=latent)
-    trace = graph.add("ParallelTrace", width=800, filename_prefix="trace", after=latent)
+    trace = graph.add("ParallelTrace", filename_prefix="trace", after=latent)
     graph.add("PreviewImage", images=picture)
     found["ParallelTrace"] = graph, trace[0], EXACT
     return found

@@ -641,10 +641,10 @@ CLIENT_MUTANTS = (
     ),
     Mutant(
         "a rank of several holds what a single one holds",
-        PLACEMENT + "traced_states.py",
-        "one_rank * statistics.median(each[place] / each[0] for each in traced)",
-        "one_rank",
-        ("tests/benchmarks/test_real_sizes.py", "-k", "not_traced"),
+        PLACEMENT + "memory_model.py",
+        "ACTIVATIONS[sizes.joint] * states_by_ranks(degrees)",
+        "ACTIVATIONS[sizes.joint]",
+        ("tests/benchmarks/test_real_sizes.py", "-k", "by_the_ratios"),
     ),
     Mutant(
         "keys that a run keeps twice counted once",
@@ -682,7 +682,7 @@ PLANNING_MUTANTS = (
 ACCEPTANCE_MUTANTS = (
     Mutant(
         "the self-test's file says the user's name",
-        ACCEPTANCE + "document.py",
+        ACCEPTANCE + "report.py",
         '((socket.gethostname(), "HOST"), *((user, "USER") for user in _users())):',
         '((socket.gethostname(), "HOST"),):',
         ("tests/acceptance/test_self_test.py", "-k", "whose_machine"),

@@ -161,7 +161,7 @@ def prompt(request: Request, serial: int = 0, trace: bool = False) -> Prompt:
         decoded = graph.add("ParallelVAEDecode", samples=latent, vae=vae, devices="auto")
         picture = graph.add("SaveImage", images=decoded, filename_prefix="soak")[0]
     if trace:
-        graph.add("ParallelTrace", width=800, filename_prefix="soak", after=latent)
+        graph.add("ParallelTrace", filename_prefix="soak", after=latent)
     return Prompt(graph.prompt, latent[0], saved[0], picture)
 
 

@@ -124,7 +124,7 @@ def main(results: Results) -> None:
         "UnloadParallelDiT": dict(anything=None),
         "ParallelVAEDecode": dict(samples=sound, vae=None, devices="cpu,cpu"),
         "ParallelVAEEncode": dict(pixels=torch.zeros(1, 16, 16, 3), vae=None, devices="cpu,cpu"),
-        "ParallelTrace": dict(width=800, filename_prefix="trace", after=None),
+        "ParallelTrace": dict(filename_prefix="trace", after=None),
         "ParallelStepCache": dict(model=model, threshold=0.04, start_percent=0.0, end_percent=1.0),
     }
 

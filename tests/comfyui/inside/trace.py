@@ -4,4 +4,4 @@ from boot import Results, node
 
 
 def main(results: Results) -> None:
-    results.case("before any sampler", lambda: node("ParallelTrace", 1200, "trace"))
+    results.case("before any sampler", lambda: node("ParallelTrace", "trace"))

@@ -1,4 +1,4 @@
-"""The check of the machine: driver, libraries, GPUs and their connections, and the system settings that NCCL needs."""
+"""Checks of the machine: driver, libraries, GPUs, the system settings that NCCL needs, and the links between ranks."""
 
 import importlib.metadata
 import os
@@ -6,19 +6,22 @@ import platform
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from parallel_backend.client.measurements import measured_links
 from parallel_backend.client.p2p_verdicts import nccl_version
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.host_memory import host_memory
+from parallel_backend.placement.links import SIZES, links_of
+from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.process_group import backend_for
+from parallel_backend.wire.rank_settings import SELF_TEST
 
-from .findings import Findings, NotLookedAt
-from .session import SelfTestSession
-from .topology import topology
+from .session import Findings, NotLookedAt, SelfTestSession
 
 LIBRARIES = (
     "torch",
@@ -46,6 +49,7 @@ SHM = Path("/dev/shm")
 
 def look_at_system(session: SelfTestSession, findings: Findings) -> None:
     """Notes only; the figure `hints` names likely obstacles."""
+    count = torch.cuda.device_count()
     facts: dict[str, Any] = {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
@@ -63,17 +67,12 @@ def look_at_system(session: SelfTestSession, findings: Findings) -> None:
         "memory_bytes": host_memory()[1],
         "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
         "iommu": iommu(),
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
-        "peers": peers(torch.cuda.device_count()),
+        "gpus": [_gpu(index) for index in range(count)],
+        "peers": peers(count),
+        "load": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
-    facts["load"] = [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
     for name, value in facts.items():
         findings.note(name, value)
-    try:
-        findings.note("topology", topology(torch.cuda.device_count()))
-    except NotLookedAt as reason:
-        findings.note("topology", None)
-        findings.leave_out("topology", str(reason))
     if not session.settings.on_gpus:
         findings.leave_out("GPUs", "the ranks are on CPUs" if facts["gpus"] else "torch sees none")
     findings.note("hints", hints(facts, len(set(session.settings.devices))))
@@ -139,3 +138,30 @@ def _driver() -> str | None:
     line = NVIDIA_VERSION.read_text().partition("\n")[0]
     number = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", line)
     return None if number is None else number[0] + " (open kernel module)" * ("Open Kernel Module" in line)
+
+
+def look_at_links(session: SelfTestSession, findings: Findings) -> None:
+    """Every two ranks send to and fro, then all at once: the transfers that planning times. With P2P and without."""
+    if session.world == 1:
+        raise NotLookedAt("there is one rank; name more devices, or one device several times")
+    pool = session.ranks(session.world)
+    for note in pool.notes:  # such as P2P switched off: runs work, but their links are slower than they could be
+        findings.wrong.append(note)
+    findings.note("links", links(pool, session))
+    nccl = backend_for(pool.devices) == "nccl" and not pool.self_test.gloo
+    findings.note("P2P", pool.self_test.p2p if nccl else None)
+    if not nccl:
+        findings.leave_out("links without P2P", "only NCCL has both; these ranks talk through Gloo")
+    elif pool.self_test.p2p:
+        with session.special_ranks(self_test=replace(SELF_TEST, p2p=False)) as pool:
+            findings.note("links without P2P", links(pool, session))
+
+
+def links(pool: Pool, session: SelfTestSession) -> dict[str, Any]:
+    """'0-1' -> GB/s and microseconds one way, and how many times slower links are while all send."""
+    measured = links_of(measured_links(pool, SIZES, session.poll))
+    between = {
+        f"{one}-{two}": {"GB_per_s": round(link.bandwidth / 1e9, 3), "us": round(link.latency * 1e6, 1)}
+        for (one, two), link in measured.between.items()
+    }
+    return {"between": between, "crowding": round(measured.crowding, 2)}

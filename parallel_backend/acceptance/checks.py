@@ -1,4 +1,4 @@
-"""Runs the checks in their order and collects their results."""
+"""The table of the self-test's checks. Runs them in its order and collects their results."""
 
 import time
 import traceback
@@ -7,24 +7,27 @@ from dataclasses import dataclass
 
 from parallel_backend.processes.pool import Poll
 
-from .catalogue import ABOUT
-from .faults import look_at_a_killed_rank, look_at_a_stuck_gpu
-from .findings import Findings, NotLookedAt
-from .graphs import look_at_graphs
-from .kernels import look_at_kernels
-from .lifetime import look_at_lifetime
-from .memory import look_at_memory
-from .model_file import look_at_model_file
+from .endurance import look_at_a_stuck_gpu, look_at_lifetime
+from .kernels import look_at_attention, look_at_quantised
+from .machine import look_at_links, look_at_system
 from .modes import look_at_modes
-from .one_rank import look_at_one_rank
-from .page_locked import look_at_page_locked
-from .quantised import look_at_quantised
-from .session import Host, SelfTestSession, Settings
-from .system import look_at_system
-from .transport import look_at_hop, look_at_links
+from .own_model import look_at_model
+from .session import Findings, Host, NotLookedAt, SelfTestSession, Settings
 
 PASSED, FAILED, NOT_LOOKED_AT = "passed", "failed", "not looked at"
 STATUSES = (PASSED, FAILED, NOT_LOOKED_AT)
+
+CHECKS: dict[str, tuple[str, Callable[[SelfTestSession, Findings], None]]] = {
+    "system": ("driver, libraries and GPUs", look_at_system),
+    "kernels": ("attention kernels against fp64, on each device", look_at_attention),
+    "quantised": ("one layer of each quantised format, on each device", look_at_quantised),
+    "links": ("bandwidth of every link between ranks", look_at_links),
+    "modes": ("one rank against a CPU, and every mode against one rank", look_at_modes),
+    "model file": ("your model on one rank and on all", look_at_model),
+    "lifetime": ("memory after loading and unloading many times", look_at_lifetime),
+    "stuck GPU": ("a GPU is made to spin: the watchdog names its rank", look_at_a_stuck_gpu),
+}
+"""Name -> description and check."""
 
 Progress = Callable[[int, int, str], None]
 """(checks done, of how many, the next one)."""
@@ -41,26 +44,6 @@ class Result:
     why: str
     left_out: tuple[str, ...]
     figures: dict[str, object]
-
-
-LOOKS: dict[str, Callable[[SelfTestSession, Findings], None]] = {
-    "system": look_at_system,
-    "kernels": look_at_kernels,
-    "quantised": look_at_quantised,
-    "page-locked": look_at_page_locked,
-    "one rank": look_at_one_rank,
-    "graphs": look_at_graphs,
-    "model file": look_at_model_file,
-    "links": look_at_links,
-    "memory": look_at_memory,
-    "modes": look_at_modes,
-    "hop": look_at_hop,
-    "lifetime": look_at_lifetime,
-    "killed rank": look_at_a_killed_rank,
-    "stuck GPU": look_at_a_stuck_gpu,
-}
-CHECKS = {name: (about, LOOKS[name]) for name, about in ABOUT.items()}
-"""Name -> description and check."""
 
 
 def run(
