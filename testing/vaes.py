@@ -26,7 +26,13 @@ def small_vae(channels: int = 4, kind: type[SmallVAE] = SmallVAE) -> SmallVAE:
 def made_of(vae: nn.Module, part: Part = "decoder", folder: str = "", settings: Iterable[Any] = ()) -> Made:
     """What ranks make the part of."""
     (other,) = CALLS.keys() - {part}
-    recipe = {"tree": described(vae, (other,)), "folder": folder, "settings": [*settings], "call": CALLS[part], "constants": []}
+    recipe = {
+        "tree": described(vae, (other,)),
+        "folder": folder,
+        "settings": [*settings],
+        "call": CALLS[part],
+        "constants": [],
+    }
     tensors = {**dict(vae.named_buffers()), **vae.state_dict()}
     return Made(json.dumps(recipe), {name: each for name, each in tensors.items() if not name.startswith(f"{other}.")})
 

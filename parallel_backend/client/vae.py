@@ -86,7 +86,8 @@ class RemoteVAE:
         assert min(sizes) > 0, "a rank would have no rows"
         shared = shared and output.storage_offset() * output.itemsize % ALIGNMENT == 0
         request = [
-            m.RunVAE(self.part, band.contiguous(), sizes, columns, output if shared else None) for band in x.split(sizes, dim)
+            m.RunVAE(self.part, band.contiguous(), sizes, columns, output if shared else None)
+            for band in x.split(sizes, dim)
         ]
         with contextlib.closing(self._replies(iter([request]), bytes_needed, poll, self._trial(x, unit))) as replies:
             for span, reply in zip(in_proportion(sizes, output.shape[dim]), next(replies), strict=True):

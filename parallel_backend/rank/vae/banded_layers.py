@@ -1,7 +1,7 @@
 """A VAE's own code on a band of the picture's rows or columns: what reads other rows exchanges them with the other ranks.
 
-Rows enter where the code pads: there a band gets its neighbours' rows, and padding only at the picture's edge. GroupNorms have
-one mean and variance over all ranks, and attention has all ranks' keys and values. All else has to be local: upsampling,
+Rows enter where the code pads: there a band gets its neighbours' rows, and padding only at the picture's edge. GroupNorms
+have one mean and variance over all ranks, and attention has all ranks' keys and values. All else has to be local: upsampling,
 pooling of whole factors, norms over channels. Whether it is, a trial shows (part.py).
 """
 
@@ -27,7 +27,7 @@ Convolution = Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]
 
 
 class Bands(TorchFunctionMode):
-    """Context in which this thread's calls of torch take tensors [B, C, (frames,) rows, columns] for a rank's band of them."""
+    """Context in which this thread's calls of torch take tensors [B, C, (frames,) rows, columns] for a rank's bands."""
 
     def __init__(self, axis: Axis, traffic: Traffic):
         super().__init__()
@@ -75,7 +75,9 @@ class Bands(TorchFunctionMode):
 
         return self._convolved(convolved, x, _each(padding, weight)[-2:], _each(stride, weight)[-2:])
 
-    def _cudnn_convolution(self, function: Any, x, weight, padding, stride, dilation, groups, **options: Any) -> torch.Tensor:
+    def _cudnn_convolution(
+        self, function: Any, x, weight, padding, stride, dilation, groups, **options: Any
+    ) -> torch.Tensor:
         def convolved(x: torch.Tensor, around: tuple[int, int]) -> torch.Tensor:
             return function(x, weight, (*padding[:-2], *around), stride, dilation, groups, **options)
 
@@ -88,11 +90,17 @@ class Bands(TorchFunctionMode):
         rows = padding[self.dim]
         if not rows:
             return convolved(x, padding)
-        halo = start_halo(x, self.dim, rows, rows, self.axis, self.traffic)
-        if rows == 1 == stride[self.dim]:
+        halo, step, length = (
+            start_halo(x, self.dim, rows, rows, self.axis, self.traffic),
+            stride[self.dim],
+            x.shape[self.dim],
+        )
+        if rows == step == 1:
             return self._seamless(convolved, x, padding, halo)
         x = self._surrounded(x, halo, rows, rows, lambda x, around: F.pad(x, around))
-        return convolved(x, self._across(padding))
+        out = convolved(x, self._across(padding))
+        assert out.shape[self.dim] * step == length, "a band is not convolved to as many rows as it has in the whole"
+        return out
 
     def _seamless(self, convolved: Convolution, x: torch.Tensor, padding: tuple[int, int], halo: Halo) -> torch.Tensor:
         """Convolve with zeros beyond the band while the neighbours' rows arrive, then the first and last row anew with them.
@@ -101,7 +109,7 @@ class Bands(TorchFunctionMode):
         """
         dim = self.dim
         out, across = convolved(x, padding), self._across(padding)
-        assert out.shape[dim] == x.shape[dim], "a band cannot be convolved by another kernel than 3 with a padding of 1"
+        assert out.shape[dim] == x.shape[dim], "a band is not convolved to as many rows as it has in the whole"
         halves = halo.wait()
         zeros = torch.zeros_like(x.narrow(dim, 0, 1))
         before, behind = (zeros if rows is None else rows for rows in halves)
@@ -115,7 +123,9 @@ class Bands(TorchFunctionMode):
             out.narrow(dim, length - 1, 1).copy_(convolved(last, across))
         return out
 
-    def _pad(self, pad: Any, x: torch.Tensor, pads: Sequence[int], mode: str = "constant", value: Any = None) -> torch.Tensor:
+    def _pad(
+        self, pad: Any, x: torch.Tensor, pads: Sequence[int], mode: str = "constant", value: Any = None
+    ) -> torch.Tensor:
         place = 2 * (-1 - self.dim)  # `pads` begins with the last dimension's
         before, behind = pads[place : place + 2] or (0, 0)
         if not (before or behind):
@@ -129,7 +139,12 @@ class Bands(TorchFunctionMode):
         return self._surrounded(x, halo, before, behind, padded)
 
     def _surrounded(
-        self, x: torch.Tensor, halo: Halo, before: int, behind: int, padded: Callable[[torch.Tensor, list[int]], torch.Tensor]
+        self,
+        x: torch.Tensor,
+        halo: Halo,
+        before: int,
+        behind: int,
+        padded: Callable[[torch.Tensor, list[int]], torch.Tensor],
     ) -> torch.Tensor:
         """x with its neighbours' rows, and `padded` at the picture's edges."""
         parts = halo.wait()
