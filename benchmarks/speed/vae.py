@@ -1,4 +1,4 @@
-"""ComfyUI's VAEs of real widths with random weights, fp32, in bands on 1, 2 and 4 CPU ranks. Linux only, with ComfyUI's Python.
+"""ComfyUI's VAEs of real widths with random weights, fp32, in bands on 1, 2 and 4 CPU ranks. Linux, ComfyUI's Python.
 
     python -m benchmarks.speed.vae wan21 --comfyui FOLDER --out benchmarks/results/vae_wan21_NAME_DATE.json
 

@@ -1,8 +1,8 @@
 """A VAE's own code on a band of the picture's rows or columns: what reads other rows exchanges them with the other ranks.
 
 Rows enter where the code pads: there a band gets its neighbours' rows, and padding only at the picture's edge. GroupNorms
-have one mean and variance over all ranks, and attention has all ranks' keys and values. All else has to be local: upsampling,
-pooling of whole factors, norms over channels. Whether it is, a trial shows (part.py).
+have one mean and variance over all ranks, and attention has all ranks' keys and values. All else has to be local:
+upsampling, pooling of whole factors, norms over channels. Whether it is, a trial shows (part.py).
 """
 
 from collections.abc import Callable, Sequence
