@@ -1,76 +1,64 @@
-"""diffusers' VAEs on ranks, for tests and benchmarks."""
+"""VAEs on ranks, for tests and benchmarks."""
 
-import re
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch import nn
 
 from parallel_backend.client.shared_tensors import shared_output
-from parallel_backend.client.vae import RemoteVAE
+from parallel_backend.client.vae import Made, Part, RemoteVAE
+from parallel_backend.families.own_class.module_tree import described
 from parallel_backend.processes.pool import Poll, Pool
-from parallel_backend.vaes import VAES
-from parallel_backend.vaes.base import Part, Weights
+from testing import tiny
 
-LAYERS = (
-    (r"mid_block\.resnets\.0\.", "mid.block_1."),
-    (r"mid_block\.resnets\.1\.", "mid.block_2."),
-    (r"mid_block\.attentions\.0\.", "mid.attn_1."),
-    (r"\.upsamplers\.0\.", ".upsample."),
-    (r"\.resnets\.", ".block."),
-    ("conv_shortcut", "nin_shortcut"),
-    ("conv_norm_out|group_norm", "norm"),
-    (r"to_([qkv])\.", r"\1."),
-    (r"to_out\.0", "proj_out"),
-    (r"decoder\.norm\.", "decoder.norm_out."),
-)
-"""diffusers' names -> those of files."""
+from .vae_class import SCALE, SmallVAE
+
+CALLS: dict[Part, str] = {"decoder": "decode", "encoder": "encode"}
 
 
-def original_decoder(vae) -> dict[str, torch.Tensor]:
-    """A diffusers.AutoencoderKL's decoder as files have it, and its 1x1 convolution."""
-    state, last = {}, len(vae.config.block_out_channels) - 1
-    for name, tensor in vae.state_dict().items():
-        if not name.startswith(("decoder.", "post_quant_conv.")):
-            continue
-        name = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{last - int(match[1])}", name)
-        for theirs, original in LAYERS:
-            name = re.sub(theirs, original, name)
-        state[name] = tensor[..., None, None] if tensor.ndim == 2 else tensor
-    return state
+def small_vae(channels: int = 4, kind: type[SmallVAE] = SmallVAE) -> SmallVAE:
+    """With random weights."""
+    return tiny.randomise(kind(channels, 32).eval().requires_grad_(False), seed=0)
 
 
-def decoder_of(vae) -> Weights:
-    """The weights of a diffusers.AutoencoderKL's decoder as ranks need them."""
-    return VAES["AutoencoderKL"].weights(original_decoder(vae), "decoder", {})
+def made_of(vae: nn.Module, part: Part = "decoder", folder: str = "", settings: Iterable[Any] = ()) -> Made:
+    """What ranks make the part of."""
+    (other,) = CALLS.keys() - {part}
+    recipe = {
+        "tree": described(vae, (other,)),
+        "folder": folder,
+        "settings": [*settings],
+        "call": CALLS[part],
+        "constants": [],
+    }
+    tensors = {**dict(vae.named_buffers()), **vae.state_dict()}
+    return Made(json.dumps(recipe), {name: each for name, each in tensors.items() if not name.startswith(f"{other}.")})
 
 
 class OnRanks:
-    """A decoder, or an encoder, on the ranks of a pool. `weights` is asked when they lack them, `sizes` for sizes."""
+    """The decoder of a `small_vae`, or its encoder, on the ranks of a pool. `made` is asked when they lack it."""
 
     def __init__(
         self,
         pool: Pool,
         name: str,
-        weights: Callable[[], Weights],
-        sizes: Weights | None = None,
-        kind: str = "AutoencoderKL",
+        made: Callable[[], Made],
         part: Part = "decoder",
+        dtype: torch.dtype = torch.float32,
     ):
-        self.remote, self._sizes = RemoteVAE(pool, name, kind, part, weights), sizes or weights()
+        self.remote, self._dtype = RemoteVAE(pool, name, part, made), dtype
 
     @property
     def bytes_sent(self) -> list[dict[str, int]]:
         return self.remote.bytes_sent
 
-    def decode(self, x: torch.Tensor, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
+    def run(self, x: torch.Tensor, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
         """The output for x, in memory that the ranks share if possible."""
-        sizes, remote = self._sizes, self.remote
-        shape, dtype = remote.shape(x, sizes.scale, sizes.channels), next(iter(sizes.tensors.values())).dtype
-        with shared_output(remote.pool, shape, dtype) as (output, shared):
-            remote.run(x, sizes.scale, output, poll, shared=shared, bytes_needed=bytes_needed)
-        return output
-
-    def tiles(self, x: torch.Tensor) -> torch.Tensor:
-        """The outputs of the tiles [tiles, C, frames, rows, columns]."""
-        (output,) = self.remote.run_tiles([x], lambda: None)
+        rows, columns = x.shape[-2:]
+        decodes = self.remote.part == "decoder"
+        shape = (len(x), 3, rows * SCALE, columns * SCALE) if decodes else (len(x), 4, rows // SCALE, columns // SCALE)
+        with shared_output(self.remote.pool, shape, self._dtype) as (output, shared):
+            self.remote.run(x, 1 if decodes else SCALE, output, poll, shared=shared, bytes_needed=bytes_needed)
         return output

@@ -28,6 +28,17 @@ from .reach import is_plain
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def comfyui_folder() -> str:
+    """OwnClass.folder."""
+    return str(Path(comfy.model_base.__file__).resolve().parents[1])
+
+
+def import_settings(device: str) -> tuple[tuple[str, str, bool], ...]:
+    """OwnClass.settings of a rank on this kind of device. A rank imports ComfyUI once, for models and VAEs alike."""
+    cpu = device_kind(device) == "cpu"
+    return ("comfy.cli_args", "args.cpu", cpu), ("comfy.cli_args", "args.use_pytorch_cross_attention", True)
+
+
 def has_family(shapes: Shapes, stated: Mapping[str, Any] | None) -> bool:
     """Whether a family computes the model that ComfyUI takes a file with these tensors for. True where it knows none."""
     try:
@@ -83,14 +94,11 @@ def own_class(
     keys = {next(iter(names)): key for key, names in renamed.items() if len(names) == 1}
     own = OwnClass(
         kind=type(config).__name__,
-        folder=str(Path(comfy.model_base.__file__).resolve().parents[1]),
+        folder=comfyui_folder(),
         module=kind.__module__,
         name=kind.__qualname__,
         arguments=json.dumps(arguments),
-        settings=(
-            ("comfy.cli_args", "args.cpu", device_kind(devices[0]) == "cpu"),
-            ("comfy.cli_args", "args.use_pytorch_cross_attention", True),
-        ),
+        settings=import_settings(devices[0]),
         imports=modules_named_by(kind),
         keys=tuple((name, key) for name, key in keys.items() if name != key),
         halves=tuple(HALVES[dtype] for dtype in config.supported_inference_dtypes if dtype in HALVES),

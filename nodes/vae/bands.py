@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,27 +15,32 @@ import torch
 
 from parallel_backend.client.registry import registry
 from parallel_backend.client.shared_tensors import shared_output
-from parallel_backend.client.vae import RemoteVAE, TooLittleMemory, bands
+from parallel_backend.client.vae import Made, NotExact, Part, RemoteVAE, TooLittleMemory, bands
 from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool_part import SomeRanks
-from parallel_backend.vaes.base import Part, Weights
 
 from ..model.make_room import comfyui_gpus
+from ..model.own_class_file import comfyui_folder, import_settings
 from ..ui.host import check_cancelled
-from .known import Cut, tensors_of
+from .known import OTHER, Cut, tensors_of
 from .tiles import decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, tile_shape
 
 T = TypeVar("T")
+CALLS = {
+    ("decoder", False): "decode",
+    ("encoder", False): "encode",
+    ("decoder", True): "_decode_pixels",
+    ("encoder", True): "_encode_moments",
+}
+"""(part, in tiles) -> the function of ComfyUI's model that ranks call."""
 SAMPLED = 16
 """Values of each tensor that the digest of a VAE's weights is made of."""
 
 
-def too_small(cut: Cut, vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> str | None:
+def too_small(cut: Cut, _vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> str | None:
     """Reason, in words that follow 'since', why the latent cannot be cut: not every rank would get a band."""
-    if cut.kind.independent:
-        return None
-    longest = max(cut.known.before(vae.first_stage_model, latent[:1]).shape[-2:])
-    if longest >= ranks:
+    longest = max(latent.shape[-2:])
+    if cut.known.tiles or longest >= ranks:
         return None
     return f"the latent has {longest} rows and columns at most, too few for {ranks} ranks"
 
@@ -44,39 +48,39 @@ def too_small(cut: Cut, vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> 
 def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: SomeRanks) -> torch.Tensor:
     """[B, C, (frames,) H, W] -> [B, (frames,) S H, S W, 3] as vae.decode gives it, one batch entry after the other.
 
-    S is the VAE's scale. TooLittleMemory if a device has too little memory for a rank's band.
+    S is the VAE's scale. TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
     """
-    model = vae.first_stage_model
+    model, tiles = vae.first_stage_model, cut.known.tiles
     remote, dtype = remote_vae(vae, cut, "decoder", pool)
-    entries = [cut.known.before(model, cut.known.drawn(model, entry.to("cpu", dtype))) for entry in latent.split(1)]
-    if cut.kind.independent:
+    entries = [cut.known.drawn(model, entry.to("cpu", dtype)) for entry in latent.split(1)]
+    if tiles:
         shape, pieces = model.decode_output_shape(latent.shape), len(latent_clips(model, entries[0]))
         needed = int(vae.memory_used_decode(tile_shape(model, latent.shape), dtype))
     else:
-        shape = remote.shape(entries[0], cut.weights.scale, cut.weights.channels)
-        pieces = remote.pieces(entries[0])
-        longest = max(entries[0].shape[-2:])
-        share = len(bands(entries[0], 1, len(pool.devices))[0]) / longest
-        needed = int(vae.memory_used_decode(counted(cut, latent.shape), dtype) * share)
+        scale, pieces = vae.spacial_compression_decode(), 1
+        frames = [cut.known.decoded(vae, size) for size in latent.shape[2:-2]]
+        channels = getattr(vae, "conv_out_channels", vae.output_channels)
+        shape = (1, channels, *frames, *(scale * size for size in latent.shape[-2:]))
+        needed = int(vae.memory_used_decode((1, *latent.shape[1:]), dtype) * share(latent, 1, pool))
     make_room(pool, needed)
     on_piece = partial(comfy.utils.ProgressBar(len(latent) * pieces).update, 1)
     run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
     with shared_output(pool, (len(latent), *shape[1:]), vae.vae_output_dtype()) as (images, shared):
         for index, entry in enumerate(entries):
             target = images[index : index + 1]
-            if cut.kind.independent:
+            if tiles:
                 decode_in_tiles(model, entry, target, run_tiles, on_piece)
             else:
-                scale = cut.weights.scale
-                remote.run(entry, scale, target, check_cancelled, shared=shared, bytes_needed=needed, on_piece=on_piece)
+                remote.run(entry, 1, target, check_cancelled, shared=shared, bytes_needed=needed)
+                on_piece()
             if (processed := vae.process_output(target)) is not target:  # most VAEs' process_output works in place
                 target.copy_(processed)
     return images.to(vae.output_device).movedim(1, -1)
 
 
-def counted(cut: Cut, shape: torch.Size) -> tuple[int, ...]:
-    """The shape of one batch entry that ComfyUI's estimates of memory are asked for. `shape`: of the whole input."""
-    return (1, shape[1], cut.known.counted(shape[2]), *shape[3:]) if len(shape) == 5 else (1, *shape[1:])
+def share(x: torch.Tensor, unit: int, pool: SomeRanks) -> float:
+    """The largest band's share of x."""
+    return len(bands(x, unit, len(pool.devices))[0]) / (max(x.shape[-2:]) // unit)
 
 
 def model_input(vae: comfy.sd.VAE, pixels: torch.Tensor) -> torch.Tensor:
@@ -92,12 +96,12 @@ def model_input(vae: comfy.sd.VAE, pixels: torch.Tensor) -> torch.Tensor:
 
 def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: int) -> str | None:
     """Reason, in words that follow 'since', why pixels cannot be cut as ComfyUI would encode them. None: they can."""
-    if cut.kind.independent:
+    if cut.known.tiles:
         return None
     x = model_input(vae, pixels)
-    if x.ndim == 5 and not cut.known.frames(vae.first_stage_model, x.shape[2]):
+    if x.ndim == 5 and not cut.known.encodes(vae.first_stage_model, x.shape[2]):
         return f"this VAE does not take {x.shape[2]} frames evenly"
-    longest, scale = max(x.shape[-2:]), cut.weights.scale
+    longest, scale = max(x.shape[-2:]), vae.spacial_compression_encode()
     if longest // scale >= ranks:
         return None
     return f"the picture has {longest} rows and columns at most, too few for {ranks} ranks, of {scale} each"
@@ -106,33 +110,32 @@ def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: i
 def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: SomeRanks) -> torch.Tensor:
     """IMAGE -> [B, C, (frames,) h, w] as vae.encode gives it, one batch entry after the other.
 
-    TooLittleMemory if a device has too little memory for a rank's band.
+    TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
     """
-    model, known = vae.first_stage_model, cut.known
+    model, tiles = vae.first_stage_model, cut.known.tiles
     remote, dtype = remote_vae(vae, cut, "encoder", pool)
     whole = model_input(vae, pixels)
-    entries = whole.split(1)
-    if cut.kind.independent:
+    entries, scale = whole.split(1), vae.spacial_compression_encode()
+    if tiles:
         frames = min(whole.shape[2], model.clip_length)
         tile = (1, whole.shape[1], frames, *(min(size, model.tile_size) for size in whole.shape[3:]))
         pieces, needed = len(pixel_clips(model, entries[0])), int(vae.memory_used_encode(tile, dtype))
     else:
-        shape = remote.shape(entries[0], cut.weights.scale, cut.weights.channels)
-        pieces, units = remote.pieces(entries[0]), max(whole.shape[-2:]) // cut.weights.scale
-        share = len(bands(entries[0], cut.weights.scale, len(pool.devices))[0]) / units
-        needed = int(vae.memory_used_encode(counted(cut, whole.shape), dtype) * share)
+        pieces, frames = 1, [vae.downscale_ratio[0](size) for size in whole.shape[2:-2]]
+        shape = (1, vae.latent_channels, *frames, *(size // scale for size in whole.shape[-2:]))
+        needed = int(vae.memory_used_encode((1, *whole.shape[1:]), dtype) * share(whole, scale, pool))
     make_room(pool, needed)
     on_piece = partial(comfy.utils.ProgressBar(len(entries) * pieces).update, 1)
     run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
     latents = []
     for entry in entries:
-        x = known.before(model, vae.process_input(entry).to("cpu", dtype))
-        if cut.kind.independent:
-            latent = encode_in_tiles(model, x, run_tiles, on_piece)
+        x = vae.process_input(entry).to("cpu", dtype)
+        if tiles:
+            latents.append(encode_in_tiles(model, x, run_tiles, on_piece))
         else:
-            latent = torch.empty(shape, dtype=dtype)
-            remote.run(x, cut.weights.scale, latent, check_cancelled, bytes_needed=needed, on_piece=on_piece)
-        latents.append(known.after(model, latent))
+            latents.append(torch.empty(shape, dtype=dtype))
+            remote.run(x, scale, latents[-1], check_cancelled, bytes_needed=needed)
+            on_piece()
     return torch.cat(latents).to(vae.output_device, vae.vae_output_dtype())
 
 
@@ -155,13 +158,13 @@ def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def noise_put_back() -> Iterator[None]:
-    """After TooLittleMemory torch's generators are reset, so that the next try (or ComfyUI) draws the same noise."""
+    """After a refusal of the ranks torch's generators are reset, so that the next try (or ComfyUI) draws the same noise."""
     state = torch.get_rng_state()
     backend: Any = getattr(torch, comfy.model_management.vae_device().type, None)  # such as torch.cuda
     device_state = backend.get_rng_state() if hasattr(backend, "get_rng_state") else None  # torch.cpu has no generator
     try:
         yield
-    except TooLittleMemory:
+    except (TooLittleMemory, NotExact):
         torch.set_rng_state(state)
         if device_state is not None:
             backend.set_rng_state(device_state)
@@ -172,23 +175,28 @@ def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: SomeRanks) -> tupl
     """The part on the ranks of the pool, and the dtype that it computes in."""
     on_gpus = all(device_kind(device) == "cuda" for device in pool.devices)
     dtype = vae.vae_dtype if on_gpus else torch.float32
-    settings = cut.known.settings(vae.first_stage_model)
+    recipe = {
+        "tree": cut.tree,
+        "folder": comfyui_folder(),
+        "settings": import_settings(pool.devices[0]),
+        "call": CALLS[part, cut.known.tiles],
+        "constants": cut.known.constants,
+    }
 
-    def weights() -> Weights:
-        # ComfyUI multiplies quantised layers with rounded inputs; ranks multiply the expanded weights.
-        whole = {name: _expanded(tensor) for name, tensor in tensors_of(vae).items()}
-        stored = cut.kind.weights(whole, part, settings)
-        assert stored is not None  # `how_to_cut` has asked for the same
-        return replace(stored, tensors={name: tensor.to("cpu", dtype) for name, tensor in stored.tensors.items()})
+    def made() -> Made:
+        tensors = {name: tensor for name, tensor in tensors_of(vae).items() if not name.startswith(f"{OTHER[part]}.")}
+        return Made(json.dumps(recipe), {name: _to_send(tensor, dtype) for name, tensor in tensors.items()})
 
     # The id alone is not enough: a new VAE may get a freed one's address, and a node may write into the weights.
-    of_file = f"{vae.patcher.patches_uuid} {id(vae.first_stage_model)} {_sample(vae.get_sd().values())}"
-    name = f"{of_file} {dtype} {json.dumps(settings, sort_keys=True)}"
-    return RemoteVAE(pool, name, cut.known.kind, part, weights, lambda nbytes: make_room(pool, nbytes)), dtype
+    name = f"{vae.patcher.patches_uuid} {id(vae.first_stage_model)} {_sample(vae.get_sd().values())} {dtype}"
+    name += hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
+    return RemoteVAE(pool, name, part, made, lambda nbytes: make_room(pool, nbytes)), dtype
 
 
-def _expanded(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.dequantize() if isinstance(tensor, comfy.quant_ops.QuantizedTensor) else tensor
+def _to_send(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # ComfyUI multiplies quantised layers with rounded inputs; ranks multiply the expanded weights.
+    tensor = tensor.dequantize() if isinstance(tensor, comfy.quant_ops.QuantizedTensor) else tensor
+    return tensor.to("cpu", dtype if tensor.is_floating_point() else None)
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallel_backend.client.registry import registry
-from parallel_backend.client.vae import TooLittleMemory
+from parallel_backend.client.vae import NotExact, TooLittleMemory
 from parallel_backend.processes.pool_part import SomeRanks
 
 from ..ui.devices import check_devices, gpus, is_auto, named_devices
@@ -55,7 +55,7 @@ class ParallelVAEDecode:
             latent = latent[:, :, 0]
         cut = how_to_cut(vae, "decoder", latent.ndim)
         if isinstance(cut, Cut):
-            _check_channels(cut, vae, latent)
+            _check_channels(vae, latent)
         images, how = computed_on_ranks(vae, cut, latent, devices, too_small, decode_on_ranks)
         if images is None:
             log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", how)
@@ -78,9 +78,9 @@ def computed_on_ranks(
         return None, reason
     try:
         result = with_room(pool, lambda: compute(vae, cut, x, pool))
-    except TooLittleMemory as short:
-        return None, str(short)
-    return result, f"{'tiles' if cut.kind.independent else f'{len(pool.devices)} bands'} on {', '.join(pool.devices)}"
+    except (TooLittleMemory, NotExact) as why_not:
+        return None, str(why_not)
+    return result, f"{'tiles' if cut.known.tiles else f'{len(pool.devices)} bands'} on {', '.join(pool.devices)}"
 
 
 def check_vae(vae) -> None:
@@ -89,8 +89,8 @@ def check_vae(vae) -> None:
         raise ValueError("vae: this is no VAE. Connect Load VAE, or a checkpoint loader's.")
 
 
-def _check_channels(cut: Cut, vae, latent) -> None:
-    needed = cut.known.channels(vae.first_stage_model)
+def _check_channels(vae, latent) -> None:
+    needed = vae.latent_channels
     if latent.shape[1] != needed:
         raise ValueError(
             f"samples: the latent has {latent.shape[1]} channels, this VAE needs {needed}. Use the VAE that belongs to the "

@@ -7,10 +7,12 @@ import comfy.quant_ops
 import comfy.sd
 import torch
 
-from parallel_backend.vaes import VAES
-from parallel_backend.vaes.base import Part, VAEClass, Weights
+from parallel_backend.client.vae import Part
+from parallel_backend.families.own_class.module_tree import Tree, described
 
 from .rows import KNOWN, Known
+
+OTHER = {"decoder": "encoder", "encoder": "decoder"}
 
 
 @dataclass(frozen=True)
@@ -18,40 +20,33 @@ class Cut:
     """A part of a VAE that can be cut."""
 
     known: Known
-    weights: Weights
-    """Tensors on the meta device, which have no values."""
-
-    @property
-    def kind(self) -> VAEClass:
-        return VAES[self.known.kind]
+    tree: Tree
 
 
 def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
     """How this VAE's part is cut, or the reason why not, in words that follow 'since'. `dims`: axes of the latent."""
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
-    module = getattr(model, part, None)
-    rows = KNOWN.get((_path(model), _path(module)), ())
-    known = next((row for row in rows if row.dims == dims and row.matches(model)), None)
-    if known is None:
-        return _unknown(model)
+    known = KNOWN.get(type(getattr(model, part, None)).__module__)
+    if known is None or dims != 2 + vae.latent_dim:
+        return f"a VAE of this kind ({type(model).__name__}) cannot be cut"
     if (reason := known.why_not(model)) is not None:
         return reason
-    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors_of(vae).items()}
-    if (weights := VAES[known.kind].weights(shapes, part, known.settings(model))) is None:
-        return _unknown(model)
     if _patched(vae) or type(vae) is not comfy.sd.VAE or part.removesuffix("r") in {*vars(vae), *vars(model)}:
         return "another node has changed this VAE"
     if any(_changed(each, known.paddings) for each in _modules(model, part)):
         return "another node has changed this VAE's layers"
-    return Cut(known, weights)
+    tree = described(model, without=(OTHER[part],))
+    tree["values"] |= known.values
+    return Cut(known, tree)
 
 
 def tensors_of(vae: comfy.sd.VAE) -> dict[str, torch.Tensor]:
     """The VAE's tensors by their names in ComfyUI's class. A layer's quantised weight is one tensor, which can be expanded
     (`QuantizedTensor.dequantize`); its scales and settings are left out."""
-    tensors = dict(vae.get_sd())
-    for name, module in vae.first_stage_model.named_modules():
+    model = vae.first_stage_model
+    tensors = dict(model.named_buffers(remove_duplicate=False)) | vae.get_sd()
+    for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if isinstance(weight, comfy.quant_ops.QuantizedTensor):
             kept = {f"{name}.weight": weight, f"{name}.bias": module.bias}
@@ -61,14 +56,6 @@ def tensors_of(vae: comfy.sd.VAE) -> dict[str, torch.Tensor]:
             }
             tensors |= {key: tensor for key, tensor in kept.items() if tensor is not None}
     return tensors
-
-
-def _unknown(model: torch.nn.Module) -> str:
-    return f"a VAE of this kind ({type(model).__name__}) cannot be cut"
-
-
-def _path(module: object) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _patched(vae: comfy.sd.VAE) -> bool:
@@ -81,8 +68,7 @@ def _patched(vae: comfy.sd.VAE) -> bool:
 
 def _modules(model: torch.nn.Module, part: Part) -> list[torch.nn.Module]:
     """The model's modules without those of its other part."""
-    other = "encoder" if part == "decoder" else "decoder"
-    return [module for name, module in model.named_modules() if name.partition(".")[0] != other]
+    return [module for name, module in model.named_modules() if name.partition(".")[0] != OTHER[part]]
 
 
 def _changed(module: torch.nn.Module, paddings: Collection[str]) -> bool:

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_backend.vaes import minimax_h3
-
 if TYPE_CHECKING:
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
 
 RunTiles = Callable[[Iterator[torch.Tensor]], Generator[torch.Tensor, None, None]]
 """Tiles of each clip -> computed tiles of each clip: RemoteVAE.run_tiles."""
-
-
-def why_no_tiles(model: "MiniMaxH3VideoVAE") -> str | None:
-    """Reason why the ranks cannot decode or encode in tiles, in words that follow 'since'. None: they can."""
-    if (model.vae_ratio, model.vae_ratio_t) != (minimax_h3.SCALE, minimax_h3.FRAMES):
-        return "its VAE has other scales than MiniMax H3's"
-    return None if model.tiling else "this VAE's tiling is switched off"
 
 
 def decode_in_tiles(

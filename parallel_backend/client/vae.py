@@ -1,10 +1,10 @@
-"""A VAE's decoder or encoder on ranks, as the nodes use it: latents or pixels go to the ranks in bands, piece by piece."""
+"""A VAE's decoder or encoder on ranks, as the nodes use it: latents or pixels go to the ranks in bands, or in tiles."""
 
 import contextlib
-import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -12,15 +12,16 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.core.spans import Span, in_proportion, split
 from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
-from parallel_backend.vaes import VAES
-from parallel_backend.vaes.base import Part, Piece, Weights
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.shared_memory import ALIGNMENT
 
 from .shared_tensors import shared_weights
 
+Part = Literal["decoder", "encoder"]
 IN_FLIGHT = 2
-"""Pieces that are under way: the next one is on the ranks when they finish one."""
+"""Clips whose tiles are under way: the next one's are on the ranks when they finish one."""
+FRAMES_TRIED = {"decoder": 4, "encoder": 24}
+"""Most frames of the input with which bands are tried. Some encoders take frames by fours or eights alone."""
 
 
 class TooLittleMemory(RuntimeError):
@@ -34,6 +35,20 @@ class TooLittleMemory(RuntimeError):
         self.missing = missing
 
 
+class NotExact(RuntimeError):
+    """Bands are not the whole picture, as a trial has shown."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What ranks make a part of a VAE of."""
+
+    recipe: str
+    """PutVAE.recipe."""
+    tensors: dict[str, torch.Tensor]
+    """PutVAE.tensors."""
+
+
 @dataclass
 class RemoteVAE:
     """One part of a VAE on the ranks of `pool`."""
@@ -41,11 +56,9 @@ class RemoteVAE:
     pool: SomeRanks
     name: str
     """Name of the weights. Ranks that have weights of this name are not sent them again."""
-    kind: str
-    """Key of vaes.VAES."""
     part: Part
-    weights: Callable[[], Weights]
-    """Gives the weights in the dtype to compute in. Called only if ranks lack them."""
+    made: Callable[[], Made]
+    """Called only if ranks lack the part."""
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
     bytes_sent: list[dict[str, int]] = field(default_factory=list)
@@ -54,47 +67,32 @@ class RemoteVAE:
     def run(
         self,
         x: torch.Tensor,
-        scale: int,
+        unit: int,
         output: torch.Tensor,
         poll: Poll,
         *,
         shared: bool = False,
         bytes_needed: int = 0,
-        on_piece: Callable[[], None] = lambda: None,
     ) -> None:
         """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
-        `scale`: rows of pixels for each row of the latent. `shared`: `output` is in memory that the ranks share
-        (shared_tensors.py), and they write into it. `bytes_needed`: for one rank's band; TooLittleMemory if a device has
-        less. `on_piece` is called after each of `pieces`. If `poll` raises, the ranks finish at most IN_FLIGHT pieces.
+        `unit`: rows of x that must stay together. `shared`: `output` is in memory that the ranks share (shared_tensors.py),
+        and they write into it. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less. NotExact if the
+        ranks' trial has shown it. If `poll` raises, the ranks finish the picture.
         """
         columns = cut_along_columns(x)
-        unit = scale if self.part == "encoder" else 1
         dim = x.ndim - 1 if columns else x.ndim - 2
-        sizes = tuple(len(span) * unit for span in bands(x, unit, len(self.pool.devices)))
+        sizes = self._sizes(x, unit)
         assert min(sizes) > 0, "a rank would have no rows"
-        pieces = self._pieces(x)
         shared = shared and output.storage_offset() * output.itemsize % ALIGNMENT == 0
-        frame = 0
-
-        def requests() -> Iterator[list[m.RunVAE]]:
-            begin = 0
-            for index, piece in enumerate(pieces):
-                part = x.narrow(2, piece.frames.start, len(piece.frames)) if x.ndim == 5 else x
-                yield [
-                    m.RunVAE(self.part, band.contiguous(), sizes, columns, index == 0, output if shared else None, begin)
-                    for band in part.split(sizes, dim)
-                ]
-                begin += piece.output
-
-        with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
-            for piece, parts in zip(pieces, replies, strict=True):
-                target = output.narrow(2, frame, piece.output) if x.ndim == 5 else output
-                for span, reply in zip(in_proportion(sizes, output.shape[dim]), parts, strict=True):
-                    if not shared:
-                        self._take(target.narrow(dim, span.start, len(span)), reply)
-                frame += piece.output
-                on_piece()
+        request = [
+            m.RunVAE(self.part, band.contiguous(), sizes, columns, output if shared else None)
+            for band in x.split(sizes, dim)
+        ]
+        with contextlib.closing(self._replies(iter([request]), bytes_needed, poll, self._trial(x, unit))) as replies:
+            for span, reply in zip(in_proportion(sizes, output.shape[dim]), next(replies), strict=True):
+                if not shared:
+                    self._take(output.narrow(dim, span.start, len(span)), reply)
 
     def run_tiles(
         self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0
@@ -105,25 +103,24 @@ class RemoteVAE:
         def requests() -> Iterator[list[m.RunVAE]]:
             for tiles in clips:
                 shares = [tiles[span.slice].contiguous() for span in split(Span(0, len(tiles)), ranks)]
-                yield [m.RunVAE(self.part, share, (), False, True, None, 0) for share in shares]
+                yield [m.RunVAE(self.part, share, (), False, None) for share in shares]
 
         with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
             for parts in replies:
                 outputs = [self._band(reply) for reply in parts]
                 yield torch.cat([output for output in outputs if output.numel()])
 
-    def shape(self, x: torch.Tensor, scale: int, channels: int) -> tuple[int, ...]:
-        """Shape of the output of `run`, [B, C', (frames',) rows', columns']. `channels`: C'."""
-        rows, columns = (size * scale if self.part == "decoder" else size // scale for size in (x.shape[-2], x.shape[-1]))
-        frames = [sum(piece.output for piece in self._pieces(x))] if x.ndim == 5 else []
-        return (x.shape[0], channels, *frames, rows, columns)
+    def _sizes(self, x: torch.Tensor, unit: int) -> tuple[int, ...]:
+        """Rows, or columns, of each rank."""
+        return tuple(len(span) * unit for span in bands(x, unit, len(self.pool.devices)))
 
-    def pieces(self, x: torch.Tensor) -> int:
-        """Number of pieces in which x goes through."""
-        return len(self._pieces(x))
-
-    def _pieces(self, x: torch.Tensor) -> tuple[Piece, ...]:
-        return VAES[self.kind].pieces(self.part, x.shape[2] if x.ndim == 5 else 1)
+    def _trial(self, x: torch.Tensor, unit: int) -> m.RunVAE:
+        """A corner of x, as small as bands of unlike sizes can be."""
+        rows, columns = ((len(self.pool.devices) + 1) * unit, 2 * unit)[:: -1 if cut_along_columns(x) else 1]
+        corner = x[..., :rows, :columns]
+        corner = corner[:, :, : FRAMES_TRIED[self.part]] if x.ndim == 5 else corner
+        along_columns = cut_along_columns(corner)
+        return m.RunVAE(self.part, corner.contiguous(), self._sizes(corner, unit), along_columns, None)
 
     def _take(self, target: torch.Tensor, reply: m.VAEOutput) -> None:
         """Copy a rank's band into `target`. RankError for a band of another shape."""
@@ -140,10 +137,10 @@ class RemoteVAE:
         return reply.band
 
     def _replies(
-        self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll
+        self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None
     ) -> Generator[list[m.VAEOutput], None, None]:
         """The ranks' answers to each request, of which IN_FLIGHT are under way at a time."""
-        self._begin(bytes_needed, poll)
+        self._begin(bytes_needed, poll, trial)
         self.bytes_sent = [{} for _ in self.pool.devices]
         pending: deque = deque()
         try:
@@ -163,48 +160,54 @@ class RemoteVAE:
                 total[axis] = total.get(axis, 0) + count
         return parts
 
-    def _begin(self, bytes_needed: int, poll: Poll) -> None:
+    def _begin(self, bytes_needed: int, poll: Poll, trial: m.RunVAE | None) -> None:
         wait_for(self.pool.ready, poll)
-        replies = self._asked(bytes_needed, 0, poll)
+        held_as = self._held_as(trial)
+        replies = self._asked(held_as, bytes_needed, 0, poll)
         if any(reply.short_of_memory for reply in replies):
             self.pool.tell(m.DropVAE(keep=self.part))
-            replies = self._asked(bytes_needed, 0, poll)
+            replies = self._asked(held_as, bytes_needed, 0, poll)
         if not all(reply.held for reply in replies):
-            weights = self.weights()
-            self._make_room_for(weights, bytes_needed, poll)
+            made = self.made()
+            self._make_room_for(made, held_as, bytes_needed, poll, trial is not None)
             # Without a look at Cancel between ranks: ranks without weights would not take part in the others' transfers.
-            config = json.dumps(weights.config)
-            with shared_weights(self.pool, weights.tensors) as tensors:
+            with shared_weights(self.pool, made.tensors) as tensors:
                 # First, so that all ranks with weights of one name have been sent them together.
                 self.pool.tell(m.DropVAE(keep="encoder" if self.part == "decoder" else "decoder"))
-                self.pool.tell(m.PutVAE(self._held_as, self.kind, self.part, config, tensors, self.pool.part_ranks))
-            replies = self._asked(bytes_needed, 0, poll)
+                self.pool.tell(m.PutVAE(held_as, self.part, made.recipe, tensors, trial, self.pool.part_ranks))
+            replies = self._asked(held_as, bytes_needed, 0, poll)
         if any(reply.short_of_memory for reply in replies):
             text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its band needs"
             raise TooLittleMemory(text, self._missing(replies))
+        if why := next(filter(None, (reply.wrong for reply in replies)), ""):
+            raise NotExact(f"this VAE cannot be cut: {why}")
 
-    @property
-    def _held_as(self) -> str:
-        """The name of the weights on the ranks: they are those of bands on just these ranks."""
-        return f"{self.name} on {self.pool.part_ranks}" if self.pool.part_ranks else self.name
+    def _held_as(self, trial: m.RunVAE | None) -> str:
+        """The name of the part on the ranks: bands on just these ranks, tried in this direction and with so many frames."""
+        form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
+        return f"{self.name} on {self.pool.part_ranks or 'all'}, {form}"
 
-    def _asked(self, bytes_needed: int, weight_bytes: int, poll: Poll) -> list[m.VAEBegun]:
+    def _asked(self, held_as: str, bytes_needed: int, weight_bytes: int, poll: Poll) -> list[m.VAEBegun]:
         """The ranks' replies to BeginVAE. `bytes_needed`: for a rank's band. `weight_bytes`: for one copy of the weights."""
         messages = []
         for rank, device in enumerate(self.pool.devices):
             ranks = self.pool.devices.count(device)
             copies = 1 if device_kind(device) == "cpu" and self.pool.lends_to(rank) else ranks  # see shared_weights
-            messages.append(m.BeginVAE(self._held_as, self.part, ranks * bytes_needed, copies * weight_bytes))
+            messages.append(m.BeginVAE(held_as, self.part, ranks * bytes_needed, copies * weight_bytes))
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
-    def _make_room_for(self, weights: Weights, bytes_needed: int, poll: Poll) -> None:
-        """Make room for weights and bands on the devices; other parts of VAEs leave. TooLittleMemory if that fails."""
-        nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
+    def _make_room_for(self, made: Made, held_as: str, bytes_needed: int, poll: Poll, in_float32: bool) -> None:
+        """Make room for weights and bands on the devices; other parts of VAEs leave. TooLittleMemory if that fails.
+
+        `in_float32`: the weights are so for the trial.
+        """
+        width = torch.float32.itemsize if in_float32 else 0
+        nbytes = sum(tensor.numel() * max(width, tensor.itemsize) for tensor in made.tensors.values())
         self.make_room(nbytes + bytes_needed)
-        if not self._missing(self._asked(bytes_needed, nbytes, poll)):
+        if not self._missing(self._asked(held_as, bytes_needed, nbytes, poll)):
             return
         self.pool.tell(m.DropVAE())
-        if missing := self._missing(self._asked(bytes_needed, nbytes, poll)):
+        if missing := self._missing(self._asked(held_as, bytes_needed, nbytes, poll)):
             text = f"a device has less than the {(nbytes + bytes_needed) / 1e9:.1f} GB that its part of the VAE needs"
             raise TooLittleMemory(text, missing)
 

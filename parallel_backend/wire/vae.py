@@ -1,6 +1,6 @@
 """Messages by which ranks run a VAE's decoder or encoder on bands of a picture, or of a video's frames.
 
-A video goes through in pieces of some frames. `part` is "decoder" or "encoder".
+`part` is "decoder" or "encoder".
 """
 
 from dataclasses import dataclass
@@ -9,25 +9,41 @@ import torch
 
 
 @dataclass(frozen=True)
+class RunVAE:
+    """Client -> rank: run the rank's band. Answered by VAEOutput."""
+
+    part: str
+    band: torch.Tensor
+    """[B, C, (frames,) rows, columns]: the rank's band of the input."""
+    sizes: tuple[int, ...]
+    """Each rank's number of input rows, or columns. Empty: `band` has independent batch entries (tiles) instead."""
+    columns: bool
+    """Bands are columns instead of rows."""
+    output: torch.Tensor | None
+    """[B, C, (frames,) rows, columns] in shared memory, for the whole output. None: the rank sends its band."""
+
+
+@dataclass(frozen=True)
 class PutVAE:
     """Client -> rank: keep this part of a VAE until DropVAE or Unload. It replaces the same part of another VAE."""
 
     name: str
     """Name of the weights; equal weights have equal names."""
-    kind: str
-    """Key of vaes.VAES."""
     part: str
-    config: str
-    """vaes.base.Weights.config in JSON."""
+    recipe: str
+    """JSON of families.own_class.module_tree: "tree", the module; "folder" and "settings", by which it is imported;
+    "constants". And "call", the name of the module's function that computes the part."""
     tensors: dict[str, torch.Tensor]
-    """All weights by the names of the class, in the dtype to compute in."""
+    """All tensors by their names in the module, in the dtype to compute in."""
+    trial: RunVAE | None
+    """A small picture with which bands are tried at the first BeginVAE; `band` is all of it. None: there are no bands."""
     ranks: tuple[int, ...] = ()
     """As Load.ranks."""
 
 
 @dataclass(frozen=True)
 class BeginVAE:
-    """Client -> rank: a picture or video begins. State of an earlier one is dropped. Answered by VAEBegun."""
+    """Client -> rank: a picture or video begins. Answered by VAEBegun."""
 
     name: str
     """PutVAE.name of the part."""
@@ -49,6 +65,8 @@ class VAEBegun:
     """At least one rank has too little memory."""
     missing: int
     """Bytes that this rank's device lacks for bands, and for the weights if the rank lacks them."""
+    wrong: str = ""
+    """Why the rank's bands are not those of the whole picture, as a trial has shown. Empty: they are."""
 
 
 @dataclass(frozen=True)
@@ -60,37 +78,18 @@ class DropVAE:
 
 
 @dataclass(frozen=True)
-class RunVAE:
-    """Client -> rank: run the rank's band of a piece. Answered by VAEOutput."""
-
-    part: str
-    band: torch.Tensor
-    """[B, C, (frames,) rows, columns]: the rank's band of the input."""
-    sizes: tuple[int, ...]
-    """Each rank's number of input rows, or columns. Empty: `band` has independent batch entries (tiles) instead."""
-    columns: bool
-    """Bands are columns instead of rows."""
-    first: bool
-    """The first piece: no state of earlier pieces is used."""
-    output: torch.Tensor | None
-    """[B, C, (frames,) rows, columns] in shared memory, for the whole output. None: the rank sends its band."""
-    frame: int
-    """First frame of the piece in `output`."""
-
-
-@dataclass(frozen=True)
 class VAEOutput:
-    """Rank -> client: the rank's band of the piece's output."""
+    """Rank -> client: the rank's band of the output."""
 
     rank: int
     band: torch.Tensor | None
     """[B, C, (frames,) rows, columns]. None: the rank has written it into RunVAE.output."""
     bytes_sent: dict[str, int]
-    """Payload that the rank sent to others for this piece, by mesh axis."""
+    """Payload that the rank sent to others for it, by mesh axis."""
 
 
 @dataclass(frozen=True)
 class EndVAE:
-    """Client -> rank: no piece follows. State between pieces is dropped."""
+    """Client -> rank: no band or tiles of this picture follow. Memory that they took is given back."""
 
     part: str

@@ -12,7 +12,7 @@ TILED = ("encode MiniMax H3",)
 WHOLE = {
     "encode too small": "the picture has 8 rows and columns at most, too few for 2 ranks, of 8 each",
     "decode with noise, too little memory": "a device has less than the",
-    "decode noisy": "this VAE's decoder draws noise inside its layers",
+    "decode noisy": "this VAE cannot be cut: its bands differ from the whole by",
     "encode Cosmos, uneven": "this VAE does not take 12 frames evenly",
 }
 

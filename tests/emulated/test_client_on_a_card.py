@@ -10,9 +10,9 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from testing import mini
-from testing.vaes import OnRanks, decoder_of
+from testing.vaes import OnRanks, made_of, small_vae
 from tests.campaigns.transport.cases import CONFIG, PRODUCTS, Files, name, nothing
-from tests.rank.test_vae import autoencoder, latent
+from tests.rank.test_vae import latent
 from tests.support.cpu_and_gpu import Both
 
 pytestmark = pytest.mark.threads
@@ -44,8 +44,8 @@ def test_the_clients_tensors_are_on_a_card(both: Both, files: Files, degrees, ow
         bands = 1 if degrees.displaced else 2
         noise, prompt = there[0], Prompt(there[2], there[2], 1.0)
         found.append(sample_in_bands(model, noise, linear_sigmas(3).to(device), prompt, bands, 1)[0])
-        decoder = OnRanks(ranks, "vae", lambda: decoder_of(autoencoder()))
-        found.append(decoder.decode(latent(1, 4, 6, 3).to(device), nothing))
+        decoder = OnRanks(ranks, "vae", lambda: made_of(small_vae()))
+        found.append(decoder.run(latent(1, 4, 6, 3).to(device), nothing))
         assert all(each.device.type == torch.device(device).type for each in found[:2])
         return [each.cpu() for each in found]
 

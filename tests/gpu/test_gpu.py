@@ -40,7 +40,7 @@ from parallel_backend.wire.sampling import RunStats
 from testing import mini
 from testing.cases import all_cases
 from testing.models import on_ranks
-from testing.vaes import OnRanks, decoder_of
+from testing.vaes import OnRanks, made_of, small_vae
 from tests.checkpoints.test_formats import encode
 from tests.rank import test_vae
 from tests.rank.test_sparse_attention import block_sparse
@@ -300,13 +300,13 @@ def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measure
 
 @pytest.mark.parametrize("devices", PAIRS)
 def test_a_vae_in_bands_equals_the_whole_on_a_cpu(ranks, devices):
-    vae, x = test_vae.autoencoder(), test_vae.latent(1, 4, 13, 9)
-    decoder = OnRanks(ranks(devices), "vae", lambda: decoder_of(vae))
-    assert test_vae.largest(decoder.decode(x, lambda: None), test_vae.whole(vae, x)) <= TOLERANCE
+    vae, x = small_vae(), test_vae.latent(1, 4, 13, 9)
+    decoder = OnRanks(ranks(devices), "vae", lambda: made_of(vae))
+    assert test_vae.largest(decoder.run(x, lambda: None), test_vae.whole(vae, x)) <= TOLERANCE
     with pytest.raises(TooLittleMemory):
-        decoder.decode(x, lambda: None, bytes_needed=torch.cuda.get_device_properties(0).total_memory + 1)
+        decoder.run(x, lambda: None, bytes_needed=torch.cuda.get_device_properties(0).total_memory + 1)
     half = copy.deepcopy(vae).bfloat16()
-    found = OnRanks(ranks(devices), "bf16", lambda: decoder_of(half)).decode(x, lambda: None)
+    found = OnRanks(ranks(devices), "bf16", lambda: made_of(half), dtype=torch.bfloat16).run(x, lambda: None)
     assert found.dtype == torch.bfloat16
     assert test_vae.largest(found, test_vae.whole(vae, x)) <= 0.05
 

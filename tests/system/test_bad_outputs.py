@@ -99,8 +99,8 @@ class Decoding(Silent):
 def decoded(*shapes) -> list[int]:
     """Bands of a picture of 3 rows of latent and 2 columns come from two ranks. Which of these was refused."""
     pool = Decoding(*[m.VAEOutput(r, None if shape is None else torch.zeros(shape), {}) for r, shape in enumerate(shapes)])
-    remote = RemoteVAE(pool, "a", "AutoencoderKL", "decoder", None)
-    remote.run(torch.zeros(1, 4, 3, 2), 8, torch.zeros(1, 3, 24, 16), lambda: None)
+    remote = RemoteVAE(pool, "a", "decoder", None)
+    remote.run(torch.zeros(1, 4, 3, 2), 1, torch.zeros(1, 3, 24, 16), lambda: None)
     return pool.refused
 
 

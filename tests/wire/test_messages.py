@@ -82,12 +82,13 @@ MESSAGES = [
     m.Probe("/a folder/ü", "fp32", (64, 16)),
     m.Probed(1, {"blocks": (0.25, 1e-9)}, (0.5, 0.0), None, 1e-11),
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {"pipe": 2**40, "ulysses": 0}, 5, 6),
-    m.PutVAE("ü-1", "a kind", "decoder", '{"a": [1, null]}', TENSORS),
+    m.PutVAE("ü-1", "decoder", '{"a": [1, null]}', TENSORS, m.RunVAE("decoder", TENSORS["bf16"], (3, 2), True, None)),
+    m.PutVAE("ü-1", "decoder", "{}", TENSORS, None, (0, 2)),
     m.BeginVAE("ü-1", "encoder", 2**40),
-    m.VAEBegun(1, True, True, 2**40),
+    m.VAEBegun(1, True, True, 2**40, "why"),
     m.DropVAE(),
-    m.RunVAE("decoder", TENSORS["bf16"], (3, 2), True, False, None, 5),
-    m.RunVAE("decoder", TENSORS["bf16"], (), False, True, TENSORS["fp32"], 0),
+    m.RunVAE("decoder", TENSORS["bf16"], (3, 2), True, None),
+    m.RunVAE("decoder", TENSORS["bf16"], (), False, TENSORS["fp32"]),
     m.VAEOutput(1, TENSORS["bf16"], {"rows": 2**40}),
     m.VAEOutput(0, None, {}),
     m.EndVAE("encoder"),
@@ -261,7 +262,7 @@ def test_a_message_is_bounded_as_a_whole():
 
     def decoder(*shapes: list[int]) -> bytes:
         tensors = [[str(i), ["bool", shape]] for i, shape in enumerate(shapes)]
-        return json.dumps(["PutVAE", "a", "", "", "", tensors, []]).encode()
+        return json.dumps(["PutVAE", "a", "", "", tensors, None, []]).encode()
 
     assert len(m.decode_header(decoder(*([size],) * 4))[1]) == 4
     with pytest.raises(m.BadMessage, match="bytes"):
@@ -344,7 +345,7 @@ def test_what_would_be_refused_is_not_sent(message):
     "message",
     [
         m.Loaded(0, 1, ("a" * encoding.MAX_HEADER_BYTES,)),
-        m.PutVAE("a", "", "", "", {str(index): torch.empty(0) for index in range(encoding.MAX_TENSORS + 1)}),
+        m.PutVAE("a", "", "", {str(index): torch.empty(0) for index in range(encoding.MAX_TENSORS + 1)}, None),
     ],
     ids=["header", "tensors"],
 )

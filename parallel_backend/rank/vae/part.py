@@ -1,16 +1,17 @@
-"""A part of a VAE on one rank: the module of its class with weights from a message, run on the rank's band of each piece."""
+"""A part of a VAE on one rank: ComfyUI's own module made of a message, run on the rank's band of a picture or video."""
 
 import json
+from dataclasses import replace
 
 import torch
 
 from parallel_backend.core.device_copies import to_host
 from parallel_backend.core.spans import in_proportion
+from parallel_backend.families.own_class.module_tree import Importing, built, set_constants
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.free_memory import read_memory
-from parallel_backend.vaes import VAES
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.messages import BeginVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
@@ -18,6 +19,8 @@ from .banded_layers import COLUMNS, ROWS, Bands
 
 PART_BYTES = 1 << 26
 """Bytes of a band that come to the host at a time."""
+TRIAL_LIMIT = 1e-4
+"""Difference between bands and the whole in float32, as a part of the largest value, up to which bands are right."""
 
 
 class VAEPart:
@@ -27,38 +30,37 @@ class VAEPart:
         self, put: PutVAE, rank: int, ranks: tuple[int, ...], device: torch.device, heartbeat: Heartbeat | None = None
     ):
         self.name, self.rank, self.device = put.name, rank, device
-        kind = VAES[put.kind]
         self.traffic = Traffic(device, heartbeat)
         self.bands = Bands(Axis("rows", len(ranks), ranks.index(rank), ranks, None), self.traffic)
-        with torch.device("meta"):
-            self.model = kind.build(put.part, json.loads(put.config))
         # Shared memory, which is page-locked, stays as it is until the rank handles DropSegment; other memory has been read.
         weights = {name: tensor.to(device, non_blocking=True) for name, tensor in put.tensors.items()}
-        self.dtype = next(iter(weights.values())).dtype
+        self.dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
         self.nbytes = sum(weight.nbytes for weight in weights.values())
-        self.model.load_state_dict(weights, assign=True)
-        self.model.to(device).eval().requires_grad_(False)
-        if not kind.independent:
-            self.bands.adopt(self.model, kind.gathered)
+        recipe = json.loads(put.recipe)
+        importing = Importing(recipe["folder"], tuple(map(tuple, recipe["settings"])))
+        self.model = built(recipe["tree"], importing, weights, self.bands.attention)
+        self.call = recipe["call"]
+        set_constants(recipe["constants"])
+        self._trial = put.trial
+        self.wrong = ""
+        """Why its bands are not the whole picture, as far as is known. Empty: they are."""
 
     def begin(self, message: BeginVAE) -> VAEBegun:
-        """Drop the state of an earlier picture, and find out whether all ranks have the memory."""
-        self.end()
+        """Find out whether all ranks have the memory. Before the first picture, try bands."""
         missing = max(0, message.bytes_needed - free_bytes(self.device))
-        return VAEBegun(self.rank, True, not self._all(missing == 0), missing)
+        fits = self._all(missing == 0)
+        if fits and self._trial is not None:
+            self.wrong, self._trial = self._tried(self._trial), None
+        return VAEBegun(self.rank, True, not fits, missing, self.wrong)
 
     @torch.inference_mode()
     def run(self, message: RunVAE) -> VAEOutput:
-        """Run the rank's band of a piece, or its tiles. The output is written to shared memory or sent."""
-        bands = self.bands
-        bands.sizes, bands.dim = message.sizes, COLUMNS if message.columns else ROWS
-        if message.first:
-            self.model.reset()
+        """Run the rank's band, or its tiles. The output is written to shared memory or sent."""
         # One band, or tiles, which run one by one to save memory.
         entries = (message.band,) if message.sizes else message.band.split(1) if len(message.band) else ()
         outputs = []
         for entry in entries:
-            band = self.model(entry.to(self.device, self.dtype, non_blocking=True), message.first)
+            band = self._computed(entry.to(self.device, self.dtype, non_blocking=True), message)
             if message.output is None:
                 outputs.append(band.cpu())
             else:
@@ -67,19 +69,45 @@ class VAEPart:
         return VAEOutput(self.rank, output, self.traffic.report()[0])
 
     def end(self) -> None:
-        """Drop the module's state between pieces."""
-        self.model.reset()
+        """Give back memory, which other programs may need until the next picture."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # a picture takes much memory, which other programs may need until the next one
+            torch.cuda.empty_cache()
+
+    def _computed(self, x: torch.Tensor, message: RunVAE) -> torch.Tensor:
+        """What the VAE's own code makes of a band of `message.sizes`, or of a whole picture if there are none."""
+        bands, call = self.bands, getattr(self.model, self.call)
+        bands.sizes, bands.dim = message.sizes, COLUMNS if message.columns else ROWS
+        if not message.sizes:
+            return call(x)
+        with bands:
+            return call(x)
+
+    @torch.inference_mode()
+    def _tried(self, trial: RunVAE) -> str:
+        """Why the rank's band of a small picture is not that of the whole. In float32, in which a fault is no rounding."""
+        self.model.float()
+        x, index = trial.band.to(self.device, torch.float32), self.bands.axis.index
+        try:
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                whole = self._computed(x, replace(trial, sizes=()))
+                dim = COLUMNS if trial.columns else ROWS
+                band = self._computed(x.split(trial.sizes, dim)[index], trial)
+            rows = in_proportion(trial.sizes, whole.shape[dim])[index]
+            own = whole.narrow(dim, rows.start, len(rows))
+            if band.shape != own.shape:
+                return f"a band is {list(band.shape)} of {list(own.shape)}"
+            difference = float((band - own).abs().max() / whole.abs().max())
+            return "" if difference <= TRIAL_LIMIT else f"its bands differ from the whole by {difference:.0e}"
+        except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.model.to(self.dtype)
+            self.traffic.report()  # the next picture's is its own
 
     def _place(self, band: torch.Tensor, target: torch.Tensor, message: RunVAE) -> None:
         """Write the band to its rows and frames of `target`, the output of all ranks."""
-        if band.ndim == 5:
-            target = target.narrow(2, message.frame, band.shape[2])
         rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.bands.axis.index]
         target = target.narrow(self.bands.dim, rows.start, len(rows))
-        if not band.numel():  # such as an encoder's for a piece of few frames
-            return
         # A copy from a GPU into rows of a larger tensor would go through pageable memory. Parts of it come through
         # page-locked memory, which torch keeps: so much of it as one part takes.
         length = max(1, PART_BYTES * band.shape[2] // band.nbytes)

@@ -32,9 +32,9 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
 from testing import mini
 from testing.emulated_device import EmulatedDevice
-from testing.vaes import OnRanks, decoder_of
+from testing.vaes import OnRanks, made_of, small_vae
 from tests.rank.test_lora import lora
-from tests.rank.test_vae import autoencoder, latent
+from tests.rank.test_vae import latent
 from tests.support.emulated_gpu.machine import machine
 
 from . import census, rank
@@ -169,8 +169,8 @@ class FaultSession:
 
     def decoded(self, degrees: str) -> Result:
         pool = self.registry.pool_for(self.devices(degrees), self.poll)
-        decoder = OnRanks(pool, "vae", lambda: decoder_of(autoencoder()))
-        return [decoder.decode(latent(1, 4, 8, 6), self.poll).clone()]  # kept: a file of shared memory less
+        decoder = OnRanks(pool, "vae", lambda: made_of(small_vae()))
+        return [decoder.run(latent(1, 4, 8, 6), self.poll).clone()]  # kept: a file of shared memory less
 
     def standard(self, degrees: str, steps: int = STEPS) -> Result:
         return self.sample(self.key(degrees), steps)

@@ -14,7 +14,6 @@ CLIENT = "parallel_backend/client/"
 PLANNING = "parallel_backend/planning/"
 PLACEMENT = "parallel_backend/placement/"
 ACCEPTANCE = "parallel_backend/acceptance/"
-VAES = "parallel_backend/vaes/"
 
 CORE_MUTANTS = (
     Mutant(
@@ -439,7 +438,7 @@ RANK_MUTANTS = (
         "group norm by the rank's own mean",
         RANK + "vae/banded_layers.py",
         "mean = (share * means).sum(0)",
-        "mean = means[bands.axis.index]",
+        "mean = means[axis.index]",
         ("tests/rank/test_vae.py", "-k", "needed or group_norm"),
     ),
     Mutant(
@@ -453,15 +452,6 @@ RANK_MUTANTS = (
     ),
 )
 
-VAE_MUTANTS = (
-    Mutant(
-        "frames that wait for another layer are the newest",
-        VAES + "streams.py",
-        "self.waiting = x[:, :, count:].clone()",
-        "self.waiting = x[:, :, -count:].clone()",
-        ("tests/vaes/test_vae_pieces.py",),
-    ),
-)
 PROCESS_MUTANTS = (
     Mutant(
         "a rank is not ended",
@@ -844,7 +834,6 @@ MUTANTS = (
     *FAMILY_MUTANTS,
     *CHECKPOINT_MUTANTS,
     *RANK_MUTANTS,
-    *VAE_MUTANTS,
     *PROCESS_MUTANTS,
     *CLIENT_MUTANTS,
     *PLANNING_MUTANTS,

@@ -22,8 +22,7 @@ from testing import mini
 from testing.cases import all_cases
 from testing.cases.case import Case as Family
 from testing.models import on_ranks
-from testing.vaes import OnRanks, decoder_of
-from tests.rank.test_vae import autoencoder
+from testing.vaes import OnRanks, made_of, small_vae
 
 CONFIG = mini.CONFIG | {"double_blocks": 1, "single_blocks": 3}
 """A block for each of four stages."""
@@ -163,9 +162,9 @@ def vae(ranks: int) -> Case:
         x, given = torch.randn(1, 4, 6, 3, generator=torch.Generator().manual_seed(1)), mini.inputs(CONFIG)
         found = []
         model = load(files.mini(), Degrees(pipe=ranks))
-        decoder = OnRanks(pool(ranks), "vae", lambda: decoder_of(autoencoder()))
+        decoder = OnRanks(pool(ranks), "vae", lambda: made_of(small_vae()))
         for _ in range(2):
-            found += [model.predict(ModelCall(*given), nothing), decoder.decode(x, nothing)]
+            found += [model.predict(ModelCall(*given), nothing), decoder.run(x, nothing)]
         return found
 
     return Case(f"VAE bands on {ranks}", run)
