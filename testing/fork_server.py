@@ -15,8 +15,7 @@ IMPORTS = (
     "parallel_backend.rank.worker",
     "parallel_backend.rank.stage.lora",
     "parallel_backend.rank.block_probe",
-    "diffusers.models.transformers.transformer_flux",
-    "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "testing.vae_class",
 )
 """All that a rank imports until it has loaded a model and a decoder."""
 
