@@ -90,9 +90,6 @@ def _class_shapes(configured: _Configured) -> tuple[dict[str, tuple[int, ...]], 
     with torch.device("meta"), torch.inference_mode():
         with NoFirstValues():
             model: Any = family.transformer_class()(**config).eval()
-        from parallel_backend.families.models.norms import fuse_norms  # imports diffusers, as the class does
-
-        fuse_norms(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         large = {name for name, layer in linear.items() if cut_outside(family.tensor_plan, name, tuple(layer.weight.shape))}

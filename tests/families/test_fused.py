@@ -1,6 +1,5 @@
 """Fused arithmetic equals diffusers', by torch's operations and by comfy-kitchen's, which on a CPU are torch's too."""
 
-import copy
 import functools
 from collections import Counter
 from types import SimpleNamespace
@@ -8,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers.models import embeddings, normalization
+from diffusers.models import embeddings
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core import kitchen
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.models import fused, norms
+from parallel_backend.families.models import fused
 from testing import tiny
 from testing.cases import all_cases
 
@@ -72,39 +71,6 @@ def test_rotations_equal_diffusers(halves, dim, compiling, monkeypatch):
     half = x.bfloat16()
     rounded = embeddings.apply_rotary_emb(half, tables, use_real_unbind_dim=dim, sequence_dim=1)
     assert torch.equal(fused.both_rotated(half, half[:1], turns, halves)[0], rounded)
-
-
-MADE = {
-    "RMSNorm": lambda: (normalization.RMSNorm(32, 1e-6), ()),
-    "RMSNorm without weight": lambda: (normalization.RMSNorm(32, 1e-6, elementwise_affine=False), ()),
-    "RMSNorm with bias": lambda: (normalization.RMSNorm(32, 1e-6, bias=True), ()),
-    "FP32LayerNorm": lambda: (normalization.FP32LayerNorm(32), ()),
-    "FP32LayerNorm without weight": lambda: (normalization.FP32LayerNorm(32, elementwise_affine=False), ()),
-    "AdaLayerNormZero": lambda: (normalization.AdaLayerNormZero(32), (None, None, None, torch.randn(2, 32))),
-    "AdaLayerNormZeroSingle": lambda: (normalization.AdaLayerNormZeroSingle(32), (torch.randn(2, 32),)),
-    "AdaLayerNormContinuous": lambda: (normalization.AdaLayerNormContinuous(32, 32), (torch.randn(2, 32),)),
-    "AdaLayerNormContinuous of rms": lambda: (
-        normalization.AdaLayerNormContinuous(32, 32, elementwise_affine=False, norm_type="rms_norm"),
-        (torch.randn(2, 32),),
-    ),
-}
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", MADE)
-def test_norms_equal_diffusers(kind):
-    def outputs(dtype):
-        given = [x.to(dtype)] + [None if each is None else each.to(dtype) for each in others]
-        out = copy.deepcopy(norm).to(dtype)(*given)
-        return torch.cat([each.double().flatten() for each in (out if isinstance(out, tuple) else (out,))])
-
-    norm, others = MADE[kind]()
-    norm, x = tiny.randomise(norm, 0), 3 * torch.randn(2, 5, 32) + 1
-    exact, expected, rounded = outputs(torch.float64), outputs(torch.float32), outputs(torch.bfloat16)
-    norms.fuse_norms(norm)
-    assert type(norm).__module__ == norms.__name__
-    assert torch.allclose(outputs(torch.float32), expected, atol=1e-5)
-    assert (outputs(torch.bfloat16) - exact).square().mean() <= 1.2 * (rounded - exact).square().mean()
 
 
 def test_more_elements_than_a_kernel_counts_are_torchs(monkeypatch):

@@ -5,7 +5,7 @@ GPU is theirs. In 16 bits on a CUDA device comfy-kitchen's kernels do what Comfy
 where a block is compiled, torch's operations do it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -135,13 +135,6 @@ def gated_in_runs(x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, runs:
     for start, stop, row in runs:
         torch.addcmul(x[:, start:stop], gates[row], out[:, start:stop], out=out[:, start:stop])
     return out
-
-
-def adopt(model: nn.Module, classes: Mapping[type, type]) -> None:
-    """Turn modules of diffusers' classes into modules of ours: {diffusers' class: its subclass}. Parameters stay."""
-    for module in model.modules():
-        if (kind := classes.get(type(module))) is not None:
-            module.__class__ = kind
 
 
 def _kernel(name: str, x: torch.Tensor) -> kitchen.Fused | None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,18 +22,6 @@ from .prefix_keys import PrefixKeys
 from .sparse import SparseCalls, SparseStep
 from .text_runs import TextRun
 from .token_groups import TokenGroups
-
-
-@dataclass
-class GatheredTable:
-    """A rotary table of all Ulysses ranks' tokens."""
-
-    own: torch.Tensor
-    """This rank's part, kept so that no other table takes its identity."""
-    parts: list[torch.Tensor]
-    """By rank."""
-    joined: dict[bool, torch.Tensor] = field(default_factory=dict)
-    """False: the ranks' parts in order. True: all ranks' text and all ranks' image lie together."""
 
 
 @dataclass

@@ -6,7 +6,6 @@ from torch import nn
 
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.families import Family
-from parallel_backend.families.models.norms import fuse_norms
 
 
 def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
@@ -15,6 +14,4 @@ def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
     Buffers are real: constructors compute tables of positions and frequencies, which are in no file.
     """
     with meta_parameters():
-        model = family.transformer_class()(**config).eval().requires_grad_(False)
-    fuse_norms(model)
-    return model
+        return family.transformer_class()(**config).eval().requires_grad_(False)
