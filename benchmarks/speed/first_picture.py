@@ -12,7 +12,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -22,9 +21,8 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from testing import tiny
 from testing.models import on_ranks
-from testing.vaes import OnRanks, decoder_of
+from testing.vaes import OnRanks, made_of, small_vae
 
 from .two_ranks import Mode
 
@@ -35,7 +33,6 @@ MODES = {
     "ulysses": Mode(Degrees(ulysses=2)),
 }
 PLAIN = "plain diffusers"
-WIDTHS = (32, 64, 64)
 SUBJECT = GUIDED_FLUX_LIKE.at(side=32)
 
 PARTS = ("start", "load", "first picture, from nothing", "next picture")
@@ -43,21 +40,6 @@ VAE_PARTS = ("to the VAE", "decode")
 
 Seconds = dict[str, float]
 """By part."""
-
-
-def autoencoder(channels: int, widths: tuple[int, ...] = WIDTHS) -> Any:
-    """diffusers' own, random weights."""
-    import diffusers
-
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=widths,
-        layers_per_block=2,
-        latent_channels=channels,
-        norm_num_groups=min(32, widths[0]),
-        down_block_types=("DownEncoderBlock2D",) * len(widths),
-        up_block_types=("UpDecoderBlock2D",) * len(widths),
-    )
-    return tiny.randomise(vae.eval().requires_grad_(False), seed=0)
 
 
 class Lap:
@@ -91,11 +73,11 @@ def ranks_seconds(subject: Subject, path: Path, with_vae: bool, mode: Mode) -> S
         sample(model)
         lap("next picture")
         if with_vae:
-            weights = decoder_of(autoencoder(subject.latent[0]))
-            decoder = OnRanks(pool, "vae", lambda: weights)
-            decoder.decode(latent[:, :, : mode.degrees.world, :1], lambda: None)
+            made = made_of(small_vae(subject.latent[0]))
+            decoder = OnRanks(pool, "vae", lambda: made)
+            decoder.run(latent[:, :, : mode.degrees.world, :1], lambda: None)
             lap("to the VAE")
-            decoder.decode(latent, lambda: None)
+            decoder.run(latent, lambda: None)
             lap("decode")
     return lap.seconds
 
@@ -112,7 +94,7 @@ def _plain(subject: Subject, path: Path, with_vae: bool, connection: Connection)
     euler(subject.predict(model), x, sigmas, prompt)
     connection.send(None)
     if with_vae:
-        vae = autoencoder(subject.latent[0])
+        vae = small_vae(subject.latent[0])
         with torch.inference_mode():
             vae.decode(latent[:, :, :1, :1])
             connection.send(None)
@@ -155,7 +137,7 @@ def run(
                 found.setdefault(name, []).append(seconds)
                 parts = ", ".join(f"{part} {value:.2f}" for part, value in seconds.items())
                 say(f"round {turn + 1}/{rounds}  {name:16} {parts} s")
-    scope = SCOPE + (f"; decoded by an AutoencoderKL of widths {WIDTHS}" if with_vae else "")
+    scope = SCOPE + ("; decoded by a small autoencoder" if with_vae else "")
     return measuring.head("first_picture", subject, rounds, scope) | {
         "cases": {
             name: {

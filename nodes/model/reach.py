@@ -31,7 +31,7 @@ BOOKKEEPING = frozenset(
 """Entries of transformer_options that describe the call. No native model's result depends on them."""
 
 READ_BY: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset({"MiniMaxH3"})),
+    **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset()),
     # For models that have no family here, and for caches that do not change the picture.
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
     **dict.fromkeys(("k6_magcache", "prism_attention", "prism_sparsity", "prism_cdf_threshold"), frozenset()),

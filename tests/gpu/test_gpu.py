@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_backend.families.base.segments import Segment
 
 from parallel_backend.acceptance.checks import FAILED, NOT_LOOKED_AT, run
 from parallel_backend.acceptance.endurance import SETTLED
@@ -28,7 +27,6 @@ from parallel_backend.core.attention_kernels import KERNELS, SDPA
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import host_buffer
 from parallel_backend.core.setup import Offload
-from parallel_backend.core.spans import Span
 from parallel_backend.core.sparse_attention import HEAD_SIZE, SparseAttention
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention.kernel_choice import trial
@@ -319,13 +317,12 @@ def test_block_sparse_attention_is_near_its_formula(request, settings):
     lacks = refusal(torch.device(DEVICE), torch.bfloat16, HEAD_SIZE, cubes=False)
     if lacks or request.config.getoption("emulated_gpus"):
         pytest.skip(f"it needs {lacks or 'a GPU'}")
-    segments = [Segment(Span(0, 40), of_image=False), Segment(Span(0, 260), of_image=True)]
-    rows = [(True, torch.arange(260)), (False, torch.arange(40))]
-    step = SparseStep(settings, segments, rows, (1, 13, 20), torch.device(DEVICE))
+    order = torch.cat((torch.arange(260, 300), torch.arange(260)))
+    step = SparseStep(settings, torch.device(DEVICE))
+    layout = step.of_class((), lambda: torch.argsort(order), 300)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 300, 2, HEAD_SIZE, generator=generator).bfloat16() for _ in range(3))
-    found = step.attend(step.joint, q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), None, None).cpu().float()
-    order = torch.cat((torch.arange(260, 300), torch.arange(260)))
+    found = step.attend(layout, q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), None, None).cpu().float()
     sinks = (0, 0), (0, 0)
     expected = block_sparse(*(x[:, order].float() for x in (q, k, v)), settings.tau, None, *sinks, settings.kept, 0)
     assert torch.cosine_similarity(found[:, order].flatten(), expected.flatten(), dim=0) >= 0.99

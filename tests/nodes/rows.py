@@ -122,8 +122,6 @@ ROPE_REFUSED = "WAN_Animate2"
 ROPE_PASSED = "WAN22_Animate"
 READ: Mapping[str, Rows] = {
     "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
-    "minimax_h3_sigma_shift_video": rows(passed="MiniMaxH3"),
-    "minimax_h3_sigma_shift_audio": rows(passed="MiniMaxH3"),
     # Caches: no result depends on them.
     "animate2_cache": rows(harmless="WAN_Animate2"),
     "context_window": rows(harmless="WAN_Animate2"),
@@ -133,7 +131,6 @@ READ: Mapping[str, Rows] = {
 """Entry of transformer_options -> class of supported_models whose native model reads it -> outcome there."""
 READ_BESIDE = {
     "qwen_image21_cache": "QwenImage21",  # BlockChanges.kept_text
-    "sample_sigmas": "MiniMaxH3",  # BlockChanges.head_strengths of a bank of heads, see test_head_bank.py
 }
 """Entry -> class whose native model reads it, and which ranks get otherwise than as one of a call's tensors."""
 

@@ -15,7 +15,6 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.families.base.patching import latents_of
-from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.module_cache import CachedModule, ModuleCache
@@ -45,7 +44,7 @@ class Runs:
         self.x, self.timestep, tensors = case.inputs()
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]
         grid, companion_tokens = family.patching.grid(self.shapes[0]), family.patching.companion_tokens(self.shapes)
-        self.token_order = family.token_order(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)
+        self.token_order = family.token_order(grid)
         text_tokens = companion_tokens + family.inputs.text_tokens(tensors)
         for conditioning in (1, 2):
             given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}

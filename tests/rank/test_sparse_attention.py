@@ -15,8 +15,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.sparse_attention import KEYS, KEYS_AND_ROWS, SparseAttention
-from parallel_backend.families.base.segments import REST, SOUND, VIDEO
+from parallel_backend.core.sparse_attention import KEYS, KEYS_AND_ROWS, REST, SOUND, VIDEO, SparseAttention
 from parallel_backend.families.own_class import adapters
 from parallel_backend.families.own_class.attention_calls import attention_by
 from parallel_backend.families.own_class.building import build

@@ -290,13 +290,6 @@ RANK_MUTANTS = (
         ("tests/client/test_controls_of_all_tokens.py", "-k", "kept"),
     ),
     Mutant(
-        "a control adds nothing to references",
-        RANK + "stage_forward.py",
-        "of_image[:, rows] = references[:, numbers]",
-        "of_image[:, rows] = 0 * references[:, numbers]",
-        ("tests/client/test_controls_of_all_tokens.py", "-k", "forward and minimax"),
-    ),
-    Mutant(
         "a kept text in 4 bits where 8 are asked for",
         RANK + "attention/prefix_keys.py",
         "tensors.TensorWiseINT8Layout if stored == KEPT_INT8 else",
@@ -504,8 +497,8 @@ CLIENT_MUTANTS = (
     Mutant(
         "the text's share of a control taken from the picture's rows",
         CLIENT + "scatter.py",
-        "(part, words.shift(picture), references)",
-        "(part, words, references)",
+        "(part, words.shift(picture)) for",
+        "(part, words) for",
         ("tests/client/test_controls_of_all_tokens.py", "-k", "forward"),
     ),
     Mutant(
@@ -683,9 +676,9 @@ NODE_MUTANTS = (
     Mutant(
         "a control's rows in another order than the ranks' tokens",
         "nodes/model/sequence_control.py",
-        "return places if order is None else torch.cat((places[:picture][order], places[picture:]))",
-        "return places",
-        ("tests/comfyui/test_sequence_control.py", "-k", "minimax"),
+        "of_picture if order is None else of_picture[order]",
+        "of_picture",
+        ("tests/comfyui/test_sequence_control.py", "-k", "qwen"),
         (),
         "default",
     ),
@@ -793,17 +786,10 @@ YOUNGEST = (
     ),
     Mutant(
         "blocks that are to attend in full are sparse",
-        "parallel_backend/rank/attention/parallel_attention.py",
-        " or self.block in settings.full:",
-        " or mask is not None:",
+        "parallel_backend/rank/attention/own_kernels.py",
+        " or self._running() in sparse.settings.full:",
+        ":",
         ("tests/rank/test_sparse_attention.py",),
-    ),
-    Mutant(
-        "references before keyframes in ComfyUI's sequence",
-        "parallel_backend/families/parts/minimax_conditioning.py",
-        "    return *runs[len(references) :], *runs[: len(references)]",
-        "    return tuple(runs)",
-        ("tests/nodes/test_sparse_attention.py",),
     ),
     Mutant(
         "sparse attention outside of its node's window",
