@@ -1,8 +1,8 @@
 """Parallel Checkpoint Loader: an all-in-one file -> MODEL on the ranks, CLIP and VAE in ComfyUI."""
 
 from .loader import CHECKPOINTS, check_widgets, file_path, load_model, safetensors_names, widgets
-from .model.all_in_one import clip_and_vae
 from .model.early_start import start_ranks_of
+from .model.loading.all_in_one import clip_and_vae
 from .ui.input_checks import coerce, renamed_input, short, validate
 from .ui.widgets import CATEGORY, SEVERAL_GPUS
 

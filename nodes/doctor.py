@@ -13,7 +13,7 @@ from parallel_backend.planning.planner import Plan, plan
 from parallel_backend.planning.report import compare, describe_rehearsed, verdict
 from parallel_backend.planning.workload import workload_of
 
-from .model.diffusion_model import RemoteDiffusionModel, remote_stub
+from .model.call.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig, config_of
 from .sampling.auto_degrees import calibrated, free_on_host
 from .sampling.own_plan import check_can_be_planned, trials_of

@@ -22,11 +22,11 @@ from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
-from .model.diffusers_layout import conversion_of
 from .model.early_start import start_ranks_of
-from .model.left_over import check_left_over, left_over_line
-from .model.own_class_file import has_family, own_class
-from .model.own_degrees import check_own_class
+from .model.loading.diffusers_layout import conversion_of
+from .model.loading.left_over import check_left_over, left_over_line
+from .model.loading.own_class_file import has_family, own_class
+from .model.loading.own_degrees import check_own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, check_no_stages, model_to_plan

@@ -6,7 +6,7 @@ from parallel_backend.core.attention_kernels import ATTENTION, AUTO
 from parallel_backend.core.degrees import PATCH_MODES, TRANSFER_DTYPES, Degrees
 from parallel_backend.core.validate import check_ranks
 
-from .model.diffusion_model import RemoteDiffusionModel
+from .model.call.diffusion_model import RemoteDiffusionModel
 from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, choice, degree, flag, whole_number
 

@@ -11,13 +11,13 @@ from parallel_backend.placement.residency import offload_of
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
 
 from .loader import SETUP_WIDGETS, load_model, opened
+from .model.call.concurrent_conds import WRAPPER_KEY as CONDS_KEY
+from .model.call.diffusion_model import RemoteDiffusionModel
 from .model.carry_over import carry_over
-from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
-from .model.diffusion_model import RemoteDiffusionModel
 from .model.early_start import start_ranks_of
-from .model.left_over import left_over_line
-from .model.native_source import NativeSource, native_source
-from .model.native_weights import check_not_rewritten, give_back_memory, unload
+from .model.loading.left_over import left_over_line
+from .model.loading.native_source import NativeSource, native_source
+from .model.loading.native_weights import check_not_rewritten, give_back_memory, unload
 from .model.patcher import RemoteModelPatcher
 from .parallel_config import ParallelConfig, config_of
 from .run_on_several_gpus import model_file

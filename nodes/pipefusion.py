@@ -2,7 +2,7 @@
 
 import comfy.samplers
 
-from .model.step_cache import CacheSettings, with_step_cache
+from .model.run.step_cache import CacheSettings, with_step_cache
 from .sampling.pipefusion import apply_pipefusion
 from .ui.input_checks import validate
 from .ui.other_nodes import COMFYUI

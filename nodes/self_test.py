@@ -16,9 +16,9 @@ from parallel_backend.acceptance.session import Host, OwnModel, Settings, at_lea
 from parallel_backend.client.registry import registry
 from parallel_backend.families.own_class.family import OwnClassFamily
 
-from .model.diffusion_model import remote_stub
-from .model.native_model import native_model
-from .model.own_calls import times_of
+from .model.call.diffusion_model import remote_stub
+from .model.call.own_calls import times_of
+from .model.native.native_model import native_model
 from .model.patcher import RemoteModelPatcher
 from .ui.devices import check_one_kind_of_devices, is_auto, possible_devices
 from .ui.host import check_cancelled

@@ -1,7 +1,7 @@
 """Parallel Step Cache."""
 
-from .model.diffusion_model import remote_stub
-from .model.step_cache import CacheSettings, with_step_cache
+from .model.call.diffusion_model import remote_stub
+from .model.run.step_cache import CacheSettings, with_step_cache
 from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, link, share, threshold
 

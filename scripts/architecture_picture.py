@@ -61,7 +61,7 @@ class Box:
 
 
 def room_of(module: str) -> str:
-    """`parallel_backend.wire.tcp` -> `wire`; `nodes.model.reach` -> `nodes`."""
+    """`parallel_backend.wire.tcp` -> `wire`; `nodes.model.patches.reach` -> `nodes`."""
     package, *inner = module.split(".")
     return inner[0] if package == BACKEND and inner else package
 

@@ -58,7 +58,7 @@ def load_pack() -> None:
 
 def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
     """By rank, as trace.py has them, of all blocks. What the degrees need is tried first."""
-    nodes_of_pack = importlib.import_module(f"{PACK}.nodes.model.own_class")
+    nodes_of_pack = importlib.import_module(f"{PACK}.nodes.model.call.own_class")
     with tempfile.TemporaryDirectory() as folder:
         path = real.save(Path(folder) / "model.safetensors")
         own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{name} has no class"))

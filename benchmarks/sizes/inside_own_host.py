@@ -111,7 +111,9 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     model = kind(**arguments, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
     save_file({key: 0.02 * drawn(*value.shape) for key, value in model.state_dict().items()}, folder / "small.safetensors")
     path = folder / "small.safetensors"
-    own = importlib.import_module(f"{PACK}.nodes.model.own_class_file").own_class(path, ("cpu",), ValueError(f"no {name}"))
+    own = importlib.import_module(f"{PACK}.nodes.model.loading.own_class_file").own_class(
+        path, ("cpu",), ValueError(f"no {name}")
+    )
     proof = trial(own, call, times, bands=True)
     own = dataclasses.replace(own, blocks=proof.blocks, latent=proof.latent)
     tensors = {renamed.get(key, key): value for key, value in call.named.items() if isinstance(value, torch.Tensor)}

@@ -6,10 +6,10 @@ import comfy.model_patcher
 import comfy.patcher_extension
 
 from ..ui.host import refuse
-from .layers_here import Patches
-from .left_out import fitting
-from .lora import NativeWeights
-from .patch_trial import Patch
+from .controls.layers_here import Patches
+from .lora.left_out import fitting
+from .lora.lora import NativeWeights
+from .lora.patch_trial import Patch
 from .patcher import RemoteModelPatcher
 
 MULTIGPU = "multigpu"

@@ -7,11 +7,11 @@ from parallel_backend.client.measurements import figures
 from parallel_backend.client.reports.run_report import RunReport
 
 from ..ui.node_text import say
-from .gained import MeasuredRun
-from .sampling_run import CallShape
+from .run.gained import MeasuredRun
+from .run.sampling_run import CallShape
 
 if TYPE_CHECKING:
-    from .diffusion_model import RemoteDiffusionModel
+    from .call.diffusion_model import RemoteDiffusionModel
 
 
 def gain_and_advice(

@@ -19,22 +19,22 @@ from parallel_backend.core.setup import Setup
 from ..ui.host import refuse
 from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
-from .attention_choice import PREFERRED, wished_of_object, wishes, without_settings
-from .bypass import bypass_patches, check_injections
-from .concurrent_conds import add_concurrent_conds
-from .diffusion_model import RemoteDiffusionModel
+from .call.concurrent_conds import add_concurrent_conds
+from .call.diffusion_model import RemoteDiffusionModel
+from .call.own_class import OwnClassModel
 from .end_of_run import tell_of_run
-from .left_out import UNNAMED, fitting, tell
-from .lora import NativeWeights
-from .native_call import native_config, on_meta
-from .own_class import OwnClassModel
+from .lora.bypass import bypass_patches, check_injections
+from .lora.left_out import UNNAMED, fitting, tell
+from .lora.lora import NativeWeights
+from .lora.saving import for_saving, key_patches, patched_weight, stored_weights
+from .native.native_call import native_config, on_meta
+from .patches.attention_choice import PREFERRED, wished_of_object, wishes, without_settings
+from .patches.reach import Unread, refuse_unread
+from .patches.rope import riflex
+from .patches.text_guidance import GUIDANCE_KEY, text_guidance
 from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
-from .reach import Unread, refuse_unread
-from .rope import riflex
-from .sampling_run import SamplingRun
-from .saving import for_saving, key_patches, patched_weight, stored_weights
-from .step_cache import CACHE_KEY, HOOKED, begin_cache
-from .text_guidance import GUIDANCE_KEY, text_guidance
+from .run.sampling_run import SamplingRun
+from .run.step_cache import CACHE_KEY, HOOKED, begin_cache
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from comfy_execution.utils import get_executing_context
 from parallel_backend.client.registry import registry
 from parallel_backend.placement.gpu_overheads import context_bytes
 
-from .make_room import comfyui_gpus
+from .run.make_room import comfyui_gpus
 
 if TYPE_CHECKING:
-    from .diffusion_model import RemoteDiffusionModel
+    from .call.diffusion_model import RemoteDiffusionModel
 
 ALL = 1e32
 """Bytes without a limit, as ComfyUI writes it."""

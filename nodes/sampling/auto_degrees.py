@@ -23,7 +23,7 @@ from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 
-from ..model.own_class import OwnClassModel
+from ..model.call.own_class import OwnClassModel
 from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed

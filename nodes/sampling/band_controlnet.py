@@ -18,7 +18,7 @@ from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.core.device_copies import to_device, to_host
 from parallel_backend.core.spans import Span
 
-from ..model.controlnet import Control
+from ..model.controls.controlnet import Control
 from .band_exchange import REACH, BandExchange, moved
 
 

@@ -13,12 +13,12 @@ import torch
 from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.families.base.family import Family
 
-from ..model.attention_choice import OVERRIDE
-from ..model.concurrent_conds import evaluate_concurrently
-from ..model.diffusion_model import RemoteDiffusionModel
-from ..model.fun_control import fun_controls
-from ..model.run_shapes import Shapes, shapes_of_run
-from ..model.sparse_attention import is_sparse
+from ..model.call.concurrent_conds import evaluate_concurrently
+from ..model.call.diffusion_model import RemoteDiffusionModel
+from ..model.controls.fun_control import fun_controls
+from ..model.patches.attention_choice import OVERRIDE
+from ..model.patches.sparse_attention import is_sparse
+from ..model.run.run_shapes import Shapes, shapes_of_run
 from ..ui.other_nodes import OURS, definition, name_of, named, nodes_of
 from .known_local import PIXEL_WISE_GUIDERS, PIXEL_WISE_MASKS, WHOLE_GUIDERS, is_known_guidance, looks_at_the_whole
 from .known_samplers import why_global

@@ -17,8 +17,8 @@ from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.prediction import Prediction
 from parallel_backend.planning.trials import Trials
 
-from ..model.diffusion_model import RemoteDiffusionModel, remote_stub
-from ..model.own_class import OwnClassModel
+from ..model.call.diffusion_model import RemoteDiffusionModel, remote_stub
+from ..model.call.own_class import OwnClassModel
 from .eligibility import Sampling
 from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
 

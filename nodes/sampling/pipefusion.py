@@ -27,12 +27,12 @@ from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
 from parallel_backend.wire.sampling import RunStats
 
-from ..model.band import NotTried
-from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
+from ..model.call.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
+from ..model.call.own_class import OwnClassModel
 from ..model.end_of_run import gain_and_advice, say_report
-from ..model.long_step import LongStep
-from ..model.own_class import OwnClassModel
-from ..model.sampling_run import CallShape
+from ..model.run.band import NotTried
+from ..model.run.long_step import LongStep
+from ..model.run.sampling_run import CallShape
 from ..ui.host import check_cancelled
 from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters

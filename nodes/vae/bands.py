@@ -19,8 +19,8 @@ from parallel_backend.client.vae import Made, NotExact, Part, RemoteVAE, TooLitt
 from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool_part import SomeRanks
 
-from ..model.make_room import comfyui_gpus
-from ..model.own_class_file import comfyui_folder, import_settings
+from ..model.loading.own_class_file import comfyui_folder, import_settings
+from ..model.run.make_room import comfyui_gpus
 from ..ui.host import check_cancelled
 from .known import OTHER, Cut, tensors_of
 from .tiles import decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, tile_shape

@@ -146,7 +146,7 @@ _OTHER_REASONS = (
     "a device has less than the 1.5 GB that its part of the VAE needs",
 )
 _GIVE_REASONS = (
-    *("nodes/sampling/eligibility.py", "nodes/sampling/known_samplers.py", "nodes/model/concurrent_conds.py"),
+    *("nodes/sampling/eligibility.py", "nodes/sampling/known_samplers.py", "nodes/model/call/concurrent_conds.py"),
     *("nodes/vae/known.py", "nodes/vae/rows.py", "nodes/vae/bands.py", "parallel_backend/vaes/ltx.py"),
     "parallel_backend/core/device_choice.py",
 )

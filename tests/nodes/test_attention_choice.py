@@ -112,41 +112,41 @@ def flash_by_kj():
     ],
 )
 def test_comfyuis_own_kernels(module, name, over_exact, over_sage):
-    chosen = module("model.attention_choice").chosen_attention
+    chosen = module("model.patches.attention_choice").chosen_attention
     assert chosen(by_core(name), "auto") == chosen(by_core(name), "flash") == over_exact
     assert chosen(by_core(name), "auto/sage") == chosen(by_core(name), "sage") == over_sage
 
 
 @pytest.mark.parametrize("mode", ["auto", *SAGE_VARIANTS])
 def test_patch_sage_attention_is_known_by_the_function_that_it_calls(module, mode):
-    chosen = module("model.attention_choice").chosen_attention(by_kj(mode), "auto")
+    chosen = module("model.patches.attention_choice").chosen_attention(by_kj(mode), "auto")
     assert chosen == ("sage" if mode == "auto" else f"sage.{mode}")
 
 
 def test_patch_flash_attention(module):
-    chosen = module("model.attention_choice").chosen_attention
+    chosen = module("model.patches.attention_choice").chosen_attention
     assert (chosen(flash_by_kj(), "auto"), chosen(flash_by_kj(), "auto/sage")) == ("", "flash")
 
 
 @pytest.mark.parametrize("other", [by_kj("sageattn3"), lambda func, *args: func(*args), "text", by_core("attention3_sage")])
 def test_another_one_is_left_to_be_refused(module, other):
-    patches = module("model.block_patches")
-    assert module("model.attention_choice").chosen_attention(other, "auto") is None
+    patches = module("model.patches.block_patches")
+    assert module("model.patches.attention_choice").chosen_attention(other, "auto") is None
     changes, left = patches.block_changes(FAMILY, CONFIG, {"optimized_attention_override": other}, 1, "auto")
     assert (changes.attention, left["optimized_attention_override"]) == ("", other)
-    refused = list(module("model.reach").unread(left, FAMILY))
+    refused = list(module("model.patches.reach").unread(left, FAMILY))
     assert [each.what for each in refused] == ["an attention kernel set on the MODEL"]
 
 
 def test_a_known_one_becomes_the_calls_kernel(module):
     options = {"optimized_attention_override": by_kj("fp8_cuda")}
-    changes, left = module("model.block_patches").block_changes(FAMILY, CONFIG, options, 1, "auto")
+    changes, left = module("model.patches.block_patches").block_changes(FAMILY, CONFIG, options, 1, "auto")
     assert changes.attention == "sage.fp8_cuda"
-    assert not list(module("model.reach").unread(options | left, FAMILY))
+    assert not list(module("model.patches.reach").unread(options | left, FAMILY))
 
 
 def test_every_native_kernel_has_its_row(module):
-    assert set(module("model.attention_choice").NATIVE.values()) <= set(KERNELS)
+    assert set(module("model.patches.attention_choice").NATIVE.values()) <= set(KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_what_a_file_asks_for_is_taken_where_all_blocks_have_it_and_the_user_has
 ):
     attention = {f"layer {index}": "comfy_kitchen" for index in range(layers)}
     checkpoint = SimpleNamespace(attention=attention, family=FAMILY, config=CONFIG)
-    preferred = module("model.attention_choice").preferred_attention(checkpoint, loaded, {})
+    preferred = module("model.patches.attention_choice").preferred_attention(checkpoint, loaded, {})
     assert preferred == expected
-    block_changes = module("model.block_patches").block_changes
+    block_changes = module("model.patches.block_patches").block_changes
     assert block_changes(FAMILY, CONFIG, {}, 1, loaded, preferred=preferred)[0].attention == expected
     chosen = {"optimized_attention_override": by_kj("fp8_cuda")}
     assert block_changes(FAMILY, CONFIG, chosen, 1, loaded, preferred=preferred)[0].attention == "sage.fp8_cuda"

@@ -42,7 +42,7 @@ def lora(state):
 @pytest.fixture
 def bank(module, monkeypatch):
     """The module of banks, for STREAMS."""
-    bank = module("model.head_bank")
+    bank = module("model.lora.head_bank")
     monkeypatch.setattr(bank, "STREAMS", STREAMS)
     keys = frozenset(f"diffusion_model.{stream}{leaf}" for stream in STREAMS for leaf in bank.LEAVES)
     monkeypatch.setattr(bank, "BANK_KEYS", keys)
@@ -54,7 +54,7 @@ def weights(module, mini_file):
     checkpoint = mini.opened(mini_file)
     meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
     config = types.SimpleNamespace(process_unet_state_dict=lambda tensors: tensors)
-    return module("model.lora").NativeWeights(checkpoint, meta, config, torch.float32)
+    return module("model.lora.lora").NativeWeights(checkpoint, meta, config, torch.float32)
 
 
 def with_head(file, start, stop, path):
@@ -90,7 +90,7 @@ def test_a_step_computes_with_the_mean_of_the_heads_that_it_spans(bank, weights,
 
 
 def test_strengths_are_shares_of_the_parts_between_two_sigmas(module):
-    strengths = module("model.head_bank").head_strengths
+    strengths = module("model.lora.head_bank").head_strengths
     sigmas = torch.tensor([1.0, 0.97, 0.5, 0.0])
     for sigma in (1.0, 0.971, 0.5, 0.0):
         video, sound = torch.tensor(strengths(HEADS, sigma, sigmas, (12.0, 3.0))).view(2, HEADS - 1)
@@ -110,4 +110,4 @@ def test_heads_that_do_not_fit_each_other_are_refused(bank, weights, mini_file):
 
 def test_a_sampler_without_sigmas_is_refused(module):
     with pytest.raises(ValueError, match="needs the sampler's sigmas"):
-        module("model.head_bank").strengths_in_call(HEADS, torch.tensor([1000.0]), {})
+        module("model.lora.head_bank").strengths_in_call(HEADS, torch.tensor([1000.0]), {})

@@ -10,7 +10,7 @@ from tests.nodes.rows import COMPUTED, HARMLESS, KINDS, PASSED, REFUSED, VERSION
 
 def unread(module, family, name, value):
     """What of transformer_options is refused."""
-    return list(module("model.reach").unread({name: value}, family))
+    return list(module("model.patches.reach").unread({name: value}, family))
 
 
 VALUES = {
@@ -40,7 +40,7 @@ NAMED_OTHERWISE = ("patches", "patches_replace", "optimized_attention_override")
 
 
 def test_the_table_of_readers_has_the_native_models_that_read_an_entry(module):
-    found = module("model.reach").READ_BY
+    found = module("model.patches.reach").READ_BY
     expected = {name: {kind for kind, outcome in table.items() if outcome != HARMLESS} for name, table in rows.READ.items()}
     assert {name: set(kinds) for name, kinds in found.items() if kinds} == {
         name: kinds for name, kinds in expected.items() if kinds
@@ -71,7 +71,7 @@ def remaining(module, family, table, name):
     functions = [sample_function] if table == "patches" else {name: {key: sample_function}}
     options = {table: {name: functions} if table == "patches" else functions}
     config = next(with_(family, ""))[0]
-    _, left = module("model.block_patches").block_changes(family, config, options, 1, "auto")
+    _, left = module("model.patches.block_patches").block_changes(family, config, options, 1, "auto")
     return [each for entry, value in left.items() for each in unread(module, family, entry, value)]
 
 
@@ -100,7 +100,7 @@ def test_replacements(module, name, outcome):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_conditioning(module, family):
-    reach = module("model.reach")
+    reach = module("model.patches.reach")
     for name, outcome in (rows.CONDITIONING[family.name] | rows.ALWAYS).items():
         known = name in family.inputs.accepts
         if name == "c_crossattn":
@@ -138,5 +138,5 @@ def refusing(reach, family, name):
 def test_the_node_for_a_kept_text_decides_how_it_is_stored(module, family, setting, stored):
     config = {"num_layers": 1, "num_single_layers": 1}
     options = {"qwen_image21_cache": setting}
-    changes, _ = module("model.block_patches").block_changes(FAMILIES[family], config, options, 1, "auto")
+    changes, _ = module("model.patches.block_patches").block_changes(FAMILIES[family], config, options, 1, "auto")
     assert changes.kept_text == stored

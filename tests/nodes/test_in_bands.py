@@ -29,7 +29,7 @@ def test_wrappers_in_bands(module, why_not_banded, name, outcome):
 
 
 def test_wrappers_of_the_pack_and_those_outside_leave_bands_alone(module):
-    why_wrapped, ours = module("sampling.eligibility").why_wrapped, module("model.step_cache").note_shapes
+    why_wrapped, ours = module("sampling.eligibility").why_wrapped, module("model.run.step_cache").note_shapes
     pipefusion = module("sampling.pipefusion").PipeFusion(2, 1, True, True)
     assert why_wrapped(Executor(None, [sample_function, pipefusion, ours], 1)) is None
     assert "around the sampler" in why_wrapped(Executor(None, [pipefusion, ours, sample_function], 0))

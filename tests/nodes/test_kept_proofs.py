@@ -34,7 +34,7 @@ NOT_OF_THE_CLASS = "model_management.py", "sd.py", "ldm/other.py"
 @pytest.fixture
 def kept(module, tmp_path):
     """`kept(own, structure)`: the proof, and whether it was found anew."""
-    kept_proof = module("model.kept_proofs").kept_proof
+    kept_proof = module("model.loading.kept_proofs").kept_proof
 
     def find(
         own, structure: str = "two entries", proof: Proof = PROOF, sizes: object = SMALL, **numbers: int
@@ -83,7 +83,7 @@ def test_a_proof_is_of_the_code_that_the_class_imports(kept, own, name):
 
 @pytest.mark.parametrize("package", ["torch", "comfy-kitchen", "einops"])
 def test_another_version_of_a_package_is_tried_again(module, kept, own, monkeypatch, package):
-    proofs = module("model.kept_proofs")
+    proofs = module("model.loading.kept_proofs")
     assert package in proofs.PACKAGES and len(proofs.PACKAGES) == 3
     kept(own)
     monkeypatch.setattr(proofs, "_version", lambda name: "99" if name == package else importlib.metadata.version(name))
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_not_believed(kept, own, tmp_path, damage):
 
 
 def test_a_folder_that_cannot_be_written_to_costs_a_warning(module, own, tmp_path, caplog):
-    kept_proof = module("model.kept_proofs").kept_proof
+    kept_proof = module("model.loading.kept_proofs").kept_proof
     (tmp_path / "file").write_text("")
     assert kept_proof(tmp_path / "file", own, "two", lambda: PROOF, {}) == PROOF
     assert "could not be kept" in caplog.text

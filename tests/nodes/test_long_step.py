@@ -10,7 +10,7 @@ from parallel_backend.wire.lifecycle import COMPILING
 @pytest.fixture
 def watched(module, monkeypatch):
     """(a model on two ranks, a poll that has to be called at a time, what was said)."""
-    long_step, said, now = module("model.long_step"), [], [0.0]
+    long_step, said, now = module("model.run.long_step"), [], [0.0]
     monkeypatch.setattr(long_step, "say", said.append)
     monkeypatch.setattr(long_step, "check_cancelled", lambda: None)
     monkeypatch.setattr(long_step.time, "monotonic", lambda: now[0])

@@ -29,7 +29,7 @@ def width(patcher):
 def told(module, monkeypatch):
     """Lines on the node."""
     lines = []
-    monkeypatch.setattr(module("model.left_out"), "say", lines.append)
+    monkeypatch.setattr(module("model.lora.left_out"), "say", lines.append)
     return lines
 
 
@@ -139,7 +139,7 @@ def test_a_layers_second_patch_is_for_the_weight_that_the_first_one_enlarges(mod
     channels = patcher.model.state_dict()[FIRST].shape[1]
     small, large = lora(width, channels), lora(width, 2 * channels, reshape=[width, 2 * channels])
     added = [(FIRST, (1.0, each, 1.0, None, None)) for each in (small, large, small, large)]
-    assert module("model.left_out").fitting(patcher.stub.weights, added, {}) == [True, True, False, True]
+    assert module("model.lora.left_out").fitting(patcher.stub.weights, added, {}) == [True, True, False, True]
     assert told == ["Parallel DiT: 1 of 4 layers of this LoRA do not fit this model and are left out"]
 
 
@@ -149,7 +149,7 @@ def test_a_lora_in_bypass_mode_beside_another(module, patcher, width):
     plain, in_bypass = lora(width, width), lora(width, width, seed=1)
     patched = with_lora(patcher, {PROJ: plain})
     patched.set_injections("bypass_lora", bypass({layer: in_bypass}, 0.5))
-    patches = module("model.bypass").bypass_patches(patched.injections)
+    patches = module("model.lora.bypass").bypass_patches(patched.injections)
     [delta] = patched.stub.weights.deltas(patches)
     assert torch.allclose(delta.scale * delta.up @ delta.down, 0.5 * in_bypass.product())
     assert torch.equal(sums(patched, PROJ), plain.product()) and state(patcher) == before

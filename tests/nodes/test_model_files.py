@@ -27,7 +27,7 @@ def replaced(patcher, mini_file, tmp_path):
 
 def test_the_file_of_a_prompt_is_that_of_its_first_run(module, patcher, replaced, monkeypatch):
     prompt = ["one"]
-    monkeypatch.setattr(module("model.diffusion_model"), "present_prompt", lambda: prompt[0])
+    monkeypatch.setattr(module("model.call.diffusion_model"), "present_prompt", lambda: prompt[0])
     patcher.pre_run()
     before, controls, names = patcher.stub.checkpoint, patcher.stub.controls_here, patcher.stub.double_blocks
     value = patcher.patch_weight_to_device(KEY, return_weight=True).clone()
@@ -46,7 +46,7 @@ def test_the_file_of_a_prompt_is_that_of_its_first_run(module, patcher, replaced
 
 def test_a_file_that_comfyuis_detection_fails_on_is_refused_with_its_error(module, monkeypatch):
     """As a tensor with fewer axes than it looks at: IndexError was all that the node said."""
-    native_call = module("model.native_call")
+    native_call = module("model.native.native_call")
     detection = types.SimpleNamespace(model_config_from_unet=lambda tensors, *_, **__: (1,)[len(tensors)])
     monkeypatch.setattr(native_call.comfy, "model_detection", detection)
     with pytest.raises(ValueError, match=r"^model_name: ComfyUI cannot tell which model this is \(IndexError: "):

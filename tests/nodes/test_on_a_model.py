@@ -85,7 +85,7 @@ def settings(patcher, wish, leaf="comfy_attention"):
 )
 @pytest.mark.parametrize("as_object", [False, True], ids=["a LoRA's patches", "ComfyUI's object patches"])
 def test_attention_that_a_lora_asks_for_is_that_of_the_ranks(module, patcher, wish, strength, expected, as_object):
-    asked, preferred = settings(patcher, wish), module("model.attention_choice").preferred_attention
+    asked, preferred = settings(patcher, wish), module("model.patches.attention_choice").preferred_attention
     if as_object and strength != 0:
         for key in asked:
             patcher.add_object_patch(key.removesuffix(".config"), type("ComfyAttention", (), {"config": wish})())
@@ -244,7 +244,7 @@ def test_options_of_a_loader(module, name):
 
 def of_a_loader(module, name):
     """What becomes of an option with which a native loader has loaded the MODEL."""
-    source = module("model.native_source")
+    source = module("model.loading.native_source")
 
     def load_diffusion_model(unet_path, model_options):
         """ComfyUI's loader, as the MODEL notes it."""

@@ -22,7 +22,7 @@ TEXT, IDS, FACTORS = torch.randn(1, 5, 16), torch.arange(4)[None], torch.ones(1,
 
 @pytest.fixture
 def native_text(module):
-    class Adding(module("model.own_text").OwnText):
+    class Adding(module("model.call.own_text").OwnText):
         def _computed(self, _patches, text, *_more, **_named):
             return text + 1
 
@@ -50,7 +50,7 @@ def test_what_was_given_again_is_kept_and_anything_else_is_computed(native_text,
 
 def test_an_own_class_computes_text_with_the_weights_that_it_needs(module, tmp_path):
     """And with a LoRA of one that it reads without calling the layer."""
-    kind, lora = module("model.own_text").OwnText, importlib.import_module("comfy.weight_adapter").LoRAAdapter
+    kind, lora = module("model.call.own_text").OwnText, importlib.import_module("comfy.weight_adapter").LoRAAdapter
     with planted_comfyui():
         model, g = build(planted("RefinesText")), torch.Generator().manual_seed(2)
         draw_weights(model, 1)

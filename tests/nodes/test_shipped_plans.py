@@ -141,16 +141,16 @@ def shipped(module, monkeypatch, tmp_path):
     (tmp_path / "comfy" / "ops.py").write_text("")
     monkeypatch.setattr(plans, "PLANS", tmp_path / "plans")
     the_class = own(folder=str(tmp_path))
-    class_code = module("model.class_code")
+    class_code = module("model.loading.class_code")
     digest = class_code.code_digest(class_code.class_code(the_class, helpers=False))
     write_kept(path_of(the_class), key_of(the_class, digest), plans.NAME, [to_json(PLAN)])
-    shipped_plans = module("model.shipped_plans")
+    shipped_plans = module("model.loading.shipped_plans")
     return the_class, code, lambda each: shipped_plans.shipped_proof(each, ASKED, NAMES)
 
 
 def test_a_shipped_plan_takes_the_place_of_a_trial(module, shipped):
     the_class, code, found = shipped
-    assert found(the_class) == (PROOF, module("model.shipped_plans").SHIPPED)
+    assert found(the_class) == (PROOF, module("model.loading.shipped_plans").SHIPPED)
     (code.parents[2] / "ops.py").write_text("x = 1\n")
     assert found(the_class)[0] == PROOF, "the class's own modules alone count"
     assert found(dataclasses.replace(the_class, name="Another")) == (None, ""), "a class without plans"
@@ -174,14 +174,14 @@ def test_arguments_that_cannot_matter_may_differ(shipped, more, is_served):
 def test_a_changed_class_has_no_plan(module, shipped):
     the_class, code, found = shipped
     code.write_text(CODE + "x = 1\n")
-    assert found(the_class) == (None, module("model.shipped_plans").CHANGED)
+    assert found(the_class) == (None, module("model.loading.shipped_plans").CHANGED)
 
 
 def test_the_plan_of_another_class_is_refused(module, shipped):
     the_class, _, found = shipped
     other = dataclasses.replace(the_class, name="Other")
     path_of(other).write_text(path_of(the_class).read_text())
-    assert found(other) == (None, module("model.shipped_plans").CHANGED)
+    assert found(other) == (None, module("model.loading.shipped_plans").CHANGED)
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1]", "changed", "field", "list"])

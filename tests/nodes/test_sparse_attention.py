@@ -51,9 +51,9 @@ def of(module, override, blocks=None, sigma=0.5):
     options = {"sigmas": torch.tensor([sigma]), "optimized_attention_override": override}
     if blocks is not None:
         options["patches_replace"] = {"dit": {("double_block", index): blocks for index in range(3)}}
-        assert module("model.block_patches").skipped_keys(options["patches_replace"]) == ({}, {})
+        assert module("model.patches.block_patches").skipped_keys(options["patches_replace"]) == ({}, {})
     checkpoint = SimpleNamespace(family=own_class_family(mini.proven()), config={})
-    return module("model.own_calls").sparse_attention(checkpoint, options, (torch.zeros(1, 4, 2, 2),), {}, object)
+    return module("model.call.own_calls").sparse_attention(checkpoint, options, (torch.zeros(1, 4, 2, 2),), {}, object)
 
 
 def test_its_settings_reach_the_ranks(module):
@@ -82,7 +82,7 @@ def test_segments_of_a_class_come_with_the_settings(module, monkeypatch):
 
 
 def test_the_kernel_below_it_is_that_of_calls_in_full(module):
-    patch, kernel_of = SimpleNamespace(**SETTINGS), module("model.block_patches").kernel_of_call
+    patch, kernel_of = SimpleNamespace(**SETTINGS), module("model.patches.block_patches").kernel_of_call
     assert kernel_of(override_of(patch), "auto", "") == ("", None)
     assert kernel_of(override_of(patch, by_core("attention_sage")), "auto", "") == ("sage", None)
     assert of(module, override_of(patch, override_of(patch))) == EXPECTED
@@ -98,7 +98,7 @@ def test_the_node_finds_whether_a_block_has_vsas_gate(module, monkeypatch, gate,
     checkpoint = SimpleNamespace(family=own_class_family(mini.proven()), config={})
     own_class_family.cache_clear()
     tensors = {name: torch.empty(2, 2, device="meta") for name in checkpoint.family.parameters}
-    block = module("model.native_names").NativeNames(checkpoint, tensors, "").at("double_blocks")[0]
+    block = module("model.native.native_names").NativeNames(checkpoint, tensors, "").at("double_blocks")[0]
     assert (getattr(block.img_attn, gate) is not None) == has_gate
     with pytest.raises(AttributeError, match=r"double_blocks\.0\.img_attn\.other"):
         _ = block.img_attn.other

@@ -11,7 +11,7 @@ from scripts import architecture_picture
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = re.compile(r"`((?:[\w.-]+/)+\w+\.py)`")
-"""Modules in code spans, such as `nodes/model/reach.py`."""
+"""Modules in code spans, such as `nodes/model/patches/reach.py`."""
 COMMANDS = re.compile(r"\b(?:bash|python) (?:-m )?((?:scripts/|parallel_backend|benchmarks|tests)[\w./-]*\w)")
 PAGES = [
     *(

@@ -6,7 +6,7 @@ import { translated } from "./chinese.js";
 
 /** Why something is so: behind "since" or a colon. */
 export const REASONS = [
-    // why a run is not cut into bands (nodes/sampling, nodes/model/run_shapes.py)
+    // why a run is not cut into bands (nodes/sampling, nodes/model/run/run_shapes.py)
     [/^the conditioning has its own (.*)$/, "条件自带 $1"],
     [/^what (.*) has put around the model looks at whole calls$/, "$1 在模型外加的函数要看完整的调用"],
     [/^what (.*) has put around the sampler looks at the whole latent$/, "$1 在采样器外加的函数要看整个 latent"],
@@ -46,7 +46,7 @@ export const REASONS = [
     [/^the latent's height or width is no multiple of the model's patch size$/, "latent 的高或宽不是模型 patch 大小的整数倍"],
     [/^the bands did not make the same number of model calls$/, "各分片调用模型的次数不同"],
     [/^the bands are at different timesteps$/, "各分片处在不同的时间步"],
-    // why replicas wait for each other (nodes/model/concurrent_conds.py)
+    // why replicas wait for each other (nodes/model/call/concurrent_conds.py)
     [/^ComfyUI's own multi-GPU node shares them out$/, "ComfyUI 自己的多卡节点在分配它们"],
     [/^another node's (\S*) wrapper may keep a state from one to the next$/, "另一个节点在 $1 外加的函数可能在两次计算之间保留状态"],
     [/^another node's (\S*) may keep a state from one to the next$/, "另一个节点的 $1 可能在两次计算之间保留状态"],

@@ -32,7 +32,7 @@ class Asked:
     options: frozenset[str]
     """Names of entries of ComfyUI's transformer_options that ranks do not get."""
     times: tuple[float, ...]
-    """The model's, see nodes.model.own_calls.near."""
+    """The model's, see nodes.model.call.own_calls.near."""
     entries: int
     """Of the batch."""
     numbers: Mapping[str, float]

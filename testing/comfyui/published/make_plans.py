@@ -32,7 +32,7 @@ from parallel_backend.families.own_class.tried_calls import Call
 
 PACK = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
 own_calls, own_class, class_code = (
-    importlib.import_module(f"{PACK}.model.{name}") for name in ("own_calls", "own_class", "class_code")
+    importlib.import_module(f"{PACK}.model.{name}") for name in ("call.own_calls", "call.own_class", "loading.class_code")
 )
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from published import PUBLISHED
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build
 
-shipped_plans = importlib.import_module(f"{PACK}.model.shipped_plans")
+shipped_plans = importlib.import_module(f"{PACK}.model.loading.shipped_plans")
 
 
 def main(results: Results, names: list[str]) -> None:

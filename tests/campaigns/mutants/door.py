@@ -18,7 +18,7 @@ DOOR = (
     ),
     Mutant(
         "a proof outlives another einops",
-        "nodes/model/kept_proofs.py",
+        "nodes/model/loading/kept_proofs.py",
         '"torch", "comfy-kitchen", "einops"',
         '"torch", "comfy-kitchen"',
         ("tests/nodes/test_kept_proofs.py",),
@@ -109,21 +109,21 @@ DOOR = (
     ),
     Mutant(
         "a LoRA that fits no layer is silent",
-        "nodes/model/left_out.py",
+        "nodes/model/lora/left_out.py",
         "    if not any(fits) and not (count == 1 and _is_part(patch[1])):",
         "    if False:",
         LORA_TESTS,
     ),
     Mutant(
         "the second of two patches of a layer is checked against the file's shape",
-        "nodes/model/left_out.py",
+        "nodes/model/lora/left_out.py",
         "            patches.append(patch)\n",
         "            pass\n",
         LORA_TESTS,
     ),
     Mutant(
         "PDD's heads are weighted alike in a step",
-        "nodes/model/head_bank.py",
+        "nodes/model/lora/head_bank.py",
         "lengths[start:stop] / lengths[start:stop].sum()",
         "1.0 / (stop - start)",
         ("tests/nodes/test_head_bank.py",),

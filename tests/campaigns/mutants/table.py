@@ -675,7 +675,7 @@ ACCEPTANCE_MUTANTS = (
 NODE_MUTANTS = (
     Mutant(
         "a control's rows in another order than the ranks' tokens",
-        "nodes/model/sequence_control.py",
+        "nodes/model/controls/sequence_control.py",
         "of_picture if order is None else of_picture[order]",
         "of_picture",
         ("tests/comfyui/test_sequence_control.py", "-k", "qwen"),
@@ -684,7 +684,7 @@ NODE_MUTANTS = (
     ),
     Mutant(
         "a control that begins behind the first block is not refused",
-        "nodes/model/sequence_control.py",
+        "nodes/model/controls/sequence_control.py",
         "if any(control.control_patch not in first for around in controls.values() for control in around):",
         "if False:",
         ("tests/comfyui/test_sequence_control.py", "-k", "minimax"),
@@ -735,7 +735,7 @@ NODE_MUTANTS = (
     ),
     Mutant(
         "LoRA strength ignored by the node",
-        "nodes/model/lora.py",
+        "nodes/model/lora/lora.py",
         "scale = strength * (1.0 if alpha is None else alpha / len(down))",
         "scale = 1.0 if alpha is None else alpha / len(down)",
         ("tests/comfyui/test_lora.py", "-k", "native_model"),
@@ -744,7 +744,7 @@ NODE_MUTANTS = (
     ),
     Mutant(
         "model patches not refused",
-        "nodes/model/reach.py",
+        "nodes/model/patches/reach.py",
         "            yield Unread(what, function)",
         "            yield from ()",
         ("tests/comfyui/test_controlnet.py", "-k", "cannot_reach"),
@@ -753,7 +753,7 @@ NODE_MUTANTS = (
     ),
     Mutant(
         "ComfyUI's process reads the transformer of an all-in-one file",
-        "nodes/model/all_in_one.py",
+        "nodes/model/loading/all_in_one.py",
         "_shape_alone(slices[name]) for name in left_out",
         "file.get_tensor(name) for name in left_out",
         ("tests/comfyui/test_all_in_one.py",),
@@ -793,7 +793,7 @@ YOUNGEST = (
     ),
     Mutant(
         "sparse attention outside of its node's window",
-        "nodes/model/sparse_attention.py",
+        "nodes/model/patches/sparse_attention.py",
         " and not patch.sigma_end <= float(sigmas.flatten()[0]) <= patch.sigma_start:",
         " and False:",
         ("tests/nodes/test_sparse_attention.py",),

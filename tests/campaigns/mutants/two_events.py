@@ -149,7 +149,7 @@ TABLES = (
     ),
     Mutant(
         "an unknown entry of transformer_options is let pass",
-        "nodes/model/reach.py",
+        "nodes/model/patches/reach.py",
         "elif name not in READ_BY or (_is_read",
         "elif name in READ_BY and (_is_read",
         ("tests/nodes",),

@@ -136,7 +136,7 @@ WRAPS: dict[str, Callable] = {
 
 def main(results: Results) -> None:
     pack = nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__.rpartition(".")[0]
-    NativeWeights = sys.modules[f"{pack}.model.lora"].NativeWeights
+    NativeWeights = sys.modules[f"{pack}.model.lora.lora"].NativeWeights
     loaded, given = [], comfy.model_management.load_models_gpu
 
     def load_models_gpu(models, *arguments, **named):

@@ -99,7 +99,9 @@ def main(results: Results) -> None:
 
     def another_gpu() -> dict[str, int]:
         """ComfyUI's process has nothing there, and must not get a context there."""
-        (make_room,) = (module.make_room for name, module in sys.modules.items() if name.endswith("nodes.model.make_room"))
+        (make_room,) = (
+            module.make_room for name, module in sys.modules.items() if name.endswith("nodes.model.run.make_room")
+        )
         with (
             fakes.fake_cuda(fakes.ADA, fakes.ADA),
             patch.object(management, "get_torch_device", lambda: torch.device("cuda:0")),
@@ -109,7 +111,9 @@ def main(results: Results) -> None:
 
     def same_weights() -> dict[str, object]:
         """Two loaders may give a MODEL each with the same weights on the same ranks: the idle one is not asked to go."""
-        (make_room,) = (module.make_room for name, module in sys.modules.items() if name.endswith("nodes.model.make_room"))
+        (make_room,) = (
+            module.make_room for name, module in sys.modules.items() if name.endswith("nodes.model.run.make_room")
+        )
         with (
             fakes.fake_cuda(fakes.ADA, fakes.ADA) as cuda,
             patch.object(management, "cpu_state", management.CPUState.GPU),

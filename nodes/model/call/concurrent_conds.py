@@ -1,0 +1,181 @@
+"""Evaluates the conditionings of a step concurrently where ComfyUI cannot join them to one model call.
+
+ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas). A
+CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part by itself. A part's model call goes to the
+ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages busy.
+Model calls are the same as without the wrapper, and so is the result.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.samplers
+import torch
+
+from ...ui.other_nodes import is_known
+from ..patches.sparse_attention import PREPARE
+
+log = logging.getLogger(__name__)
+
+WRAPPER_KEY = "parallel_dit_concurrent_conds"
+EVALUATION_KEY = "parallel_dit_evaluation"
+"""Key in `transformer_options` under which the model calls carry their `Evaluation`."""
+
+ONE_BY_ONE = ("hooks", "default", "gligen")
+"""Keys of a conditioning that make ComfyUI keep a state from one evaluation to the next."""
+
+
+class Evaluation:
+    """One evaluation of a step's conditionings. `parts`: functions that evaluate one part each, in this order."""
+
+    def __init__(self, parts: list[Callable[[], None]]):
+        self._parts = deque(parts)
+        self._entries = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Evaluation":
+        return self  # ComfyUI copies transformer_options for each model call: all must share one evaluation
+
+    def first_replica(self, entries: int) -> int:
+        """For a call of `entries` batch entries: how many entries earlier calls had. Ranks take it modulo the replicas."""
+        before, self._entries = self._entries, self._entries + entries
+        return before
+
+    def start_next(self) -> None:
+        """Evaluate the next part, if any. A part's model call calls this once it is posted to the ranks."""
+        if self._parts:
+            self._parts.popleft()()
+
+    def run(self) -> None:
+        """Evaluate all parts."""
+        while self._parts:  # more than once only where a part has no model call
+            self.start_next()
+
+
+def add_concurrent_conds(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """Add the wrapper to a parallel MODEL. Its clones have it too."""
+    patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, evaluate_concurrently)
+
+
+def evaluate_concurrently(
+    executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
+) -> list:
+    """ComfyUI's CALC_COND_BATCH wrapper: same arguments and result as `calc_cond_batch`."""
+    stub = model.diffusion_model
+    on_ranks = getattr(stub, "on_ranks", False)  # False: Dual Model CFG Guider hands these options to another MODEL
+    if not on_ranks or stub.setup.degrees.batch * stub.setup.degrees.pipe == 1:
+        return executor(model, conds, x_in, timestep, model_options)
+    others = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper is not evaluate_concurrently]
+    if others:  # this wrapper goes inside other nodes' wrappers, which must see each step's evaluation once and whole
+        inner = comfy.patcher_extension.WrapperExecutor.new_executor(executor.original, [*others, evaluate_concurrently])
+        return inner.execute(model, conds, x_in, timestep, model_options)
+    entries = [(index, entry) for index, cond in enumerate(conds) for entry in cond or ()]
+    calls = model_calls(entries, x_in, timestep)
+    reason = why_sequential(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
+    together = independent_parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
+    at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
+    tell_if_idle(stub, len(x_in) * sum(at_once), reason)
+    if len(together) == 1:
+        return executor(model, conds, x_in, timestep, model_options)
+    results: list[torch.Tensor | None] = [None] * len(conds)
+
+    def evaluate(part: set[int]) -> None:
+        part_conds = [cond if index in part else None for index, cond in enumerate(conds)]
+        for index, result in enumerate(executor(model, part_conds, x_in, timestep, options)):
+            if index in part:
+                results[index] = result
+
+    evaluation = Evaluation([partial(evaluate, part) for part in together])
+    transformer_options = {**model_options.get("transformer_options", {}), EVALUATION_KEY: evaluation}
+    options = {**model_options, "transformer_options": transformer_options}
+    evaluation.run()
+    return results
+
+
+def why_sequential(model, entries: list[dict], model_options: dict) -> str | None:
+    """Reason for the user why the model calls must come one after the other. None: they need not."""
+    extension = comfy.patcher_extension
+    for entry in entries:
+        for key in ONE_BY_ONE:
+            if key in entry and entry[key] is not None:
+                return f"the conditioning has its own {key}"
+    if "multigpu_clones" in model_options:
+        return "ComfyUI's own multi-GPU node shares them out"
+    if "model_function_wrapper" in model_options:
+        return "another node's model_function_wrapper may keep a state from one to the next"
+    if extension.get_all_wrappers(extension.WrappersMP.APPLY_MODEL, model_options, is_model_options=True):
+        return "another node's apply_model wrapper may keep a state from one to the next"
+    if model.diffusion_model.wrappers(model_options, is_model_options=True):
+        return "another node's wrapper around the diffusion model may keep a state from one to the next"
+    callbacks = model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE)
+    if not all(is_known(PREPARE, callback) for callback in callbacks):
+        return "another node is told of each"
+    return None
+
+
+def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: torch.Tensor) -> list[list[int]]:
+    """For each model call the indices of the conditionings that ComfyUI joins to it.
+
+    `entries`: (index of the conditioning, entry).
+    """
+    if len(entries) < 2:
+        return [[index for index, _ in entries]]
+    areas = [(index, comfy.samplers.get_area_and_mult(entry, x_in, timestep)) for index, entry in entries]
+    remaining = [(index, area) for index, area in areas if area is not None]  # None: not evaluated at this timestep
+    calls = []
+    while remaining:
+        first = remaining[0][1]
+        joins = [comfy.samplers.can_concat_cond(area, first) for _, area in remaining]
+        calls.append([index for (index, _), joined in zip(remaining, joins, strict=True) if joined])
+        remaining = [entry for entry, joined in zip(remaining, joins, strict=True) if not joined]
+    return calls
+
+
+def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
+    """Disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
+
+    Conditionings without a call are in the first set.
+    """
+    parts: list[set[int]] = []
+    for call in calls:
+        touched = [part for part in parts if part & set(call)]
+        if touched:
+            touched[0].update(call, *touched[1:])
+            parts = [part for part in parts if part not in touched[1:]]
+        else:
+            parts.append(set(call))
+    rest = set(range(count)).difference(*parts)
+    return [parts[0] | rest, *parts[1:]] if parts else [rest]
+
+
+def tell_if_together(stub) -> None:
+    """Tell the user, once in a sampling run, that NAG needs both prompts on one replica, so that the others are idle."""
+    replicas = stub.setup.degrees.batch
+    if not stub.run.told_of_idle and replicas > 1:
+        _tell(
+            stub,
+            f"split_batch_degree {replicas}, but NAG looks at both prompts at once, so 1 of {replicas} copies of the model "
+            "computes them. Share out one picture: pipefusion_degree or ulysses_degree in its place.",
+        )
+
+
+def tell_if_idle(stub, busy: int, reason: str | None) -> None:
+    """Tell the user, once in a sampling run, that a step has work for only `busy` of the replicas."""
+    replicas = stub.setup.degrees.batch
+    if stub.run.told_of_idle or not 0 < busy < replicas:
+        return
+    text = f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
+    if reason is None:
+        text += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
+    else:
+        text += f", since {reason}."
+    _tell(stub, text)
+
+
+def _tell(stub, text: str) -> None:
+    stub.run.told_of_idle = True
+    stub.run.tell(text)

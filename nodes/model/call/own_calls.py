@@ -1,0 +1,223 @@
+"""What a call of ComfyUI's own class is to a trial: what it can hold, and which calls are alike."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.call import Residuals
+from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.sparse_attention import SparseAttention
+from parallel_backend.families.base.patching import Latents, Patching, latents_of
+from parallel_backend.families.own_class.adapters import segments_of
+from parallel_backend.families.own_class.building import build
+from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
+from parallel_backend.families.own_class.call_form import LATENTS, TIMES
+from parallel_backend.families.own_class.counts import counted
+from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.families.own_class.plan import Asked
+from parallel_backend.families.own_class.residuals import PATCHES, REPLACED, by_name, side_of
+from parallel_backend.families.own_class.tried_calls import Call, numbers_of
+
+from ..controls.controlnet import Control, refuse_control
+from ..controls.fun_control import without_fun_controls
+from ..loading.class_code import class_code
+from ..patches.attention_choice import OVERRIDE, preferred_attention
+from ..patches.block_patches import kernel_of_call, normalized_guidance, skipped_keys, sparse_blocks
+from ..patches.reach import is_plain, told_to_own_class
+from ..patches.sparse_attention import settings_of
+from ..patches.text_guidance import GUIDANCE_KEY, TextGuidance
+from .diffusion_model import HEEDS_FILES
+
+OF_UNETS = "comfy.ldm.modules.attention"
+"""Module of UNets' blocks, which all classes import for its attention functions."""
+
+
+def is_held(value: Any) -> bool:
+    """Whether a trial can hold the value: a tensor, or what JSON has."""
+    return isinstance(value, torch.Tensor) or is_plain(value)
+
+
+def on_host(values: Any) -> dict[str, Any]:
+    """The values with their tensors in host memory."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(values))
+
+
+def shapes(tensors: dict[str, torch.Tensor]) -> Any:
+    """Names and shapes of a call's conditioning tensors, whatever the batch: a side of 1 in front may be that of a tensor
+    that entries share, or of a single entry."""
+    sides = {name: tuple(itertools.dropwhile(lambda side: side == 1, each.shape[1:])) for name, each in tensors.items()}
+    return frozenset((name, each) for name, each in sides.items() if name != STRUCTURE)
+
+
+def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
+    """A call's outputs as ComfyUI's classes return them."""
+    return list(latents) if len(latents) > 1 else latents[0]
+
+
+def by_entry(x: Any, timestep: Any, named: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a call for each of its batch entries: of tensors, and of lists of latents and timesteps."""
+    entries = len(x if isinstance(x, torch.Tensor) else x[0])
+
+    def one(value: Any, entry: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[entry : entry + 1] if value.ndim and len(value) == entries else value
+        return [one(each, entry) for each in value] if isinstance(value, list | tuple) else value
+
+    for entry in range(entries):
+        yield {name: one(value, entry) for name, value in {"x": x, "timestep": timestep, **named}.items()}
+
+
+def joined(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> torch.Tensor | list[torch.Tensor]:
+    """The outputs of calls of an entry each, as one call's."""
+    latents = [latents_of(each if isinstance(each, torch.Tensor) else tuple(each)) for each in outputs]
+    return returned(tuple(torch.cat(parts) for parts in zip(*latents, strict=True)))
+
+
+def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | None) -> Residuals:
+    """What a ControlNet adds for the latent `x`, by the names that ranks know. `bands`: those that the latent is of, or has.
+    Its tokens are then in their order, and else in raster order. ValueError for outputs of another model's size."""
+    residuals = by_name(control or {})
+    for residual in residuals.values():
+        if side_of(residual, x.shape[2:]) is None or len(residual) != len(x):
+            refuse_control(f"an output is {list(residual.shape)}, which has no row for each of the latent's tokens")
+    order = None if bands is None else bands.order(bands.grid(tuple(x.shape)))
+    if order is None:
+        return residuals
+    packed = {id(each): each[:, order] for each in residuals.values()}  # blocks that share a tensor share it from here on
+    return {name: packed[id(each)] for name, each in residuals.items()}
+
+
+@dataclass(frozen=True)
+class NodeChanges:
+    """What other nodes ask for inside the class in a call."""
+
+    skipped: Mapping[tuple[str, int], Any] = field(default_factory=dict)
+    """(kind, number) of each block -> the function in its place."""
+    nag: Callable[..., torch.Tensor] | None = None
+    """NAG's function."""
+    guidance: NormalizedGuidance | None = None
+    """Its settings. None: it leaves the call alone."""
+    text: TextGuidance | None = None
+    """WanVideoNAG's."""
+
+    @property
+    def of_batch(self) -> bool:
+        """Entries of a call have their parts in it."""
+        return self.guidance is not None or self.text is not None
+
+    def __bool__(self) -> bool:
+        return bool(self.skipped) or self.of_batch
+
+
+def changes_and_options(
+    checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any], entries: int
+) -> tuple[BlockChanges, NodeChanges, dict[str, Any]]:
+    """(how a call of so many batch entries attends, what other nodes change in it, what ranks get of its
+    transformer_options: see told_to_own_class). `loaded`: see chosen_attention. ValueError for what they do not get."""
+    family, override = checkpoint.family, options.get(OVERRIDE)
+    assert isinstance(family, OwnClassFamily)
+    assert family.own is not None
+    preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
+    kernel, unknown = kernel_of_call(override, loaded, preferred)
+    replaced = options.get(REPLACED) or {}
+    skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
+    nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
+    if patches:
+        read = _code_of_calls(replace(family.own, blocks=(), latent=None))
+        patches = {kind: functions for kind, functions in patches.items() if kind in read}
+    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family)
+    return (
+        BlockChanges(attention=kernel),
+        NodeChanges(skipped, nag, guidance, options.get(GUIDANCE_KEY)),
+        told,
+    )
+
+
+def sparse_attention(
+    checkpoint: Checkpoint, options: Mapping[str, Any], latents: Latents, arguments: Mapping[str, Any], native: type
+) -> SparseAttention | None:
+    """Model Sparse Attention's settings of a call whose blocks are proven. None: it attends in full. `native`: the class."""
+    family, of_block = checkpoint.family, sparse_blocks(options.get(REPLACED) or {})
+    found = settings_of(options.get(OVERRIDE), of_block, family, checkpoint.config, options)
+    if found is None:
+        return None
+    segments, grid = segments_of(family.native_classes[0], latents, arguments, native)
+    return replace(found, segments=segments, grid=grid)
+
+
+@functools.lru_cache(maxsize=4)
+def _code_of_calls(own: OwnClass) -> str:
+    """The code that can call a patch of another node: the class's module, and those that it imports. A patch of a kind that
+    this code does not name has no effect, as natively. The module of UNets' blocks is left out, unless the class has one."""
+    used = {type(module).__module__ for module in build(own).modules()}
+    return "\n".join(text.decode() for name, text in class_code(own, helpers=False) if name != OF_UNETS or name in used)
+
+
+def structure(call: Call, sizes: tuple[int, ...]) -> str:
+    """What a trial is for: the form of the call, the batch, and what ranks do not get. `sizes`: see form."""
+    return repr((len(call.x), form(call, sizes), sorted(map(str, call.options))))
+
+
+def form(call: Call, sizes: tuple[int, ...]) -> str:
+    """Names and axes of the call's tensors, and what is no tensor and no number. `sizes`: of the whole latent, of which a
+    single frame is another thing than several.
+
+    Of dtypes those of times and whole numbers: other values are drawn in float32, whatever theirs is.
+    """
+    numbers = numbers_of(call)
+
+    def shown(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return "floats" if value.is_floating_point() else str(value.dtype), value.ndim
+        if name == LATENTS or (name == TIMES and isinstance(value, list)):
+            return [len(shape) for shape in value]
+        if isinstance(value, dict) and name != OPTIONS:
+            return {key: shown(f"{name}/{key}", each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [shown(f"{name}/{index}", each) for index, each in enumerate(value)]
+        return type(value) if name in numbers else repr(value)
+
+    named = {name: shown(name, value) for name, value in call.named.items()}
+    single = [size == 1 for size in sizes]
+    return repr((single, call.timestep.dtype, named))
+
+
+def widths_of(call: Call) -> frozenset[tuple[str, int, bool]]:
+    """Channels of the call's tensors, by name, and of its latents, each with whether it is empty."""
+    latents = {f"latent {number}": latent.movedim(1, -1) for number, latent in enumerate(call.latents)}
+    values = {**call.named, **latents}.items()
+    return frozenset(
+        (name, each.shape[-1], 0 in each.shape) for name, each in values if isinstance(each, torch.Tensor) and each.ndim
+    )
+
+
+def asked(call: Call, sizes: tuple[int, ...], times: Sequence[float], sequence: bool, bands: bool, tensor: int) -> Asked:
+    """What a shipped plan has to prove for this call. `times`: the model's. `sizes`: see form."""
+    names = frozenset(map(str, call.options))
+    return Asked(form(call, sizes), names, tuple(near(times)), len(call.x), numbers_of(call), sequence, bands, tensor)
+
+
+def times_of(sampling: Any) -> tuple[float, ...]:
+    """The first and last time of ComfyUI's model sampling, and one between them, as the class gets them."""
+    first, last = float(sampling.sigma_max), float(sampling.sigma_min)
+    sigmas = torch.tensor([first, (first + last) / 2, last])
+    return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))
+
+
+def share_of_work(own: OwnClass, call: Call) -> str:
+    """The line that says how much of a step's operations the ranks share out. Every rank does the rest. Empty: unknown."""
+    counts = counted(own, call)
+    return "" if counts is None else f"{100 * counts.shared:.1f} % of a step's operations are shared out"
+
+
+def near(times: Sequence[float]) -> list[float]:
+    """Times of a trial that are as good as these: the first of them, and of the others the nearest tenth of it. A shift of
+    the sigmas, which depends on the picture's size, moves the last one a little."""
+    scale = (times[0] or 1.0) if times else 1.0  # a logarithm of a sigma of 1 is a time of 0
+    return [*(round(time, 3) for time in times[:1]), *(round(time / scale, 1) for time in times[1:])]

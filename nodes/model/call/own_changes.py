@@ -1,0 +1,118 @@
+"""Changes that other nodes make inside ComfyUI's own class, once a trial has shown what ranks do for them: skipped blocks
+(Skip Layer Guidance), and normalized attention guidance (NAG)."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from parallel_backend.client.pipefusion.banded_run import NotLocal
+from parallel_backend.core.block_changes import NormalizedGuidance
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.families.own_class.guided_attention import IMAGE, Guide, Guided
+from parallel_backend.families.own_class.guided_trial import PROMPTS, Guidance, trial_of_guidance
+from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.families.own_class.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
+from parallel_backend.families.own_class.second_text_trial import trial_of_second_text
+from parallel_backend.families.own_class.skip_trial import Skips, trial_of_skips
+from parallel_backend.families.own_class.tried_calls import Call, entry_of, numbers_of
+
+from ...ui.loading_bar import Elapsed
+from ..patches.reach import Unread, refuse_unread
+from ..patches.text_guidance import forward_of_node, tried_guidance
+from .own_calls import NodeChanges, form, on_host, structure
+
+OTHER_CALL = "a patch calls the model in another way than the whole latent, which was tried"
+CLOSE = 1e-5
+"""Largest difference of two functions, as a share of the largest value."""
+Shown = TypeVar("Shown", Skips, Guidance)
+
+
+class OwnChanges:
+    """What trials have shown in this process, by structure of a call."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        self._lock = threading.Lock()  # bands ask at once
+
+    def of(
+        self,
+        own: OwnClass,
+        lists: Mapping[str, Sequence[str]],
+        proof: Proof,
+        call: Call,
+        sizes: tuple[int, ...],
+        times: Sequence[float],
+        tensor: int,
+        asked: NodeChanges,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(fields of BlockChanges, further arguments) of a `call`, of which `proof` is. `lists`: all blocks of the class;
+        `tensor`: ranks that share its layers. ValueError, with the node, if ranks are not proven to do what is `asked`."""
+        given = own, proof, call, times
+        of_call = structure(call, sizes), tuple(numbers_of(call).items()), proof
+        fields: dict[str, Any] = {}
+        named: dict[str, Any] = {}
+        if keys := asked.skipped:
+            kinds = tuple(sorted({kind for kind, _ in keys}))
+            skips = self._found((of_call, kinds), partial(trial_of_skips, kinds=kinds), "skipped blocks", *given)
+            if skips.why:
+                refuse_unread(Unread(f"skipped blocks: {skips.why}", function) for function in keys.values())
+            of_list = ((lists[skips.lists[kind]], number) for kind, number in keys if kind in skips.lists)
+            fields["skipped"] = tuple(sorted(names[number] for names, number in of_list if number < len(names)))
+        if (guidance := asked.guidance) is not None and asked.nag is not None:
+            prompts = guidance.positive, guidance.negative
+            trial = partial(trial_of_guidance, prompts=prompts, tensor=tensor)
+            shown = self._found((of_call, prompts, tensor), trial, "NAG", *given)
+            why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something else")
+            if why or asked.skipped:
+                refuse_unread([Unread(f"guided attention: {why or 'blocks are skipped, too'}", asked.nag)])
+            fields["guidance"] = replace(guidance, whole_heads=shown.whole_heads) if shown.has_effect else None
+        if (text := asked.text) is not None:
+            tried = tried_guidance(text)
+            settings = tried.settings(len(call.x))
+            node = partial(forward_of_node, tried)
+            trial = partial(trial_of_second_text, settings=settings, node=node, tensor=tensor)
+            key = of_call, type(text.node), tuple(settings.flatten().tolist()), tensor
+            shown = self._found(key, trial, "WanVideoNAG", *given)
+            if shown.why or asked.skipped or asked.guidance:
+                why = shown.why or "another node changes the blocks, too"
+                refuse_unread([Unread(f"a second text: {why}", text.function)])
+            values = text.of(len(call.x))
+            named[SECOND] = {TEXT: values[0], SETTINGS: values[1], WHOLE_HEADS: shown.whole_heads}
+        return fields, named
+
+    def _found(
+        self,
+        key: Any,
+        trial: Callable[..., Shown],
+        what: str,
+        own: OwnClass,
+        proof: Proof,
+        call: Call,
+        times: Sequence[float],
+    ) -> Shown:
+        with self._lock:
+            if key not in self._known:
+                host = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
+                poll = Elapsed(f"trying {what} of {own.name}, ComfyUI's own class")
+                self._known[key] = trial(own, proof, host, times, poll=poll)
+            return self._known[key]
+
+
+def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Proof, asked: NodeChanges) -> Call:
+    """The whole latent's call for that of a band. `known`: the one that was tried, if any. NotLocal if it is another one."""
+    if known is None or form(known, sizes) != form(call, sizes) or (asked.of_batch and len(known.x) != len(call.x)):
+        raise NotLocal(OTHER_CALL)
+    return known if proof.batch or asked.of_batch else entry_of(known, 0)
+
+
+def computes(function: Callable[..., torch.Tensor], guidance: NormalizedGuidance, call: Call) -> bool:
+    """Whether another node's function computes what ranks do with these settings, for a call of these prompts."""
+    g = torch.Generator().manual_seed(0)
+    out_BSC, ours = torch.randn(len(call.x), 5, 8, generator=g), Guide(Guided(guidance))
+    told = {PROMPTS: call.options[PROMPTS]}
+    pairs = [[each(out_BSC.clone(), told | more) for each in (function, ours)] for more in ({}, {IMAGE: [2, 5]})]
+    return all(bool((theirs - own).abs().max() <= CLOSE * theirs.abs().max()) for theirs, own in pairs)

@@ -1,0 +1,93 @@
+"""Controls whose networks run in ComfyUI's process, for a MODEL whose blocks are on ranks."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import comfy.model_patcher
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.call import Residuals
+
+from ..native.native_call import NativeArguments, NativeClass
+from ..run.sampling_run import SamplingRun
+from .controlnet import Control, refuse_outputs
+from .fun_control import FunControl, fun_controls
+from .layers_here import LayersHere, Patches
+from .sequence_control import SequenceControl, sequence_controls
+
+
+class ControlsHere:
+    """`native` gives ComfyUI's class, `unet_config` has its arguments. `dtype`: in which ranks compute."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, native: Callable[[], NativeClass], unet_config: Mapping[str, Any], dtype: torch.dtype
+    ):
+        self._checkpoint, self._native, self._unet_config, self._dtype = checkpoint, native, unet_config, dtype
+
+    def models(
+        self, options: Mapping[str, Any], patches: list[Patches], hooked: Collection[Patches], name: Any
+    ) -> list[comfy.model_patcher.ModelPatcher]:
+        """Layers of the native model that the controls in `options` need, for ComfyUI to load. See LayersHere.model."""
+        return [layers.model(patches, hooked, name) for layers in self._needed(options)]
+
+    def residuals(
+        self,
+        call: NativeArguments,
+        control: Control | None,
+        tensors: Mapping[str, torch.Tensor],
+        run: SamplingRun,
+    ) -> Residuals:
+        """What controls of all tokens add behind blocks. `tensors`: the call's conditioning tensors.
+
+        ValueError if a ControlNet has outputs (`control`): families take none.
+        """
+        family = self._checkpoint.family
+        refuse_outputs(control, family.name)
+        if not (controls := sequence_controls(family, call.options)):
+            return {}
+        layers = self._layers(call.options, run)
+        return self._sequence_control.residuals(layers, controls, call, tensors)
+
+    def of_all_tokens(self, call: NativeArguments, run: SamplingRun, is_carried: bool) -> Residuals:
+        """As `residuals`, for ComfyUI's own class. `is_carried`: see RemoteDiffusionModel._call."""
+        if not (controls := sequence_controls(self._checkpoint.family, call.options)):
+            return {}
+        layers = self._layers(call.options, run)
+        return self._sequence_control.of_class(layers, controls, call, is_carried)
+
+    def with_fun(
+        self,
+        control: Control | None,
+        latent: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None,
+        options: Mapping[str, Any],
+        run: SamplingRun,
+    ) -> Control | None:
+        """The outputs of ControlNets, with what a picture's Fun controls in transformer_options add to a native call."""
+        if not (controls := fun_controls(self._checkpoint.family, options)):
+            return control
+        assert context is not None, "calls of these models have a text"
+        layers = self._layers(options, run)
+        added = self._fun_control.additions(layers, controls, latent, timestep, context, dict(options))
+        return (control or {}) | added
+
+    def _layers(self, options: Mapping[str, Any], run: SamplingRun) -> comfy.model_patcher.ModelPatcher:
+        patches: list[Patches] = [run.patches, run.bypass_patches]
+        return self.models(options, patches, run.hook_patches.values(), run.patches_uuid)[0]
+
+    def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:
+        """A family has at most one of the two kinds."""
+        if fun_controls(self._checkpoint.family, options):
+            return [self._fun_control.layers]
+        return [self._sequence_control.layers] if sequence_controls(self._checkpoint.family, options) else []
+
+    @functools.cached_property
+    def _fun_control(self) -> FunControl:
+        return FunControl(self._checkpoint, self._native(), self._unet_config, self._dtype)
+
+    @functools.cached_property
+    def _sequence_control(self) -> SequenceControl:
+        return SequenceControl(self._checkpoint, self._native(), self._unet_config, self._dtype)

@@ -1,0 +1,181 @@
+"""Controls of VACE's kind (Fun control of Qwen-Image 2.1 and MiniMax H3), run in ComfyUI's process. Ranks get residuals.
+
+The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first block's
+input, and each copy adds to the output of one block, for all tokens. The branch reads times and positions, but no block's
+output. So the native model runs here without its blocks. Each patch is called around a block that gives zeros, and what it
+adds to them is the residual.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import comfy.model_patcher
+import comfy.ops
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.original import OriginalTensors
+from parallel_backend.client.call import Residuals
+from parallel_backend.families import Family
+from parallel_backend.families.base.patching import Latents
+from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.families.own_class.residuals import AROUND, BLOCKS, REPLACED
+
+from ...ui.host import refuse
+from ...ui.other_nodes import is_known
+from ..native.native_call import NativeArguments, NativeClass, class_arguments
+from .layers_here import LayersHere
+
+CONTROL = re.compile(r"nodes_(?:qwen\.QwenImage21|minimax_h3\.MiniMaxH3)FunControlBlockPatch")
+"""Class of the nodes' patches around a block. All of a branch have one `control_patch`. `previous` is the patch that was
+around the block before, or None."""
+
+Replacement = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+
+
+def controls_around(function: Any) -> list[Any]:
+    """The controls among the patches around a block, outermost first."""
+    controls = []
+    while function is not None and is_known(CONTROL, function):
+        controls.append(function)
+        function = function.previous
+    return controls
+
+
+def below_controls(function: Any) -> Any:
+    """The patch around a block inside its controls. None: there is no other."""
+    controls = controls_around(function)
+    return controls[-1].previous if controls else function
+
+
+Controls = Mapping[tuple[str, int], list[Any]]
+"""(kind, number) of a block, as ComfyUI names it -> the controls around it."""
+
+
+def sequence_controls(family: Family, options: Mapping[str, Any]) -> Controls:
+    """Those in a call's transformer_options. Empty for families that take none."""
+    kinds = family.blocks.native or {}
+    if not family.blocks.controlled and not isinstance(family, OwnClassFamily):
+        return {}
+    found = {
+        block[:2]: controls_around(function)
+        for block, function in options.get(REPLACED, {}).get(BLOCKS, {}).items()
+        if not kinds or block[0] in kinds
+    }
+    return {block: controls for block, controls in found.items() if controls}
+
+
+class SequenceControl:
+    """Computes the residuals of such controls, with the checkpoint's layers around the blocks."""
+
+    def __init__(self, checkpoint: Checkpoint, native: NativeClass, unet_config: Mapping[str, Any], dtype: torch.dtype):
+        """`native`: ComfyUI's class, `unet_config` its arguments. `dtype`: in which ranks compute."""
+        self._checkpoint, self._native, self._unet_config, self._dtype = checkpoint, native, unet_config, dtype
+        self.layers = LayersHere(self._make, "a Fun ControlNet")
+
+    def residuals(
+        self,
+        model: comfy.model_patcher.ModelPatcher,
+        controls: Controls,
+        call: NativeArguments,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Residuals:
+        """Residuals of all tokens (client.call.Residuals) of a model call, on the CPU.
+
+        As `of_class`. `tensors`: the call's conditioning tensors.
+        """
+        added = self._added(model, controls, call, self._native._forward)
+        if not added:
+            return {}
+        [blocks] = (self._checkpoint.family.blocks.native or {}).values()
+        places = self._places(call.latents, tensors)
+        for block, residual in added.items():
+            assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
+            added[block] = residual[:, places]
+        return {f"{blocks}.{index}": residual for (_, index), residual in added.items()}
+
+    def of_class(
+        self,
+        model: comfy.model_patcher.ModelPatcher,
+        controls: Controls,
+        call: NativeArguments,
+        is_carried: bool,
+    ) -> Residuals:
+        """Residuals of all tokens in the class's own order, on the CPU, by the names of families.own_class.residuals.
+
+        `model`: from `layers`. `call` is one of the native class's `_forward`, or if `is_carried` of its `forward`.
+        """
+        added = self._added(model, controls, call, self._native.forward if is_carried else self._native._forward)
+        return {f"{AROUND}{kind}.{index}": residual for (kind, index), residual in added.items()}
+
+    def _added(
+        self,
+        model: comfy.model_patcher.ModelPatcher,
+        controls: Controls,
+        call: NativeArguments,
+        forward: Callable[..., Any],
+    ) -> dict[tuple[str, int], torch.Tensor]:
+        first = [control.control_patch for (_, index), around in controls.items() if index == 0 for control in around]
+        if any(control.control_patch not in first for around in controls.values() for control in around):
+            refuse("a control that begins behind the first block", "Load the model with a native loader for it.")
+        added: dict[tuple[str, int], torch.Tensor] = {}
+
+        def around(block: tuple[str, int]) -> Replacement:
+            def replaced(args: dict[str, Any], _more: dict[str, Any]) -> dict[str, Any]:
+                patch = None
+                for control in reversed(controls.get(block, [])):
+                    outer = copy.copy(control)
+                    outer.previous, patch = patch, outer
+                if patch is not None:
+                    zeros = torch.zeros_like(args["img"])
+                    residual = patch(args, {"original_block": lambda _args: {"img": zeros}})["img"]
+                    if residual.any():  # outside of its start and end a control adds nothing
+                        added[block] = residual if residual.ndim == 3 else residual[None]
+                        added[block] = added[block].cpu()  # those of a video would fill the device together
+                return {"img": args["img"]}
+
+            return replaced
+
+        layers = model.model.diffusion_model
+        every = ((kind, index) for kind in {kind for kind, _ in controls} for index in range(len(_blocks_of(layers))))
+        inside = {**call.options, REPLACED: {BLOCKS: {block: around(block) for block in every}}}
+        x = call.latents[0] if len(call.latents) == 1 else list(call.latents)
+        forward(layers, x, call.timestep, transformer_options=inside, **call.others)
+        return added
+
+    def _places(self, latents: Latents, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[n + t]: for each token in the order of Residuals, its place in the native model's sequence, [text, picture]."""
+        family, patching = self._checkpoint.family, self._checkpoint.family.patching
+        grid = patching.grid(tuple(latents[0].shape))
+        picture, text = torch.Size(grid).numel(), family.text_tokens(grid, 0, tensors)
+        of_picture, order = torch.arange(text, text + picture), patching.order(grid)
+        return torch.cat((of_picture if order is None else of_picture[order], torch.arange(text)))
+
+    def _make(self) -> torch.nn.Module:
+        """ComfyUI's class, with blocks that have no weights."""
+        settings = class_arguments(self._unet_config)
+        layers = self._native(**settings, dtype=self._dtype, device="meta", operations=comfy.ops.manual_cast)
+        checkpoint, values = self._checkpoint, OriginalTensors(self._checkpoint)
+        family = checkpoint.family
+        blocks = _blocks_of(layers)
+        for index in range(len(blocks)):
+            blocks[index] = torch.nn.Identity()
+        known = {source.key for source in family.file.key_map(checkpoint.config).values()}
+        in_file = dict(family.own.keys) if isinstance(family, OwnClassFamily) and family.own is not None else {}
+        state = {}
+        for name, tensor in layers.state_dict().items():
+            key = in_file.get(name, name)
+            value = values.value(key) if key in known else values.stored(key)
+            if value is None:
+                refuse(f"a Fun ControlNet ({checkpoint.path.name} has no {key})", "Take the model's file as ComfyUI has it.")
+            state[name] = value.to(tensor.dtype)
+        layers.load_state_dict(state, assign=True)
+        return layers
+
+
+def _blocks_of(layers: torch.nn.Module) -> torch.nn.ModuleList:
+    """The list of blocks that controls are around: the longest one, with or without its blocks."""
+    lists = [each for each in layers.children() if isinstance(each, torch.nn.ModuleList)]
+    return max(lists, key=len)

@@ -1,0 +1,66 @@
+"""Attributes and tensor names of the native model, without values, for other nodes that look them up."""
+
+import re
+from typing import Any, NoReturn
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.reader import original_values
+from parallel_backend.families.base.family import name_pattern
+
+from ...ui.host import on_behalf, refuse
+
+
+class NativeNames:
+    """Attributes as a native module would have them, down to its tensors, which have a shape and no values.
+
+    A list of blocks has a length and members, which nodes that compile each block ask for. Setting an attribute is refused,
+    since the ranks would never see it.
+    """
+
+    comfy_cast_weights = True
+    """ComfyUI's mark of a layer whose weights are elsewhere: nodes that read weights then ask the ModelPatcher."""
+    _checkpoint: Checkpoint
+    _tensors: dict[str, torch.Tensor]
+    _prefix: str
+
+    def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: str):
+        vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _prefix=prefix)
+
+    def at(self, name: str) -> Any:
+        """The native model's tensor, module or value of that name. AttributeError if it has none."""
+        whole = self._prefix + name
+        if whole in self._tensors:
+            return self._tensors[whole]
+        if any(key.startswith(f"{whole}.") for key in self._tensors):
+            return NativeNames(self._checkpoint, self._tensors, f"{whole}.")
+        for pattern, value in self._checkpoint.family.native_values(self._checkpoint.config).items():
+            if re.fullmatch(name_pattern(pattern), whole):
+                return value
+        raise AttributeError(
+            f"model: '{whole}' of the native model{on_behalf()} is not possible with Parallel DiT's weights, which are on "
+            "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with a native loader."
+        )
+
+    __getattr__ = at
+
+    def __setattr__(self, name: str, _value: Any) -> NoReturn:
+        refuse(f"another '{self._prefix}{name}' in the native model", "Remove the node that puts it there.")
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The checkpoint's values, which ControlNets for SD3.5 copy into their first layer."""
+        return original_values(self._checkpoint, self._prefix)
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
+
+    def __len__(self) -> int:
+        """Length of a list of blocks or layers, up to the last one with a tensor."""
+        names = {key.removeprefix(self._prefix).partition(".")[0] for key in self._tensors if key.startswith(self._prefix)}
+        return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.at(str(index))

@@ -1,0 +1,155 @@
+"""Kernels that other nodes, or a model's file, have chosen for a MODEL's attention, by name for the ranks.
+
+Such a node puts a function into transformer_options, which the native model calls in the place of ComfyUI's attention. It
+cannot run on the ranks. One that is known by its name becomes the name of the same kernel (BlockChanges.attention).
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from parallel_backend.checkpoints.attention_preferences import PREFERENCE, asked_kernel
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.attention_kernels import AUTO, KERNELS, SAGE_VARIANTS, SDPA, wanted
+from parallel_backend.core.short_text import short
+
+from ...ui.other_nodes import name_of
+from ..lora.lora import PREFIX
+from .reach import OURS, Unread, refuse_unread
+
+PREFERRED = f"{OURS}preferred_attention"
+"""Entry of transformer_options: attention layer -> the kernel that a LoRA asks for, empty if it is not known."""
+LORA = "model: this LoRA"
+"""The beginning of an error about a wish that cannot be read."""
+ATTENTION = PREFERENCE.removesuffix(".config")
+"""The end of the name of an attention layer's object that holds the wish."""
+OVERRIDE = "optimized_attention_override"
+"""The entry of transformer_options."""
+CORE = re.compile(r"model_patcher\.ModelPatcher\.set_model_optimized_attention\.<locals>\.optimized_attention_override")
+"""What ModelPatcher puts there for nodes, Model Attention Backend for instance."""
+SAGE_KJ = re.compile(r"model_optimization_nodes\.PathchSageAttentionKJ\.patch\.<locals>\.attention_override_sage")
+"""KJNodes' Patch Sage Attention."""
+FLASH_KJ = re.compile(r"model_optimization_nodes\.PatchFlashAttentionKJ\.patch\.<locals>\.attention_override_flash")
+"""KJNodes' Patch Flash Attention."""
+NATIVE = {
+    "attention_pytorch": SDPA,
+    "attention_split": SDPA,
+    "attention_sub_quad": SDPA,
+    "attention_xformers": "xformers",
+    "attention_flash": "flash",
+    "attention_sage": "sage",
+    "attention_comfy_kitchen_int8": "comfy_kitchen",
+}
+"""ComfyUI's attention functions -> the ranks' kernels, which differ from them by rounding only."""
+
+
+def chosen_attention(override: Any, loaded: str) -> str | None:
+    """`BlockChanges.attention` for an override of ComfyUI's attention. None: it is of no kernel that is known.
+
+    `loaded`: the `attention` that the ranks' model was loaded with. It stays where both kernels are exact.
+    """
+    kernel = _kernel(override)
+    if kernel is None:
+        return None
+    exact = KERNELS[kernel.partition(".")[0]].exact
+    return "" if exact and wanted(loaded)[0].exact else kernel
+
+
+def without_settings(patches: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The patches that are for weights, or for a text encoder. ComfyUI from 0.38 on makes object patches of the others."""
+    return {key: value for key, value in patches.items() if not _is_setting(key, value)}
+
+
+def _is_setting(key: Any, value: Any) -> bool:
+    named = isinstance(key, str) and key.startswith(PREFIX)
+    return named and isinstance(value, tuple) and len(value) == 2 and value[0] == "config"
+
+
+def wishes(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Attention layer -> kernel as in PREFERRED, of a LoRA's settings (name -> ("config", (bytes of JSON,))).
+
+    ValueError for a setting of anything else, and for a wish that cannot be read.
+    """
+    refuse_unread(Unread(f"a LoRA's setting '{key}'") for key in settings if not key.endswith(PREFERENCE))
+    return {
+        (layer := _layer(key.removesuffix(PREFERENCE))): asked_kernel(LORA, layer, _read(layer, value[1][0]))
+        for key, value in settings.items()
+    }
+
+
+def wished_of_object(name: str, obj: Any) -> dict[str, str]:
+    """As `wishes`, of the object that ComfyUI has made of a LoRA's setting. Empty: it is another object."""
+    if not name.endswith(ATTENTION) or type(obj).__name__ != "ComfyAttention":
+        return {}
+    layer = _layer(name.removesuffix(ATTENTION))
+    return {layer: "" if obj.config is None else asked_kernel(LORA, layer, obj.config)}
+
+
+def _layer(name: str) -> str:
+    return name.removeprefix(PREFIX)
+
+
+def _read(layer: str, text: torch.Tensor) -> Any:
+    try:
+        return json.loads(bytes(text.flatten().tolist()))
+    except ValueError as error:
+        raise ValueError(
+            f"{LORA} asks for attention in {short(layer)} in bytes that are no JSON. The file is damaged; use another copy."
+        ) from error
+
+
+def preferred_attention(checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any]) -> str:
+    """`BlockChanges.attention` that the model's file, or a LoRA in a call's transformer_options, asks for.
+
+    Empty: none, or not one in every block, or the user's widget `attention` (`loaded`) names a kernel."""
+    asked = {**checkpoint.attention, **options.get(PREFERRED, {})}
+    kernels = set(asked.values())
+    in_all = len(asked) >= checkpoint.family.blocks.total(checkpoint.config)
+    free = loaded.partition("/")[0] == AUTO
+    return kernels.pop() if free and in_all and len(kernels) == 1 else ""
+
+
+def _kernel(override: Any) -> str | None:
+    if not callable(override):
+        return None
+    name = name_of(override)
+    if CORE.fullmatch(name):
+        return NATIVE.get(getattr(_inside(override).get("optimized_attention"), "__name__", ""))
+    if FLASH_KJ.fullmatch(name):
+        return "flash"
+    if SAGE_KJ.fullmatch(name):
+        return _sage(override)
+    return None
+
+
+def _sage(override: Callable[..., Any]) -> str | None:
+    """By the function of the package that KJNodes' function calls, and the numbers' formats that it asks for."""
+    for function in _functions(override):
+        called, texts = _inside(function), function.__code__.co_consts
+        for variant, (name, options) in SAGE_VARIANTS.items():
+            if name in called and all(value in texts for value in options.values()):
+                return f"sage.{variant}"
+        if "sageattn" in called:
+            return "sage"
+    return None
+
+
+def _functions(override: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The function and those that it calls by its closure, also behind decorators."""
+    pending, seen = [override], set()
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        function = getattr(function, "_torchdynamo_orig_callable", function)
+        if inspect.isfunction(function) and function not in seen:
+            seen.add(function)
+            yield function
+            pending += [value for value in _inside(function).values() if callable(value)]
+
+
+def _inside(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables of a function's closure."""
+    return dict(inspect.getclosurevars(function).nonlocals)

@@ -1,0 +1,190 @@
+"""Refuses everything in a model call that would change the native model's result but does not reach the ranks.
+
+The tables list the entries of `transformer_options` that do reach them or need not: all that ComfyUI sets
+(samplers, context windows, patchers, models), and those of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel_backend.families import Family
+
+from ...ui.other_nodes import definition, named, nodes_of, nodes_that_set
+
+OURS = "parallel_dit_"
+"""Prefix of this pack's entries of transformer_options."""
+
+BOOKKEEPING = frozenset(
+    {
+        *("cond_or_uncond", "uuids", "wrappers", "callbacks"),  # samplers
+        *("prefetch_dynamic_vbars", "multigpu_thread_device", "context_window", "easycache"),
+        # Notes of a native model for the patches inside it.
+        *("block", "block_index", "block_type", "total_blocks", "transformer_index", "img_slice", "grid_sizes"),
+        *("original_shape", "activations_shape", "reference_image_num_tokens", "model_patch_data"),
+        "minimax_h3_layout",
+    }
+)
+"""Entries of transformer_options that describe the call. No native model's result depends on them."""
+
+READ_BY: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset()),
+    # For models that have no family here, and for caches that do not change the picture.
+    **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
+    **dict.fromkeys(("k6_magcache", "prism_attention", "prism_sparsity", "prism_cdf_threshold"), frozenset()),
+    **dict.fromkeys(("stg_self_attn_blocks", "stg_skip_self_attn", "run_vx", "run_ax"), frozenset()),
+    **dict.fromkeys(("a2v_cross_attn", "v2a_cross_attn"), frozenset()),
+    "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
+    **dict.fromkeys(("sigmas", "sample_sigmas"), frozenset()),
+    "rope_options": frozenset({"WAN22_Animate", "WAN_Animate2"}),
+}
+"""Entry of transformer_options -> the classes of ComfyUI's supported_models whose native models compute with it.
+
+Other models ignore the entry, on ranks too. A family whose ranks read the entry has it in `Inputs.options`."""
+
+FOR_PATCHES = frozenset(
+    {
+        # RES4LYF: its samplers set them for its models, which come by object patches and are refused.
+        *(f"regional_conditioning_{name}" for name in ("weight", "floor", "mask_orig", "weight_neg", "floor_neg")),
+        *("sigma_next", "z_"),
+        *("AttnMask", "AttnMask_neg", "RegContext", "RegContext_neg", "ExtraOptions", "StyleMMDiT", "update_cross_attn"),
+        *("x_init", "x_tmp", "y0", "y0_inv", "y0_standard_guide", "y0_inv_standard_guide", "model_sampling", "latent_type"),
+        *("y0_adain", "blocks_adain", "blocks_adain_cache", "sort_and_scatter", "noise_mode_adain", "y0_attninj"),
+        *("blocks_attninj", "blocks_attninj_qkv", "blocks_attninj_cache", "yt_positive", "yt_negative", "row", "patch_size"),
+        *(f"freqsep_{name}" for name in ("lowpass_method", "sigma", "kernel_size", "inner_kernel_size", "stride", "mask")),
+        *("freqsep_lowpass_weight", "freqsep_highpass_weight", "y0_style_method"),
+        *(f"y0_style_tile_{name}" for name in ("height", "width", "padding")),
+        *(
+            f"y0_style_{sign}{name}"
+            for sign in ("pos", "neg")
+            for name in ("", "_weight", "_synweight", "_mask", "_mask_edge")
+        ),
+        # TeaCache and NAG, KJNodes, Efficiency.
+        *("enable_teacache", "rel_l1_thresh", "coefficients", "cache_device", "model_type", "current_percent"),
+        *("enhance_weight", "krea2_token_weights", "minimax_head_chunks", "sol_take_forward", "promptrelay_mask_fn"),
+        "from_smZ",
+    }
+)
+"""Entries of transformer_options that packs set for their own patches. The native model ignores them, and a patch inside the
+model is refused as such."""
+
+HARMLESS = ("crossattn_controlnet",)
+"""Arguments of a model call that native models ignore."""
+
+INSTEAD = {
+    r"(?<!kv)(?<!kv )cache": "Take Parallel Step Cache in its place",
+    "compile": "Switch on `compile` in Parallel DiT Loader in its place",
+    "attention kernel": "Ulysses Config's widget attention chooses the ranks' kernel: take that in its place",
+}
+"""Pattern in the refused thing's or its node's name -> advice. A KV cache, which skips no steps, has no replacement."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Something on a MODEL that the ranks would ignore."""
+
+    what: str
+    """Its description for the user."""
+    source: Any = None
+    """The function or object that another node has put there."""
+    entry: str = ""
+    """The key, if it is an entry of transformer_options."""
+    by: str = ""
+    """The node that is doing it, if known."""
+
+    def described(self) -> str:
+        """The description with the responsible node, or else with the function."""
+        function = None if self.source is None else definition(self.source)
+        nodes = self.by or (named(nodes_of(function)) if function else "")
+        nodes = nodes or (named(nodes_that_set(self.entry)) if self.entry else "")
+        if nodes:
+            return f"{nodes} ({self.what})"
+        return f"{self.what} ({function.__qualname__} of {function.__module__})" if function else self.what
+
+
+def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: Iterable[str], family: Family) -> None:
+    """ValueError, with node and entry, for anything that changes the native model's result and does not reach the ranks.
+
+    `options`: a call's transformer_options, without the functions that reach the ranks. `unknown`: names of
+    arguments that the family does not take.
+    """
+    conditioning = (Unread(f"'{name}' conditioning") for name in unknown if name not in HARMLESS)
+    refuse_unread([*unread(options, family), *conditioning])
+
+
+def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. ValueError as
+    `refuse_what_does_not_reach_the_ranks`, also for an entry that cannot be sent."""
+    patches = ("patches", "patches_replace", "optimized_attention_override")
+    others = {
+        name: value
+        for name, value in options.items()
+        if value is not None
+        and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches)
+        and (name in family.inputs.options or not name.startswith(OURS))
+    }
+    others = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in others.items()}
+    told = {name: value for name, value in others.items() if is_plain(value)}
+    refuse_what_does_not_reach_the_ranks({name: options[name] for name in patches if name in options}, (), family)
+    # A trial has tensors, such as the run's sigmas, on the one side alone, and so finds out whether the class reads them.
+    unsent = (name for name in others if name not in told and not isinstance(others[name], torch.Tensor))
+    refuse_unread(Unread(f"the entry '{name}' of transformer_options", entry=name) for name in unsent)
+    return told
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON has the value."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def refuse_unread(refused: Iterable[Unread]) -> None:
+    """ValueError that names everything in `refused`, with advice. Does nothing if `refused` is empty."""
+    if not (described := list(dict.fromkeys(each.described() for each in refused))):
+        return
+    text = ", ".join(described)
+    replacements = [instead for pattern, instead in INSTEAD.items() if re.search(pattern, text.lower())]
+    raise ValueError(
+        f"model: {text} cannot be forwarded to Parallel DiT's ranks in this version. "
+        f"{'; '.join(replacements) or 'Remove the node that adds it'}, or load the model with a native loader, without "
+        "Parallelize Model."
+    )
+
+
+def unread(options: Mapping[str, Any], family: Family) -> Iterator[Unread]:
+    """Entries of transformer_options that change the native model's result and that the ranks do not read."""
+    for name, value in options.items():
+        if name in ("patches", "patches_replace"):
+            yield from _patches(name, value)
+        elif name == "optimized_attention_override":
+            if value is not None:
+                yield Unread("an attention kernel set on the MODEL", value)
+        elif value is None or name in BOOKKEEPING or name in FOR_PATCHES or name.startswith(OURS):
+            continue
+        elif name not in READ_BY or (_is_read(name, family) and _asks(name, value)):
+            yield Unread(f"the entry '{name}' of transformer_options", entry=name)
+
+
+def _patches(table: str, patches: Mapping[str, Any]) -> Iterator[Unread]:
+    for name, functions in patches.items():
+        what = f"model patch '{name}'" if table == "patches" else f"attention replacement '{name}'"
+        for function in functions.values() if isinstance(functions, Mapping) else functions:
+            yield Unread(what, function)
+
+
+def _is_read(name: str, family: Family) -> bool:
+    """Whether the family's native models read an entry that its ranks do not read."""
+    return name not in family.inputs.options and not READ_BY[name].isdisjoint(family.native_classes)
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether the value changes anything: it is not the entry's neutral value."""
+    if name == "rope_options":
+        return any(each != (1.0 if key.startswith("scale") else 0.0) for key, each in value.items())
+    return value is not True if name.startswith(("run_", "a2v", "v2a")) else bool(value)

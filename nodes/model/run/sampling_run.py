@@ -1,0 +1,151 @@
+"""What a MODEL on ranks is sampled with, from the beginning of a sampling run to its end."""
+
+import contextlib
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from uuid import UUID
+
+import comfy.model_patcher
+import torch
+
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.shortfalls import SecondTry
+from parallel_backend.families.base.family import Counted, Family
+from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.processes.pool import DeviceFull
+
+from ...ui.node_text import say
+from ..lora.patch_trial import Patch
+from .step_cache import SamplingCache
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TAKING_TURNS = (
+    "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
+    "devices, or load it with a native loader."
+)
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """What the seconds of a model call depend on."""
+
+    latent: tuple[int, ...]
+    """Shape of the (first) latent, [B, C, (T,) H, W], with the call's batch entries."""
+    text_tokens: int
+
+
+def tokens_of(family: Family, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
+    """A call's tokens, with those that the class makes itself."""
+    return family.counted(family.patching.grid(latent.shape), family.inputs.text_tokens(tensors), tensors)
+
+
+def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
+    """Why calls with these tokens cannot run in bands. Empty: they can."""
+    if proof.latent is None:
+        return proof.bands
+    uncounted = proof.latent.layout and tokens.references < 1
+    return "tokens of its references cannot be counted" if uncounted else ""
+
+
+def steps_of(options: Mapping[str, Any]) -> int:
+    """Steps of the sampler that makes a call with these transformer_options. 0: it does not say."""
+    return max(0, len(options.get("sample_sigmas", ())) - 1)
+
+
+@dataclass
+class SamplingRun:
+    """What a RemoteDiffusionModel is sampled with, from a patcher's pre_run on. Its patchers (clones) all share the model.
+
+    The patches are those of the patcher. `bypass_patches`: its LoRAs in bypass mode, as patches by key.
+    """
+
+    patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
+    """Weak reference to the patcher."""
+    patches: dict[str, list[Patch]] = field(default_factory=dict)
+    bypass_patches: dict[str, list[Patch]] = field(default_factory=dict)
+    hook_patches: dict[Any, dict[str, list[Patch]]] = field(default_factory=dict)
+    patches_uuid: UUID | None = None
+    """Stands for `patches` and `bypass_patches`."""
+    cache: SamplingCache | None = None
+    head_strengths: tuple[float, ...] = ()
+    """Of the present call, if a PDD acceleration LoRA is among the patches, see head_bank.py."""
+    told_of_idle: bool = False
+    """Whether the user has been told of replicas with nothing to do."""
+    loaded: Callable[[], RemoteTransformer | None] = lambda: None
+    """Weak reference to the model on the ranks that answered the last call."""
+    loads: int = 0
+    """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
+    calls: Counter[CallShape] = field(default_factory=Counter)
+    """Number of calls outside of bands that the ranks have answered."""
+    began: float | None = None
+    """When the first of them began, by time.perf_counter."""
+    ended: float = 0.0
+    """When the last of them ended."""
+    steps: int = 0
+    """Of the sampler, as the last of them told. 0: it did not."""
+    whole_calls: dict[Any, Counted] | None = None
+    """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes) -> their tokens beside
+    the latent's. None: no bands."""
+    unproven_bands: str = ""
+    """Why bands of those calls are not proven. Empty: they are."""
+    proof: Proof | None = None
+    """Of an own class's last whole call."""
+    lines: list[str] = field(default_factory=list)
+    """What the user was told in the run and finds below its time: texts on a node replace each other."""
+    second_try: SecondTry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.second_try = SecondTry(self.tell)
+
+    def tell(self, text: str) -> None:
+        """Tell the user, on the node and in the console, and keep it for the end of the run."""
+        log.warning("Parallel DiT: %s", text)
+        say(f"Parallel DiT: {text}")
+        self.lines.append(text)
+
+    def answers(self, model: RemoteTransformer) -> None:
+        """Note the model that answers the next call. The user is told if models take turns."""
+        if self.loaded() is not model:
+            self.loaded, self.loads = weakref.ref(model), self.loads + 1
+            if self.loads == 2:
+                self.tell(TAKING_TURNS)
+
+    @contextlib.contextmanager
+    def counted(self, call: CallShape, steps: int) -> Iterator[None]:
+        """Around a call outside of bands, of a sampler with `steps` steps."""
+        if self.began is None:
+            self.began = time.perf_counter()
+        try:
+            yield
+        except BaseException:  # Cancel too: what is tried again is counted from there on
+            self.calls.clear()
+            self.began = None
+            raise
+        self.calls[call] += 1
+        self.ended, self.steps = time.perf_counter(), steps
+
+    def tried(self, load: Callable[[], RemoteTransformer], work: Callable[[RemoteTransformer], T]) -> T:
+        """`work(load())`. If a device of that model runs out of memory in it, both are done again, once in the run."""
+        while True:
+            model = load()
+            try:
+                return work(model)
+            except DeviceFull as error:
+                if not self._tries_again(model, error):
+                    raise
+
+    def _tries_again(self, model: RemoteTransformer, error: DeviceFull) -> bool:
+        """`model`, which answered the run's calls, ran out of memory. Whether to try again."""
+        if not self.second_try.allows(model, error):
+            return False
+        self.loads = 0  # the next one replaces no other MODEL's
+        if self.cache is not None:
+            self.cache.restart()  # it goes by the conditionings' numbers on the ranks, which begin anew
+        return True
