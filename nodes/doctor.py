@@ -100,7 +100,7 @@ class ParallelDoctor:
         if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
-        run = (shape, entries, steps, text_tokens, setup.transfer_dtype, setup.compile)
+        run = (shape, entries, steps, text_tokens, setup.transfer_dtype)
         workload = replace(workload_of(checkpoint, setup.dtype, chosen[0], *run), trials=trials)
         progress = comfy.utils.ProgressBar(1)
         with registry().borrow(chosen, check_cancelled) as pool:

@@ -108,7 +108,7 @@ class AutoDegrees:
             checkpoint = own.checkpoint  # with the call that was tried
             if not can_be_planned(own):
                 return self._unplanned(setup, sampling, trials)
-        run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype, setup.compile)
+        run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype)
         workload = workload_of(checkpoint, setup.dtype, devices[0], *run)
         calibration = calibrated(devices, checkpoint, setup.dtype, setup.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up, trials=trials))

@@ -147,7 +147,7 @@ _OTHER_REASONS = (
 )
 _GIVE_REASONS = (
     *("nodes/sampling/eligibility.py", "nodes/sampling/known_samplers.py", "nodes/model/call/concurrent_conds.py"),
-    *("nodes/vae/known.py", "nodes/vae/rows.py", "nodes/vae/bands.py", "parallel_backend/vaes/ltx.py"),
+    *("nodes/vae/known.py", "nodes/vae/rows.py", "nodes/vae/bands.py"),
     "parallel_backend/core/device_choice.py",
 )
 """Their functions that return `str | None`, or whose name begins with `why`, return a reason for the user."""

@@ -98,7 +98,7 @@ class MeasuredRun:
 
     def _costs(self, calibration: Calibration, shape: CallShape, count: int, exact: int) -> CalibratedCosts:
         setup, entries = self.setup, shape.latent[0]
-        run = (shape.latent, entries, count, shape.text_tokens, setup.transfer_dtype, setup.compile)
+        run = (shape.latent, entries, count, shape.text_tokens, setup.transfer_dtype)
         workload = workload_of(self.checkpoint, setup.dtype, calibration.machine.names[0], *run)
         own, proof = setup.own_class, self.proof
         trials = None if own is None or proof is None else Trials(own, {setup.degrees.tensor: proof})

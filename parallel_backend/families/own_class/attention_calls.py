@@ -56,6 +56,7 @@ class _Replaced:
         self._originals: list[tuple[dict[str, Any], str, Any]] = []
         self._found: list[tuple[dict[str, Any], str]] = []
         self._imported: tuple[int, Any] = 0, None  # how many modules there were when they were found, and the newest
+        self._modules: dict[str, tuple[Any, int]] = {}  # those of PACKAGES, and how many names each had
         self._replacements: dict[Any, Any] = {}  # by function
         self.by_name: dict[str, Callable[..., torch.Tensor]] = {}  # replacements with ComfyUI's signature
         self.traced: Traced | None = None
@@ -80,11 +81,16 @@ class _Replaced:
 
     def _replace(self) -> None:
         """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
-        if (imported := (len(sys.modules), next(reversed(sys.modules.values())))) != self._imported:
+        imported = len(sys.modules), next(reversed(sys.modules.values()))
+        if imported != self._imported or self._modules_changed():
+            modules = {place: module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)}
             self._imported = imported
-            modules = [module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)]
+            self._modules = {place: (module, len(vars(module))) for place, module in modules.items()}
             self._found = [
-                (vars(module), name) for module in modules for name, value in vars(module).items() if is_attention(value)
+                (vars(module), name)
+                for module in modules.values()
+                for name, value in list(vars(module).items())
+                if is_attention(value)
             ]
         for names, name in self._found:
             value: Any = names.get(name)
@@ -93,6 +99,13 @@ class _Replaced:
                 if value not in self._replacements:
                     self._replacements[value] = self._replacement(value)
                 names[name] = self._replacements[value]
+
+    def _modules_changed(self) -> bool:
+        """A module may have been put in another's place, or have been in the middle of its import (by another thread)."""
+        now = sys.modules.get
+        return any(
+            now(place) is not module or len(vars(module)) != names for place, (module, names) in self._modules.items()
+        )
 
     def _replacement(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         name = f"{function.__module__}.{function.__name__}"

@@ -23,10 +23,7 @@ class Upstream(_BlockStandIn):
     """Stands in for a block of an earlier stage: returns the hidden states received."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        slot, stage_io = self.slot, self.slot.stage_io
-        if stage_io.rows is not None and slot.first:
-            slot.note_text(slot.named(args, kwargs), stage_io.rows)
-        return slot.emit(*stage_io.streams_received())
+        return self.slot.emit(*self.slot.stage_io.streams_received())
 
 
 class Downstream(_BlockStandIn):
