@@ -82,3 +82,11 @@ class PooledVAE(SmallVAE):
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:
         return super().decode(latent - latent.mean(dim=(2, 3), keepdim=True))
+
+
+class WideVAE(SmallVAE):
+    """Its picture depends on two rows on either side."""
+
+    def decode(self, latent: torch.Tensor) -> torch.Tensor:
+        kernel = torch.ones(latent.shape[1], 1, 5, 5, dtype=latent.dtype, device=latent.device) / 25
+        return super().decode(F.conv2d(latent, kernel, None, 1, 2, 1, latent.shape[1]))

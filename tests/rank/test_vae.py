@@ -26,7 +26,7 @@ from parallel_backend.rank.vae import part as vae_part
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
 from testing import mini, tiny
-from testing.vae_class import PooledVAE, SmallVAE
+from testing.vae_class import PooledVAE, SmallVAE, WideVAE
 from testing.vaes import OnRanks, made_of, small_vae
 from tests.support import fake_cuda
 from tests.support.emulated_gpu import emulated
@@ -91,6 +91,12 @@ def test_a_class_whose_bands_are_not_the_whole_is_refused(remote_decoder):
         with pytest.raises(NotExact, match="its bands differ from the whole by"):
             wrong.run(x, lambda: None)
     assert largest(remote_decoder(2, autoencoder()).run(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
+
+
+def test_a_class_that_fails_on_one_rank_alone_leaves_no_rank_waiting(remote_decoder):
+    """In the trial one rank has two rows and the other one. The first would wait for the second's exchange."""
+    with pytest.raises(NotExact, match="a band of 1 rows has fewer than its neighbours need"):
+        remote_decoder(2, autoencoder(kind=WideVAE), "wide").run(latent(1, 4, 9, 6), lambda: None)
 
 
 def test_repeats_bit_for_bit(remote_decoder):

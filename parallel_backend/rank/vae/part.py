@@ -87,22 +87,36 @@ class VAEPart:
         """Why the rank's band of a small picture is not that of the whole. In float32, in which a fault is no rounding."""
         self.model.float()
         x, index = trial.band.to(self.device, torch.float32), self.bands.axis.index
+        dim = COLUMNS if trial.columns else ROWS
+        part = x.split(trial.sizes, dim)[index]
         try:
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-                whole = self._computed(x, replace(trial, sizes=()))
-                dim = COLUMNS if trial.columns else ROWS
-                band = self._computed(x.split(trial.sizes, dim)[index], trial)
+                whole, why = self._alone(x, part, trial)
+                # A rank that fails among exchanges would leave the others waiting for it: all begin, or none does.
+                if not self._all(not why):
+                    return why
+                band = self._computed(part, trial)
             rows = in_proportion(trial.sizes, whole.shape[dim])[index]
             own = whole.narrow(dim, rows.start, len(rows))
             if band.shape != own.shape:
                 return f"a band is {list(band.shape)} of {list(own.shape)}"
             difference = float((band - own).abs().max() / whole.abs().max())
             return "" if difference <= TRIAL_LIMIT else f"its bands differ from the whole by {difference:.0e}"
-        except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
         finally:
             self.model.to(self.dtype)
             self.traffic.report()  # the next picture's is its own
+
+    def _alone(self, x: torch.Tensor, part: torch.Tensor, trial: RunVAE) -> tuple[torch.Tensor, str]:
+        """The whole picture of x, and why the rank's part of x cannot be computed as a band, without other ranks."""
+        bands = Bands(Axis("rows", 1, 0, (self.rank,), None), self.traffic)
+        try:
+            whole = self._computed(x, replace(trial, sizes=()))
+            bands.sizes, bands.dim = (part.shape[self.bands.dim],), self.bands.dim
+            with bands:
+                getattr(self.model, self.call)(part)
+        except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
+            return x, f"{type(error).__name__}: {error}"
+        return whole, ""
 
     def _place(self, band: torch.Tensor, target: torch.Tensor, message: RunVAE) -> None:
         """Write the band to its rows and frames of `target`, the output of all ranks."""
