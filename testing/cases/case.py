@@ -56,12 +56,11 @@ class Case:
 
     `tensors(generator, batch)`: conditioning tensors as the family's `conditioning` gives them. `reference(model, x,
     timestep, tensors)`: diffusers' forward, called as its pipeline calls it, on a latent of any size, with the sampler's
-    timestep: what the family must equal. `convert`: diffusers' converter from the original key layout. `sampled`: the
-    output has the latent's shape, so that a sampler can be tried without ComfyUI, which adds the other channels.
-    `fine_time`: a timestep in bf16 is as good. `rounds_time`: ComfyUI's class itself rounds the timestep to the compute
-    dtype, and ours with it. `full`: tables of all cases have it in the full tier only: it is a further variant of a
-    model that another case shows in the default tier. `marks`: keys without values of
-    a single file.
+    timestep: what the family must equal. `sampled`: the output has the latent's shape, so that a sampler can be tried
+    without ComfyUI, which adds the other channels. `fine_time`: a timestep in bf16 is as good. `rounds_time`: ComfyUI's
+    class itself rounds the timestep to the compute dtype, and ours with it. `full`: tables of all cases have it in the full
+    tier only: it is a further variant of a model that another case shows in the default tier. `marks`: keys without values
+    of a single file.
     """
 
     name: str
@@ -72,7 +71,6 @@ class Case:
     tensors: Callable[[torch.Generator, int], Tensors]
     reference: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, Tensors], torch.Tensor]
     timestep: float = 0.7
-    convert: Callable[[Tensors], Tensors] | None = None
     adjust: Callable[[torch.nn.Module], None] = lambda model: None  # after random weights: tables, norms
     native: Native | None = None
     bands: int = 3

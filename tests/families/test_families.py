@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.band_cut import packed, unpacked
@@ -142,16 +141,6 @@ def reference_run(case, model, x, tensors, steps):
     with torch.inference_mode():
         end = euler(predict, packed(latents_of(x)), sigmas_of(case, steps), Prompt(tensors, {}, 1.0))
     return like(x, unpacked(end, shapes))
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.convert], ids=lambda case: case.name, indirect=True)
-def test_the_original_layout_is_that_of_diffusers_converter(case, made):
-    """The others have no converter in diffusers, or one layout."""
-    model, file = made(case)
-    expected = model.state_dict()
-    found = case.convert(load_file(file))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def compare(case, pools, made, given_and_expected, degrees, latent, measured):
