@@ -40,6 +40,8 @@ PACKAGES = (
     Package("parallel_backend.quickstart.", "parallel_backend.quickstart.attention", "attention"),
 )
 """All of which ranks build classes: no message has them import anything else."""
+ROOTS = tuple(package.root for package in PACKAGES)
+"""Beginnings of the names of their modules."""
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         """
         return self._call(**by_name(self.native, arguments, named), is_carried=False)
 
+    def _band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None:
+        """The band that this call computes. None: it is a call for the whole latent."""
+        band: Band | None = options.get(BAND_KEY)
+        return band if band is not None and band.takes(self, latents, options) else None
+
     def forward_orig(self, *_arguments: Any, **_named: Any) -> None:
         """ValueError: nodes call or replace it to reach the inside of the native model."""
         _refuse_inside("forward_orig")
@@ -295,9 +300,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         inputs = {name: value for name, value in extra.items() if value is not None}
         asked_timestep, others = timestep, {"context": context, **inputs}
         latents = (x,) if isinstance(x, torch.Tensor) else tuple(x)
-        band: Band | None = options.get(BAND_KEY)
-        if band is not None and not band.takes(self, latents, options):
-            band = None
+        band = self._band_of(latents, options)
         attention = self.setup.attention
         preferred = preferred_attention(self.checkpoint, attention, options) if HEEDS_FILES else ""
         changes, patches = block_changes(family, config, options, len(latents[0]), attention, preferred)

@@ -47,7 +47,7 @@ from ..loading.own_degrees import shared_out
 from ..loading.shipped_plans import shipped_proof
 from ..native.native_call import NativeArguments, NativeClass
 from ..patches.reach import OURS, refuse_what_does_not_reach_the_ranks
-from ..run.band import BAND_KEY, Band, NotTried
+from ..run.band import BAND_KEY, NotTried
 from ..run.sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
 from .call_checks import check_for_own_class, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
@@ -187,9 +187,7 @@ class OwnClassModel(RemoteDiffusionModel):
             named = {"context": context, "control": control, "transformer_options": options, **extra}
             return joined([self._call(**each, is_carried=is_carried) for each in by_entry(x, timestep, named)])
         axes = 5 if self.checkpoint.family.patching.video else 4
-        band: Band | None = options.get(BAND_KEY)
-        if band is not None and not band.takes(self, latents, options):
-            band = None
+        band = self._band_of(latents, options)
         if band is None:
             check_for_own_class(latents, axes)
         of_latents = timestep

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from parallel_backend.core.own_class import PACKAGES
+from parallel_backend.core.own_class import PACKAGES, ROOTS
 
 from .unproven import Unproven
 
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
-ROOTS = tuple(package.root for package in PACKAGES)
 REPLACES = "parallel_dit_replaces"
 """Attribute of a replacement: the function."""
 Attend = Callable[..., torch.Tensor]

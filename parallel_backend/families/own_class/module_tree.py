@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.core.own_class import PACKAGES
+from parallel_backend.core.own_class import ROOTS
 
 from .building import CASTS, imported
 
-ROOTS = tuple(package.root for package in PACKAGES)
-"""Beginnings of the names of modules whose classes are built. All other classes are torch's, by their names alone."""
 TORCH = "torch.nn"
+"""The module of all classes that are of no module of ROOTS. Such a class is known by its name alone."""
 BASE = frozenset(vars(nn.Module()))
 """What torch keeps in every module."""
 
