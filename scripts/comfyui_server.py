@@ -30,7 +30,6 @@ REQUIREMENTS = (
     "safetensors",
     "comfyui_frontend_package",
     "diffusers",
-    "matplotlib",
 )
 """What ComfyUI and the pack need; enough of it to tell an environment that is ready from one that is not."""
 START_SECONDS = 180.0
