@@ -186,8 +186,16 @@ def spawned() -> Iterator[None]:
         yield
 
 
+MOST_RANKS = 8
+"""Of all pools of a `Pools` that are open. A rank process takes 200 MB: three test processes with a pool of each size did
+not fit a machine of 24 GB."""
+
+
 class Pools:
-    """Pools by number of ranks, started when first asked for and again if they have failed, and the model on each."""
+    """Pools by number of ranks, started when first asked for and again if they have failed, and the model on each.
+
+    Pools that were not asked for lately end if all together have more than MOST_RANKS ranks.
+    """
 
     def __init__(self, start: Callable[[StartSettings], Ranks], silence: float = SILENCE_SECONDS):
         self.start, self._silence = start, silence
@@ -200,8 +208,12 @@ class Pools:
             self.end(world)
             pool = None
         if pool is None:
-            pool = self._pools[world] = Pool(("cpu",) * world, start=self.start, silence=self._silence)
+            while self._pools and sum(self._pools) + world > MOST_RANKS:
+                self.end(next(iter(self._pools)))
+            pool = Pool(("cpu",) * world, start=self.start, silence=self._silence)
             pool.ready.result(timeout=300)
+        self._pools.pop(world, None)
+        self._pools[world] = pool  # the last one of all
         return pool
 
     def load(
