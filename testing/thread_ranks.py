@@ -88,9 +88,9 @@ class ThreadRanks:
         self.names, self.logs = self.start.devices, None
         self._world = self.distributed.world(len(self.names))
         self._threads, self._theirs, self._cut = [], [], set()
-        # What is there already, such as all that was imported, is no concern of Python's garbage collections from now on.
-        gc.collect()
-        gc.freeze()
+        gc.collect()  # models of pools that have ended
+        if not gc.get_freeze_count():  # only once: what is frozen, such as a model of another pool, is never freed
+            gc.freeze()  # all that was imported is no concern of later collections
         for rank in range(len(self.names)):
             ours, theirs = Pipe(duplex=True)
             self.channels.append(Channel(ours, lends=True))
