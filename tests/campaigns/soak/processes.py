@@ -34,15 +34,12 @@ class Watch:
     def read(self, number: int, state: str) -> list[Reading]:
         """One of ComfyUI and one of each rank. Ranks that are just ending are left out."""
         files = len(list(self.temporary.iterdir()))
-        size = sum(path.stat().st_size for path in self.temporary.rglob("*") if path.is_file())
-        roles = [(SERVER, self.main), *((f"rank {index}", rank) for index, rank in enumerate(self.ranks()))]
         found = []
-        for role, process in roles:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                memory, segments = process.memory_full_info(), shared_segments(process)
-                counts = process.num_fds(), process.num_threads(), len(segments), files, size
-                sizes = memory.uss, memory.rss, allocated(process.pid)
-                found.append(Reading(number, state, role, process.pid, *sizes, *counts))
+        for role, process in [(SERVER, self.main), *((f"rank {index}", rank) for index, rank in enumerate(self.ranks()))]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                segments = shared_segments(process)
+                counts = process.num_fds(), process.num_threads(), len(segments), files
+                found.append(Reading(number, state, role, process.pid, held_bytes((process.pid,)), *counts))
                 self.segments |= segments
         return found
 
@@ -54,19 +51,10 @@ class Watch:
         return processes + files + [f"segment {path}" for path in sorted(self.segments) if os.path.exists(path)]
 
 
-def allocated(pid: int) -> int:
-    """Bytes of memory that it holds of the machine's; what it shares with others counts in part."""
-    try:
-        return held_bytes((pid,))
-    except ProcessLookupError:
-        raise psutil.NoSuchProcess(pid) from None
-
-
 def shared_segments(process: psutil.Process) -> set[str]:
     """Paths in /dev/shm that the process has open or mapped. Those without a name any more end with it by themselves."""
-    found = {region.path for region in process.memory_maps() if region.path.startswith(SHARED)}
-    folder = Path(f"/proc/{process.pid}/fd")
-    for entry in folder.iterdir():
+    found = {region.path for region in process.memory_maps()}
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             found.add(os.readlink(entry))
     return {path for path in found if path.startswith(SHARED) and os.path.exists(path)}

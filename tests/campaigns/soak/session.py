@@ -16,9 +16,9 @@ from parallel_backend.rank.worker import REST_SECONDS
 from scripts.comfyui_server import ComfyUIServer
 
 from .processes import Watch
-from .record import CANCELLED, DELETED, EMPTY, FAILED, FINISHED, UNLOADED, Ending, Soak
+from .record import CANCELLED, DELETED, EMPTY, FAILED, FINISHED, Ending, Soak
 from .requests import Prompt, Request, prompt
-from .schedule import BOTH, DELETE, DOCTOR, EVERYTHING, FREE, TWICE, UNLOAD, Batch, Turn
+from .schedule import BOTH, DELETE, DOCTOR, EVERYTHING, FREE, TWICE, Batch, Turn
 from .setups import FILES
 
 LIMIT_SECONDS = 600.0
@@ -39,13 +39,13 @@ class Reference:
 
 
 def difference(found: Arrays, expected: Arrays) -> float:
-    """Largest difference; 0 only where shapes, dtypes and all bits are equal, infinite where they cannot be compared."""
+    """Largest difference; 0 only if shapes, dtypes and all bits are equal, infinite if they cannot be compared."""
     if [(array.shape, array.dtype) for array in found] != [(array.shape, array.dtype) for array in expected]:
         return math.inf
     if all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True)):
         return 0.0
     largest = max(float(np.abs(a.astype(float) - b).max()) for a, b in zip(found, expected, strict=True))
-    return largest or math.ulp(0.0) if not math.isnan(largest) else math.inf  # -0.0 for 0.0 is no equal bit
+    return math.inf if math.isnan(largest) else largest or math.ulp(0.0)  # -0.0 for 0.0 is no equal bit
 
 
 @dataclass
@@ -94,9 +94,6 @@ class Session:
         if (error := error_of(entry)) or not entry["status"]["completed"]:
             raise RuntimeError(error or "the prompt did not complete")
 
-    def unload(self) -> None:
-        self.run(UNLOAD_PROMPT)
-
     def arrays(self, entry: dict[str, Any], made: Prompt) -> Arrays:
         """The latent and the pictures; their files are removed."""
         outputs = entry["outputs"]
@@ -130,7 +127,7 @@ def compute_references(session: Session, requests: Iterable[Request], said: Call
     """Each request alone, by its name: nothing is loaded before it. AssertionError for what could not show a mistake."""
     found: dict[str, Reference] = {}
     for request in requests:
-        session.unload()
+        session.run(UNLOAD_PROMPT)
         prompt_id, made = session.send(request)
         entry = session.wait(prompt_id)
         assert not error_of(entry), f"{request}: {error_of(entry)}"
@@ -167,8 +164,7 @@ class Run:
                     self.session.server.post("/interrupt", target)
             self.soak.endings.append(self._ending(turn, prompt_id, made))
         if batch.turns:
-            last = batch.turns[-1].request.setup
-            self._read(last.name if last.ranks else "")
+            self._read("")
         self._afterwards(batch.after)
 
     def _ending(self, turn: Turn, prompt_id: str, made: Prompt) -> Ending:
@@ -182,7 +178,7 @@ class Run:
             return Ending(*known, DELETED, 0.0)
         seconds, messages = seconds_of(entry), dict(entry["status"]["messages"])
         if "execution_interrupted" in messages:
-            return Ending(*known, CANCELLED, seconds, messages["execution_interrupted"]["node_type"])
+            return Ending(*known, CANCELLED, seconds)
         if error := error_of(entry):
             return Ending(*known, FAILED, seconds, error=error)
         self._expected[request.name] = min(seconds, self._seconds(request.name))
@@ -201,7 +197,6 @@ class Run:
     def _afterwards(self, what: str) -> None:
         if not what:
             return
-        self.soak.extras[what] = self.soak.extras.get(what, 0) + 1
         if what in (FREE, BOTH):
             self.session.server.post("/free", {"unload_models": True, "free_memory": True})
             time.sleep(FREE_SECONDS)
@@ -211,8 +206,8 @@ class Run:
             self.session.run(doctor() if what == DOCTOR else UNLOAD_PROMPT)
         except (RuntimeError, TimeoutError) as error:
             self.soak.failures.append(f"{what} after prompt {len(self.soak.endings)}: {error}")
-        if what in (UNLOAD, BOTH):
-            self._read(EMPTY if what == BOTH else UNLOADED)
+        if what == BOTH:
+            self._read(EMPTY)
 
 
 def doctor() -> dict[str, Any]:
