@@ -52,13 +52,6 @@ DOOR = (
         ("tests/processes/test_watchdog.py",),
     ),
     Mutant(
-        "a heartbeat asks the driver",
-        "parallel_backend/wire/heartbeat.py",
-        "        seen, asked = self._seen, self._asked\n",
-        "        self.ask()\n        seen, asked = self._seen, self._asked\n",
-        ("tests/processes/test_device_progress.py",),
-    ),
-    Mutant(
         "that only Gloo works is tried anew at each start",
         CLIENT + "p2p_verdicts.py",
         "by_gloo = verdict | GLOO in known",
@@ -133,14 +126,6 @@ DOOR = (
         "web/js/wires.js",
         "found.get(end) !== from",
         "false",
-        BROWSER,
-        tier="default",
-    ),
-    Mutant(
-        "a wire's old beginning keeps it",
-        "web/js/wires.js",
-        "    if (left.includes(link.id)) left.splice(left.indexOf(link.id), 1);\n",
-        "",
         BROWSER,
         tier="default",
     ),

@@ -13,15 +13,6 @@ TWO_EVENTS = (
         ("tests/rank/test_weight_store.py", "-k", "in_its_slot"),
     ),
     Mutant(
-        "a merge writes to memory from which a copy is under way",
-        RANK + "stage/store/weight_store.py",
-        "self._slots.settle()  # a copy under way may read the memory that is written to below",
-        "pass",
-        ("tests/rank/test_weight_store.py",),
-        ("tests/emulated/test_weights.py",),
-        "default",
-    ),
-    Mutant(
         "the file is read into the buffer from which a copy is under way",
         RANK + "stage/store/weight_store.py",
         "self._slots.settle()  # `source` overwrites the buffer from which a copy under way may read",
@@ -67,13 +58,6 @@ TWO_EVENTS = (
         ("tests/client/test_call.py",),
     ),
     Mutant(
-        "another model that loads ends the allowance for compiling",
-        PROCESSES + "watchdog.py",
-        "self._compiling = {each for each in self._compiling if model not in (None, each)}",
-        "self._compiling = set()",
-        ("tests/processes/test_watchdog.py",),
-    ),
-    Mutant(
         "compiling is no allowance",
         PROCESSES + "watchdog.py",
         "new = bool(self._compiling) or slow",
@@ -111,15 +95,6 @@ TWO_EVENTS = (
         "Rescale(tuple(known[number].scale",
         ("tests/rank/test_lora.py",),
         tier="default",
-    ),
-    Mutant(
-        "modules' outputs outlive a change of weights",
-        RANK + "engine.py",
-        "        self.stage.module_cache.forget()\n        self._texts.forget()\n        self.conditionings",
-        "        self._texts.forget()\n        self.conditionings",
-        ("tests/rank/test_module_cache.py",),
-        ("tests/rank/test_lora.py",),
-        "default",
     ),
     Mutant(
         "host memory of a merge is not counted",
