@@ -53,7 +53,7 @@ def of_all() -> Iterator[pytest.param]:
                     continue
                 moment = min(2, table.moments(kind, phase)[-1])
                 name = f"{kind} ({variant}), {phase}"
-                fault = Fault(kind, variant, phase, degrees, 1, moment, 1)
+                fault = Fault(kind, variant, phase, degrees, 1, moment)
                 yield pytest.param(fault, id=name, marks=() if name in DEFAULT else pytest.mark.full)
 
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,19 +41,18 @@ def take(folder: Path) -> Census:
     )
 
 
-def left_over(before: Census, after: Census, exchanged: Counter[str] | None = None) -> list[str]:
+def left_over(before: Census, after: Census, exchanged: Counter[str]) -> list[str]:
     """What is in `after` and was not in `before`, in words. `exchanged`: how many of each may have been replaced.
 
     Both are of moments with as many ranks, so there is one for one: a new pool's processes and directory for an old one's.
     """
-    exchanged = exchanged or Counter()
     found = []
     if len(new := after.children - before.children) > exchanged["children"] or len(after.children) > len(before.children):
-        found.append(f"processes {sorted(map(_described, new))}")
+        found.append(f"processes {sorted(new)}")
     if added := Counter(after.threads) - Counter(before.threads):
         found.append(f"threads {sorted(added.elements())}")
     if after.descriptors > before.descriptors:
-        found.append(f"{after.descriptors - before.descriptors} open files: {_open_files()}")
+        found.append(f"{after.descriptors - before.descriptors} open files")
     if new := after.listening - before.listening:
         found.append(f"listening sockets {sorted(new)}")
     if len(new := after.files - before.files) > exchanged["files"] or len(after.files) > len(before.files):
@@ -69,34 +68,6 @@ def settle(look: Callable[[], list[str]], seconds: float) -> list[str]:
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
-
-
-def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
-    """Those that are still there after that time, as more than an entry that nobody has collected."""
-    processes = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def _described(pid: int) -> str:
-    try:
-        process = psutil.Process(pid)
-        return f"{pid} ({process.status()}: {' '.join(process.cmdline())[-60:]})"
-    except psutil.NoSuchProcess:
-        return f"{pid} (gone)"
-
-
-def _open_files() -> list[str]:
-    """Where this process's descriptors lead, most frequent kinds first. Linux only."""
-    names: Counter[str] = Counter()
-    folder = Path("/proc/self/fd")
-    for entry in folder.iterdir() if folder.exists() else ():
-        with contextlib.suppress(OSError):
-            names[os.readlink(entry).partition(":")[0]] += 1
-    return [f"{count} {name}" for name, count in names.most_common(6)]
 
 
 def _is_of_others(name: str) -> bool:

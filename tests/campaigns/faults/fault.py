@@ -7,7 +7,7 @@ INJECTED = "injected by a test"
 
 @dataclass(frozen=True)
 class Fault:
-    """`moment`: how many of the phase's events pass on the victim before. `seed`: of random bytes and delays."""
+    """`moment`: how many of the phase's events pass on the victim before."""
 
     kind: str
     variant: str
@@ -15,7 +15,6 @@ class Fault:
     degrees: str
     victim: int
     moment: int
-    seed: int
 
     @property
     def event(self) -> str:
