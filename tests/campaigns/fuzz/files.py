@@ -1,4 +1,4 @@
-"""Model files and calibrations: sound ones of every family, damaged, and what is not there never made.
+"""Model files: sound ones of every family, damaged, and what is not there never made.
 
 The files are sparse: a header, and behind it as much of nothing as it says.
 """
@@ -6,7 +6,6 @@ The files are sparse: a header, and behind it as much of nothing as it says.
 import json
 import random
 import struct
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint,
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
-from parallel_backend.planning import calibration_file as cache
-from parallel_backend.planning.calibrated_costs import Calibration
 from parallel_backend.rank.stage.meta_model import meta_model
 from testing.cases import all_cases
 
@@ -208,36 +205,3 @@ def look_at(checkpoint: Checkpoint) -> None:
             )
         except ValueError as error:
             assert "_degree is " in str(error), error
-
-
-def calibrations(sample: Calibration, folder: Path):
-    """Files of calibrations: whatever one says, the calibration is the measured one, and the file is whole again."""
-    key = {"version": 1, "devices": [["cpu", "x86", 2]] * len(sample.machine.devices), "family": "flux"}
-    cache.cached(folder, key, lambda: sample)
-    (path,) = folder.iterdir()
-    sound = json.loads(path.read_text())
-
-    def make(rng: random.Random) -> Case:
-        damaged = change_calibration(rng, sound)
-        path.write_bytes(damaged)
-
-        def case() -> str:
-            assert cache.cached(folder, key, lambda: sample) == sample, "a damaged file is believed"
-            assert cache.load(path, key) == sample, "the file is not whole again"
-            return "measured anew" if path.read_bytes() != damaged else "as it was"
-
-        return case
-
-    return make
-
-
-def change_calibration(rng: random.Random, sound: dict[str, Any]) -> bytes:
-    content = json.loads(json.dumps(sound))
-    part = rng.choice(("calibration", "digest"))
-    found = damage.change(rng, [content[part]])
-    content[part] = found[0] if isinstance(found, list) and found else damage.value(rng)
-    return json.dumps(content).encode() if rng.random() < 0.8 else damage.text(rng, sound)
-
-
-def scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="parallel-dit-fuzz-")
