@@ -1,17 +1,20 @@
 """LoRA files that nobody would write, for a real ComfyUI: put on its own model and on ours by its own node."""
 
 import random
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from testing import mini
+from testing.comfyui.scripted import ComfyUI, Inside
 from tests.campaigns.fuzz import damage
 
-from .tensors import TEXTS, Stored, Tensors, changed, resized, stored, write
+from .tensors import Stored, Tensors, changed, resized, stored, write
+from .verdict import CLOSE, Tally, fault_of
 
 MODEL = "hostile.safetensors"
 STRENGTHS = (1.0, 1.0, 1.0, 0.5, -1.0, 0.0, 100.0)
@@ -19,12 +22,9 @@ PREFIXES = ("diffusion_model.", "lora_unet_", "transformer.", "")
 LARGE = 1e30
 
 
-@dataclass(frozen=True)
-class Lora:
-    """A file below models/loras, and the strength it is put on with."""
-
-    file: str
-    strength: float
+SCRIPTS = Path(__file__).parent / "inside"
+BATCH = 100
+"""Files for one process of ComfyUI."""
 
 
 def save_model(folder: Path) -> None:
@@ -99,19 +99,53 @@ def odd(rng: random.Random, tensors: Tensors) -> Tensors:
     return tensors | {key: resized(rng, resized(rng, tensors[key]))}
 
 
-def make(rng: random.Random, folder: Path, number: int) -> Lora:
-    """Writes the file of this number."""
-    tensors, file = sound(rng), f"{number}.safetensors"
-    how, metadata = rng.random(), None
+def make(rng: random.Random, path: Path) -> float:
+    """Writes a file. The strength that it is put on with."""
+    tensors, how = sound(rng), rng.random()
     if how > 0.05:
         tensors = (changed if rng.random() < 0.6 else odd)(rng, tensors)
-    if rng.random() < 0.1:
-        metadata = {rng.choice(("ss_network_args", "modelspec.title")): rng.choice(TEXTS).encode(errors="replace").decode()}
-    write(folder / file, tensors, metadata, rng.choice(list(tensors)) if tensors and how > 0.97 else None, rng)
+    write(path, tensors, rng.choice(list(tensors)) if tensors and how > 0.97 else None)
     if 0.9 < how < 0.97:
-        content = (folder / file).read_bytes()
-        head = content[:600]
-        (folder / file).write_bytes(
-            content[: rng.randrange(len(content))] if rng.random() < 0.5 else damage.bytes_of(rng, head) + content[600:]
-        )
-    return Lora(file, rng.choice(STRENGTHS))
+        content = path.read_bytes()
+        path.write_bytes(damage.bytes_of(rng, content[:600]) + content[600:])
+    return rng.choice(STRENGTHS)
+
+
+def run(comfyui: ComfyUI, base: Path, count: int, seed: int) -> Tally:
+    """`base`: an empty base directory for ComfyUI."""
+    tally, folder = Tally("LoRA"), base / "models" / "loras"
+    folder.mkdir(parents=True)
+    save_model(base / "models" / "diffusion_models")
+    for begin in range(0, count, BATCH):
+        files = {}
+        for number in range(begin, min(begin + BATCH, count)):
+            name = f"{number}.safetensors"
+            files[name] = make(random.Random(f"{seed} LoRA {number}"), folder / name)
+        inside = Inside(comfyui, base, SCRIPTS)
+        try:
+            found = inside.run("lora_files", model=MODEL, files=list(files.items()))[0]
+        finally:
+            inside.close()
+        for number, name in enumerate(files, begin):
+            judge(tally, number, found[name])
+        if found["as before"] != 0.0:
+            tally.defects[begin] = f"the model without LoRA is another one afterwards: {found['as before']}"
+    return tally
+
+
+def judge(tally: Tally, number: int, found: dict[str, Any]) -> None:
+    """`found`: see inside/lora_files.py."""
+    text, kind = found.get("text", ""), found.get("kind", "")
+    if "error" in found:
+        tally.note(number, "unnamed", found["traceback"][-800:])
+    elif found["rank"] or not found["lives"]:
+        tally.note(number, "rank ended", text[-800:] or "the ranks are others")
+    elif text and kind != "ValueError" and found.get("theirs", "").startswith(f"{kind}: "):
+        tally.note(number, "refused by ComfyUI")
+    elif text:
+        named = found["not finite"] or (kind == "ValueError" and re.match("model(_name)?: ", text))
+        wrong = fault_of(text, found["cause"]) if named else f"names no widget: {kind}"
+        tally.note(number, "refused", f"{wrong}: {text[:400]!r}" if wrong else "")
+    else:
+        wrong = found["far"] is not None and found["far"] >= CLOSE
+        tally.note(number, "run", f"off by {found['far']:.3g}" if wrong else "")

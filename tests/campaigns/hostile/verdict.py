@@ -3,9 +3,7 @@
 import contextlib
 import random
 import re
-import time
 import traceback
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.not_finite import NotFiniteError
@@ -26,10 +23,6 @@ from testing.tiny import relative
 MOST_LETTERS = 1500
 """Of an error's text."""
 CLOSE = 1e-3
-Expected = Callable[[], torch.Tensor | None]
-"""What the model gives by other code. None: nothing is known of it."""
-Told = Callable[[int, str], None]
-"""Hears of each defect as it is found: the case's number and what was seen."""
 
 
 @dataclass
@@ -37,42 +30,24 @@ class Trial:
     """A file at `path`, and what it is run with if it can be loaded."""
 
     path: Path
-    call: ModelCall | None
-    expected: Expected = lambda: None
-    own: OwnClass | None = None
-    """ComfyUI's class that computes it. None: a family."""
+    own: OwnClass
+    call: ModelCall
+    expected: torch.Tensor | None = None
+    """What the model gives by other code. None: nothing is known of it."""
 
 
 @dataclass
 class Tally:
-    """What came of all cases of a kind. `ended`, `unnamed`, `wrong`, `other`: by the case's number, what was seen."""
+    """What came of all cases of a kind. `defects`: by the case's number, what was seen."""
 
     kind: str
     outcomes: Counter[str] = field(default_factory=Counter)
-    ended: dict[int, str] = field(default_factory=dict)
-    unnamed: dict[int, str] = field(default_factory=dict)
-    wrong: dict[int, str] = field(default_factory=dict)
-    longest: tuple[int, int] = (0, -1)
-    """Letters of the longest error, and the case's number."""
-    slowest: tuple[float, int] = (0.0, -1)
-    """Seconds of the slowest opening, and the case's number."""
-    largest: tuple[int, int] = (0, -1)
-    """Bytes that Python took at most for an opening, and the case's number."""
+    defects: dict[int, str] = field(default_factory=dict)
 
-    @property
-    def count(self) -> int:
-        return sum(self.outcomes.values())
-
-    @property
-    def defects(self) -> dict[int, str]:
-        return self.ended | self.unnamed | self.wrong
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
-        return (
-            f"{self.kind}: {self.count} cases, {outcomes}; longest error {self.longest[0]} letters, slowest opening "
-            f"{self.slowest[0]:.2f} s, most memory {self.largest[0] / 1e6:.1f} MB"
-        )
+    def note(self, number: int, outcome: str, defect: str = "") -> None:
+        self.outcomes[outcome] += 1
+        if defect:
+            self.defects[number] = defect
 
 
 class Ranks:
@@ -120,49 +95,31 @@ def fault_of(text: str, cause: str = "") -> str:
 
 def judge(tally: Tally, number: int, trial: Trial, ranks: Ranks, degrees: Degrees) -> None:
     """Opens the file, and runs what can be opened. The tally says what came of it."""
-    begun = time.process_time()
-    tracemalloc.start()
     try:
-        checkpoint = open_checkpoint(trial.path) if trial.own is None else open_own_class(trial.path, trial.own)
+        checkpoint = open_own_class(trial.path, trial.own)
     except Exception as error:
-        note(tally, number, error, trial.path, "refused")
+        refused(tally, number, error, trial.path)
         return
-    finally:
-        tally.largest = max(tally.largest, (tracemalloc.get_traced_memory()[1], number))
-        tracemalloc.stop()
-        tally.slowest = max(tally.slowest, (time.process_time() - begun, number))
     pool = ranks.pool(degrees.world)
     try:
         model = on_ranks(pool, checkpoint, degrees, "fp32", "sdpa", lambda: None, own_class=trial.own)
-        output = None if trial.call is None else model.predict(trial.call, lambda: None)
+        output = model.predict(trial.call, lambda: None)
     except (RankError, NotFiniteError) as error:
         if pool.error is None and isinstance(error, NotFiniteError):
-            tally.outcomes["run, not finite, and named"] += 1
+            tally.note(number, "run, not finite, and named")
         else:
-            tally.outcomes["rank ended"] += 1
-            tally.ended[number] = str(error)[-800:]
+            tally.note(number, "rank ended", str(error)[-800:])
     except Exception as error:
-        note(tally, number, error, trial.path, "refused before loading")
+        refused(tally, number, error, trial.path)
     else:
-        expected = trial.expected()
-        if expected is None or output is None:
-            tally.outcomes["run"] += 1
-        elif (far := relative(output, expected)) < CLOSE:
-            tally.outcomes["run, and right"] += 1
-        else:
-            tally.outcomes["run, and wrong"] += 1
-            tally.wrong[number] = f"off by {far:.3g}"
-    assert pool.error is None or number in tally.ended
+        far = 0.0 if trial.expected is None else relative(output, trial.expected)
+        tally.note(number, "run" if trial.expected is None else "run, and right", f"off by {far:.3g}" if far > CLOSE else "")
 
 
-def note(tally: Tally, number: int, error: Exception, path: Path, outcome: str) -> None:
-    tally.longest = max(tally.longest, (len(str(error)), number))
-    if wrong := is_named(error, path):
-        tally.outcomes["unnamed"] += 1
-        where = "".join(traceback.format_exception(error)[-3:])[-600:]
-        tally.unnamed[number] = f"{wrong}: {type(error).__name__}: {str(error)[:300]!r}\n{where}"
-    else:
-        tally.outcomes[outcome] += 1
+def refused(tally: Tally, number: int, error: Exception, path: Path) -> None:
+    wrong = is_named(error, path)
+    where = "".join(traceback.format_exception(error)[-3:])[-600:]
+    tally.note(number, "refused", f"{wrong}: {str(error)[:300]!r}\n{where}" if wrong else "")
 
 
 def run(
@@ -171,17 +128,13 @@ def run(
     count: int,
     seed: int,
     ranks: Ranks,
-    degrees: Callable[[random.Random], Degrees],
-    told: Told = lambda number, text: None,
-    first: int = 0,
 ) -> Tally:
-    """Cases `first` to `first` + `count` of a kind. Each is made from its number and the seed alone."""
+    """So many cases of a kind. Each is made from its number and the seed alone. Mostly on one rank."""
     tally = Tally(kind)
-    for number in range(first, first + count):
+    for number in range(count):
         rng = random.Random(f"{seed} {kind} {number}")
-        judge(tally, number, make(rng), ranks, degrees(rng))
-        if number in tally.defects:
-            told(number, tally.defects[number])
+        trial, degrees = make(rng), rng.choice((*[Degrees()] * 4, Degrees(pipe=2), Degrees(ulysses=2)))
+        judge(tally, number, trial, ranks, degrees)
     return tally
 
 

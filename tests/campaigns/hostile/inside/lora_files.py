@@ -1,7 +1,5 @@
 """LoRA files put on ComfyUI's own model and on ours, one after the other; what came of each. Run by serve.py."""
 
-import resource
-import time
 from typing import Any
 
 from boot import Results, difference, ksampler, node, parallel, torch
@@ -28,22 +26,19 @@ def main(results: Results, model: str, files: list[tuple[str, float]]) -> None:
     def trial(file: str, strength: float) -> dict[str, Any]:
         alive = registry().pool.pids
         try:
-            theirs, found = sampled(native, file, strength), {}
+            theirs, found = sampled(native, file, strength), {"rank": False, "far": None}
         except Exception as error:  # whatever ComfyUI makes of it
-            theirs, found = None, {"theirs": f"{type(error).__name__}: {error}"[:300]}
-        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+            theirs = None
+            found = {"rank": False, "far": None, "theirs": f"{type(error).__name__}: {error}"[:300]}
         try:
             mine = sampled(ours, file, strength)
             if theirs is not None:
-                most = float(theirs.abs().max())
-                far = difference(mine, theirs) / max(1.0, most) if theirs.isfinite().all() else None
-                found |= {"far": far, "most": most}
+                far = difference(mine, theirs) / max(1.0, float(theirs.abs().max()))
+                found["far"] = far if theirs.isfinite().all() else None
         except Exception as error:
             found |= {"kind": type(error).__name__, "text": str(error), "cause": str(error.__cause__ or "")}
             found["not finite"] = isinstance(error, NotFiniteError)
             found["rank"] = isinstance(error, RankError)
-        found["seconds"] = time.process_time() - began
-        found["bytes"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         found["lives"] = registry().pool is not None and registry().pool.pids == alive
         return found
 
