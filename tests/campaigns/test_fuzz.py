@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.wire import encoding
-from tests.campaigns.fuzz import files, messages, ranks, runner
+from tests.campaigns.fuzz import messages, ranks, runner
 from tests.wire.test_messages import MESSAGES
 
 SEED = 1
@@ -21,13 +21,6 @@ def sound(report: runner.Report, *outcomes: str) -> None:
 def test_messages():
     sound(runner.run("headers", messages.headers(MESSAGES), 1000, SEED), "refused", "read")
     sound(runner.run("streams", messages.streams(MESSAGES), 300, SEED), "refused", "ended")
-
-
-@pytest.mark.full
-def test_files(tmp_path):
-    models = files.sound_models()
-    sound(runner.run("safetensors", files.safetensors(models, tmp_path), 400, SEED), "refused", "opened")
-    sound(runner.run("gguf", files.gguf(models, tmp_path), 400, SEED), "refused", "opened")
 
 
 @pytest.mark.slow

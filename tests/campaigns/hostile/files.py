@@ -172,6 +172,9 @@ def own_classes(folder: Path) -> Callable[[random.Random], Trial]:
             for key in rng.sample(matrices, 2):
                 tensors[key] = Stored.of(state[key].to(rng.choice((torch.bfloat16, torch.float8_e4m3fn))))
         write(path, tensors if sound else changed(rng, tensors))
+        if not sound and rng.random() < 0.15:
+            content = path.read_bytes()
+            path.write_bytes(damage.bytes_of(rng, content[:2000]) + content[2000:])
         is_exact = sound and all(tensor.dtype == "F32" for tensor in tensors.values())
         return Trial(path, own, call, whole if is_exact else None)
 

@@ -95,9 +95,6 @@ GIVEN = st.sampled_from([Given(prompt, skips) for prompt in (0, 1) for skips in 
 ADDED, TIME = st.sampled_from(ADDITIONS), st.sampled_from(TIMES)
 CHANGE = st.one_of(st.none(), ADDED)
 SHARES = st.sampled_from((0.1, 0.5, 1.0, 1000.0))
-HALF = st.sampled_from((0.5, 1.0))
-STRENGTHS = st.lists(st.builds(Added, st.just("lora"), scale=HALF, strength=HALF), min_size=2, max_size=4)
-MERGES = st.lists(st.sampled_from((Added("merge"), Added("merge", seed=1), NOTHING)), min_size=2, max_size=4)
 WHICH = st.integers(0, 2)
 AGAIN = "again"
 LOOK = st.one_of(st.none(), st.just(AGAIN), st.tuples(WHICH, GIVEN))
@@ -124,8 +121,6 @@ class States(RuleBasedStateMachine):
         self.room = room
         self.registry.start_of = self.world.start_of(ROOMS[room])
 
-    # ---- what a node does
-
     def model(self, subject: Subject) -> RemoteTransformer:
         """As a node asks for it: loaded, with what is to be added to it."""
         model = self.registry.model(subject.setup(self.world.devices), nothing)
@@ -148,8 +143,6 @@ class States(RuleBasedStateMachine):
         if self.room == "for all" and not self.opened:
             held = zip(model.resident.expected(), model.resident.weights, strict=True)
             assert all(each == weights.total for each, weights in held), "weights that have room did not come back"
-
-    # ---- rules
 
     @rule(which=WHICH, given=GIVEN, calls=st.lists(st.tuples(CHANGE, TIME), min_size=1, max_size=4), begins=st.booleans())
     @refusable
@@ -198,18 +191,6 @@ class States(RuleBasedStateMachine):
             self.added[subject] = added
         self.look(look, which)
 
-    @rule(which=WHICH, given=GIVEN, changes=st.one_of(STRENGTHS, MERGES))
-    @refusable
-    def changes(self, which: int, given: Given, changes: list[Added]) -> None:
-        """A LoRA whose strength changes from call to call, that of a hook, that of the node, or both; or one merge after
-        the other."""
-        if (subject := self.world.subjects[which]) in self.opened:
-            return
-        self.registry.begin_run()
-        for change in changes:
-            self.added[subject] = change
-            self.same_as_alone(subject, given, TIMES[0])
-
     @rule(which=WHICH, look=LOOK)
     @refusable
     def many_prompts(self, which: int, look: Look) -> None:
@@ -219,13 +200,10 @@ class States(RuleBasedStateMachine):
                 exact(self.model(subject), subject, Given(prompt), TIMES[0])
         self.look(look, which)
 
-    @rule(which=WHICH, rank=st.integers(0, 1), share=SHARES, change=CHANGE, given=GIVEN, look=LOOK)
+    @rule(which=WHICH, rank=st.integers(0, 1), share=SHARES, look=LOOK)
     @refusable
-    def give_way(self, which: int, rank: int, share: float, change: Added | None, given: Given, look: Look) -> None:
-        """For another program: so much of what the model has on a device. With a change of its weights and a call before."""
-        if change is not None and self.world.subjects[which] not in self.opened:
-            self.added[self.world.subjects[which]] = change
-            self.same_as_alone(self.world.subjects[which], given, TIMES[0])
+    def give_way(self, which: int, rank: int, share: float, look: Look) -> None:
+        """For another program: so much of what the model has on a device."""
         setup, device = self.world.subjects[which].setup(self.world.devices), self.world.devices[rank]
         held = self.registry.bytes_on(setup, device)
         freed = self.registry.give_back(setup, device, held * share)
@@ -241,15 +219,9 @@ class States(RuleBasedStateMachine):
             self.registry.make_way(pool, device, int(share * self.registry.held_on(pool, device)))
         self.look(look)
 
-    @rule(look=LOOK)
+    @rule(which=WHICH, given=GIVEN)
     @refusable
-    def begin_run(self, look: Look) -> None:
-        self.registry.begin_run()
-        self.look(look)
-
-    @rule(which=WHICH, given=GIVEN, watched=st.booleans())
-    @refusable
-    def open_run(self, which: int, given: Given, watched: bool) -> None:
+    def open_run(self, which: int, given: Given) -> None:
         """Opens a run, whose calls come one by one."""
         if (subject := self.world.subjects[which]) in self.opened:
             return
@@ -315,21 +287,16 @@ class States(RuleBasedStateMachine):
         assert self.registry.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
         self.look(look, which)
 
-    @rule(which=WHICH, look=LOOK)
+    @rule(which=WHICH, everything=st.booleans(), look=LOOK)
     @refusable
-    def unload(self, which: int, look: Look) -> None:
-        self.registry.unload(self.world.subjects[which].setup(self.world.devices))
-        self.opened.pop(self.world.subjects[which], None)
+    def unload(self, which: int, everything: bool, look: Look) -> None:
+        if everything:
+            self.registry.unload()
+            self.opened.clear()
+        else:
+            self.registry.unload(self.world.subjects[which].setup(self.world.devices))
+            self.opened.pop(self.world.subjects[which], None)
         self.look(look, which)
-
-    @rule(look=LOOK)
-    @refusable
-    def unload_all(self, look: Look) -> None:
-        self.registry.unload()
-        self.opened.clear()
-        self.look(look)
-
-    # ---- after every rule
 
     @invariant()
     def it_adds_up(self) -> None:

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from types import CodeType
 
 from parallel_backend.client.conditioning_cache import ConditioningCache
-from parallel_backend.client.lora import Adaptation, Deltas
-from parallel_backend.client.memory_guard import MemoryGuard
 from parallel_backend.client.models_on_ranks import ModelsOnRanks
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.lora import Adapters
-from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.store.slots import Slots
-from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
@@ -33,31 +28,12 @@ class Plant:
 
 PLANTS = (
     Plant("modules' outputs stay after a merge", Engine, "adapted", "self.stage.module_cache.forget()", "pass"),
-    Plant(
-        "modules' outputs stay when their prompt goes", Engine, "drop_conditioning", "self.stage.module_cache.drop(", "int("
-    ),
-    Plant("a run that is given up still counts", RemoteTransformer, "discard_run", "self._memory.forget(run)", "pass"),
     Plant("keys of a cancelled run stay", RemoteTransformer, "discard_run", "self._ranks.tell(m.CloseRun(run))", "pass"),
-    Plant("memory of slots stays counted when they close", Slots, "close", "self._copies.release(slot.memory)", "pass"),
-    Plant(
-        "a LoRA is not weighed where the last one had its strengths", Adaptation, "replace", "self._strengths = ()", "pass"
-    ),
-    Plant("additions stay counted after giving way", Adaptation, "drop", "self.bytes = [", "_ = ["),
     Plant("weights stay counted after giving way", ResidentWeights, "_note", "self._held = answered.result()", "pass"),
     Plant("models of ranks that were killed stay", ModelsOnRanks, "add", "if not each.model.on_ranks", "if each is None"),
     Plant(
         "a prompt too many is not dropped", ConditioningCache, "find", "self._ranks.tell(DropConditioning(dropped))", "pass"
     ),
-    Plant("what was admitted before weights gave way needs no look", MemoryGuard, "gave_way", "self.refresh()", "pass"),
-    Plant("a slot keeps the weights of before a merge", WeightStore, "overwrite", "self._slots.forget(group.name)", "pass"),
-    Plant(
-        "a LoRA keeps the scale of its first use",
-        Deltas,
-        "replace",
-        "Rescale(tuple(same[number]",
-        "Rescale(tuple(known[number]",
-    ),
-    Plant("modules' outputs stay from run to run", ModuleCache, "forget", "kept.clear()", "pass"),
     Plant("a merge stays on the weights", Adapters, "drop", "if self._replaced:", "if not self._replaced:"),
 )
 
