@@ -38,8 +38,8 @@ def test_an_error_a_hang_and_an_allocation_without_bounds_are_defects(monkeypatc
     monkeypatch.setattr(runner, "SECONDS", 0.2)
 
     def defect(case) -> str:
-        with runner.little_memory():
-            return runner.run("control", lambda rng: case, 1, SEED).defects[0]
+        with runner.little_memory(lambda rng: case) as make:
+            return runner.run("control", make, 1, SEED).defects[0]
 
     assert "IndexError" in defect(lambda: [][0])
     assert "Hang" in defect(lambda: time.sleep(60))

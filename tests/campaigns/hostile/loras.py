@@ -1,8 +1,10 @@
 """LoRA files that nobody would write, for a real ComfyUI: put on its own model and on ours by its own node."""
 
+import contextlib
+import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 from testing import mini
 from testing.comfyui.scripted import ComfyUI, Inside
 from tests.campaigns.fuzz import damage
+from tests.campaigns.fuzz.runner import Case, Make
 
 from .tensors import Stored, Tensors, changed, resized, stored, write
-from .verdict import CLOSE, Tally, fault_of
+from .verdict import CLOSE, MOST_LETTERS
 
 MODEL = "hostile.safetensors"
 STRENGTHS = (1.0, 1.0, 1.0, 0.5, -1.0, 0.0, 100.0)
@@ -23,8 +26,6 @@ LARGE = 1e30
 
 
 SCRIPTS = Path(__file__).parent / "inside"
-BATCH = 100
-"""Files for one process of ComfyUI."""
 
 
 def save_model(folder: Path) -> None:
@@ -99,8 +100,7 @@ def odd(rng: random.Random, tensors: Tensors) -> Tensors:
     return tensors | {key: resized(rng, resized(rng, tensors[key]))}
 
 
-def make(rng: random.Random, path: Path) -> float:
-    """Writes a file. The strength that it is put on with."""
+def write_lora(rng: random.Random, path: Path) -> None:
     tensors, how = sound(rng), rng.random()
     if how > 0.05:
         tensors = (changed if rng.random() < 0.6 else odd)(rng, tensors)
@@ -108,44 +108,37 @@ def make(rng: random.Random, path: Path) -> float:
     if 0.9 < how < 0.97:
         content = path.read_bytes()
         path.write_bytes(damage.bytes_of(rng, content[:600]) + content[600:])
-    return rng.choice(STRENGTHS)
 
 
-def run(comfyui: ComfyUI, base: Path, count: int, seed: int) -> Tally:
+@contextlib.contextmanager
+def loras(comfyui: ComfyUI, base: Path) -> Iterator[Make]:
     """`base`: an empty base directory for ComfyUI."""
-    tally, folder = Tally("LoRA"), base / "models" / "loras"
+    folder, numbers = base / "models" / "loras", itertools.count()
     folder.mkdir(parents=True)
     save_model(base / "models" / "diffusion_models")
-    for begin in range(0, count, BATCH):
-        files = {}
-        for number in range(begin, min(begin + BATCH, count)):
-            name = f"{number}.safetensors"
-            files[name] = make(random.Random(f"{seed} LoRA {number}"), folder / name)
-        inside = Inside(comfyui, base, SCRIPTS)
-        try:
-            found = inside.run("lora_files", model=MODEL, files=list(files.items()))[0]
-        finally:
-            inside.close()
-        for number, name in enumerate(files, begin):
-            judge(tally, number, found[name])
-        if found["as before"] != 0.0:
-            tally.defects[begin] = f"the model without LoRA is another one afterwards: {found['as before']}"
-    return tally
+
+    def make(rng: random.Random) -> Case:
+        name, strength = f"{next(numbers)}.safetensors", rng.choice(STRENGTHS)
+        write_lora(rng, folder / name)
+        return lambda: judge(inside.run("lora_files", model=MODEL, file=name, strength=strength)[0])
+
+    with contextlib.closing(Inside(comfyui, base, SCRIPTS)) as inside:
+        yield make
 
 
-def judge(tally: Tally, number: int, found: dict[str, Any]) -> None:
-    """`found`: see inside/lora_files.py."""
+def judge(results: dict[str, Any]) -> str:
+    """`results`: see inside/lora_files.py. AssertionError for what is wrong."""
+    found = results["with it"]
+    assert "error" not in found, found["traceback"]
+    assert results["as before"] == 0.0, "the model without LoRA is another one afterwards"
     text, kind = found.get("text", ""), found.get("kind", "")
-    if "error" in found:
-        tally.note(number, "unnamed", found["traceback"][-800:])
-    elif found["rank"] or not found["lives"]:
-        tally.note(number, "rank ended", text[-800:] or "the ranks are others")
-    elif text and kind != "ValueError" and found.get("theirs", "").startswith(f"{kind}: "):
-        tally.note(number, "refused by ComfyUI")
-    elif text:
-        named = found["not finite"] or (kind == "ValueError" and re.match("model(_name)?: ", text))
-        wrong = fault_of(text, found["cause"]) if named else f"names no widget: {kind}"
-        tally.note(number, "refused", f"{wrong}: {text[:400]!r}" if wrong else "")
-    else:
-        wrong = found["far"] is not None and found["far"] >= CLOSE
-        tally.note(number, "run", f"off by {found['far']:.3g}" if wrong else "")
+    assert found["lives"], f"the ranks ended: {text}"
+    if not kind:
+        assert found["far"] is None or found["far"] < CLOSE, f"off by {found['far']:.3g}"
+        return "run"
+    if kind != "ValueError" and found.get("theirs", "").startswith(f"{kind}: "):
+        return "refused by ComfyUI"
+    assert found["not finite"] or (kind == "ValueError" and re.match("model(_name)?: ", text)), f"{kind}: {text[:400]!r}"
+    for said in (text, found["cause"]):
+        assert len(said) <= MOST_LETTERS and said.isprintable(), f"{len(said)} letters: {said[:400]!r}"
+    return "refused"
