@@ -21,7 +21,6 @@ from typing import Any
 from parallel_backend.rank.start.entry import main
 from parallel_backend.rank.start.parent_watch import end_with_parent
 from parallel_backend.wire.rank_settings import RankSettings
-from testing.emulated_device import EmulatedDevice, enter
 
 from .fault import INJECTED, Fault
 
@@ -210,7 +209,6 @@ def install(agent: Agent) -> None:
     from parallel_backend.rank.stage.store.weight_store import WeightStore
     from parallel_backend.rank.stage.weights import StageWeights
     from parallel_backend.rank.vae.part import VAEPart
-    from testing import emulated_device
 
     _before(agent, worker, "run", "start")
     _before_and_after(agent, peers, "join", "rendezvous")
@@ -220,7 +218,6 @@ def install(agent: Agent) -> None:
     _before(agent, Engine, "close", "unload")
     _before(agent, Adapters, "add", "adapt")
     _before(agent, WeightStore, "set_resident", "giving way")
-    _before(agent, emulated_device, "_copy", "copying")
     _before(agent, CudaCopies, "copy", "copying")
     _watch_loading(agent, StageWeights, WeightStore)
     _watch_blocks(agent, Engine)
@@ -331,17 +328,11 @@ def _idle(agent: Agent) -> None:
         time.sleep(0.02)
 
 
-def entry(
-    folder: Path, temporary: Path, device: EmulatedDevice | None, settings: RankSettings, connection: Connection
-) -> None:
-    """As entry.main. `folder`: where the files are that the harness and its ranks speak through. `device`: the rank's, if it
-    is an emulated one."""
+def entry(folder: Path, temporary: Path, settings: RankSettings, connection: Connection) -> None:
+    """As entry.main. `folder`: where the files are that the harness and its ranks speak through."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     agent = Agent(folder, settings.rank, connection)
     agent.at("start")
     end_with_parent(settings.rendezvous.parent)  # as `main` does first: what follows takes seconds
     install(agent)
-    if device is None:
-        main(settings, connection)
-    else:
-        enter(device, settings, connection)
+    main(settings, connection)

@@ -9,7 +9,6 @@ import operator
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
 from testing import mini
-from testing.emulated_device import EmulatedDevice
 from testing.vaes import OnRanks, made_of, small_vae
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import latent
@@ -42,11 +40,9 @@ from .rank import DAMAGED, MODEL_FILE
 from .table import DEGREES, GIVING_WAY, STREAMED
 
 STEPS = 4
-EMULATED = EmulatedDevice(1 << 30, 1e9)
 RESIDENT = 0.6
 """Of the weights of a model that gives way, on the device: some blocks, and the slots of the others."""
-NEXT_TO_NOTHING = Offload(leave_free=EMULATED.nbytes - 1)
-"""All blocks are streamed."""
+ALL_STREAMED = Offload(leave_free=1 << 50)
 LIMIT = 1e-5
 """Relative difference of an exact call from diffusers' own forward."""
 ALONE = 0.5
@@ -97,8 +93,7 @@ class FaultSession:
 
     def start(self, devices: tuple[str, ...], **named: Any) -> Pool:
         """In place of Pool where the registry starts one."""
-        device = EMULATED if devices[0] == "cpu:0" else None
-        entry = functools.partial(rank.entry, self.folder, self.temporary, device)
+        entry = functools.partial(rank.entry, self.folder, self.temporary)
         start = functools.partial(LocalRanks, entry=entry)
         pool = Pool(devices, **named | {"threads": 1, "silence": self.silence, "start": start})
         pool.watchdog.start = self.starts_within
@@ -117,12 +112,10 @@ class FaultSession:
         world = DEGREES[degrees].world
         if self.cards:  # those that give way in another order, so that one can tell
             return ("cuda:1", "cuda:0") if degrees.endswith(GIVING_WAY) else ("cuda:0", "cuda:1")
-        emulated = degrees.endswith((STREAMED, GIVING_WAY))
-        return tuple(f"cpu:{rank}" for rank in range(world)) if emulated else ("cpu",) * world
+        return ("cpu",) * world
 
     def key(self, degrees: str, path: Path | None = None) -> Setup:
-        nothing = Offload(leave_free=1 << 50) if self.cards else NEXT_TO_NOTHING
-        offload = nothing if degrees.endswith(STREAMED) else ALLOWED
+        offload = ALL_STREAMED if degrees.endswith(STREAMED) else ALLOWED
         devices, own = self.devices(degrees), mini.proven(tensor=DEGREES[degrees].tensor)
         key = Setup(path or self.path, "fp32", devices, DEGREES[degrees], "sdpa", "even", own_class=own)
         return replace(key, offload=offload)
@@ -140,7 +133,7 @@ class FaultSession:
         assert key.own_class is not None
         checkpoint = self.registry.checkpoint(None, key, mini.with_call(open_own_class(key.path, key.own_class)))
         model = self.registry.model(key, self.poll, opened=checkpoint)
-        if key.devices in (("cpu:0", "cpu:1"), ("cuda:1", "cuda:0")) and key.offload == ALLOWED:
+        if key.devices == ("cuda:1", "cuda:0"):
             self.give_way(model)
         assert key.offload == ALLOWED or min(model.resident.host_bytes) > 0 or key.degrees.sequence > 1
         model.adapt(None, (), self.poll)
@@ -276,10 +269,9 @@ class FaultSession:
         )
 
     def left_over(self, degrees: str, seconds: float) -> list[str]:
-        """What this process has beside what it has while all is well, new ranks for old ones."""
-        world = DEGREES[degrees].world
-        exchanged = Counter(children=world, files=1)
-        return census.settle(lambda: census.left_over(self.usual[world], census.take(self.temporary), exchanged), seconds)
+        """What this process has beside what it has while all is well."""
+        usual = self.usual[DEGREES[degrees].world]
+        return census.settle(lambda: census.left_over(usual, census.take(self.temporary)), seconds)
 
 
 @contextlib.contextmanager

@@ -18,12 +18,10 @@ DEGREES = {
     "patch 2": Degrees(patch=2, patch_mode="displaced"),
     "pipe 2 x ulysses 2": Degrees(pipe=2, ulysses=2),
     "pipe 2, streamed": Degrees(pipe=2),
-    "ulysses 2, streamed": Degrees(ulysses=2),
     "pipe 2, giving way": Degrees(pipe=2),
-    "ulysses 2, giving way": Degrees(ulysses=2),
 }
 STREAMED, GIVING_WAY = ", streamed", ", giving way"
-"""Endings of degrees whose ranks have emulated devices: weights are streamed, or go to host memory before each prompt."""
+"""Endings of degrees of tests/gpu/test_faults.py: weights are streamed, or go to host memory before each prompt."""
 
 EVENTS = {
     "start": 2,
@@ -45,7 +43,7 @@ EVENTS = {
 """Phase -> how many places a fault can strike in, at least, on every rank: blocks run, parameters read, ..."""
 COMPUTING = ("exact", "banded")
 STREAMING = ("giving way", "copying")
-"""Weights go to host memory; a block is being copied from there."""
+"""Weights go to host memory; a block is being copied from there. On GPUs alone."""
 SERVED = ("loading", "conditioning", *COMPUTING, "adapt", "close run", "decoding")
 """A rank handles a message of the client, who waits for what comes of it."""
 CANCELLED = ("loading", "conditioning", *COMPUTING, "adapt", "decoding", *STREAMING)
@@ -125,7 +123,7 @@ def makes_sense(kind: str, phase: str, degrees: str, victim: int) -> bool:
     mesh = DEGREES[degrees]
     at = mesh.coordinate(victim)
     sends_outputs = at.pipe == mesh.pipe - 1 and at.tensor == 0
-    if degrees.endswith(STREAMED) != (phase == "copying") or degrees.endswith(GIVING_WAY) != (phase == "giving way"):
+    if phase in STREAMING or degrees.endswith((STREAMED, GIVING_WAY)):
         return False
     if phase == "sending" and not sends_outputs:
         return False
