@@ -52,13 +52,6 @@ DOOR = (
         ("tests/processes/test_watchdog.py",),
     ),
     Mutant(
-        "that only Gloo works is tried anew at each start",
-        CLIENT + "p2p_verdicts.py",
-        "by_gloo = verdict | GLOO in known",
-        "by_gloo = False",
-        ("tests/client/test_registry.py", "-k", "gloo or Gloo or nccl or p2p"),
-    ),
-    Mutant(
         "a rank is bound to cores that its process may not use",
         RANK + "numa.py",
         "if not cores or not cores < allowed:",
@@ -71,13 +64,6 @@ DOOR = (
         "            self._seen.clear()\n",
         "",
         ("tests/client/test_registry.py",),
-    ),
-    Mutant(
-        "a model file that is away counts as changed",
-        CHECKPOINTS + "file_state.py",
-        "return all(map(os.path.isfile, paths)) and file_state(paths) != expected",
-        "return file_state(paths) != expected",
-        ("tests/checkpoints/test_file_state.py", "tests/client/test_registry.py"),
     ),
     Mutant(
         "Unload frees a model in the middle of a run",

@@ -19,14 +19,7 @@ TWO_EVENTS = (
         "pass",
         ("tests/rank/test_weight_store.py",),
         ("tests/emulated/test_weights.py",),
-        "default",
-    ),
-    Mutant(
-        "what was used again in one run counts as used again in the next",
-        CLIENT + "models_on_ranks.py",
-        "used.again, used.run = used.run == self.run, self.run",
-        "used.again, used.run = used.again or used.run == self.run, self.run",
-        ("tests/client/test_registry.py",),
+        tier="default",
     ),
     Mutant(
         "models of failed ranks are kept",
@@ -56,13 +49,6 @@ TWO_EVENTS = (
         "(self.layout, self.changes) != (layout, call.changes)",
         "(self.layout.grid, self.changes) != (layout.grid, call.changes)",
         ("tests/client/test_call.py",),
-    ),
-    Mutant(
-        "compiling is no allowance",
-        PROCESSES + "watchdog.py",
-        "new = bool(self._compiling) or slow",
-        "new = slow",
-        ("tests/processes/test_watchdog.py",),
     ),
     Mutant(
         "who died of it is named before who said why",
@@ -116,13 +102,6 @@ TABLES = (
         ("tests/nodes",),
     ),
     Mutant(
-        "a hook's patch is carried over unchecked",
-        "nodes/model/carry_over.py",
-        "_fitting(weights, hooked, target.patches, hooked=True)",
-        "{key: list(patches) for key, patches in hooked.items()}",
-        ("tests/nodes",),
-    ),
-    Mutant(
         "an unknown entry of transformer_options is let pass",
         "nodes/model/patches/reach.py",
         "elif name not in READ_BY or (_is_read",
@@ -143,7 +122,7 @@ TABLES = (
         "isinstance(value, types.FunctionType) or (changed",
         ("tests/nodes",),
         ("tests/comfyui/test_guidance_in_bands.py",),
-        "default",
+        tier="default",
     ),
 )
 """The second kind."""
