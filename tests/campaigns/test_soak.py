@@ -16,7 +16,7 @@ WINDOW, ROUNDS = 20, 4
 def clean() -> Soak:
     found = Soak(0, WINDOW, WINDOW * ROUNDS)
     for number in range(1, WINDOW * ROUNDS + 1):
-        found.endings.append(Ending(number, "pipe 0", "pipe", "", FINISHED, seconds=1.0, difference=0.0))
+        found.endings.append(Ending(number, "pipe 0", "pipe", "", FINISHED, difference=0.0))
         found.readings.append(Reading(number, EMPTY, "rank 0", 11, 300_000_000, 20, 9, shared=0, files=1))
     return found
 
@@ -26,7 +26,6 @@ def clean() -> Soak:
     [
         ({}, {}, ""),
         ({"difference": 1e-7}, {}, "prompt 80 (pipe 0): differs from the same request alone by 1e-07"),
-        ({"computed": False}, {}, "prompt 80 (pipe 0): was not computed, so nothing was compared"),
         ({"status": CANCELLED, "difference": None}, {}, "prompt 80 (pipe 0): was cancelled, though nobody asked for it"),
         ({}, {"allocated": 310_000_000}, "rank 0 grew by 3.3 % from 300.0 MB"),
         ({}, {"threads": 12}, "rank 0 has 12 threads with nothing loaded, 9 before"),

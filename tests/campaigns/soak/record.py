@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 SERVER = "ComfyUI"
 EMPTY = "empty"
 """The state after ComfyUI's button to free memory and then the Unload node: nothing is loaded. All other states are ""."""
-FINISHED, CANCELLED, DELETED, FAILED = "finished", "cancelled", "deleted", "failed"
+FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 
 
 @dataclass(frozen=True)
 class Ending:
     """A prompt's end. `cancel`: how it was to be cancelled, '' if it was not. `status`: one of those above.
 
-    `computed`: its sampler ran, rather than being answered from ComfyUI's cache. `difference`: the largest to the same
-    request alone, 0 only if all bits are equal; None if there is nothing to compare.
+    `difference`: the largest to the same request alone, 0 only if all bits are equal; None if there is nothing to compare.
     """
 
     number: int
@@ -21,8 +20,6 @@ class Ending:
     setup: str
     cancel: str
     status: str
-    seconds: float
-    computed: bool = True
     difference: float | None = None
     error: str = ""
 

@@ -49,12 +49,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request in API form; ids of the nodes that sample, save the latent and save the picture (None: none is made)."""
+    """A request in API form; the id of the node that saves the latent."""
 
     nodes: dict[str, Any]
-    sampler: str
     latent: str
-    picture: str | None
 
 
 def draw(setups: tuple[Setup, ...], each: int, seed: int) -> list[Request]:
@@ -128,14 +126,13 @@ def prompt(request: Request, serial: int = 0, trace: bool = False) -> Prompt:
             model = graph.add("ParallelStepCache", model=model, **cache)
         latent = graph.add("KSampler", model=model, **widgets)
     saved = graph.add("SaveLatent", samples=latent, filename_prefix="soak")
-    picture = None
     if request.vae:
         vae = graph.add("VAELoader", vae_name=VAE)
         decoded = graph.add("ParallelVAEDecode", samples=latent, vae=vae, devices="auto")
-        picture = graph.add("SaveImage", images=decoded, filename_prefix="soak")[0]
+        graph.add("SaveImage", images=decoded, filename_prefix="soak")
     if trace:
         graph.add("ParallelTrace", filename_prefix="soak", after=latent)
-    return Prompt(graph.prompt, latent[0], saved[0], picture)
+    return Prompt(graph.prompt, saved[0])
 
 
 def _model(graph: Graph, request: Request) -> Link:

@@ -14,8 +14,8 @@ RESTS = (60, 12, 13, 15)
 """How often nothing, the Unload node, ComfyUI's button, or both come at a change of setups."""
 LATEST = 1.2
 """Of the seconds that the request takes alone: when it is cancelled at the latest, so that some come too late."""
-INTERRUPT, TWICE, EVERYTHING, DELETE = "interrupt", "interrupt twice", "interrupt whatever runs", "delete from queue"
-UNLOAD, FREE, BOTH, DOCTOR, NOTHING = "unload node", "free button", "free button and unload node", "doctor", ""
+INTERRUPT, EVERYTHING = "interrupt", "interrupt whatever runs"
+UNLOAD, FREE, BOTH, NOTHING = "unload node", "free button", "free button and unload node", ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def make_plan(two_ranks: list[Request], others: list[Request], prompts: int, see
     """`prompts` prompts. Rounds, each of all requests on two ranks in another order; then others among them.
 
     A round has a run of prompts for each setup, and ends with nothing loaded. In rounds no prompt is cancelled that has the
-    ranks load: that ends them, and they are to live on. The first round has Parallel Trace and the Doctor too.
+    ranks load: that ends them, and they are to live on. The first round has Parallel Trace too.
     """
     chance = random.Random(seed)
     extra = round(len(two_ranks) * CANCELLED / (1 - CANCELLED))
@@ -72,8 +72,6 @@ def make_plan(two_ranks: list[Request], others: list[Request], prompts: int, see
             chance.shuffle(turns)
             traced = Turn(first, trace=index == 0 and first.setup.ranks > 0)
             batches += _batches([traced, *turns], chance)
-        if index == 0:
-            batches.append(Batch((), DOCTOR))
         batches.append(Batch((), BOTH))
     lived = sum(len(batch.turns) for batch in batches)
     batches += _restarts(two_ranks, others, prompts - lived, chance)
@@ -110,12 +108,6 @@ def _batches(turns: list[Turn], chance: random.Random) -> Iterator[Batch]:
         count = chance.choices((1, 2, 3, 4), (6, 2, 1, 1))[0]
         taken, turns = turns[:count], turns[count:]
         after = NOTHING if turns else chance.choices((NOTHING, UNLOAD, FREE, BOTH), RESTS)[0]
-        yield Batch(tuple(_way(turn, place, len(taken), chance) for place, turn in enumerate(taken)), after)
-
-
-def _way(turn: Turn, place: int, count: int, chance: random.Random) -> Turn:
-    """How it is cancelled depends on whether it waits behind another, or others behind it."""
-    if not turn.cancel:
-        return turn
-    alone = (EVERYTHING,) if count == 1 else ()
-    return replace(turn, cancel=chance.choice((INTERRUPT, DELETE if place else TWICE, *alone)))
+        if count == 1 and taken[0].cancel and chance.random() < 0.5:
+            taken = [replace(taken[0], cancel=EVERYTHING)]  # nothing else is queued
+        yield Batch(tuple(taken), after)

@@ -31,8 +31,6 @@ def _wrong(ending: Ending) -> str | None:
         return ending.error
     if ending.status == CANCELLED and not ending.cancel:
         return "was cancelled, though nobody asked for it"
-    if ending.status == FINISHED and not ending.computed:
-        return "was not computed, so nothing was compared"
     if ending.status == FINISHED and ending.difference != 0:
         return f"differs from the same request alone by {ending.difference:.3g}"
     return None
