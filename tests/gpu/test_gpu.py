@@ -5,7 +5,6 @@ One device is enough for most of it, since two ranks may share one; what needs t
 """
 
 import copy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +21,10 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.device_copies import host_buffer
 from parallel_backend.core.setup import Offload
 from parallel_backend.core.sparse_attention import HEAD_SIZE, SparseAttention
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention.sparse import SparseStep, refusal
-from parallel_backend.rank.comm.staging import from_staging, to_staging
-from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
 from testing import mini
 from testing.models import on_ranks
@@ -151,43 +147,6 @@ def test_inputs_and_outputs_on_the_device(ranks, given):
     assert output.device == sample.device == x.device
     assert mini.relative(output.cpu(), call) <= TOLERANCE
     assert mini.relative(sample.cpu(), bands) <= TOLERANCE
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="page-locked memory is left alone there")
-def test_copies_for_gloo_are_page_locked_and_come_back_whole():
-    device, x = torch.device(DEVICE), torch.arange(1 << 20, device=DEVICE).view(1024, 1024).T
-    copy = to_staging(x)
-    assert copy.is_pinned() and copy.is_contiguous()
-    assert torch.equal(from_staging(copy, device), x)
-    del copy
-    assert host_buffer(x.shape, x.dtype, device).is_pinned()
-
-
-def free_bytes() -> int:
-    """Of the device, whoever uses it: this process sees what the ranks take."""
-    return torch.cuda.mem_get_info(DEVICE)[0]
-
-
-def test_peak_memory_and_unloading(ranks, tmp_path, measured):
-    """A first model leaves behind what libraries keep for good (kernels, workspaces); a second must leave nothing."""
-    path = mini.save(mini.random_model(LARGE), tmp_path / "large.safetensors")
-    given, pool = mini.inputs(LARGE), ranks(ALONE)
-    free = []
-    for _ in range(2):
-        model = ranks.load(ALONE, Degrees(), path=path)
-        stats = banded(model, given)[1]
-        free.append(free_bytes())
-        pool.ask(Unload(), Unloaded).result(timeout=60)
-        free.append(free_bytes())
-    size = model.weight_bytes[0]
-    assert size > 2.5e8
-    _, before, loaded, after = free
-    measured("memory of a model on a GPU / its weights", (before - loaded) / size)
-    measured("memory left after unloading on a GPU / weights", (before - after) / size)
-    assert before - loaded > 0.95 * size  # what the first one left may have room for a little of the second
-    assert before - after < 0.1 * size
-    assert size + stats[0].buffer_bytes < stats[0].peak_bytes < torch.cuda.mem_get_info(DEVICE)[1]
-    assert stats[0].buffer_bytes > 0
 
 
 def test_streamed_weights_give_what_weights_on_the_device_give(ranks, tmp_path):
