@@ -25,7 +25,6 @@ from parallel_backend.core.setup import Offload
 from parallel_backend.core.sparse_attention import HEAD_SIZE, SparseAttention
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention.sparse import SparseStep, refusal
-from parallel_backend.wire.sampling import RunStats
 from testing import mini
 from testing.models import on_ranks
 from testing.vaes import OnRanks, made_of, small_vae
@@ -69,8 +68,8 @@ class Ranks:
             pool.ready.result(timeout=300)
         return pool
 
-    def load(self, devices: tuple[str, ...], degrees: Degrees, path: Path | None = None) -> RemoteTransformer:
-        return on_ranks(self(devices), mini.opened(path or self.path), degrees, "fp32", "sdpa", lambda: None)
+    def load(self, devices: tuple[str, ...], degrees: Degrees) -> RemoteTransformer:
+        return on_ranks(self(devices), mini.opened(self.path), degrees, "fp32", "sdpa", lambda: None)
 
     def close(self) -> None:
         while self._pools:
@@ -102,10 +101,10 @@ def expected(mini_model, given) -> torch.Tensor:
     return mini.reference(mini_model, *given)
 
 
-def banded(model: RemoteTransformer, given) -> tuple[torch.Tensor, list[RunStats]]:
+def banded(model: RemoteTransformer, given) -> torch.Tensor:
     """With one warm-up step."""
     x, _, tensors = given
-    return sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), BANDS, 1)
+    return sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), BANDS, 1)[0]
 
 
 @pytest.mark.parametrize("devices", PAIRS)
@@ -139,12 +138,11 @@ def test_one_rank_equals_the_class(ranks, mini_model, given, expected, measured)
 def test_inputs_and_outputs_on_the_device(ranks, given):
     """ComfyUI's latents and conditioning are on its own device, and its sampler goes on there with what comes back."""
     alone = ranks.load(ALONE, Degrees())
-    call, bands = alone.predict(ModelCall(*given), lambda: None), banded(alone, given)[0]
+    call, bands = alone.predict(ModelCall(*given), lambda: None), banded(alone, given)
     model = ranks.load(SHARED, Degrees(pipe=2))
-    x, timestep, tensors = moved_to(DEVICE, given)
-    output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
-    sample = sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), BANDS, 1)[0]
-    assert output.device == sample.device == x.device
+    there = moved_to(DEVICE, given)
+    output, sample = model.predict(ModelCall(*there), lambda: None), banded(model, there)
+    assert output.device == sample.device == there[0].device
     assert mini.relative(output.cpu(), call) <= TOLERANCE
     assert mini.relative(sample.cpu(), bands) <= TOLERANCE
 
