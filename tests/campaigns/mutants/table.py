@@ -149,7 +149,6 @@ RANK_MUTANTS = (
         ".add_(shift)",
         ".add_(0.0 * shift)",
         ("tests/rank/test_kv_buffer.py",),
-        ("tests/benchmarks/test_mini_video.py", "-k", "close"),
     ),
     Mutant(
         "a stale band read as fresh",
