@@ -1,6 +1,5 @@
 """Every part of the benchmark suite runs and says what it should, on models so small that its seconds mean nothing."""
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from benchmarks.harness import measuring, render
 from benchmarks.harness.subjects import FLUX_LIKE, GUIDED_FLUX_LIKE
 from benchmarks.rivals import field
-from benchmarks.speed import growth, offload, one_device, two_ranks
+from benchmarks.speed import growth, one_device, two_ranks
 
 SMALL = {"width": 32, "axes": (4, 6, 6), "double_blocks": 1, "single_blocks": 1}
 FLUX = replace(FLUX_LIKE, config=FLUX_LIKE.config | SMALL, side=16, text=4, steps=3)
@@ -98,19 +97,3 @@ def test_a_table_and_plots_come_of_the_results_alone(results, measured_growth, t
         if "](images/" in line:
             assert (tmp_path / line.split("](")[1].rstrip(")")).stat().st_size > 1000
     assert "nan" not in text
-
-
-@pytest.mark.slow
-def test_weights_that_are_streamed_cost_what_is_predicted_of_them(thread_pools, said):
-    """The figures of the emulation; its seconds mean nothing here."""
-    config = FLUX.config | {"single_blocks": 7}
-    start = thread_pools.start
-    result = offload.run(
-        replace(FLUX, config=config), 400_000, 1, said.append, start, lambda device: functools.partial(start, device=device)
-    )
-    assert set(result["modes"]) == set(offload.MODES)
-    for mode in result["modes"].values():
-        assert mode["equal"] and mode["within_budget"]
-        assert mode["seconds_all_there"]["median"] <= mode["predicted"] <= mode["predicted_most"]
-    streamed = {name: sum(mode["MB_per_step_by_rank"]) for name, mode in result["modes"].items()}
-    assert streamed["ulysses"] > streamed["tensor"] and streamed["pipefusion M=4"] > streamed["pipefusion M=2"]
