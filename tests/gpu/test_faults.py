@@ -26,7 +26,6 @@ PHASES = {
     "conditioning": "pipe 2",
     "exact": "ulysses 2",
     "banded": "pipe 2",
-    "sending": "pipe 2",
     "idle": "pipe 2",
     "adapt": "ulysses 2",
     "close run": "pipe 2",

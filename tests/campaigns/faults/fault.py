@@ -16,10 +16,5 @@ class Fault:
     victim: int
     moment: int
 
-    @property
-    def event(self) -> str:
-        """What the victim counts to the moment."""
-        return f"{self.phase}, transfer" if self.kind.startswith("transfer") else self.phase
-
     def __str__(self) -> str:
         return f"{self.kind} ({self.variant}), {self.phase}, {self.degrees}, rank {self.victim}, event {self.moment}"

@@ -8,8 +8,6 @@ import functools
 import json
 import os
 import signal
-import socket
-import struct
 import tempfile
 import threading
 import time
@@ -73,7 +71,7 @@ class Agent:
     def at(self, event: str, value: Any = None) -> Any:
         """Something happens of which `value` came. The same, or what the fault makes of it."""
         fault = self.fault()
-        if fault is None or fault.event != event:
+        if fault is None or fault.phase != event:
             return value
         if self._counting != self._known[0]:
             self._counting, self._count = self._known[0], 0
@@ -129,25 +127,6 @@ def _hang(_agent: Agent, _fault: Fault, _value: Any) -> Any:
         time.sleep(3600)
 
 
-class Lost:
-    """A transfer that was never started."""
-
-    def wait(self) -> None:
-        pass
-
-
-def _exit(_agent: Agent, _fault: Fault, _value: Any) -> Any:
-    os._exit(0)
-
-
-def _cut(agent: Agent, _fault: Fault, value: Any) -> Any:
-    """Also for threads that wait for it."""
-    end = socket.socket(fileno=os.dup(agent.connection.fileno()))
-    end.shutdown(socket.SHUT_RDWR)
-    end.close()
-    return value
-
-
 def _cut_file_short(agent: Agent, _fault: Fault, value: Any) -> Any:
     path = agent.folder / DAMAGED
     os.truncate(path, path.stat().st_size // 3)
@@ -166,9 +145,6 @@ _STRIKES: dict[str, Callable[[Agent, Fault, Any], Any]] = {
     "NaN": _spoil,
     "slow": _sleep,
     "hangs": _hang,
-    "transfer lost": lambda _agent, _fault, _operation: Lost,
-    "exits": _exit,
-    "cut off": _cut,
     MODEL_FILE: _cut_file_short,
     "cancelled": Agent.wait_for_client,
     "wrong": _shift,  # a control: what the harness must find out
@@ -186,19 +162,6 @@ def _before(agent: Agent, owner: Any, name: str, event: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def _before_and_after(agent: Agent, owner: Any, name: str, event: str) -> None:
-    _before(agent, owner, name, event)
-    before = getattr(owner, name)
-
-    @functools.wraps(before)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        result = before(*arguments, **named)
-        agent.at(event)
-        return result
-
-    setattr(owner, name, wrapped)
-
-
 def install(agent: Agent) -> None:
     """Have the agent see every event of EVENTS."""
     from parallel_backend.rank import worker
@@ -211,8 +174,9 @@ def install(agent: Agent) -> None:
     from parallel_backend.rank.vae.part import VAEPart
 
     _before(agent, worker, "run", "start")
-    _before_and_after(agent, peers, "join", "rendezvous")
+    _before(agent, peers, "join", "rendezvous")
     _before(agent, worker, "leave", "closing")
+    _before(agent, VAEPart, "run", "decoding")
     _before(agent, Engine, "put_conditioning", "conditioning")
     _before(agent, Engine, "close_run", "close run")
     _before(agent, Engine, "close", "unload")
@@ -221,9 +185,6 @@ def install(agent: Agent) -> None:
     _before(agent, CudaCopies, "copy", "copying")
     _watch_loading(agent, StageWeights, WeightStore)
     _watch_blocks(agent, Engine)
-    _watch_vae(agent, VAEPart)
-    _watch_transfers(agent)
-    _watch_outputs(agent)
     threading.Thread(target=_idle, args=(agent,), name="faults", daemon=True).start()
 
 
@@ -260,66 +221,6 @@ def _watch_blocks(agent: Agent, engine_class: Any) -> None:
         return step(engine, message, upcoming)
 
     engine_class.__init__, engine_class.step = init, stepping
-
-
-def _watch_vae(agent: Agent, part_class: Any) -> None:
-    """An event for each layer."""
-    make, run = part_class.__init__, part_class.run
-
-    def init(part: Any, *arguments: Any) -> None:
-        make(part, *arguments)
-        for module in part.model.modules():
-            if not any(module.children()):
-                module.register_forward_hook(lambda _module, _inputs, output: agent.at("decoding", output))
-
-    def running(part: Any, message: Any) -> Any:
-        agent.phase = "decoding"
-        return run(part, message)
-
-    part_class.__init__, part_class.run = init, running
-
-
-def _watch_transfers(agent: Agent) -> None:
-    """An event for each transfer that is about to start."""
-    from parallel_backend.rank.comm.transfers import Traffic
-
-    start = Traffic.start
-
-    def starting(traffic: Any, operation: Callable[[], Any]) -> Any:
-        return start(traffic, lambda: agent.at(f"{agent.phase}, transfer", operation)())
-
-    Traffic.start = starting
-
-
-def _watch_outputs(agent: Agent) -> None:
-    """An event in the middle of each output that is sent: behind its header and half of its tensor."""
-    from parallel_backend.wire.channel import Channel
-    from parallel_backend.wire.messages import encode
-    from parallel_backend.wire.sampling import Output
-
-    send = Channel.send
-
-    def sending(channel: Any, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        fault = agent.fault() if isinstance(message, Output) else None
-        if fault is None or fault.event != "sending":
-            send(channel, message, request_id, model)
-            return
-        header, (tensor,) = encode(message, model=model)
-        data = tensor.reshape(-1).numpy().tobytes()
-        frame = struct.pack("!i", len(data)) + data
-        with channel._sending:
-            channel.connection.send_bytes(header)
-            _write(channel.connection, frame[: len(frame) // 2])
-            agent.at("sending")
-            _write(channel.connection, frame[len(frame) // 2 :])
-
-    Channel.send = sending
-
-
-def _write(connection: Connection, data: bytes) -> None:
-    """Past the framing: as many writes as it takes."""
-    while data:
-        data = data[os.write(connection.fileno(), data) :]
 
 
 def _idle(agent: Agent) -> None:
