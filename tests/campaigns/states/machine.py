@@ -72,7 +72,7 @@ class Opened:
 
 
 Rule = Callable[..., None]
-Look = tuple[int, Given] | str | None
+Look = tuple[int, Given] | None
 
 
 def refusable(body: Rule) -> Rule:
@@ -96,11 +96,8 @@ ADDED, TIME = st.sampled_from(ADDITIONS), st.sampled_from(TIMES)
 CHANGE = st.one_of(st.none(), ADDED)
 SHARES = st.sampled_from((0.1, 0.5, 1.0, 1000.0))
 WHICH = st.integers(0, 2)
-AGAIN = "again"
-LOOK = st.one_of(st.none(), st.just(AGAIN), st.tuples(WHICH, GIVEN))
-"""A call of a model, behind the rule: None; AGAIN: the last one of the rule's model; or which model, and with what."""
-
-
+LOOK = st.one_of(st.none(), st.tuples(WHICH, GIVEN))
+"""A call of a model, behind the rule: which model, and with what."""
 LAST = Given(skips=True)
 
 
@@ -111,8 +108,6 @@ class States(RuleBasedStateMachine):
         self.registry = Registry()
         self.added: dict[Subject, Added] = dict.fromkeys(world.subjects, NOTHING)
         self.opened: dict[Subject, Opened] = {}
-        self.calls: dict[int, tuple[int, Given]] = {}
-        self.latest = 0
         self.sound = False
 
     @initialize(room=st.sampled_from(("for all", "for a part", "for two", "for a part", "for one")))
@@ -128,16 +123,11 @@ class States(RuleBasedStateMachine):
         model.adapt(added.name, subject.deltas(added), nothing, added.strengths)
         return model
 
-    def look(self, look: Look, which: int | None = None) -> None:
-        """`which`: the rule's model. None: the one that was called last."""
-        if look == AGAIN:
-            look = self.calls.get(self.latest if which is None else which)
+    def look(self, look: Look) -> None:
         if look is not None:
             self.same_as_alone(self.world.subjects[look[0]], look[1], TIMES[0])
 
     def same_as_alone(self, subject: Subject, given: Given, time: float) -> None:
-        self.latest = self.world.subjects.index(subject)
-        self.calls[self.latest] = self.latest, given
         model = self.model(subject)
         same(exact(model, subject, given, time), self.world.alone.exact(subject, self.added[subject], given, time))
         if self.room == "for all" and not self.opened:
@@ -181,7 +171,7 @@ class States(RuleBasedStateMachine):
 
         with mock.patch.object(model, "post", cancelled), contextlib.suppress(Cancelled):
             banded(model, subject, given)
-        self.look(look, which)
+        self.look(look)
 
     @rule(which=WHICH, added=ADDED, look=LOOK)
     @refusable
@@ -189,7 +179,7 @@ class States(RuleBasedStateMachine):
         """Merge, put a LoRA on, take it off, or change its strength: at the model's next use."""
         if (subject := self.world.subjects[which]) not in self.opened:
             self.added[subject] = added
-        self.look(look, which)
+        self.look(look)
 
     @rule(which=WHICH, look=LOOK)
     @refusable
@@ -198,7 +188,7 @@ class States(RuleBasedStateMachine):
         if (subject := self.world.subjects[which]) not in self.opened:
             for prompt in range(10, 19):
                 exact(self.model(subject), subject, Given(prompt), TIMES[0])
-        self.look(look, which)
+        self.look(look)
 
     @rule(which=WHICH, rank=st.integers(0, 1), share=SHARES, look=LOOK)
     @refusable
@@ -208,15 +198,6 @@ class States(RuleBasedStateMachine):
         held = self.registry.bytes_on(setup, device)
         freed = self.registry.give_back(setup, device, held * share)
         assert freed == held - self.registry.bytes_on(setup, device)
-        self.look(look, which)
-
-    @rule(rank=st.integers(0, 1), share=SHARES, look=LOOK)
-    @refusable
-    def make_way(self, rank: int, share: float, look: Look) -> None:
-        """For something else on these ranks: so much of what all models have on a device."""
-        pool, device = self.registry.pool, self.world.devices[rank]
-        if pool is not None:
-            self.registry.make_way(pool, device, int(share * self.registry.held_on(pool, device)))
         self.look(look)
 
     @rule(which=WHICH, given=GIVEN)
@@ -285,7 +266,7 @@ class States(RuleBasedStateMachine):
         self.opened.clear()
         assert not self.registry.held_on(pool, self.world.devices[rank])
         assert self.registry.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
-        self.look(look, which)
+        self.look(look)
 
     @rule(which=WHICH, everything=st.booleans(), look=LOOK)
     @refusable
@@ -296,7 +277,7 @@ class States(RuleBasedStateMachine):
         else:
             self.registry.unload(self.world.subjects[which].setup(self.world.devices))
             self.opened.pop(self.world.subjects[which], None)
-        self.look(look, which)
+        self.look(look)
 
     @invariant()
     def it_adds_up(self) -> None:
