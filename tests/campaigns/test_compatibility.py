@@ -8,7 +8,7 @@ import pytest
 
 from tests.campaigns.compatibility import verdict as of
 from tests.campaigns.compatibility.runner import FAMILIES, PackSession, how, save_models
-from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, counts, in_mode, is_named, judge
+from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, in_mode, is_named, judge
 from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
 
 ABOUT = ("core", "SkipLayerGuidanceDiT", "Skip Layer Guidance (DiT)", "flux")
@@ -69,13 +69,6 @@ def test_a_node_that_ends_its_process_hangs_or_crashes():
 )
 def test_a_refusal_names_its_node(text, names, named):
     assert is_named(text, names) == named
-
-
-def test_a_node_counts_once_and_a_spoilt_prompt_is_said():
-    spoilt = trials()
-    spoilt[MODES[0]]["after"] = {"error": {"type": "BadMessage", "text": "no header"}}
-    verdicts = [judge(ABOUT, spoilt), judge((*ABOUT[:3], "wan"), trials(**{MODES[0]: {"difference": 1.0, "psnr": 1.0}}))]
-    assert counts(verdicts) == {of.WRONG: 1, of.SPOILT: 1}
 
 
 @pytest.mark.full

@@ -57,7 +57,6 @@ def factors(rng: random.Random, shape: torch.Size) -> dict[str, torch.Tensor]:
         "kohya": lambda: {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(2.0)},
         "in the middle": lambda: {"lora_up.weight": up, "lora_down.weight": down, "lora_mid.weight": made(rank, rank, 1, 1)},
         "dora": lambda: {"lora_up.weight": up, "lora_down.weight": down, "dora_scale": made(rows, 1)},
-        "enlarging": lambda: {"lora_up.weight": up, "lora_down.weight": down, "reshape_weight": torch.tensor(shape)},
         "loha": lambda: {
             f"hada_w{each}_{side}": made(*sides)
             for each in (1, 2)
@@ -65,16 +64,7 @@ def factors(rng: random.Random, shape: torch.Size) -> dict[str, torch.Tensor]:
         },
         "lokr": lambda: {"lokr_w1": made(4, 4), "lokr_w2_a": made(rows // 4, rank), "lokr_w2_b": made(rank, columns // 4)},
         "oft": lambda: {"oft_blocks": made(4, rows // 4, rows // 4), "alpha": torch.tensor(1e-3)},
-        "boft": lambda: {"oft_blocks": made(2, 4, rows // 4, rows // 4), "alpha": torch.tensor(1e-3)},
-        "glora": lambda: {
-            "a1.weight": made(rank, columns),
-            "a2.weight": made(columns, rank),
-            "b1.weight": made(rank, columns),
-            "b2.weight": made(rows, rank),
-        },
         "diff": lambda: {"diff": made(rows, columns), "diff_b": made(rows)},
-        "set": lambda: {"set_weight": made(rows, columns)},
-        "norm": lambda: {"w_norm": made(rows, columns), "b_norm": made(rows)},
     }
     return kinds[rng.choice(list(kinds))]()
 
