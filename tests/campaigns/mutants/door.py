@@ -101,13 +101,6 @@ DOOR = (
         LORA_TESTS,
     ),
     Mutant(
-        "PDD's heads are weighted alike in a step",
-        "nodes/model/lora/head_bank.py",
-        "lengths[start:stop] / lengths[start:stop].sum()",
-        "1.0 / (stop - start)",
-        ("tests/nodes/test_head_bank.py",),
-    ),
-    Mutant(
         "a wire that a change lost is not noticed",
         "web/js/wires.js",
         "found.get(end) !== from",

@@ -29,28 +29,6 @@ TWO_EVENTS = (
         ("tests/client/test_registry.py",),
     ),
     Mutant(
-        "only the first exact step renews what changes are relative to",
-        RANK + "attention/patch_keys.py",
-        "buffer.held[layer, step.entries] = Held(context.changes, parts_2BshD)",
-        "buffer.held.setdefault((layer, step.entries), Held(context.changes, parts_2BshD))",
-        ("tests/rank/test_change_codec.py", "-k", "renews"),
-        tier="default",
-    ),
-    Mutant(
-        "requests count bands along rows for videos cut along time",
-        CLIENT + "memory_guard.py",
-        "family.patching.cut(layout.along).band_dim",
-        'family.patching.cut("rows").band_dim',
-        ("tests/client/test_memory_guard.py", "tests/client/test_requests.py"),
-    ),
-    Mutant(
-        "another sound is the same conditioning",
-        CLIENT + "call.py",
-        "(self.layout, self.changes) != (layout, call.changes)",
-        "(self.layout.grid, self.changes) != (layout.grid, call.changes)",
-        ("tests/client/test_call.py",),
-    ),
-    Mutant(
         "who died of it is named before who said why",
         PROCESSES + "failure_report.py",
         "        if causes:\n            failure = causes[0]",
@@ -80,14 +58,6 @@ TWO_EVENTS = (
         "Rescale(tuple(same[number].scale",
         "Rescale(tuple(known[number].scale",
         ("tests/rank/test_lora.py",),
-        tier="default",
-    ),
-    Mutant(
-        "host memory of a merge is not counted",
-        CLIENT + "resident_weights.py",
-        "replace(held, host_bytes=reply.host_bytes)",
-        "held",
-        ("tests/client/test_larger_than_the_device.py", "-k", "merge"),
         tier="default",
     ),
 )
