@@ -28,12 +28,6 @@ def test_bytes_from_a_rank():
     sound(runner.run("client", ranks.into_client(MESSAGES), 40, SEED), "refused", "ended")
 
 
-@pytest.mark.processes
-@pytest.mark.full
-def test_bytes_to_a_rank():
-    sound(runner.run("rank", ranks.into_rank(MESSAGES), 8, SEED), "no message")
-
-
 def test_an_error_a_hang_and_an_allocation_without_bounds_are_defects(monkeypatch):
     monkeypatch.setattr(runner, "SECONDS", 0.2)
 

@@ -17,7 +17,7 @@ def clean() -> Soak:
     found = Soak(0, WINDOW, WINDOW * ROUNDS)
     for number in range(1, WINDOW * ROUNDS + 1):
         found.endings.append(Ending(number, "pipe 0", "pipe", "", FINISHED, difference=0.0))
-        found.readings.append(Reading(number, EMPTY, "rank 0", 11, 300_000_000, 20, 9, shared=0, files=1))
+        found.readings.append(Reading(number, EMPTY, "rank 0", 11, 300_000_000, 20, 9, files=1))
     return found
 
 

@@ -1,7 +1,6 @@
 """ComfyUI's process, its ranks, and what they hold."""
 
 import contextlib
-import os
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,6 @@ from tests.comfyui.conftest import ranks
 
 from .record import SERVER, Reading
 
-SHARED = "/dev/shm/"
 END_SECONDS = 10.0
 
 
@@ -23,7 +21,6 @@ class Watch:
         self.server, self.temporary = server, temporary
         self.main = psutil.Process(server.process.pid)
         self.seen: dict[int, psutil.Process] = {self.main.pid: self.main}
-        self.segments: set[str] = set()
 
     def ranks(self) -> list[psutil.Process]:
         """In the order of their numbers."""
@@ -37,10 +34,8 @@ class Watch:
         found = []
         for role, process in [(SERVER, self.main), *((f"rank {index}", rank) for index, rank in enumerate(self.ranks()))]:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                segments = shared_segments(process)
-                counts = process.num_fds(), process.num_threads(), len(segments), files
+                counts = process.num_fds(), process.num_threads(), files
                 found.append(Reading(number, state, role, process.pid, held_bytes((process.pid,)), *counts))
-                self.segments |= segments
         return found
 
     def left(self) -> list[str]:
@@ -48,13 +43,4 @@ class Watch:
         _, alive = psutil.wait_procs(list(self.seen.values()), timeout=END_SECONDS)
         processes = [f"process {process.pid}: {' '.join(process.cmdline())[:200]}" for process in alive]
         files = [f"temporary file {path.name}" for path in sorted(self.temporary.iterdir())]
-        return processes + files + [f"segment {path}" for path in sorted(self.segments) if os.path.exists(path)]
-
-
-def shared_segments(process: psutil.Process) -> set[str]:
-    """Paths in /dev/shm that the process has open or mapped. Those without a name any more end with it by themselves."""
-    found = {region.path for region in process.memory_maps()}
-    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(entry))
-    return {path for path in found if path.startswith(SHARED) and os.path.exists(path)}
+        return processes + files

@@ -29,7 +29,7 @@ class Reading:
     """A process after prompt `number`, with nothing under way. `allocated`: bytes without pages of files, which come and go
     with what the system needs.
 
-    `shared`: segments of /dev/shm that it has open or mapped. `files`: entries of the temporary directory of all processes.
+    `files`: entries of the temporary directory of all processes.
     """
 
     number: int
@@ -39,7 +39,6 @@ class Reading:
     allocated: int
     descriptors: int
     threads: int
-    shared: int
     files: int
 
 

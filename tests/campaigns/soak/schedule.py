@@ -10,12 +10,12 @@ CANCELLED = 0.15
 """Share of prompts that are cancelled."""
 RESTARTS = 0.12
 """Share of prompts at the end, among which setups on other devices are, and prompts are cancelled while ranks load."""
-RESTS = (60, 12, 13, 15)
-"""How often nothing, the Unload node, ComfyUI's button, or both come at a change of setups."""
 LATEST = 1.2
 """Of the seconds that the request takes alone: when it is cancelled at the latest, so that some come too late."""
 INTERRUPT, EVERYTHING = "interrupt", "interrupt whatever runs"
 UNLOAD, FREE, BOTH, NOTHING = "unload node", "free button", "free button and unload node", ""
+RESTS = {NOTHING: 60, UNLOAD: 12, FREE: 13, BOTH: 15}
+"""How often what is done at a change of setups."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _batches(turns: list[Turn], chance: random.Random) -> Iterator[Batch]:
     while turns:
         count = chance.choices((1, 2, 3, 4), (6, 2, 1, 1))[0]
         taken, turns = turns[:count], turns[count:]
-        after = NOTHING if turns else chance.choices((NOTHING, UNLOAD, FREE, BOTH), RESTS)[0]
+        after = NOTHING if turns else chance.choices(list(RESTS), RESTS.values())[0]
         if count == 1 and taken[0].cancel and chance.random() < 0.5:
             taken = [replace(taken[0], cancel=EVERYTHING)]  # nothing else is queued
         yield Batch(tuple(taken), after)

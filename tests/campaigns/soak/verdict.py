@@ -17,9 +17,6 @@ def problems(soak: Soak) -> list[str]:
     found += soak.failures
     for pid, role in {reading.pid: reading.role for reading in soak.readings}.items():
         found += _grown(soak, pid, role)
-    found += sorted(
-        {f"{each.role} ({each.pid}) has segments of shared memory at rest" for each in soak.readings if each.shared}
-    )
     most = max((reading.files for reading in soak.readings), default=0)
     if most > 1:
         found.append(f"{most} temporary files or folders at once, where one pool has one")
