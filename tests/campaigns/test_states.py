@@ -23,7 +23,7 @@ def world(tmp_path_factory) -> Iterator[World]:
 
 
 def test_models_are_as_alone_whatever_happens_around_them(world: World):
-    found = trial(world, examples=6, steps=12, seed=0)
+    found = trial(world, examples=6, steps=12, seed=1)
     assert not found.said, found.said
     assert found.examples == 6
 
