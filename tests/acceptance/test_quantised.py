@@ -3,7 +3,6 @@
 from parallel_backend.acceptance import checks, kernels
 from parallel_backend.acceptance.session import SelfTestSession, Settings
 from parallel_backend.checkpoints.quantised_formats import Quantised
-from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
 
 
@@ -27,15 +26,6 @@ def test_a_wrong_product_is_seen(monkeypatch):
     monkeypatch.setattr(KitchenWeight, "linear", lambda weight, x, bias: multiply(weight, x, bias) * 1.05)
     result = look(monkeypatch, rotated)
     assert result.status == checks.FAILED and "its product from the expanded weight's is 0.05" in result.why
-
-
-def test_a_product_that_fails_its_trial_is_seen(monkeypatch):
-    """The rank expands the weight then, more slowly: nothing else would say so."""
-    monkeypatch.setattr(quantised_products, "_obstacle", lambda *_: "")
-    monkeypatch.setattr(quantised_products, "trial", lambda tensors, format, *_: "no kernel" if format == "nvfp4" else "")
-    result = look(monkeypatch, next(layer for layer in kernels.LAYERS if layer.format == "nvfp4"))
-    assert result.status == checks.FAILED
-    assert "nvfp4 on cpu: nvfp4 expanded to float32: comfy-kitchen's product fails here (no kernel)" in result.why
 
 
 def test_a_weight_that_a_device_expands_otherwise_is_seen(monkeypatch):

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import json
 import socket
-import sys
-import tomllib
 import types
 
 import jsonschema
@@ -16,12 +14,9 @@ from parallel_backend.acceptance import checks, endurance, kernels, machine, mod
 from parallel_backend.acceptance.__main__ import arguments, main
 from parallel_backend.acceptance.report import describe, verdict
 from parallel_backend.acceptance.session import Findings, Host, NotLookedAt, OwnModel, SelfTestSession, Settings
-from parallel_backend.core.attention_kernels import AttentionKernel
 from parallel_backend.core.degrees import AXES, Degrees
-from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import WEIGHTS, mini_flux
-from parallel_backend.wire.rank_settings import SelfTest
 from testing import mini
 from tests.support.fake_cuda import ADA, AMPERE, fake_cuda
 
@@ -80,40 +75,20 @@ def test_what_comes_of_a_check(monkeypatch, check, status, why):
     assert why in describe(found)
 
 
-def test_a_part_that_is_left_out_is_named(monkeypatch):
-    result = look(monkeypatch, lambda session, findings: findings.leave_out("ulysses_degree 4", "2 heads"))
-    assert (result.status, result.left_out) == (checks.PASSED, ("ulysses_degree 4: 2 heads",))
-    assert "left out: ulysses_degree 4: 2 heads" in describe(report.document_of(CPUS, [result], 1.0))
-
-
-@pytest.mark.parametrize("cancelled", [RuntimeError("as another host cancels"), KeyboardInterrupt()])
-def test_cancel_ends_the_whole_and_counts_as_no_failure(monkeypatch, cancelled):
+def test_cancel_ends_the_whole_and_counts_as_no_failure(monkeypatch):
     def poll() -> None:
-        raise cancelled
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(checks, "CHECKS", {"waits": ("", lambda session, findings: session.poll()), "never": ("", fails)})
-    with pytest.raises(type(cancelled)) as raised:
+    with pytest.raises(KeyboardInterrupt):
         checks.run(CPUS, poll=poll)
-    assert raised.value is cancelled
-
-
-def test_progress_and_the_choice_of_checks(monkeypatch):
-    seen = []
-    results = checks.run(CPUS, progress=lambda *what: seen.append(what), only=("kernels", "system"))
-    assert [result.name for result in results] == ["system", "kernels"]
-    assert seen == [(0, 2, "system"), (1, 2, "kernels"), (2, 2, "")]
-    assert [result.status for result in results] == [checks.PASSED] * 2
-    valid(report.document_of(CPUS, results, 1.0))
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda found: found.pop("version"),
-        lambda found: found.update(host="my-machine"),
-        lambda found: found["checks"][0].update(status="perhaps"),
         lambda found: found["checks"][0].update(why="passed, but"),
-        lambda found: found["checks"][0]["figures"].pop("iommu"),
         lambda found: found["checks"][0]["figures"]["gpus"].append({"name": "GPU"}),
     ],
 )
@@ -149,12 +124,7 @@ def test_nothing_says_whose_machine_it_is(monkeypatch, tmp_path):
     assert '"~/ComfyUI"' in text
 
 
-def test_figures_that_are_no_numbers_are_words_in_json(monkeypatch):
-    found = report.document_of(CPUS, [look(monkeypatch, measures(float("inf"), 1.0))], 1.0)
-    assert json.loads(report.dumps(found))["checks"][0]["figures"] == {"figure": "inf"}
-
-
-@pytest.mark.parametrize(("world", "products"), [(2, set()), (3, set()), (4, {(2, 2)}), (8, {(2, 4)})])
+@pytest.mark.parametrize(("world", "products"), [(3, set()), (8, {(2, 4)})])
 def test_every_mode_is_tried_and_one_product(world, products):
     found = modes.modes_of(world)
     assert {degrees.world for degrees in found} == {world}
@@ -188,7 +158,7 @@ def modes_session(monkeypatch) -> SelfTestSession:
 
 @pytest.mark.parametrize(
     ("dtype", "by", "status"),
-    [("fp32", 0.0, "passed"), ("fp32", 1e-4, "failed"), ("bf16", 1e-2, "passed"), ("bf16", 0.2, "failed")],
+    [("fp32", 0.0, "passed"), ("fp32", 1e-4, "failed"), ("bf16", 0.2, "failed")],
 )
 def test_a_mode_that_differs_from_one_rank_is_found(monkeypatch, modes_session, dtype, by, status):
     right = modes_session.load
@@ -224,38 +194,11 @@ def test_a_mode_that_fails_or_cannot_be_leaves_the_others_to_be_looked_at(monkey
     ("other", "why"),
     [({True: 1 + 1e-7}, "transfers beside computing give other bits"), ({True: 1.5, False: 1.5}, "a run is 0.5")],
 )
-@pytest.mark.parametrize("mode", ["pipefusion_degree 2", "patch_degree 2"])
-def test_a_run_that_differs_with_its_transfers_or_from_one_rank_is_found(monkeypatch, modes_session, mode, other, why):
-    whole, right = modes_session.load(Degrees(), "fp32").output, modes.sample_in_bands
-
-    def sample(model, *given, overlap=None):
-        return (whole * other[overlap], []) if overlap in other and str(model.degrees) == mode else right()
-
-    monkeypatch.setattr(modes, "sample_in_bands", sample)
-    load = modes_session.load
-
-    def named(degrees, dtype):
-        model = load(degrees, dtype)
-        model.degrees = degrees
-        return model
-
-    monkeypatch.setattr(modes_session, "load", named)
-    assert [why in text and mode in text for text in checks.look("modes", modes_session).why.splitlines()] == [True]
-
-
-def test_one_rank_alone_leaves_modes_and_links_out(monkeypatch):
-    monkeypatch.setattr(modes, "_one_rank", lambda *_: {})
-    session = SelfTestSession(Settings(("cpu",)))
-    modes_result, links_result = (checks.look(name, session) for name in ("modes", "links"))
-    assert (modes_result.status, links_result.status) == (checks.PASSED, checks.NOT_LOOKED_AT)
-    assert "there is one rank" in modes_result.left_out[0] and "there is one rank" in links_result.why
-
-
-def test_decibels():
-    exact = torch.tensor([0.0, 1.0, 2.0, 4.0])
-    assert own_model.decibels(exact, exact) == 200
-    assert own_model.decibels(exact + 0.4, exact) == pytest.approx(20)
-    assert not own_model.decibels(exact * float("nan"), exact) >= 0
+def test_a_run_that_differs_with_its_transfers_or_from_one_rank_is_found(monkeypatch, modes_session, other, why):
+    whole = modes_session.load(Degrees(), "fp32").output
+    monkeypatch.setattr(modes, "sample_in_bands", lambda *_, overlap=None: (whole * other.get(overlap, 1.0), []))
+    said = checks.look("modes", modes_session).why.splitlines()
+    assert said and all(why in text for text in said)
 
 
 def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch):
@@ -294,50 +237,11 @@ def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch):
     assert str(WEIGHTS.parent) not in report.dumps(found)
 
 
-class Installed(AttentionKernel):
-    """Said to be installed; its package cannot be imported."""
-
-    def possible(self, *_where) -> bool:
-        return True
-
-
-def test_an_installed_kernel_that_fails_its_trial_is_named(monkeypatch):
-    sdpa = kernels.KERNELS["sdpa"]
-    monkeypatch.setattr(kernels, "KERNELS", {"sdpa": sdpa, "flash": Installed("flash", "flash-attn", "flash_attn")})
-    result = checks.look("kernels", SelfTestSession(CPUS))
-    assert result.status == checks.PASSED, result.why
-    assert result.left_out[0].startswith("flash-attn: its trial on cpu failed: ModuleNotFoundError")
-
-
 def test_wrong_attention_is_found(monkeypatch):
     attend = kernels.RankKernel.attend
     monkeypatch.setattr(kernels.RankKernel, "attend", lambda *given: attend(*given) * 1.05)
     result = checks.look("kernels", SelfTestSession(CPUS))
     assert result.status == checks.FAILED and "attention, float32 on cpu is 0.05, above its limit" in result.why
-
-
-@pytest.mark.parametrize("p2p", [True, False])
-def test_links_of_gpus_are_timed_with_p2p_and_without(monkeypatch, p2p):
-    """Where ranks had to be started without P2P the check has failed, and says so; what is left is timed all the same."""
-    session, asked = SelfTestSession(CPUS), []
-    notes = () if p2p else (P2P_OFF,)
-    pool = types.SimpleNamespace(devices=("cuda:0", "cuda:1"), notes=notes, self_test=SelfTest(p2p=p2p))
-    speed = {"between": {"0-1": {"GB_per_s": 5.5, "us": 20.0}}, "crowding": 1.0}
-
-    def special(self_test):
-        asked.append(self_test.p2p)
-        return contextlib.nullcontext(pool)
-
-    monkeypatch.setattr(session, "ranks", lambda world: pool)
-    monkeypatch.setattr(session, "special_ranks", special)
-    monkeypatch.setattr(machine, "backend_for", lambda devices: "nccl")
-    monkeypatch.setattr(machine, "links", lambda pool, session: speed)
-    result = checks.look("links", session)
-    assert result.status == (checks.PASSED if p2p else checks.FAILED)
-    assert asked == ([False] if p2p else [])
-    assert result.figures == {"links": speed, "P2P": p2p} | ({"links without P2P": speed} if p2p else {})
-    assert result.why == "".join(notes)
-    valid(report.document_of(CPUS, [result], 1.0))
 
 
 GROWING = {
@@ -369,7 +273,6 @@ STUCK = "Parallel DiT: rank 1 (cuda:1) came no further for 5 s, last seen in mic
     [
         (STUCK, "passed"),
         (STUCK.replace("rank 1", "rank 0"), "failed"),
-        (STUCK.replace("came no further for 5 s", "lost its peer"), "failed"),
         ("", "failed"),
     ],
 )
@@ -403,10 +306,7 @@ def test_two_gpus_as_the_check_of_the_machine_sees_them(monkeypatch):
 def test_one_gpu_is_shared_by_two_ranks():
     with fake_cuda(ADA):
         assert arguments([]).settings.devices == ("cuda:0", "cuda:0")
-        assert arguments(["--devices", "cuda:0"]).settings.devices == ("cuda:0",)
     assert arguments([]).settings.devices == ("cpu", "cpu")
-    with pytest.raises(ValueError, match="this machine alone"):
-        Settings(("ray:cpu", "ray:cpu"))
 
 
 FACTS = {
@@ -424,41 +324,12 @@ FACTS = {
         ({}, 2, ["/dev/shm has 64 MB"]),
         ({"shm_bytes": 8 << 30}, 2, []),
         ({"peers": {"0-1": True, "1-0": True}, "iommu": {"active": True}}, 2, ["NCCL_P2P_DISABLE=1"]),
-        ({"transport": "gloo"}, 1, ["more GPUs than were looked at"]),
     ],
 )
 def test_hints(facts, devices, words):
     found = machine.hints(FACTS | facts, devices)
     assert len(found) == len(words)
     assert all(word in hint for word, hint in zip(words, found, strict=True))
-
-
-@pytest.mark.parametrize(("line", "active"), [("quiet intel_iommu=on", True), ("quiet iommu=pt", False), ("quiet", True)])
-def test_the_iommu_counts_as_on_unless_the_kernel_was_told_otherwise(monkeypatch, tmp_path, line, active):
-    (tmp_path / "units" / "dmar0").mkdir(parents=True)
-    (tmp_path / "cmdline").write_text(f"BOOT_IMAGE=/vmlinuz root=/dev/janes-disk {line}\n")
-    monkeypatch.setattr(machine, "IOMMU", tmp_path / "units")
-    monkeypatch.setattr(machine, "COMMAND_LINE", tmp_path / "cmdline")
-    found = machine.iommu()
-    assert (found["units"], found["active"]) == (1, active)
-    assert all("iommu" in option for option in found["options"])
-
-
-@pytest.mark.parametrize(
-    ("line", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024", "550.54.14"),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (jane@tower)",
-            "580.95.05 (open kernel module)",
-        ),
-    ],
-)
-def test_the_drivers_version(monkeypatch, tmp_path, line, version):
-    (tmp_path / "version").write_text(f"{line}\nGCC version:\n")
-    monkeypatch.setattr(machine, "NVIDIA_VERSION", tmp_path / "version")
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert machine._driver() == version
 
 
 def test_the_command_line(monkeypatch, tmp_path, capsys):
@@ -488,10 +359,3 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_found(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         main(["--devices", "cpu,cpu", "--only", "system,kernels", "--out", str(out)])
     assert [check["name"] for check in json.loads(out.read_text())["checks"]] == ["system"]
-
-
-def test_the_packs_version_is_pyprojects_or_the_installed_packages(monkeypatch, tmp_path):
-    assert report.pack_version() == tomllib.loads((report.ROOT / "pyproject.toml").read_text())["project"]["version"]
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr("importlib.metadata.version", {"parallel-dit": "1.2.3"}.__getitem__)
-    assert report.pack_version() == "1.2.3"

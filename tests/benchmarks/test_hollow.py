@@ -34,12 +34,6 @@ def test_memory_goes_with_the_last_tensor_that_lies_there(account):
     assert (account.allocated, account.peak) == (0, 1536 + 1024)
 
 
-def test_allocations_are_rounded_as_torch_rounds_them(account):
-    x = empty(1)
-    assert account.allocated == 512
-    del x
-
-
 def kernels(account, work):
     """By name, of `work`; and the bytes that it moved."""
     account.begin()
@@ -54,35 +48,16 @@ X, W = (2, 5, 64), (32, 64)
     ("work", "launched", "moved"),
     [
         (lambda: F.linear(empty(*X), empty(*W), empty(32)), {"addmm": 1}, 0),
-        (lambda: F.linear(empty(*X), empty(*W)), {"mm": 1}, 0),
         (lambda: F.rms_norm(empty(*X), (64,), empty(64)), {"_fused_rms_norm": 1}, 2 * 1280 + 128 + 40),
         (lambda: empty(*X).transpose(1, 2).unflatten(1, (8, 8))[:, 1:], {}, 0),
-        (lambda: empty(*X).transpose(1, 2).reshape(2, 320), {"clone": 1}, 2 * 1280),
         (lambda: empty(4, 1).expand(4, 8) + empty(1, 8), {"add": 1}, 8 + 16 + 64),
-        (lambda: empty(*X).add_(empty(64)), {"add_": 1}, 2 * 1280 + 128),
         (lambda: empty(*X).copy_(empty(64)), {"copy_": 1}, 1280 + 128),
-        (lambda: empty(*X).zero_(), {"zero_": 1}, 1280),
         (lambda: empty(*X).to(torch.float32), {"_to_copy": 1}, 3 * 1280),
-        (lambda: torch.cat((empty(*X), empty(*X)), dim=1), {"cat": 1}, 4 * 1280),
         (lambda: F.scaled_dot_product_attention(*(empty(1, 2, 5, 64),) * 3), {"_scaled_dot_product_flash_attention": 1}, 0),
     ],
 )
 def test_kernels_and_the_bytes_that_they_move(account, work, launched, moved):
     assert kernels(account, work)[:2] == (launched, moved)
-
-
-def test_attention_keeps_the_layout_of_queries(account):
-    q = empty(1, 5, 2, 64).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, q, q)
-    assert out.shape == (1, 2, 5, 64)
-    assert out.transpose(1, 2).is_contiguous()
-
-
-def test_what_is_laid_out_as_before_is_counted_as_before(account):
-    first = kernels(account, lambda: empty(*X) * empty(64))
-    again = kernels(account, lambda: empty(*X) * empty(64))
-    assert first[:2] == again[:2]
-    assert first[2].stride() == again[2].stride()
 
 
 def test_stops_of_the_host(account):
@@ -99,8 +74,3 @@ def test_stops_of_the_host(account):
 def test_tensors_of_host_and_device_do_not_mix(account):
     with pytest.raises(AssertionError, match="on a device and on the host"):
         empty(4) + torch.ones(4)
-
-
-def test_the_hosts_own_tensors_are_real(account):
-    assert (torch.arange(3) * 2).tolist() == [0, 2, 4]
-    assert account.kernels.total() == 0

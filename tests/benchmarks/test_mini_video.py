@@ -49,13 +49,6 @@ def test_its_class_is_wans():
 
 
 @pytest.mark.full
-def test_every_frame_shows_its_digit_where_it_should_be(videos):
-    shown, prompts = videos()
-    assert mini_video.judge(shown, shown, prompts) == {"frames_read_percent": 100.0}
-    assert mini_video.judge(shown.flip(1), shown, prompts)["frames_read_percent"] < 50
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("along", ["rows", "frames"])
 def test_bands_of_a_video_are_close_to_whole_calls(videos, along, measured):
     (whole, prompts), (banded, _) = videos(), videos(2, 4, along)

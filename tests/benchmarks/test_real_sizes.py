@@ -11,7 +11,7 @@ from benchmarks.sizes.table import cases, modes, row
 from benchmarks.sizes.trace import figures, trace
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.placement.memory_model import BY_RANKS, Request, memory_of, states_by_ranks
+from parallel_backend.placement.memory_model import BY_RANKS, Request, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.rank import loaded_stage
 from testing import mini
@@ -32,19 +32,6 @@ FLUX = replace(
 LAYERS, HIDDEN, TOKENS = 5, 128, 8 + 16 * 12
 STATE = TOKENS * HIDDEN * 2
 """Bytes of a hidden state of FLUX's tokens."""
-
-
-@pytest.mark.parametrize(
-    ("real", "degrees"),
-    [
-        pytest.param(FLUX, Degrees(), id="one rank", marks=pytest.mark.full),
-        pytest.param(FLUX, Degrees(tensor=2), id="tensor", marks=[pytest.mark.slow, pytest.mark.full]),
-        pytest.param(FLUX, Degrees(patch=2, patch_mode="displaced"), id="patch", marks=[pytest.mark.slow, pytest.mark.full]),
-        pytest.param(FLUX, Degrees(pipe=2), id="pipe", marks=pytest.mark.slow),
-    ],
-)
-def test_few_blocks_give_the_figures_of_all(real, degrees):
-    assert figures(real, degrees).figures == trace(real, degrees).figures
 
 
 def sent(degrees):
@@ -85,14 +72,6 @@ def committed():
     return json.loads(NEWEST.read_text())["cases"]
 
 
-@pytest.mark.parametrize("name", list(REAL_MODELS))
-def test_one_rank_does_no_more_than_comfyuis_own_class(name, measured):
-    native, (rank,) = json.loads(NEWEST.read_text())["native"][name], committed()[f"{name}, one rank"]["ranks"]
-    for what in ("kernels", "moved"):
-        measured(f"{what} of a step on one rank over native's, {name}", rank[what] / native[what])
-        assert rank[what] <= 1.05 * native[what]
-
-
 @pytest.mark.slow
 def test_kernels_of_one_rank_are_those_of_the_result():
     """Of the first real model, traced now: a norm, a rotation or a gate that is taken apart again shows here."""
@@ -113,16 +92,6 @@ def test_several_ranks_are_predicted_by_the_ratios(mini_file):
     whole = (Span(0, len(sizes.block_bytes)),)
     one, eight = (memory_of(sizes, Degrees(tensor=count), whole, 0, (request,)).activations for count in (1, 8))
     assert eight / one == pytest.approx(BY_RANKS["tensor"][-1], rel=1e-3)
-
-
-def test_states_between_and_beyond_the_traced_ranks():
-    tensor, ulysses = BY_RANKS["tensor"], BY_RANKS["ulysses"]
-    assert states_by_ranks(Degrees()) == 1.0
-    assert states_by_ranks(Degrees(tensor=2, ulysses=2)) == pytest.approx(tensor[1] + ulysses[1] - 1)
-    share = (1 / 2 - 1 / 3) / (1 / 2 - 1 / 4)
-    assert states_by_ranks(Degrees(tensor=3)) == pytest.approx(tensor[1] + share * (tensor[2] - tensor[1]))
-    assert states_by_ranks(Degrees(tensor=16)) == tensor[3]
-    assert states_by_ranks(Degrees(ulysses=16)) == pytest.approx(2 * ulysses[3])
 
 
 @pytest.mark.full

@@ -1,4 +1,3 @@
-import io
 import mimetypes
 import os
 import re
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from scripts.comfyui_server import PACK, ComfyUIServer
 from tests.browser.editor import READY, Editor
@@ -18,8 +16,6 @@ from tests.support.requirements import missing
 
 SECONDS = 60
 """Limit of what the page does, for a machine whose cores are shared."""
-TABS = 40
-"""Height of the bar of open workflows."""
 SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False, "Comfy.Locale": "en", "Comfy.RightSidePanel.IsOpen": False}
 OWN = "own"
 """The editor that the ComfyUI checkout comes with, the oldest that is supported."""
@@ -83,24 +79,8 @@ def give_frontend(page: Any, address: str, version: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def shoot(editor, server) -> Callable[[str], None]:
-    """`shoot(name)`: a screenshot below the bar of open workflows, in 256 colours, if any are wanted. This machine's path to
-    the server's files is not in it."""
-    given = os.environ.get("PARALLEL_DIT_SCREENSHOTS")
-    if given is None:
+def shoot(editor) -> Callable[[str], None]:
+    """`shoot(name)`: a screenshot, if any are wanted."""
+    if (folder := os.environ.get("PARALLEL_DIT_SCREENSHOTS")) is None:
         return lambda _name: None
-    folder = Path(given)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def save(name: str) -> None:
-        editor.page.evaluate(
-            """base => {
-                const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-                while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(base, "ComfyUI");
-            }""",
-            str(server.base),
-        )
-        shown = Image.open(io.BytesIO(editor.page.screenshot())).convert("RGB")
-        shown.crop((0, TABS, *shown.size)).quantize(256, kmeans=2).save(folder / f"{name}.png", optimize=True)
-
-    return save
+    return lambda name: editor.page.screenshot(path=Path(folder) / f"{name}.png")

@@ -28,9 +28,6 @@ class Editor:
         find = "const node = app.graph._nodes.find(n => n.type == kind)"
         return self.page.evaluate(f"kind => {{ {find}; return {expression} }}", kind)
 
-    def widget(self, kind: str, name: str) -> Any:
-        return self.node(kind, f"node.widgets.find(w => w.name == {name!r}).value")
-
     def open(self, graph: dict[str, Any]) -> None:
         self.page.evaluate("graph => app.loadGraphData(graph)", graph)
         self.shows(graph)
@@ -80,27 +77,8 @@ class Editor:
         )
         self.page.mouse.click(*self.node(kind, place))
 
-    def click_widget(self, kind: str, name: str, x: str) -> None:
-        self.click(kind, x, f"node.widgets.find(w => w.name == {name!r}).last_y + 10")
-
-    def step(self, kind: str, name: str, by: int) -> None:
-        """One up or down, by the widget's right or left arrow."""
-        wanted = self.widget(kind, name) + by
-        self.click_widget(kind, name, "22" if by < 0 else "node.size[0] - 22")
-        self.page.wait_for_function(
-            "([kind, name, wanted]) => "
-            "app.graph._nodes.find(n => n.type == kind).widgets.find(w => w.name == name).value == wanted",
-            arg=[kind, name, wanted],
-        )
-
-    def type(self, kind: str, name: str, value: Any) -> None:
-        """Into the field that opens at a click on the widget's middle."""
-        self.click_widget(kind, name, "node.size[0] / 2")
-        self.page.locator(".graphdialog input").wait_for()
-        self.page.keyboard.press("Control+a")
-        self.page.keyboard.type(str(value))
-        self.page.keyboard.press("Enter")
-        self.page.locator(".graphdialog").wait_for(state="detached")
+    def set(self, kind: str, name: str, value: Any) -> None:
+        self.node(kind, f"node.widgets.find(w => w.name == {name!r}).value = {value!r}")
 
     def help(self, kind: str) -> None:
         """Select the node by its title, and press the selection's info button."""
@@ -114,35 +92,6 @@ class Editor:
     def tab(self, name: str) -> Any:
         """The button of a tab of the sidebar: by its class, in newer editors by its test id."""
         return self.page.locator(f".{name}-tab-button, [data-testid={name}-tab-button]")
-
-    def say_lines(self) -> None:
-        """Three lines on each node of this pack, and on each sampler."""
-        self.page.evaluate(
-            """async () => {
-                const { api } = window.comfyAPI.api, text = "Parallel DiT: 1.8 s\\nexact, on 2 ranks\\nstarting";
-                for (const { id, type } of app.graph.nodes.filter(({ type }) => /Parallel|PipeFusion|KSampler/.test(type))) {
-                    api.dispatchEvent(new CustomEvent("progress_text", { detail: { nodeId: String(id), text } }));
-                }
-                app.canvas.draw(true, true);
-            }"""
-        )
-        self.page.wait_for_timeout(3 * SETTLE)
-
-    def overlaps(self) -> list[list[str]]:
-        """Types of nodes of which one lies on the other as they are drawn, titles included."""
-        return self.page.evaluate(
-            """() => {
-                const boxes = app.graph.nodes.map(({ id, type, pos, size }) => {
-                    const drawn = document.querySelector(`[data-node-id="${id}"]`);
-                    const [width, height] = [drawn?.offsetWidth ?? size[0], drawn?.offsetHeight ?? size[1] + 30];
-                    return { type, left: pos[0], top: pos[1] - 30, right: pos[0] + width, bottom: pos[1] - 30 + height };
-                });
-                const lies = (one, other) => one.left < other.right && other.left < one.right
-                    && one.top < other.bottom && other.top < one.bottom;
-                return boxes.flatMap((one, index) => boxes.slice(index + 1).filter(other => lies(one, other))
-                    .map(other => [one.type, other.type]));
-            }"""
-        )
 
     def problems(self) -> list[str]:
         """Nodes that ComfyUI does not know, that are marked red, or whose list lacks the file's choice."""

@@ -11,95 +11,48 @@ from scripts.comfyui_server import PACK
 
 _RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, (1, 3), None, ())
 _RUNS = (
-    _RUN,
     replace(_RUN, calls=(2, 3), gained="1.7 x one GPU"),
     replace(_RUN, calls=None, reason="the conditioning has its own area", gained="0.9 x one rank"),
     replace(_RUN, calls=None, cache="step cache: 14 of 20 model calls computed"),
-    replace(_RUN, calls=None, transfer_dtype="int8"),
     replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced")),
-    replace(_RUN, degrees=Degrees(patch=2, patch_mode="naive")),
 )
-_WEIGHTS = "3.5 GB of weights on 2 ranks"
 _RANKS = "3.2 of 12.1 GB on rank 0, 2.2 of 9.1 GB on rank 1, 4.0 of 8.1 GB on rank 3"
-_STREAMED = f"weights come from host memory as they are needed: {_RANKS}"
-_COPIES = "split_batch_degree 2, but there is work for only 1 of 2 copies of the model at a time"
 _HIDDEN = " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with no --cuda-device."
 LINES = (
     *(line for run in _RUNS for line in run.shown),
     "left out, as in ComfyUI, since no part of the model uses them: 4 tensors (last.up.weight, a, b, ...)",
     "starting 2 ranks",
-    "loading",
     "loading, 40 %",
-    "4.1 MB of weights on 2 ranks",
-    *(
-        f"{weights}{note}"
-        for weights in (_WEIGHTS, f"{_WEIGHTS}, {_STREAMED}")
-        for note in ("", f", {P2P_OFF}", f", {NCCL_OFF}")
-    ),
+    f"3.5 GB of weights on 2 ranks, weights come from host memory as they are needed: {_RANKS}, {P2P_OFF}",
+    f"3.5 GB of weights on 2 ranks, {NCCL_OFF}",
     "calibrating, about 10 s, once for this machine and kind of model",
-    "calibrating, about 10 s, once for this machine and kind of model, 3 s",
     "degrees auto: ulysses_degree 2 on cuda:0, cuda:1, planned 8.1 s",
-    "degrees auto: one device, cuda:0, planned 8.1 s",
     "degrees auto: pipefusion_degree 2 on cuda:0, cuda:1, since HiDreamO1 cannot be timed by its calls",
-    "degrees auto has one device only.",
-    "ranks do not follow these start options of ComfyUI: --fp16-unet, --fast=cublas_ops",
     f"degrees auto has one device only.{_HIDDEN}",
-    "ulysses_degree 2 on cuda:0, cuda:1",
+    "ranks do not follow these start options of ComfyUI: --fp16-unet, --fast=cublas_ops",
     "pipefusion_degree 2, 4 patches would take about 8.1 s (see Parallel Doctor)",
-    "ulysses_degree 2 would take about 8.1 s (see Parallel Doctor)",
-    "one GPU would take about 8.1 s (see Parallel Doctor)",
-    "trying skipped blocks of AuraFlow, ComfyUI's own class",
     "trying skipped blocks of AuraFlow, ComfyUI's own class, 45 %, 12 s",
-    "trying NAG of Flux, ComfyUI's own class",
-    "trying WanVideoNAG of WanModel, ComfyUI's own class, 45 %, 12 s",
-    "trying AuraFlow, ComfyUI's own class, before its weights are loaded",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 45 %, 12 s",
-    "AuraFlow, ComfyUI's own class, verified",
     "AuraFlow, ComfyUI's own class, verified: 36 of 36 blocks are shared out",
-    "99.9 % of a step's operations are shared out",
-    "AuraFlow, ComfyUI's own class, verified by its shipped plan",
-    "AuraFlow, ComfyUI's own class, verified by its shipped plan: 36 of 36 blocks are shared out",
-    "Flux, ComfyUI's own class, verified without its shipped plan, which is for other code",
     "Flux, ComfyUI's own class, verified without its shipped plan, which is for other code: 57 of 57 blocks are shared out",
-    "rank 1 compiles, 12 s",
-    "first step, 7 s",
     "first step (each step copies 12.2 GB of weights to the devices), 7 s",
-    "step cache: not used, since another node calls the model for parts of the latent, or for several latents at a time",
     "step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)",
-    f"{_COPIES}. Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place.",
-    f"{_COPIES}, since another node is told of each.",
     "split_batch_degree 2, but NAG looks at both prompts at once, so 1 of 2 copies of the model computes them. Share out "
     "one picture: pipefusion_degree or ulysses_degree in its place.",
     "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
     "devices, or load it with a native loader.",
     "51 of 259 layers of this LoRA do not fit this model and are left out",
-    "this LoRA has no layer that this model has, and changes nothing",
-    "img_in.weight of this LoRA does not fit this model and is left out",
-    "torch.compile is skipped: this MODEL's layers are on its ranks. To have them compiled there, set compile on the "
-    "loader: Parallel DiT Loader has it.",
     "cuda:1 ran out of memory. This is tried once more with new ranks, on which 2.5 GB more of rank 1's weights come from "
     "host memory as they are needed",
-    P2P_OFF,
-    NCCL_OFF,
-    "links, 3 of 14 checks",
-    "self-test passed: 8 of 8 checks",
-    "self-test passed: 6 of 8 checks, 2 not looked at",
     "self-test FAILED: links, modes; 6 of 8 checks passed",
     "advice: stay on one GPU (cuda:0), 2.30 s",
-    "advice: stay on one CPU rank (cpu), 2.30 s",
-    "advice: ulysses_degree 2, 1.25 s, 1.84 x one device",
     "advice: pipefusion_degree 2, 4 patches, 1.25 s, 1.84 x one device",
-    "advice: pipefusion_degree 2, 4 patches, 1.25 s",
-    "advice: ulysses_degree 2, 1.25 s",
-    "advice: none, because 3.50x on 2 ranks is not credible: other work kept the machine busy while one device was "
-    "measured. Run this again when the machine is idle.",
     "advice: nothing fits these devices. Use a smaller picture, weight_dtype fp8_e4m3fn, or more devices with "
     "pipefusion_degree.",
     "Decoded in 2 bands on cuda:0, cuda:1.",
-    "Encoded in tiles on cuda:0, cuda:1.",
     "Decoded whole by ComfyUI, since there is only one device for it.",
 )
-"""Lines on nodes, without the pack's name in front of them."""
+"""Examples of lines on nodes, one of each form, without the pack's name in front of them."""
 
 _LOADER = "Load Diffusion Model (flux1-dev.safetensors)"
 _PLAN = (
@@ -107,43 +60,27 @@ _PLAN = (
 )
 TOASTS = (
     "Run on several GPUs",
-    "Run on one GPU again",
-    "Explain this workflow",
-    "Parallel DiT's nodes are not loaded.",
     "No loader of a diffusion model is in this workflow.",
-    "ComfyUI shows no GPU on this machine.",
     "Nothing was changed. These nodes are those of another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion. "
     "Remove one of the two packs.",
     f"Nothing was changed. ComfyUI shows one GPU on this machine.{_HIDDEN}",
-    "Nothing was changed. This version of ComfyUI does not say which file a MODEL is from. Put Parallel DiT Loader in place "
-    "of the node that loads it, or Parallel Checkpoint Loader for an all-in-one file.",
     "Nothing was changed: this editor would lose the wire to KSampler; Load LoRA. Please report it, and connect the nodes "
     "by hand.",
-    "Nothing was changed: node.connect. Please report it, and connect the nodes by hand.",
-    f"Parallelize Model is now behind {_LOADER}. Undo takes it back.",
     f"Parallelize Model is now behind {_LOADER}, and Apply PipeFusion, as no card holds the whole model. Undo takes it "
     "back.",
-    f"On several GPUs already: {_LOADER}.",
     f"Left as it is: {_LOADER}: which model file it loads is not known.",
-    f"Would stay as it is: {_LOADER}: it does not run (bypassed or muted).",
-    f"Left as it is: {_LOADER}: Parallelize Model behind it is bypassed or muted.",
-    f"{_PLAN}; every step gives what one GPU gives.",
     f"{_PLAN}; Apply PipeFusion would come too, as the cards do not reach each other directly (P2P): its first step is "
     "exact, the others are close to it, and its widget warmup_steps makes more of them exact.",
-    "Taken out: Parallelize Model. Undo brings it back.",
     "Taken out: Parallelize Model and Apply PipeFusion. Undo brings it back.",
     "Parallel DiT Loader stays: put ComfyUI's own loader in its place.",
-    "Nothing in this workflow runs on several GPUs.",
 )
 
 _OTHER_REASONS = (
     "dpm_adaptive sets its step size by the whole latent",
     "ar_video computes one block of frames after the other",
     "another node calls the model for parts of the latent, or for several latents at a time",
-    "another node has changed this VAE",
     "there is only one device for it",
     "a device has less than the 1.5 GB that its band needs",
-    "a device has less than the 1.5 GB that its part of the VAE needs",
 )
 _GIVE_REASONS = (
     *("nodes/sampling/eligibility.py", "nodes/sampling/known_samplers.py", "nodes/model/call/concurrent_conds.py"),

@@ -198,21 +198,6 @@ def into_a_subgraph(made: Workflow, ours_inside: bool = False) -> None:
     _used(made.root, loader)
 
 
-def nested_subgraphs(made: Workflow) -> None:
-    """A loader two subgraphs deep, whose MODEL goes out of both and into a third."""
-    deep, deepest = made.subgraph("Deepest")
-    deepest.wire(deepest.add("UNETLoader"), INSIDE_OUT)
-    kind, middle = made.subgraph("Middle")
-    use = middle.add(deep)
-    _used(middle, use)
-    middle.wire(use, INSIDE_OUT)
-    samples, last = made.subgraph("Samples")
-    _used(last, OUTSIDE_IN)
-    outer = made.root.add(kind)
-    made.root.wire(outer, made.root.add(samples, ("model_0",), []))
-    _used(made.root, outer)
-
-
 def by_a_switch(made: Workflow) -> None:
     """By a node whose types follow what it is connected to."""
     loaders = [made.root.add("UNETLoader") for _ in range(2)]
@@ -223,8 +208,7 @@ def by_a_switch(made: Workflow) -> None:
 
 
 SHAPES: dict[str, Callable[..., None]] = {
-    shape.__name__: shape
-    for shape in (several_uses, reroutes, out_of_a_subgraph, into_a_subgraph, nested_subgraphs, by_a_switch)
+    shape.__name__: shape for shape in (several_uses, reroutes, out_of_a_subgraph, into_a_subgraph, by_a_switch)
 }
 
 

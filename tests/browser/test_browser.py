@@ -1,4 +1,4 @@
-"""The pack in ComfyUI's own editor, in a real browser: the bundled workflows, a run, progress, help pages, Chinese.
+"""The pack in ComfyUI's own editor, in a real browser: the bundled workflows, a run, progress, help pages.
 
 PARALLEL_DIT_SCREENSHOTS: a folder to put screenshots into, such as those of docs/images.
 """
@@ -20,17 +20,11 @@ pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
 IN_VIEW = 8
 """Templates whose pictures the dialog shows without scrolling."""
-COMMANDS = json.loads((PACK / "locales" / "zh" / "commands.json").read_text())
-CHINESE_COMMAND = COMMANDS["ParallelDiT_RunOnSeveralGPUs"]["label"]
-CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
+OURS = json.loads((PACK / "locales" / "en" / "nodeDefs.json").read_text()).keys()
 
 
 def workflow(name: str) -> dict[str, Any]:
     return json.loads((PACK / "workflows" / f"{name}.json").read_text())
-
-
-def ours(graph: dict[str, Any]) -> list[str]:
-    return sorted({node["type"] for node in graph["nodes"]} & CHINESE.keys())
 
 
 def first_sentence(page: Path) -> str:
@@ -39,7 +33,7 @@ def first_sentence(page: Path) -> str:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_workflow_opens_with_the_values_of_its_file(editor, server, shoot, name):
+def test_workflow_opens_with_the_values_of_its_file(editor, server, name):
     graph = workflow(name)
     missing_nodes(server.object_info(), (node["type"] for node in graph["nodes"] if node["type"] != "MarkdownNote"))
     editor.open(graph)
@@ -49,16 +43,6 @@ def test_workflow_opens_with_the_values_of_its_file(editor, server, shoot, name)
         assert values[: len(node["widgets_values"])] == node["widgets_values"], node["type"]
         size = editor.page.evaluate("id => [...app.graph.getNodeById(id).size]", node["id"])
         assert size == node["size"], f"{node['type']} does not fit into its size, so it may overlap others"
-    shoot(name)
-
-
-def test_what_is_wrong_with_a_workflow_is_seen(editor):
-    graph = workflow("quickstart")
-    graph["nodes"][4]["type"] = "NoSuchSampler"
-    graph["nodes"][0]["widgets_values"][0] = "no-such-file.safetensors"
-    editor.open(graph)
-    missing = "ParallelDiTLoader: no no-such-file.safetensors in model_name"
-    assert {"unknown NoSuchSampler", missing} <= set(editor.problems())
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +95,6 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shoot
     )
     editor.run()
     page.wait_for_function("() => Math.max(...window.progress) > 0.4", timeout=1000 * RUN_SECONDS)
-    shoot("progress")
     picture = editor.shown_picture(server)
     assert picture.size == (256, 256)
     low, high = picture.convert("L").getextrema()
@@ -123,17 +106,16 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shoot
     shoot("quickstart-workflow")
 
     before = page.evaluate("() => app.graph._nodes.find(n => n.type == 'SaveImage').imgs[0].src")
-    editor.step("ParallelDiTLoader", "pipefusion_degree", -1)
-    editor.step("ParallelDiTLoader", "split_batch_degree", 1)
-    editor.type("PipeFusionSampler", "steps", 4)
-    assert editor.widget("PipeFusionSampler", "steps") == 4
+    editor.set("ParallelDiTLoader", "pipefusion_degree", 1)
+    editor.set("ParallelDiTLoader", "split_batch_degree", 2)
+    editor.set("PipeFusionSampler", "steps", 4)
     editor.run()
     wait_for_report(editor, "split_batch_degree 2")
     assert editor.shown_picture(server, before).size == (256, 256)
     assert not editor.problems()
 
 
-def test_the_panel_shows_ranks_while_it_is_open(editor, server, shoot):
+def test_the_panel_shows_ranks_while_it_is_open(editor, shoot):
     """Behind the run above: ranks are there. Nothing is sent to a page whose panel is closed."""
     page = editor.page
     page.evaluate(
@@ -149,43 +131,12 @@ def test_the_panel_shows_ranks_while_it_is_open(editor, server, shoot):
     assert panel.locator(".row > .bar").count() == 2
     panel.get_by_text("idle").nth(1).wait_for()
     panel.get_by_text("Its last run").first.wait_for()
-    shares = panel.locator(".timeline .bar[aria-label$='% of the time']").count()
-    assert shares == 2 * panel.get_by_text("Its last run").count()  # of two ranks, for each of their models
-    runs = [row.inner_text() for row in panel.locator("h3:text-is('Last runs') ~ .row.quiet").all()]
-    second, first = runs
-    assert "exact, on 2 ranks" in second and "close to exact" in first
     shoot("ranks-panel")
-
-    model = {
-        "name": "<img src=x onerror='window.ran = true'>",
-        "degrees": "",
-        "weights": [],
-        "streamed": [],
-        "computing": [],
-    }
-    pool = {"ranks": [], "links": [], "models": [model], "notes": [], "error": "rank 1 ended", "logs": ""}
-    said, pictures = page.evaluate(  # at once: the server's next message shows the real ranks again
-        """detail => {
-            window.comfyAPI.api.api.dispatchEvent(new CustomEvent("parallel_dit.ranks", { detail }));
-            const panel = document.querySelector(".pdit");
-            return [panel.innerText, panel.querySelectorAll("img").length];
-        }""",
-        {"pools": [pool]},
-    )
-    assert "rank 1 ended" in said and "<img src=x" in said  # a file's name is text
-    assert not pictures
-
-    editor.type("PipeFusionSampler", "steps", 30)
-    editor.run()
-    panel.get_by_text("computing").first.wait_for(timeout=1000 * RUN_SECONDS)
-    page.wait_for_function("() => !app.ui.lastQueueSize", timeout=1000 * RUN_SECONDS)
-    panel.get_by_text("idle").nth(1).wait_for()
     panel.get_by_role("button", name="Add Trace").click()
     assert page.evaluate("() => app.graph.nodes.filter(node => node.type == 'ParallelTrace').length") == 1
     page.evaluate("() => app.graph.remove(app.graph.nodes.find(node => node.type == 'ParallelTrace'))")
     panel.get_by_role("button", name="Unload").click()
     panel.get_by_text("no model").wait_for()
-
     tab.click()
     panel.wait_for(state="detached")
     page.wait_for_timeout(1500)
@@ -196,58 +147,20 @@ def test_the_panel_shows_ranks_while_it_is_open(editor, server, shoot):
     page.wait_for_function("() => !app.ui.lastQueueSize", timeout=1000 * RUN_SECONDS)
 
 
-def test_what_was_said_on_a_node_is_said_again_when_the_run_has_ended(editor):
-    """Newer editors take every node's line away at the end of a run."""
-    shown = editor.page.evaluate(
-        """async () => {
-            const api = window.comfyAPI.api.api, node = app.graph._nodes.find(n => n.type == 'PipeFusionSampler');
-            const send = (name, detail) => api.dispatchEvent(new CustomEvent(name, { detail }));
-            const lines = () => (node.widgets ?? []).map(widget => widget.value).filter(value => value == "1.5 s");
-            send("execution_start", {});
-            send("parallel_dit.said", { node: String(node.id), text: "starting" });
-            send("parallel_dit.said", { node: String(node.id), text: "1.5 s" });
-            const before = lines().length;
-            send("execution_success", {});
-            await new Promise(done => setTimeout(done, 500));
-            const after = lines().length;
-            node.widgets = node.widgets.filter(widget => widget.value != "1.5 s");
-            send("execution_start", {});
-            send("execution_error", {});
-            await new Promise(done => setTimeout(done, 500));
-            return [before, after, lines().length];
-        }"""
-    )
-    assert shown == [0, 1, 0]
-
-
-def said_on(editor: Editor, kind: str) -> str:
-    """The line on a node, once there is one."""
-    line = "node.widgets.find(w => w.name == '$$node-text-preview')?.value ?? ''"
-    editor.page.wait_for_function(
-        f"kind => {{ const node = app.graph._nodes.find(n => n.type == kind); return {line} }}", arg=kind
-    )
-    return editor.node(kind, line)
-
-
 def test_degrees_that_do_not_fit_are_refused_at_the_widget(editor, shoot):
-    """A control of the run before: one of its clicks, so that `devices` has more entries than the degrees need."""
+    """A control of the run before: `devices` has more entries than the degrees need."""
     editor.open(workflow("quickstart"))
-    editor.step("ParallelDiTLoader", "pipefusion_degree", -1)
+    editor.set("ParallelDiTLoader", "pipefusion_degree", 1)
     editor.run()
     editor.page.get_by_text("Parallel DiT Loader rejected the value for devices").first.wait_for()
     shoot("error")
-    assert "the product of the degrees must equal the number of devices" in said_on(editor, "ParallelDiTLoader")
-    editor.step("ParallelDiTLoader", "pipefusion_degree", 1)
-    editor.page.evaluate("app.graph._nodes.find(n => n.type == 'ParallelDiTLoader').widgets.at(-1).value = 'gone'")
-    editor.run()
+    line = "the product of the degrees must equal the number of devices"
     editor.page.wait_for_function(
-        "() => app.graph._nodes.every(n => !(n.widgets ?? []).some(w => String(w.value).startsWith('devices names')))"
+        "line => app.graph._nodes.some(n => (n.widgets ?? []).some(w => String(w.value).includes(line)))", arg=line
     )
 
 
-@pytest.mark.parametrize(
-    ("node", "raised", "shown"), [("ParallelDoctor", "torch", 1), ("KSampler", "parallel-dit", 1), ("KSampler", "torch", 0)]
-)
+@pytest.mark.parametrize(("node", "raised", "shown"), [("ParallelDoctor", "torch", 1), ("KSampler", "torch", 0)])
 def test_the_first_line_of_our_errors_is_on_the_node(editor, node, raised, shown):
     """Of our nodes, and of others that our code ends."""
     found = editor.page.evaluate(
@@ -282,48 +195,11 @@ def test_a_report_is_shown_in_a_box_on_its_node(editor):
     assert shown == [True, 4]  # the box is no widget of the saved workflow
 
 
-@pytest.mark.parametrize("name", ["quickstart", "flux_dev_ulysses_pipefusion"])
-def test_help_panel_has_the_nodes_page(editor, shoot, name):
-    graph = workflow(name)
+def test_help_panel_has_the_nodes_page(editor, shoot):
+    graph = workflow("quickstart")
     editor.open(graph)
-    for kind in ours(graph):
+    for kind in sorted({node["type"] for node in graph["nodes"]} & OURS):
         editor.help(kind)
         text = first_sentence(PACK / "web" / "docs" / f"{kind}.md")
         editor.page.get_by_text(text).first.wait_for()
-        if (name, kind) == ("quickstart", "ParallelDiTLoader"):
-            shoot("help-panel")
-
-
-@pytest.mark.full
-def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
-    server.post("/settings", {"Comfy.Locale": "zh"})
-    editor.page.reload()
-    editor.page.wait_for_function(READY)
-    for name in ("quickstart", "flux_dev_ulysses_pipefusion"):
-        graph = workflow(name)
-        editor.open(graph)
-        for kind in ours(graph):
-            title = editor.page.evaluate("kind => LiteGraph.registered_node_types[kind].title", kind)
-            assert title == CHINESE[kind]["display_name"]
-            said = dict(editor.node(kind, "node.widgets.map(w => [w.name, w.label])"))
-            names = {name: entry["name"] for name, entry in CHINESE[kind]["inputs"].items() if name in said}
-            assert {name: said[name] for name in names} == names
-    editor.menu("Parallel DiT", CHINESE_COMMAND)
-    editor.toast("没有改动。ComfyUI 在这台机器上没有可用的显卡。")
-    assert editor.node("ParallelDiTLoader", "node.title") == CHINESE["ParallelDiTLoader"]["display_name"]
-    editor.help("ParallelDiTLoader")
-    editor.page.get_by_text(first_sentence(PACK / "web" / "docs" / "ParallelDiTLoader" / "zh.md")).first.wait_for()
-    shoot("chinese")
-    shown = editor.page.evaluate(
-        """async () => {
-            const node = app.graph._nodes.find(n => n.type == 'ParallelDiTLoader');
-            const detail = { node: String(node.id), text: "Parallel DiT: starting 2 ranks" };
-            window.comfyAPI.api.api.dispatchEvent(new CustomEvent("parallel_dit.said", { detail }));
-            await new Promise(done => setTimeout(done, 500));
-            return (node.widgets ?? []).map(widget => widget.value);
-        }"""
-    )
-    assert "Parallel DiT: 正在启动 2 个进程" in shown
-    editor.tab("parallel-dit-ranks").click()
-    editor.page.locator(".pdit").get_by_role("button", name="卸载").wait_for()
-    shoot("ranks-panel-chinese")
+    shoot("help-panel")

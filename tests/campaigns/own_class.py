@@ -35,8 +35,6 @@ def main() -> None:
     comfyui = ComfyUI(checkout, find_python(checkout))
     cases = [case for case in CASES if has_class(comfyui, case) and (not options.only or case.name in options.only)]
     classes = [name for name in (*UNETS, *CLASSES) if not options.only or name in options.only]
-    if options.only:
-        cases.sort(key=lambda case: options.only.index(case.name))
     head = {"what": "own_class", "date": date.today().isoformat(), "hardware": measuring.hardware()}
     rows: list[Row] = []
 

@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.campaigns.compatibility import verdict as of
-from tests.campaigns.compatibility.report import END, START, replace_tables, tables
 from tests.campaigns.compatibility.runner import FAMILIES, PackSession, how, save_models
-from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, counts, in_mode, is_named, judge
+from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, in_mode, is_named, judge
 from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
 
 ABOUT = ("core", "SkipLayerGuidanceDiT", "Skip Layer Guidance (DiT)", "flux")
@@ -21,9 +20,9 @@ def trial(mode, outcome, after=RIGHT):
     return {"mode": mode, "outcome": outcome, "after": after}
 
 
-def trials(effect=0.1, **changes):
+def trials(**changes):
     """Everything equal, and pipelined in the last mode, but for `changes`: mode -> outcome."""
-    found = {NATIVE: trial(NATIVE, {"finite": True, "effect": effect})}
+    found = {NATIVE: trial(NATIVE, {"finite": True, "effect": 0.1})}
     found |= {mode: trial(mode, {"difference": 1e-6, "psnr": 120.0, "whole": None}) for mode in MODES}
     found[MODES[3]]["outcome"] = {"difference": 0.1, "psnr": 30.0, "whole": None}
     return found | {mode: trial(mode, outcome) for mode, outcome in changes.items()}
@@ -33,21 +32,14 @@ def trials(effect=0.1, **changes):
     ("changes", "outcome"),
     [
         ({}, of.CLOSE),
-        ({"effect": 0.0}, of.NO_EFFECT),
-        ({MODES[3]: {"difference": 1e-6, "psnr": 120.0}}, of.EQUAL),
         ({MODES[3]: {"difference": 1e-6, "psnr": 120.0, "whole": "it looks at the whole"}}, of.WHOLE),
         ({MODES[3]: {"difference": 0.9, "psnr": 8.0, "whole": None}}, of.WRONG),
-        ({MODES[3]: {"difference": 0.1, "psnr": 30.0, "whole": "it looks at the whole"}}, of.WRONG),
         ({MODES[0]: {"difference": 1e-3, "psnr": 60.0}}, of.WRONG),
         ({MODES[0]: {"difference": 1e-3, "psnr": 60.0, "itself": 3e-4}}, of.CLOSE),
-        ({MODES[0]: {"difference": float("inf"), "psnr": None, "itself": float("inf")}}, of.WRONG),
         ({MODES[1]: {"error": OURS | {"text": "model: Skip Layer Guidance is not possible."}}}, of.REFUSED),
         ({MODES[1]: {"error": OURS | {"text": "model: a wrapper is not possible."}}}, of.UNNAMED),
-        ({MODES[1]: {"error": OURS | {"type": "AttributeError", "text": "model: 'params' is not possible."}}}, of.UNNAMED),
         ({MODES[1]: {"error": OURS | {"type": "KeyError", "text": "'x'"}}}, of.CRASH),
-        ({MODES[1]: {"error": OURS | {"ours": False, "text": "SkipLayerGuidanceDiT"}}}, of.CRASH),
         ({NATIVE: {"error": OURS | {"text": "no such layer"}}}, of.NOT_THESE),
-        ({NATIVE: {"missing": "MODEL_PATCH"}}, of.NOT_TRIED),
     ],
 )
 def test_a_node_is_what_it_is_in_its_worst_mode(changes, outcome):
@@ -55,50 +47,28 @@ def test_a_node_is_what_it_is_in_its_worst_mode(changes, outcome):
 
 
 STACKS = """Timeout (0:04:00)!
-Thread 0x1 (most recent call first):
-  File "/python/threading.py", line 320 in wait
 Thread 0x2 (most recent call first):
   File "/python/queue.py", line 180 in get
   File "/pack/client.py", line 9 in predict
 """
 
 
-@pytest.mark.parametrize(
-    ("printed", "outcome", "word"),
-    [(STACKS, of.HANG, "Timeout; queue.py:180 get < client.py:9 predict"), ("Killed\n", of.CRASH, "died: Killed")],
-)
-def test_a_node_that_ends_its_process_hangs_or_crashes(printed, outcome, word):
-    assert in_mode({"mode": MODES[0], "died": how(printed)}, ABOUT[1:3]) == (outcome, word)
+def test_a_node_that_ends_its_process_hangs_or_crashes():
+    said = {printed: in_mode({"mode": MODES[0], "died": how(printed)}, ABOUT[1:3]) for printed in (STACKS, "Killed\n")}
+    assert said[STACKS] == (of.HANG, "Timeout; queue.py:180 get < client.py:9 predict")
+    assert said["Killed\n"] == (of.CRASH, "died: Killed")
 
 
 @pytest.mark.parametrize(
     ("text", "names", "named"),
     [
-        ("EasyCache", ("EasyCache", "EasyCache"), True),
         ("model: the node Skip Layer Guidance (SkipLayerGuidanceDiT)", ABOUT[1:3], True),
         ("model: TeaCache for Wan video", ("WanVideoTeaCacheKJ", "WanVideo Tea Cache"), True),
         ("model: a cache of KJNodes for Wan video", ("WanVideoTeaCacheKJ", "WanVideo Tea Cache"), False),
-        ("a wrapper around the diffusion model", ("ApplyFBCacheOnModel", "Apply First Block Cache"), False),
-        ("model: a merge is not possible", ("ModelMergeSimple", "Merge Models (Simple)"), False),
-        ("model: NAGuidance", ("NAGuidance", "Normalized Attention Guidance"), True),
     ],
 )
 def test_a_refusal_names_its_node(text, names, named):
     assert is_named(text, names) == named
-
-
-def test_a_node_counts_once_and_a_spoilt_prompt_is_said():
-    spoilt = trials()
-    spoilt[MODES[0]]["after"] = {"error": {"type": "BadMessage", "text": "no header"}}
-    verdicts = [judge(ABOUT, spoilt), judge((*ABOUT[:3], "wan"), trials(**{MODES[0]: {"difference": 1.0, "psnr": 1.0}}))]
-    assert counts(verdicts) == {of.WRONG: 1, "next prompt not right": 1}
-    before = [judge(ABOUT, trials(**{MODES[0]: {"error": OURS | {"type": "KeyError", "text": "'x'"}}}))]
-    page = replace_tables(f"before\n{START}\nold\n{END}\nafter", tables(verdicts, {"TeaCache": "no such name"}, before))
-    assert "old" not in page and page.startswith("before\n") and page.endswith("\nafter")
-    assert "| wrong | 1 |\n| next prompt not right | 1 |" in page
-    assert "of ComfyUI (Flux):" in page and "| close | 0 | 1 |\n| crash | 1 | 0 |\n| next prompt not right | 0 | 1 |" in page
-    assert "| SkipLayerGuidanceDiT | close, 30 dB, **next prompt not right** |  | **wrong** |" in page
-    assert "## TeaCache\n\nIt could not be loaded: no such name" in page
 
 
 @pytest.mark.full

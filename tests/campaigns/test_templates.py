@@ -1,15 +1,12 @@
-"""The campaign of templates: what it makes of names and figures, and two templates from end to end."""
+"""The campaign of templates: what it makes of figures, and two templates from end to end."""
 
 import contextlib
 import json
-from collections.abc import Callable
 
 import pytest
 
 from testing.comfyui.scripted import Inside
-from tests.campaigns.templates.conversion import Template, convert, graph_of
-from tests.campaigns.templates.menu import try_all
-from tests.campaigns.templates.report import END, START, replace_table, summary
+from tests.campaigns.templates.conversion import Template, convert
 from tests.campaigns.templates.runner import DIFFERS, EQUAL, FAILED, NOT_OURS, NOT_RUN, REFUSED, judge, run_all
 from tests.comfyui.conftest import SCRIPTS, comfyui  # noqa: F401 (a fixture)
 from tests.support import chromium
@@ -38,47 +35,24 @@ def test_a_verdict(results, outcome):
     assert judge(ABOUT, results).outcome == outcome
 
 
-def test_a_template_of_no_family_is_not_started_and_counts_in_the_shares():
+def test_a_template_of_no_family_is_not_started():
     prompt = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "sd_xl_base_1.0.safetensors"}}}
     (verdict,) = run_all([Template("sdxl", "SDXL", 30, prompt)], inside=None, base=None)
     assert (verdict.outcome, verdict.reason) == (NOT_OURS, "sd_xl_base_1.0.safetensors: a UNet of Stable Diffusion's kind")
-    equal = judge(ABOUT, found([0.0]))
-    assert {outcome: figures["share"] for outcome, figures in summary([verdict, equal]).items()} == {
-        NOT_OURS: 0.75,
-        EQUAL: 0.25,
-    }
-    page = replace_table(f"before\n{START}\nold\n{END}\nafter", [equal, verdict])
-    assert "old" not in page and page.startswith("before\n") and page.endswith("\nafter")
-    assert "| sdxl | 30 | not ours |" in page
 
 
-@pytest.fixture
-def wanted(comfyui, tmp_path) -> Callable[..., list[Template]]:  # noqa: F811
-    """Templates by name, and `tmp_path` as ComfyUI's base directory."""
+@pytest.mark.full
+@pytest.mark.comfyui
+@pytest.mark.browser
+def test_templates_give_what_comfyuis_own_loaders_give(comfyui, tmp_path):  # noqa: F811
     if chromium.find() is None:
         missing("no Chromium, whose editor makes a template's prompt", expected=False)
     for name in ("models/diffusion_models", "models/loras", "input", "output"):
         (tmp_path / name).mkdir(parents=True)
-    return lambda *names: convert(comfyui.checkout, comfyui.python, tmp_path, names)
-
-
-@pytest.mark.full
-@pytest.mark.comfyui
-@pytest.mark.browser
-def test_templates_give_what_comfyuis_own_loaders_give(comfyui, tmp_path, wanted):  # noqa: F811
     names = ("image_z_image_turbo", "image_krea2_turbo_t2i")
+    wanted = convert(comfyui.checkout, comfyui.python, tmp_path, names)
     with contextlib.closing(Inside(comfyui, tmp_path, SCRIPTS)) as inside:
-        verdicts = {verdict.name: verdict for verdict in run_all(wanted(*names), inside, tmp_path)}
+        verdicts = {verdict.name: verdict for verdict in run_all(wanted, inside, tmp_path)}
     assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(names, EQUAL), json.dumps(
         [verdict.as_json() for verdict in verdicts.values()], indent=1
     )
-
-
-@pytest.mark.full
-@pytest.mark.comfyui
-@pytest.mark.browser
-def test_the_menus_command_on_a_template_is_queued_undone_and_equal(comfyui, tmp_path, wanted):  # noqa: F811
-    graphs = [(template, graph_of(comfyui.python, template.name)) for template in wanted("image_z_image_turbo")]
-    with contextlib.closing(Inside(comfyui, tmp_path, SCRIPTS)) as inside:
-        (trial,) = try_all(graphs, comfyui.checkout, comfyui.python, inside, tmp_path)
-    assert trial.passed and trial.put["ParallelizeModel"] == 1, trial.as_json()

@@ -14,7 +14,7 @@ from testing import mini
 from testing.comfyui import sd3_file
 
 Tensors = dict[str, torch.Tensor]
-ENCODERS_PACK, EMULATED_PACK = (Path(__file__).parent / name for name in ("tiny_encoders", "emulated_devices"))
+ENCODERS_PACK = Path(__file__).parent / "tiny_encoders"
 CLIP_WIDTH, T5_WIDTH = 64, 16
 T5_OUTPUT = 4096
 """What `tiny_encoders` pads T5's output to."""

@@ -26,7 +26,6 @@ PHASES = {
     "conditioning": "pipe 2",
     "exact": "ulysses 2",
     "banded": "pipe 2",
-    "sending": "pipe 2",
     "idle": "pipe 2",
     "adapt": "ulysses 2",
     "close run": "pipe 2",
@@ -53,7 +52,7 @@ def of_all() -> Iterator[pytest.param]:
                     continue
                 moment = min(2, table.moments(kind, phase)[-1])
                 name = f"{kind} ({variant}), {phase}"
-                fault = Fault(kind, variant, phase, degrees, 1, moment, 1)
+                fault = Fault(kind, variant, phase, degrees, 1, moment)
                 yield pytest.param(fault, id=name, marks=() if name in DEFAULT else pytest.mark.full)
 
 

@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from parallel_backend.core.attention_kernels import KERNELS, SDPA, as_wish
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import CHECKSUMS
-from tests.rank.test_lora import lora
-from tests.rank.test_micro_step_graphs import both, counts, load, sampled, whole_calls
+from tests.rank.test_micro_step_graphs import both, load, sampled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -42,14 +39,6 @@ def test_a_run_with_graphs_gives_the_same_bits(ranks, dtype, pools, mini_file):
     assert all(each.captured and each.replayed for each in stats)
 
 
-@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.graphs and name != SDPA])
-def test_other_kernels_are_captured(request, name, pools, mini_file):
-    if request.config.getoption("emulated_gpus") or not KERNELS[name].possible(DEVICE, "bf16"):
-        pytest.skip(f"needs {KERNELS[name].package} and a real GPU")
-    stats = both(pools(1), mini_file, Degrees(), "bf16", as_wish(name))
-    assert all(each.captured and each.replayed for each in stats)
-
-
 def test_graphs_end_with_their_run_and_leave_no_memory(pools, mini_file):
     """Runs in turn give the same, and the peak of the later ones is that of the first, but for checksums that are kept."""
     model = load(pools(1), mini_file, Degrees(), True)
@@ -59,18 +48,3 @@ def test_graphs_end_with_their_run_and_leave_no_memory(pools, mini_file):
     assert len({(each.captured, each.replayed) for each in later}) == 1
     peaks = [each.peak_bytes for each in later]
     assert max(peaks) - min(peaks) <= CHECKSUMS * ALLOCATION
-
-
-def test_a_lora_ends_the_graphs(pools, mini_file):
-    found = []
-    for graphs in (False, True):
-        model = load(pools(1), mini_file, Degrees(), graphs)
-
-        def change(number: int, model=model) -> None:
-            if number == 4:
-                model.adapt(object(), lora(load_file(mini_file)), lambda: None)
-
-        found.append(whole_calls(model, change))
-        model.adapt(None, (), lambda: None)
-    assert torch.equal(*found)
-    assert counts(model.close_run(0, lambda: None)) == {(2, 1)}

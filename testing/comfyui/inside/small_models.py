@@ -23,7 +23,6 @@ from boot import BASE, torch
 from comfy.nested_tensor import NestedTensor
 from safetensors.torch import save_file
 
-DEPTHS = "depth_single_blocks", "num_single_layers", "num_visual_blocks", "num_layers", "n_layers", "num_blocks", "depth"
 _ROWS = json.loads((Path(__file__).parent / "small_models.json").read_text("utf-8"))
 
 
@@ -42,12 +41,10 @@ def detected(name: str) -> dict[str, Any]:
     return {entry: value for entry, value in row["arguments"].items() if told == "all" or entry in told}
 
 
-def write(name: str, more_blocks: int = 0) -> Path:
-    """A file of random values, with gates and norms that are not 0. `more_blocks`: of the last of its lists."""
+def write(name: str) -> Path:
+    """A file of random values, with gates and norms that are not 0."""
     row = small_model(name)
     arguments = dict(row["arguments"])
-    if more_blocks:
-        arguments[next(depth for depth in DEPTHS if depth in arguments)] += more_blocks
     config = getattr(comfy.supported_models, row["kind"])(arguments)
     config.set_inference_dtype(torch.float32, None)
     g, state = torch.Generator().manual_seed(5), {}

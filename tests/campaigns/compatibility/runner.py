@@ -18,7 +18,7 @@ from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.conftest import SCRIPTS
 from tests.comfyui.test_families import CASES, save_case
 
-from .settings import NEEDS, SETTINGS
+from .settings import SETTINGS
 from .verdict import MODES, NATIVE, Verdict, judge
 
 CORE = "core"
@@ -88,11 +88,8 @@ class PackSession:
 
     def _boot(self) -> None:
         self._inside = Inside(self.comfyui, self.base, SCRIPTS)
-        packs = (
-            [] if self.pack is None else [self.pack.with_name(name) for name in NEEDS.get(self.pack.name, ())] + [self.pack]
-        )
-        kinds = {name: entry["kind"] for name, entry in SETTINGS.items() if "kind" in entry}
-        found, _ = self._inside.run("compatibility", here=True, packs=[str(pack) for pack in packs], kinds=kinds)
+        packs = [] if self.pack is None else [str(self.pack)]
+        found, _ = self._inside.run("compatibility", here=True, packs=packs)
         name = CORE if self.pack is None else self.pack.name
         self.nodes = [
             Node(name, node, about["title"], about["kind"], about["own"])

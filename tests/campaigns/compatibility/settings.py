@@ -1,12 +1,9 @@
 """What nodes need beside their widgets' defaults: where these do nothing, or nothing to a model as small as these.
 
-Node -> "kind" (see inside/node_graphs.py), "inputs" (a value, or {"link": what it is linked to}), "nodes" that these links
+Node -> "inputs" (a value, or {"link": what it is linked to}), "nodes" that these links
 name, "settings" of the sampling (steps, cfg, sampler, scheduler, latent), "floats" (the value of every FLOAT widget), and
 inputs and settings by family.
 """
-
-NEEDS = {"ComfyUI-Inspire-Pack": ("ComfyUI-Impact-Pack",)}
-"""A pack -> those without which most of it does nothing."""
 
 HALF = {"floats": 0.5}
 CACHE = {"inputs": {"reuse_threshold": 3.0, "start_percent": 0.0}, "settings": {"steps": 8}}
@@ -54,12 +51,6 @@ UPSCALING = {"inputs": TILES | {"upscale_by": 1.0, "tile_padding": 16}}
 OTHERS = {
     "ApplyFBCacheOnModel": {"inputs": {"residual_diff_threshold": 1.0, "end": 1.0}, "settings": {"steps": 8}},
     "TiledDiffusion": {"inputs": TILES | {"tile_overlap": 32}},
-    "BlehSetSamplerPreset": {
-        "kind": "passed",
-        "inputs": {"any_input": {"link": "LATENT"}, "sampler": {"link": "inner"}},
-        "nodes": {"inner": ["KSamplerSelect", {"sampler_name": "euler"}]},
-        "settings": {"sampler": "bleh_preset_0"},
-    },
     "BlehModelPatchConditional": {
         "inputs": {"model_matched": {"link": "changed"}, "interval": 2},
         "nodes": {"changed": ["RescaleCFG", {}]},
@@ -72,37 +63,5 @@ OTHERS = {
     "DynamicThresholdingFull": {"settings": {"cfg": 7.0}},
     "DynamicThresholdingSimple": {"settings": {"cfg": 7.0}},
     "Power Lora Loader (rgthree)": {"inputs": {"lora_1": {"on": True, "lora": "flux-dev.safetensors", "strength": 1.0}}},
-    **{f"{name} (rgthree)": {"kind": "model"} for name in ("Context", "Context Big")},
 }
-PIPE = {"pipe": ["ToBasicPipe", {}]}
-SEGS = {"segs": ["MaskToSEGS", {"crop_factor": 1.5}]}
-SAMPLERS = {name: ["KSamplerProvider", {"basic_pipe": {"link": "pipe"}, "cfg": 3.0}] for name in ("first", "second")}
-CROPS = {"segs": {"link": "segs"}, "noise_mask_feather": 0}
-DETAILER = {"inputs": CROPS | {"guide_size": 128.0, "max_size": 128.0}, "nodes": SEGS}
-IMPACT = {
-    "DetailerForEach": DETAILER,
-    "DetailerForEachDebug": DETAILER,
-    "SEGSUpscaler": {"inputs": CROPS | {"rescale_factor": 1.0}, "nodes": SEGS},
-    "ImpactKSamplerBasicPipe": {"kind": "latent", "inputs": {"basic_pipe": {"link": "pipe"}}, "nodes": PIPE},
-    "ImpactKSamplerAdvancedBasicPipe": {"kind": "latent", "inputs": {"basic_pipe": {"link": "pipe"}}, "nodes": PIPE},
-    "TwoSamplersForMask": {
-        "kind": "latent",
-        "inputs": {"base_sampler": {"link": "first"}, "mask_sampler": {"link": "second"}},
-        "nodes": PIPE | SAMPLERS,
-    },
-}
-CLOWN = {"inputs": {"sampler": {"link": "clown"}}, "nodes": {"clown": ["ClownSampler_Beta", {}]}}
-CONDITIONED = {"positive": {"link": "CONDITIONING"}, "negative": {"link": "CONDITIONING"}}
-FIRST_STEPS = {"steps_to_run": 2, "latent_image": {"link": "LATENT"}, **CONDITIONED}
-CHAINED = {
-    "inputs": {"latent_image": {"link": "begun"}, **CONDITIONED},
-    "nodes": {"begun": ["ClownsharKSampler_Beta", FIRST_STEPS]},
-}
-RES4LYF = {
-    "SharkSampler_Beta": CLOWN,
-    "SharkChainsampler_Beta": {"inputs": CHAINED["inputs"] | CLOWN["inputs"], "nodes": CHAINED["nodes"] | CLOWN["nodes"]},
-    "ClownsharkChainsampler_Beta": CHAINED,
-    "ClownInpaint": {"inputs": {"mask": {"link": "MASK"}}},
-    "ClownInpaintSimple": {"inputs": {"mask": {"link": "MASK"}}},
-}
-SETTINGS: dict[str, dict] = {**COMFYUI, **KJNODES, **OTHERS, **IMPACT, **RES4LYF}
+SETTINGS: dict[str, dict] = {**COMFYUI, **KJNODES, **OTHERS}

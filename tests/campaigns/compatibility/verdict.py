@@ -18,6 +18,7 @@ NO_EFFECT, WRONG, CRASH, HANG = "no effect", "wrong", "crash", "hang"
 NOT_THESE, NOT_TRIED = "not for these models", "not tried"
 ORDER = (NOT_TRIED, NOT_THESE, NO_EFFECT, EQUAL, CLOSE, WHOLE, REFUSED, UNNAMED, WRONG, CRASH, HANG)
 """From best to worst: a node is what it is in its worst mode and family. Those that say nothing come first."""
+SPOILT = "next prompt not right"
 BAD = (UNNAMED, WRONG, CRASH, HANG)
 NATIVE, MODES = "native", ("ulysses", "split batch", "full warm-up", "one warm-up")
 GENERAL = {"node", "apply", "advanced", "model", "patch", "simple", "di", "t"}
@@ -42,7 +43,6 @@ class Verdict:
     difference: float | None = None
     psnr: float | None = None
     after: str = ""
-    seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "", {})}
@@ -56,16 +56,15 @@ def judge(about: tuple[str, str, str, str], trials: dict[str, dict[str, Any]], o
     """
     names = (*about[1:3], re.sub(r"\(.*?\)", "", about[2]), own)
     native = trials[NATIVE]
-    seconds = round(sum(trial.get("seconds", 0.0) for trial in trials.values()), 1)
     if "died" in native:
-        return Verdict(*about, NOT_THESE, word=f"native: {native['died']}", seconds=seconds)
+        return Verdict(*about, NOT_THESE, word=f"native: {native['died']}")
     told = native["outcome"]
     if "missing" in told:
-        return Verdict(*about, NOT_TRIED, word=f"nothing here stands in for {told['missing']}", seconds=seconds)
+        return Verdict(*about, NOT_TRIED, word=f"nothing here stands in for {told['missing']}")
     if "error" in told:
-        return Verdict(*about, NOT_THESE, word=f"native: {last_line(told['error'])}", seconds=seconds)
+        return Verdict(*about, NOT_THESE, word=f"native: {last_line(told['error'])}")
     if not told["finite"]:
-        return Verdict(*about, NOT_THESE, word="native: not finite", seconds=seconds)
+        return Verdict(*about, NOT_THESE, word="native: not finite")
     judged = {mode: in_mode(trials[mode], names) for mode in MODES if mode in trials}
     outcomes = {mode: outcome for mode, (outcome, _) in judged.items()}
     worst = max(outcomes.values(), key=ORDER.index, default=NOT_TRIED)
@@ -82,7 +81,6 @@ def judge(about: tuple[str, str, str, str], trials: dict[str, dict[str, Any]], o
         max(differences, default=None),
         results.get(MODES[3], {}).get("psnr") if outcomes.get(MODES[3]) == CLOSE else None,
         "; ".join(f"{mode}: {said}" for mode in MODES if mode in trials and (said := after(trials[mode]))),
-        seconds,
     )
 
 
@@ -147,4 +145,4 @@ def counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
         if verdict.after:
             spoilt.add(key)
     found = {outcome: sum(verdict.outcome == outcome for verdict in worst.values()) for outcome in ORDER}
-    return {outcome: count for outcome, count in found.items() if count} | {"next prompt not right": len(spoilt)}
+    return {outcome: count for outcome, count in found.items() if count} | {SPOILT: len(spoilt)}

@@ -1,66 +1,34 @@
 """What a process has at a moment, and what it has kept that it should not have."""
 
-import contextlib
 import gc
-import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Census:
-    """`files`: in the folder for temporary ones. `descriptors`: how many this process has open."""
-
-    children: frozenset[int]
-    threads: tuple[str, ...]
-    descriptors: int
-    listening: frozenset[tuple]
-    files: frozenset[str]
-    shared: frozenset[str]
+Census = dict[str, Counter[str]]
 
 
 def take(folder: Path) -> Census:
+    """By kind. `folder`: for temporary files."""
     gc.collect()  # what an error's traceback holds on to
     own = psutil.Process()
-    listening = {tuple(c.laddr) for c in own.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    return Census(
-        frozenset(child.pid for child in own.children(recursive=True)),
-        tuple(sorted(thread.name for thread in threading.enumerate())),
-        own.num_fds(),
-        frozenset(listening),
-        frozenset(entry.name for entry in folder.iterdir()),
-        frozenset(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.exists() else frozenset(),
-    )
+    listening = (str(each.laddr) for each in own.net_connections("inet") if each.status == psutil.CONN_LISTEN)
+    return {
+        "processes": Counter({"of ranks": len(own.children(recursive=True))}),
+        "threads": Counter(thread.name for thread in threading.enumerate()),
+        "descriptors": Counter({"open": own.num_fds()}),
+        "listening sockets": Counter(listening),
+        "temporary files": Counter({"of ranks": len(list(folder.iterdir()))}),
+    }
 
 
-def left_over(before: Census, after: Census, exchanged: Counter[str] | None = None) -> list[str]:
-    """What is in `after` and was not in `before`, in words. `exchanged`: how many of each may have been replaced.
-
-    Both are of moments with as many ranks, so there is one for one: a new pool's processes and directory for an old one's.
-    """
-    exchanged = exchanged or Counter()
-    found = []
-    if len(new := after.children - before.children) > exchanged["children"] or len(after.children) > len(before.children):
-        found.append(f"processes {sorted(map(_described, new))}")
-    if added := Counter(after.threads) - Counter(before.threads):
-        found.append(f"threads {sorted(added.elements())}")
-    if after.descriptors > before.descriptors:
-        found.append(f"{after.descriptors - before.descriptors} open files: {_open_files()}")
-    if new := after.listening - before.listening:
-        found.append(f"listening sockets {sorted(new)}")
-    if len(new := after.files - before.files) > exchanged["files"] or len(after.files) > len(before.files):
-        found.append(f"temporary files {sorted(new)}")
-    if new := {name for name in after.shared - before.shared if not _is_of_others(name)}:
-        found.append(f"shared memory {sorted(new)}")
-    return found
+def left_over(before: Census, after: Census) -> list[str]:
+    """What is in `after` and was not in `before`, in words. Both are of moments with as many ranks."""
+    return [f"{kind}: {dict(more)}" for kind, found in after.items() if (more := found - before[kind])]
 
 
 def settle(look: Callable[[], list[str]], seconds: float) -> list[str]:
@@ -69,46 +37,3 @@ def settle(look: Callable[[], list[str]], seconds: float) -> list[str]:
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
-
-
-def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
-    """Those that are still there after that time, as more than an entry that nobody has collected."""
-    processes = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def _described(pid: int) -> str:
-    try:
-        process = psutil.Process(pid)
-        return f"{pid} ({process.status()}: {' '.join(process.cmdline())[-60:]})"
-    except psutil.NoSuchProcess:
-        return f"{pid} (gone)"
-
-
-def _open_files() -> list[str]:
-    """Where this process's descriptors lead, most frequent kinds first. Linux only."""
-    names: Counter[str] = Counter()
-    folder = Path("/proc/self/fd")
-    for entry in folder.iterdir() if folder.exists() else ():
-        with contextlib.suppress(OSError):
-            names[os.readlink(entry).partition(":")[0]] += 1
-    return [f"{count} {name}" for name, count in names.most_common(6)]
-
-
-def _is_of_others(name: str) -> bool:
-    """A segment of shared memory that a process which is none of ours has open: other programs use the folder too."""
-    path = str(SHARED_MEMORY / name)
-    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    for process in psutil.process_iter():
-        if process.pid in own:
-            continue
-        with contextlib.suppress(psutil.Error, OSError):
-            if path in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
-            if any(entry.path == path for entry in process.open_files()):
-                return True
-    return not Path(path).exists()

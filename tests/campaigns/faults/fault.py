@@ -7,7 +7,7 @@ INJECTED = "injected by a test"
 
 @dataclass(frozen=True)
 class Fault:
-    """`moment`: how many of the phase's events pass on the victim before. `seed`: of random bytes and delays."""
+    """`moment`: how many of the phase's events pass on the victim before."""
 
     kind: str
     variant: str
@@ -15,12 +15,6 @@ class Fault:
     degrees: str
     victim: int
     moment: int
-    seed: int
-
-    @property
-    def event(self) -> str:
-        """What the victim counts to the moment."""
-        return f"{self.phase}, transfer" if self.kind.startswith("transfer") else self.phase
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.variant}), {self.phase}, {self.degrees}, rank {self.victim}, event {self.moment}"

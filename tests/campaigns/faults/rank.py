@@ -4,13 +4,10 @@ They look at a file whenever something happens that a fault could strike at, so 
 next. All is done around the product's own functions; it knows nothing of it.
 """
 
-import ctypes
 import functools
 import json
 import os
 import signal
-import socket
-import sys
 import tempfile
 import threading
 import time
@@ -22,17 +19,17 @@ from typing import Any
 from parallel_backend.rank.start.entry import main
 from parallel_backend.rank.start.parent_watch import end_with_parent
 from parallel_backend.wire.rank_settings import RankSettings
-from testing.emulated_device import EmulatedDevice, enter
 
-from . import garbage
 from .fault import INJECTED, Fault
 
 ARMED, FIRED, ACTED = "armed.json", "fired.json", "acted"
+MODEL_FILE, DAMAGED = "model file while it is read", "damaged.safetensors"
+"""A kind of fault, and the file that it damages."""
 LOADING_EVENTS = 40
 """That every rank has, at least."""
 STRIKES_BY_CLIENT = 20.0
 """Seconds that a rank waits in the middle of its work for the client's process to do the harm."""
-SLOW_ONCE, SLOW_LONG = 1.5, 0.05
+SLOW = 1.5
 
 
 def write(path: Path, content: Any) -> None:
@@ -44,19 +41,15 @@ def write(path: Path, content: Any) -> None:
 
 def now() -> float:
     """The same in all processes of a machine."""
-    return time.clock_gettime(time.CLOCK_MONOTONIC) if hasattr(time, "clock_gettime") else time.monotonic()
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 class Agent:
     """Counts the rank's events and strikes at the one that the fault names."""
 
-    def __init__(self, folder: Path, rank: int, connection: Connection, store: Path):
-        self.folder, self.rank, self.connection, self.store = folder, rank, connection, store
+    def __init__(self, folder: Path, rank: int, connection: Connection):
+        self.folder, self.rank, self.connection = folder, rank, connection
         self.phase = ""  # of the micro-step that is computed
-        self.seq = 0
-        self.model = 1  # the one that it spoke of last
-        self.channel: Any = None  # the rank's own
-        self.spoils = False  # what every block gives
         self._known: tuple[int, Fault | None] = (0, None)  # which file it was, and what it says
         self._counting = self._count = 0
 
@@ -78,22 +71,14 @@ class Agent:
     def at(self, event: str, value: Any = None) -> Any:
         """Something happens of which `value` came. The same, or what the fault makes of it."""
         fault = self.fault()
-        if fault is None or fault.event != event:
+        if fault is None or fault.phase != event:
             return value
         if self._counting != self._known[0]:
             self._counting, self._count = self._known[0], 0
         self._count += 1
-        late = self._count - 1 - fault.moment
-        if late == 0:
-            write(self.folder / FIRED, {"at": now(), "rank": self.rank})
-            return self._strike(fault, value)
-        if late > 0 and fault.variant == "for long":
-            time.sleep(SLOW_LONG)
-        return value
-
-    def _strike(self, fault: Fault, value: Any) -> Any:
-        if fault.variant == "from outside":
+        if self._count != fault.moment + 1:
             return value
+        write(self.folder / FIRED, {"at": now(), "rank": self.rank})
         return _STRIKES[fault.kind](self, fault, value)
 
     def wait_for_client(self, _fault: Fault, value: Any) -> Any:
@@ -120,9 +105,7 @@ def _run_out_of_memory(_agent: Agent, fault: Fault, _value: Any) -> Any:
 
     if fault.variant == "torch":
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 20.00 GiB ({INJECTED})")
-    if fault.variant == "real":
-        return torch.empty(1 << 50, dtype=torch.uint8)
-    return bytearray(1 << 60)
+    return torch.empty(1 << 50, dtype=torch.uint8)
 
 
 def _spoil(_agent: Agent, _fault: Fault, value: Any) -> Any:
@@ -134,8 +117,8 @@ def _spoil(_agent: Agent, _fault: Fault, value: Any) -> Any:
     return (spoiled, *others) if isinstance(value, tuple) else spoiled
 
 
-def _sleep(_agent: Agent, fault: Fault, value: Any) -> Any:
-    time.sleep(SLOW_ONCE if fault.variant == "once" else SLOW_LONG)
+def _sleep(_agent: Agent, _fault: Fault, value: Any) -> Any:
+    time.sleep(SLOW)
     return value
 
 
@@ -144,134 +127,27 @@ def _hang(_agent: Agent, _fault: Fault, _value: Any) -> Any:
         time.sleep(3600)
 
 
-class Lost:
-    """A transfer that was never started."""
-
-    def wait(self) -> None:
-        pass
-
-
-def _exit(_agent: Agent, fault: Fault, _value: Any) -> Any:
-    if fault.variant == "sys.exit(3)":
-        sys.exit(3)
-    os._exit(3 if fault.variant == "os._exit(3)" else 0)
-
-
-def _crash(_agent: Agent, fault: Fault, _value: Any) -> Any:
-    return os.abort() if fault.variant == "abort" else ctypes.string_at(0)
-
-
-def shut(connection: Connection, how: int) -> None:
-    """End a connection, also for threads that wait for it."""
-    end = socket.socket(fileno=os.dup(connection.fileno()))
-    end.shutdown(how)
-    end.close()
-
-
-def _cut(agent: Agent, fault: Fault, value: Any) -> Any:
-    shut(agent.connection, socket.SHUT_RDWR if fault.variant == "rank's end" else socket.SHUT_WR)
+def _cut_file_short(agent: Agent, _fault: Fault, value: Any) -> Any:
+    path = agent.folder / DAMAGED
+    os.truncate(path, path.stat().st_size // 3)
     return value
 
 
-def _send_garbage(agent: Agent, fault: Fault, value: Any) -> Any:
-    garbage.send(agent.connection, fault.variant, agent.rank, fault.seed)
-    return value
-
-
-def _send_output(seq: Callable[[Agent], int]) -> Callable[..., Any]:
-    def strike(agent: Agent, _fault: Fault, value: Any) -> Any:
-        import torch
-
-        from parallel_backend.wire.sampling import Output
-
-        agent.channel.send(Output(agent.rank, seq(agent), torch.zeros(1, 1, 1)), model=agent.model)
-        return value
-
-    return strike
-
-
-def _damage_store(agent: Agent, fault: Fault, value: Any) -> Any:
-    """Once another rank has begun with it."""
-    deadline = time.monotonic() + STRIKES_BY_CLIENT
-    while not (agent.store.exists() and agent.store.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    if fault.variant == "gone":
-        agent.store.unlink()
-    else:
-        agent.store.write_bytes(os.urandom(agent.store.stat().st_size))
-    return value
-
-
-def _take_host_memory(agent: Agent, fault: Fault, value: Any) -> Any:
-    """The host has none for this rank's blocks, as long as this fault is the one."""
-    from parallel_backend.rank.host_memory import host_store
-
-    room, allocate = host_store.room_for_weights, os.posix_fallocate
-
-    def room_for_weights(device: Any) -> int:
-        return -1 if agent.fault() == fault and fault.variant != "refused" else room(device)
-
-    def posix_fallocate(*given: int) -> None:
-        if agent.fault() == fault:
-            raise OSError(12, INJECTED)
-        allocate(*given)
-
-    host_store.room_for_weights, os.posix_fallocate = room_for_weights, posix_fallocate
-    return value
-
-
-def _stream_from_a_damaged_file(agent: Agent, fault: Fault, value: Any) -> Any:
-    _take_host_memory(agent, fault, value)
-    return agent.wait_for_client(fault, value)
-
-
-def _swallow(_agent: Agent, _fault: Fault, value: Any) -> Any:
-    return value
-
-
-def _shift(_agent: Agent, _fault: Fault | None, value: Any) -> Any:
+def _shift(_agent: Agent, _fault: Fault, value: Any) -> Any:
     return tuple(part + 0.01 for part in value) if isinstance(value, tuple) else value + 0.01
 
 
-def _shift_for_ever(agent: Agent, _fault: Fault, value: Any) -> Any:
-    agent.spoils = True
-    return value
-
-
 _STRIKES: dict[str, Callable[[Agent, Fault, Any], Any]] = {
-    "killed": _signal(getattr(signal, "SIGKILL", signal.SIGTERM)),
-    "stopped": _signal(getattr(signal, "SIGSTOP", signal.SIGTERM)),
+    "killed": _signal(signal.SIGKILL),
+    "stopped": _signal(signal.SIGSTOP),
     "raises": _raise,
-    "transfer fails": _raise,
     "out of memory": _run_out_of_memory,
     "NaN": _spoil,
     "slow": _sleep,
     "hangs": _hang,
-    "transfer lost": lambda _agent, _fault, _operation: Lost,
-    "exits": _exit,
-    "crashes": _crash,
-    "cut off": _cut,
-    "client's end cut off": Agent.wait_for_client,
-    "garbage from a rank": _send_garbage,
-    "output of the wrong shape": _send_output(lambda agent: agent.seq),
-    "output nobody asked for": _send_output(lambda _agent: 0),
-    "garbage to a rank": Agent.wait_for_client,
-    "model file": Agent.wait_for_client,
-    "model file while it is read": Agent.wait_for_client,
-    "store file": _damage_store,
+    MODEL_FILE: _cut_file_short,
     "cancelled": Agent.wait_for_client,
-    "no host memory": _take_host_memory,
-    "model file while it is streamed": _stream_from_a_damaged_file,
-    # Controls: what the harness must find out.
-    "swallowed": _swallow,
-    "wrong": _shift,
-    "stays wrong": _shift_for_ever,
-    # The client is about to be killed: see orphans.py.
-    "client killed": lambda agent, fault, value: {
-        "works": _swallow,
-        "hangs": _hang,
-        "stopped": _signal(getattr(signal, "SIGSTOP", signal.SIGTERM)),
-    }[fault.variant](agent, fault, value),
+    "wrong": _shift,  # a control: what the harness must find out
 }
 
 
@@ -286,19 +162,6 @@ def _before(agent: Agent, owner: Any, name: str, event: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def _before_and_after(agent: Agent, owner: Any, name: str, event: str) -> None:
-    _before(agent, owner, name, event)
-    before = getattr(owner, name)
-
-    @functools.wraps(before)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        result = before(*arguments, **named)
-        agent.at(event)
-        return result
-
-    setattr(owner, name, wrapped)
-
-
 def install(agent: Agent) -> None:
     """Have the agent see every event of EVENTS."""
     from parallel_backend.rank import worker
@@ -309,24 +172,19 @@ def install(agent: Agent) -> None:
     from parallel_backend.rank.stage.store.weight_store import WeightStore
     from parallel_backend.rank.stage.weights import StageWeights
     from parallel_backend.rank.vae.part import VAEPart
-    from testing import emulated_device
 
     _before(agent, worker, "run", "start")
-    _before_and_after(agent, peers, "join", "rendezvous")
-    _before_and_after(agent, worker, "probe", "probe")
+    _before(agent, peers, "join", "rendezvous")
     _before(agent, worker, "leave", "closing")
+    _before(agent, VAEPart, "run", "decoding")
     _before(agent, Engine, "put_conditioning", "conditioning")
     _before(agent, Engine, "close_run", "close run")
     _before(agent, Engine, "close", "unload")
     _before(agent, Adapters, "add", "adapt")
     _before(agent, WeightStore, "set_resident", "giving way")
-    _before(agent, emulated_device, "_copy", "copying")
     _before(agent, CudaCopies, "copy", "copying")
     _watch_loading(agent, StageWeights, WeightStore)
     _watch_blocks(agent, Engine)
-    _watch_vae(agent, VAEPart)
-    _watch_transfers(agent)
-    _watch_outputs(agent, worker)
     threading.Thread(target=_idle, args=(agent,), name="faults", daemon=True).start()
 
 
@@ -355,73 +213,14 @@ def _watch_blocks(agent: Agent, engine_class: Any) -> None:
                 block.register_forward_hook(seen)
 
     def seen(_block: Any, _inputs: Any, output: Any) -> Any:
-        output = agent.at(agent.phase, output)
-        return _shift(agent, None, output) if agent.spoils else output
+        return agent.at(agent.phase, output)
 
     def stepping(engine: Any, message: Any, upcoming: Any) -> Any:
         whole = message.tokens == engine.conditionings[message.conditioning].token_order.span
-        agent.phase, agent.seq = "exact" if whole and not message.stale else "banded", message.seq
+        agent.phase = "exact" if whole and not message.stale else "banded"
         return step(engine, message, upcoming)
 
     engine_class.__init__, engine_class.step = init, stepping
-
-
-def _watch_vae(agent: Agent, part_class: Any) -> None:
-    """An event for each layer."""
-    make, run = part_class.__init__, part_class.run
-
-    def init(part: Any, *arguments: Any) -> None:
-        make(part, *arguments)
-        for module in part.model.modules():
-            if not any(module.children()):
-                module.register_forward_hook(lambda _module, _inputs, output: agent.at("decoding", output))
-
-    def running(part: Any, message: Any) -> Any:
-        agent.phase = "decoding"
-        return run(part, message)
-
-    part_class.__init__, part_class.run = init, running
-
-
-def _watch_transfers(agent: Agent) -> None:
-    """An event for each transfer that is about to start."""
-    from parallel_backend.rank.comm.transfers import Traffic
-
-    start = Traffic.start
-
-    def starting(traffic: Any, operation: Callable[[], Any]) -> Any:
-        return start(traffic, lambda: agent.at(f"{agent.phase}, transfer", operation)())
-
-    Traffic.start = starting
-
-
-def _watch_outputs(agent: Agent, worker: Any) -> None:
-    """An event in the middle of each output that is sent."""
-    from parallel_backend.wire.channel import Channel
-    from parallel_backend.wire.sampling import Output
-
-    send = Channel.send
-
-    def make(connection: Connection, **named: Any) -> Any:
-        agent.channel = Channel(connection, **named)
-        return agent.channel
-
-    worker.Channel = make
-
-    def sending(channel: Any, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        agent.model = model or agent.model
-        fault = agent.fault() if isinstance(message, Output) else None
-        if fault is None or fault.event != "sending":
-            send(channel, message, request_id, model)
-            return
-        header, payload = garbage.halves(message, model)
-        with channel._sending:
-            channel.connection.send_bytes(header)
-            garbage.write_raw(channel.connection, payload[0])
-            agent.at("sending")
-            garbage.write_raw(channel.connection, payload[1])
-
-    Channel.send = sending
 
 
 def _idle(agent: Agent) -> None:
@@ -430,17 +229,11 @@ def _idle(agent: Agent) -> None:
         time.sleep(0.02)
 
 
-def entry(
-    folder: Path, temporary: Path, device: EmulatedDevice | None, settings: RankSettings, connection: Connection
-) -> None:
-    """As entry.main. `folder`: where the files are that the harness and its ranks speak through. `device`: the rank's, if it
-    is an emulated one."""
+def entry(folder: Path, temporary: Path, settings: RankSettings, connection: Connection) -> None:
+    """As entry.main. `folder`: where the files are that the harness and its ranks speak through."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-    agent = Agent(folder, settings.rank, connection, settings.rendezvous)
+    agent = Agent(folder, settings.rank, connection)
     agent.at("start")
     end_with_parent(settings.rendezvous.parent)  # as `main` does first: what follows takes seconds
     install(agent)
-    if device is None:
-        main(settings, connection)
-    else:
-        enter(device, settings, connection)
+    main(settings, connection)

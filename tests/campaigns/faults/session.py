@@ -6,11 +6,9 @@ import gc
 import logging
 import multiprocessing.util
 import operator
-import os
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,6 @@ from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
 from testing import mini
-from testing.emulated_device import EmulatedDevice
 from testing.vaes import OnRanks, made_of, small_vae
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import latent
@@ -39,14 +36,13 @@ from tests.support.emulated_gpu.machine import machine
 
 from . import census, rank
 from .fault import Fault
-from .table import DEGREES, GIVING_WAY, MODEL_FILE, STREAMED
+from .rank import DAMAGED, MODEL_FILE
+from .table import DEGREES, GIVING_WAY, STREAMED
 
-STEPS, LONG = 4, 5000
-EMULATED = EmulatedDevice(1 << 30, 1e9)
+STEPS = 4
 RESIDENT = 0.6
 """Of the weights of a model that gives way, on the device: some blocks, and the slots of the others."""
-NEXT_TO_NOTHING = Offload(leave_free=EMULATED.nbytes - 1)
-"""All blocks are streamed."""
+ALL_STREAMED = Offload(leave_free=1 << 50)
 LIMIT = 1e-5
 """Relative difference of an exact call from diffusers' own forward."""
 ALONE = 0.5
@@ -97,8 +93,7 @@ class FaultSession:
 
     def start(self, devices: tuple[str, ...], **named: Any) -> Pool:
         """In place of Pool where the registry starts one."""
-        device = EMULATED if devices[0] == "cpu:0" else None
-        entry = functools.partial(rank.entry, self.folder, self.temporary, device)
+        entry = functools.partial(rank.entry, self.folder, self.temporary)
         start = functools.partial(LocalRanks, entry=entry)
         pool = Pool(devices, **named | {"threads": 1, "silence": self.silence, "start": start})
         pool.watchdog.start = self.starts_within
@@ -117,14 +112,12 @@ class FaultSession:
         world = DEGREES[degrees].world
         if self.cards:  # those that give way in another order, so that one can tell
             return ("cuda:1", "cuda:0") if degrees.endswith(GIVING_WAY) else ("cuda:0", "cuda:1")
-        emulated = degrees.endswith((STREAMED, GIVING_WAY))
-        return tuple(f"cpu:{rank}" for rank in range(world)) if emulated else ("cpu",) * world
+        return ("cpu",) * world
 
-    def key(self, degrees: str, stage_split: str = "even", path: Path | None = None) -> Setup:
-        nothing = Offload(leave_free=1 << 50) if self.cards else NEXT_TO_NOTHING
-        offload = nothing if degrees.endswith(STREAMED) else ALLOWED
+    def key(self, degrees: str, path: Path | None = None) -> Setup:
+        offload = ALL_STREAMED if degrees.endswith(STREAMED) else ALLOWED
         devices, own = self.devices(degrees), mini.proven(tensor=DEGREES[degrees].tensor)
-        key = Setup(path or self.path, "fp32", devices, DEGREES[degrees], "sdpa", stage_split, own_class=own)
+        key = Setup(path or self.path, "fp32", devices, DEGREES[degrees], "sdpa", "even", own_class=own)
         return replace(key, offload=offload)
 
     def poll(self) -> None:
@@ -134,27 +127,20 @@ class FaultSession:
             rank.write(self.folder / rank.ACTED, None)
             raise Cancelled
 
-    def sample(self, key: Setup, steps: int = STEPS, on_loading: Callable[[], None] = nobody) -> Result:
+    def sample(self, key: Setup) -> Result:
         """A prompt: an exact call, and a run with a warm-up step and stale ones."""
-        told = []
-
-        def progress(doing: str, _fraction: float) -> None:
-            if doing == "loading" and not told:
-                told.append(doing)
-                on_loading()
-
         x, timestep, tensors = self.given
         assert key.own_class is not None
         checkpoint = self.registry.checkpoint(None, key, mini.with_call(open_own_class(key.path, key.own_class)))
-        model = self.registry.model(key, self.poll, progress, opened=checkpoint)
-        if key.devices in (("cpu:0", "cpu:1"), ("cuda:1", "cuda:0")) and key.offload == ALLOWED:
+        model = self.registry.model(key, self.poll, opened=checkpoint)
+        if key.devices == ("cuda:1", "cuda:0"):
             self.give_way(model)
         assert key.offload == ALLOWED or min(model.resident.host_bytes) > 0 or key.degrees.sequence > 1
         model.adapt(None, (), self.poll)
         exact = model.predict(ModelCall(x, timestep, tensors), self.poll)
         bands = 1 if key.degrees.displaced else 2
         prompt = Prompt(tensors, tensors, 1.0)
-        return [exact, sample_in_bands(model, x, linear_sigmas(steps), prompt, bands, 1, self.poll)[0]]
+        return [exact, sample_in_bands(model, x, linear_sigmas(STEPS), prompt, bands, 1, self.poll)[0]]
 
     def give_way(self, model: RemoteTransformer) -> None:
         """All weights come to the device, and most go to host memory again."""
@@ -172,8 +158,8 @@ class FaultSession:
         decoder = OnRanks(pool, "vae", lambda: made_of(small_vae()))
         return [decoder.run(latent(1, 4, 8, 6), self.poll).clone()]  # kept: a file of shared memory less
 
-    def standard(self, degrees: str, steps: int = STEPS) -> Result:
-        return self.sample(self.key(degrees), steps)
+    def standard(self, degrees: str) -> Result:
+        return self.sample(self.key(degrees))
 
     def learn(self, degrees: str) -> None:
         """What comes of everything with these degrees while nothing is wrong, and what this process then has."""
@@ -202,23 +188,20 @@ class FaultSession:
         self.learn(fault.degrees)
         if fault.phase in ("start", "rendezvous"):
             self.registry.close()
-        elif fault.phase in ("loading", "probe", "conditioning"):
+        elif fault.phase in ("loading", "conditioning"):
             self.registry.pool_for(self.devices(fault.degrees), nobody)
             self.registry.unload()
         else:
             self.standard(fault.degrees)
-        if fault.phase == "probe":  # imports what it needs
-            self.sample(self.key(fault.degrees, "auto"))
-            self.registry.unload()
-        elif fault.phase == "giving way":  # nothing is in host memory yet
+        if fault.phase == "giving way":  # nothing is in host memory yet
             self.registry.unload()
         elif fault.phase == "adapt":
             self.adapted(fault.degrees)
             self.standard(fault.degrees)
         elif fault.phase == "decoding":
             self.decoded(fault.degrees)
-        if fault.kind.startswith("model file"):
-            shutil.copy(self.path, self.folder / MODEL_FILE)
+        if fault.kind == MODEL_FILE:
+            shutil.copy(self.path, self.folder / DAMAGED)
         self.warnings.texts.clear()
 
     def attempt(self, fault: Fault, wait: Callable[[], bool]) -> Result | None:
@@ -227,8 +210,6 @@ class FaultSession:
             return self.cancel(fault)
         degrees = fault.degrees
         match fault.phase:
-            case "probe":
-                return self.sample(self.key(degrees, "auto"))[:1]
             case "adapt":
                 return self.adapted(degrees)
             case "decoding":
@@ -242,10 +223,7 @@ class FaultSession:
             case "idle":
                 self._wait_for_error(wait)
                 return self.standard(degrees)
-        if fault.kind.startswith("model file"):
-            return self.sample(self.key(degrees, path=self.folder / MODEL_FILE), on_loading=lambda: self.damage_file(fault))
-        outlasts_the_signal = fault.variant == "from outside" and fault.phase != "close run"
-        return self.standard(degrees, LONG if outlasts_the_signal else STEPS)
+        return self.sample(self.key(degrees, self.folder / DAMAGED if fault.kind == MODEL_FILE else None))
 
     def cancel(self, fault: Fault) -> None:
         """A prompt is cancelled where the fault says. AssertionError if it ends before, and if Unload leaves something."""
@@ -277,27 +255,10 @@ class FaultSession:
         if pool.error is not None:
             raise pool.error
 
-    def damage_file(self, fault: Fault, while_read: bool = False) -> None:
-        """Before the ranks read it, or, for that kind, as soon as one does."""
-        path = self.folder / MODEL_FILE
-        if (fault.kind != "model file") != while_read:
-            return
-        if not while_read:
-            rank.write(self.folder / rank.FIRED, {"at": rank.now(), "rank": None})
-            rank.write(self.folder / rank.ACTED, None)
-        if fault.variant == "gone":
-            path.unlink()
-        elif fault.variant == "replaced":
-            os.replace(shutil.copy(self.path, path.with_suffix(".new")), path)
-        else:
-            os.truncate(path, path.stat().st_size // 3)
-
     def is_right(self, fault: Fault, result: Result | None) -> bool:
-        """Bit for bit; a model that was cut by measured times only within rounding."""
+        """Bit for bit."""
         if result is None:
             return True
-        if fault.phase == "probe":
-            return mini.relative(result[0], self.expected[fault.degrees]["standard"][0]) <= LIMIT
         what = {"adapt": "adapted", "decoding": "decoded"}.get(fault.phase, "standard")
         return all(torch.equal(a, b) for a, b in zip(result, self.expected[fault.degrees][what], strict=True))
 
@@ -308,14 +269,9 @@ class FaultSession:
         )
 
     def left_over(self, degrees: str, seconds: float) -> list[str]:
-        """What this process has beside what it has while all is well, new ranks for old ones."""
-        world = DEGREES[degrees].world
-        exchanged = Counter(children=world, files=1)
-        return census.settle(lambda: census.left_over(self.usual[world], census.take(self.temporary), exchanged), seconds)
-
-    def abandon(self) -> None:
-        """What was tried does not end: go on without it."""
-        self.registry = Registry()
+        """What this process has beside what it has while all is well."""
+        usual = self.usual[DEGREES[degrees].world]
+        return census.settle(lambda: census.left_over(usual, census.take(self.temporary)), seconds)
 
 
 @contextlib.contextmanager

@@ -4,24 +4,20 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
 import signal
-import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
-from parallel_backend.processes.pool import STOP_SECONDS, Pool
+from parallel_backend.client.registry import Registry
+from parallel_backend.processes.pool import STOP_SECONDS
 from parallel_backend.processes.watchdog import START_SECONDS
 
-from . import garbage, rank
+from . import rank
 from .fault import Fault
 from .session import ALONE, FaultSession
 from .table import AT_ONCE, EITHER, ERROR, KINDS, PATIENCE, RIGHT, SILENCE, START, Kind, ending, lives, says, within
@@ -91,8 +87,6 @@ class Trial:
         self.session, self.fault, self.kind, self.factor = session, fault, kind, factor
         self.within, self.patience = within(fault, kind), 0.0
         self.begun = rank.now()
-        self.acted: float | None = None
-        self.pool: Pool | None = None  # where the phase is not its start
 
     def run(self) -> Verdict:
         verdict = Verdict(self.fault)
@@ -105,22 +99,17 @@ class Trial:
             return verdict
         if self.within == PATIENCE:
             self.patience = self.session.bound(self.factor * PATIENT)
-        self.pool, before = self.session.pool(), self._pids()
+        before = self._pids()
         rank.write(files[0], dataclasses.asdict(self.fault))
         self.begun = rank.now()
         attempt = Attempt(lambda: self.session.attempt(self.fault, self._early))
-        actor = threading.Thread(target=self._act, args=(attempt,), daemon=True)
-        actor.start()
-        ended = attempt.wait(self._in_time)
-        actor.join()
-        if not ended:
+        if not attempt.wait(self._in_time):
             verdict.problems.append(f"the prompt has not ended:\n{attempt.where()}")
             self._end_by_force(attempt)
         struck = self._struck()
         for file in files:
             file.unlink(missing_ok=True)
         self._judge(verdict, attempt, struck)
-        self.pool = None  # or what it has open would stay so
         after = Attempt(lambda: self.session.is_right_again(self.fault.degrees))
         self._judge_next(verdict, after, before)
         return verdict
@@ -128,8 +117,7 @@ class Trial:
     def _struck(self) -> float | None:
         """When."""
         with contextlib.suppress(FileNotFoundError):
-            at = json.loads((self.session.folder / rank.FIRED).read_text())["at"]
-            return at if self.acted is None else self.acted
+            return json.loads((self.session.folder / rank.FIRED).read_text())["at"]
         return None
 
     @property
@@ -156,55 +144,23 @@ class Trial:
         idle = self.allowed if self.fault.phase == "idle" else 0.0
         return rank.now() < struck + 2 * self.allowed + idle + self.factor * PROMPT
 
-    def _act(self, attempt: Attempt) -> None:
-        """What the client's process does, once the victim is where it is to happen."""
-        outside = self.fault.variant == "from outside"
-        if not (outside or self.kind.by_client):
-            return
-        attempt.wait(lambda: self._struck() is None and self._in_time())
-        if self._struck() is None:
-            return
-        chance, victim = random.Random(self.fault.seed), self.fault.victim
-        while (pool := self.pool or self.session.pool()) is None:  # until all its processes have been started
-            time.sleep(0.005)
-        if outside:
-            time.sleep(0.03 * chance.random())
-            self.acted = rank.now()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pool.pids[victim], signal.SIGKILL if self.fault.kind == "killed" else signal.SIGSTOP)
-        elif self.fault.kind.startswith("model file"):
-            self.session.damage_file(self.fault, while_read=True)
-        else:
-            channel = pool.ranks.channels[victim]
-            self.acted = rank.now()
-            if self.fault.kind == "client's end cut off":
-                rank.shut(channel.connection, socket.SHUT_RDWR)
-            else:
-                with channel._sending:
-                    garbage.send(channel.connection, self.fault.variant, victim, self.fault.seed)
-        rank.write(self.session.folder / rank.ACTED, None)
-
     def _pids(self) -> tuple[int, ...]:
         pool = self.session.pool()
         return () if pool is None else pool.pids
 
     def _end_by_force(self, attempt: Attempt) -> None:
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.ppid() != os.getpid() or "spawn_main" in " ".join(child.cmdline()):
-                    child.kill()
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         deadline = rank.now() + 20
         if not attempt.wait(lambda: rank.now() < deadline):
-            self.session.abandon()
+            self.session.registry = Registry()  # goes on without it
 
     def _judge(self, verdict: Verdict, attempt: Attempt, struck: float | None) -> None:
         fault = self.fault
         for_users = isinstance(attempt.error, ValueError) or _is_own(attempt.error)
         text = attempt.text() or "\n".join(self.session.warnings.texts) or None
-        if text is None and fault.variant == "from outside" and fault.phase != "closing":
-            text = self._noticed_later(struck)
-        else:
-            verdict.seconds = None if struck is None or attempt.ended is None else attempt.ended - struck
+        verdict.seconds = None if struck is None or attempt.ended is None else attempt.ended - struck
         verdict.error = text
         if struck is None:
             verdict.problems.append("the fault did not strike")
@@ -237,13 +193,6 @@ class Trial:
             verdict.problems.append(f"{what} fails: {attempt.text()}")
             return False
         return True
-
-    def _noticed_later(self, struck: float | None) -> str | None:
-        """The prompt was over before the signal came: the pool's own error, soon."""
-        pool = self.session.pool()
-        while pool is not None and pool.error is None and struck is not None and rank.now() < struck + self.allowed:
-            time.sleep(0.01)
-        return None if pool is None or pool.error is None else f"{type(pool.error).__name__}: {pool.error}"
 
     def _judge_next(self, verdict: Verdict, after: Attempt, before: tuple[int, ...]) -> None:
         if not self._ends(after, PROMPT, verdict, "the next prompt"):

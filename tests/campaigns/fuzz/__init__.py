@@ -1,4 +1,4 @@
-"""Random and damaged input for everything that reads any: messages, files, settings, and the channel of a real rank.
+"""Random and damaged input for what comes over a connection: messages, streams, and bytes from a rank.
 
     python -m tests.campaigns.fuzz --count 10000
 

@@ -1,7 +1,6 @@
-"""Bytes into the channel between the client and a rank: a real rank that reads them, and a real pool."""
+"""Bytes from a rank into the channel of a real pool."""
 
 import random
-import struct
 import threading
 import time
 from multiprocessing import Pipe
@@ -19,51 +18,6 @@ from .runner import Case
 ERROR_SECONDS = 15.0
 """From the bytes to the error: one second at most on an idle machine, but for a message that never ends."""
 SILENCE = 0.5
-FOR_A_RANK = (m.Probe, m.Load, m.Unload, m.PutConditioning, m.Step, m.RunVAE, m.OpenRun, m.CloseRun, m.Adapt, m.Rescale)
-
-
-def into_rank(examples: list[Any]):
-    """Bytes that are no message for a rank: it ends, says why, and the next pool works."""
-
-    def make(rng: random.Random) -> Case:
-        data, why = bad_for_a_rank(rng, examples)
-
-        def case() -> str:
-            pool = Pool(("cpu",), silence=60.0)
-            try:
-                pool.ready.result(timeout=60)
-                pool.ranks.channels[0].connection._send(data)
-                if why == "ends too soon":  # nothing tells that from a client that is slow, but that it is gone
-                    pool.ranks.channels[0].connection.close()
-                error = wait_for_error(pool)
-            finally:
-                pool.close(politely=False)
-            assert isinstance(error, RankError), error
-            assert "rank 0 (cpu)" in str(error), error
-            assert why in ("ends too soon", "not for a rank") or "BadMessage: " in str(error), error
-            return why
-
-        return case
-
-    return make
-
-
-def bad_for_a_rank(rng: random.Random, examples: list[Any]) -> tuple[bytes, str]:
-    """What to send, and what is wrong with it."""
-    if rng.random() < 0.15:
-        wrong = rng.choice([example for example in examples if hasattr(example, "rank")])
-        return messages.frames(wrong), "not for a rank"
-    while True:
-        kind = rng.randrange(4)
-        if kind == 0:
-            sound = [example for example in examples if isinstance(example, FOR_A_RANK)]
-            data = messages.frames(rng.choice(sound))
-            return data[: rng.randrange(1, len(data))], "ends too soon"
-        if kind == 1:
-            return struct.pack("!i", rng.choice((2**31 - 1, 2**21, 2**20 + 1))) + bytes(64), "too long"
-        header = messages.header(rng, examples)
-        if len(header) <= 100_000 and messages.decode(header) == "refused":
-            return struct.pack("!i", len(header)) + header, "no message"
 
 
 class Played:
@@ -141,11 +95,3 @@ def within(seconds: float):
             raise AssertionError(f"nothing happened for {seconds} s")
 
     return poll
-
-
-def wait_for_error(pool: Pool) -> Exception:
-    poll = within(ERROR_SECONDS)
-    while pool.error is None:
-        poll()
-        time.sleep(0.005)
-    return pool.error

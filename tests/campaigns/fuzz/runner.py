@@ -1,14 +1,19 @@
 """Runs cases one by one: what comes of each, how long it takes, and how much memory all of them take."""
 
+import argparse
 import contextlib
+import json
+import os
+import platform
 import random
 import resource
 import signal
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 Case = Callable[[], str]
@@ -17,7 +22,10 @@ Case = Callable[[], str]
 Make = Callable[[random.Random], Case]
 """From random numbers to a case. What it does itself is not judged."""
 
-SECONDS = 20.0
+Kinds = dict[str, tuple[float, Callable[[], AbstractContextManager[Make]]]]
+"""By name the share of all cases, and what makes them, as long as it is open."""
+
+SECONDS = 60.0
 """For one case. Far more than any takes, on a machine that does other things too."""
 ROOM = 2 << 30
 """Bytes for all cases together, beside what the process has when they begin."""
@@ -34,32 +42,45 @@ class Report:
     kind: str
     outcomes: Counter[str] = field(default_factory=Counter)
     defects: dict[int, str] = field(default_factory=dict)
-    slowest: tuple[float, int] = (0.0, -1)
-    """Seconds, and the case's number."""
-
-    @property
-    def count(self) -> int:
-        return sum(self.outcomes.values()) + len(self.defects)
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
-        seconds, number = self.slowest
-        defects = f"{len(self.defects)} defects; slowest {seconds:.2f} s (case {number})"
-        return f"{self.kind}: {self.count} cases, {outcomes}, {defects}"
 
 
-def run(kind: str, make: Make, count: int, seed: int, first: int = 0) -> Report:
-    """Cases `first` to `first` + `count` of a kind. Main thread only: an alarm ends a case that hangs."""
+def command(prog: str, what: str, kinds: Kinds) -> int:
+    """The command line of a campaign. Its exit status: 1 for any defect."""
+    parser = argparse.ArgumentParser(prog=prog, description=what)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(kinds), help=f"of {', '.join(kinds)}")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    options = parser.parse_args()
+    reports = []
+    for kind in [kind for kind in kinds if kind in options.only]:
+        share, opened = kinds[kind]
+        with opened() as make:
+            report = run(kind, make, max(1, round(options.count * share)), options.seed)
+        reports.append(vars(report))
+        print(f"{kind}: {dict(report.outcomes)}, {len(report.defects)} defects", flush=True)
+        for number, text in list(report.defects.items())[:5]:
+            print(f"\ncase {number} (seed {options.seed}):\n{text}")
+    if options.out is not None:
+        result = {
+            "what": what,
+            "date": date.today().isoformat(),
+            "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        }
+        options.out.write_text(json.dumps(result | {"seed": options.seed, "kinds": reports}, indent=1) + "\n")
+    return int(any(report["defects"] for report in reports))
+
+
+def run(kind: str, make: Make, count: int, seed: int) -> Report:
+    """So many cases of a kind. Main thread only: an alarm ends a case that hangs."""
     report = Report(kind)
-    for number in range(first, first + count):
+    for number in range(count):
         case = make(random.Random(f"{seed} {kind} {number}"))
-        started = time.monotonic()
         try:
             with alarm(SECONDS):
                 report.outcomes[case()] += 1
         except (Exception, Hang):
             report.defects[number] = traceback.format_exc()
-        report.slowest = max(report.slowest, (time.monotonic() - started, number))
     return report
 
 
@@ -80,17 +101,12 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def little_memory(room: int = ROOM) -> Iterator[None]:
-    """An allocation beyond so much more fails, whether or not anything is written to it. Linux; mapped files are none."""
+def little_memory(make: Make) -> Iterator[Make]:
+    """An allocation beyond ROOM fails, whether or not anything is written to it. Linux; mapped files are none."""
     taken = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + room, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + ROOM, hard))
     try:
-        yield
+        yield make
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,8 @@
-"""Kinds of files: single ones, quantised ones, GGUF, own classes. Each kind makes a Trial from random numbers."""
+"""Kinds of files: quantised ones, GGUF, own classes. Each kind makes a Trial from random numbers."""
 
 import json
 import random
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,7 +11,6 @@ from pathlib import Path
 import gguf
 import torch
 
-from parallel_backend.checkpoints.checkpoint import to_original
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.own_class.building import build
@@ -20,8 +18,6 @@ from parallel_backend.families.own_class.call_arguments import to_tensors
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
 from testing import mini, quantised
-from testing.cases import all_cases
-from testing.cases.case import Case
 from tests.campaigns.fuzz import damage
 from tests.support.planted_comfyui import planted
 
@@ -43,25 +39,6 @@ SETTINGS = (
 TYPES = gguf.GGMLQuantizationType
 
 
-@cache
-def cases() -> list[Case]:
-    return all_cases()
-
-
-@cache
-def whole(name: str) -> tuple[Case, torch.nn.Module, dict[str, torch.Tensor]]:
-    """A case, its model, and the model in the original key layout."""
-    case = next(case for case in cases() if case.name == name)
-    model = case.model()
-    state = to_original(case.row, dict(model.config) | case.config, model.state_dict())
-    return case, model, state | {mark: torch.zeros(0) for mark in case.marks}
-
-
-def reference(case: Case, model: torch.nn.Module, inputs: tuple) -> torch.Tensor:
-    with torch.inference_mode():
-        return case.reference(model, *inputs)
-
-
 def emptied(folder: Path) -> Path:
     for each in folder.iterdir():
         shutil.rmtree(each) if each.is_dir() else each.unlink()
@@ -76,36 +53,6 @@ def name_of(rng: random.Random, ending: str) -> str:
         rng.choice(TEXTS).replace("/", "").replace("\0", "")[:150].encode("utf-8", "surrogatepass").decode(errors="ignore")
         + ending
     )
-
-
-def singles(folder: Path) -> Callable[[random.Random], Trial]:
-    """Files in the original key layout, of every family."""
-
-    def make(rng: random.Random) -> Trial:
-        case, model, state = whole(rng.choice(cases()).name)
-        tensors, path = stored(state), emptied(folder) / name_of(rng, ".safetensors")
-        sound = rng.random() < 0.03
-        metadata = dict(getattr(case, "notes", {}) or {})
-        if not sound:
-            tensors = changed(rng, tensors)
-            if rng.random() < 0.1:
-                metadata = {
-                    rng.choice(("config", "_quantization_metadata", "a")): rng.choice(("[" * 50_000, "{}", "null", *TEXTS))
-                }
-        twice = rng.choice(list(tensors)) if not sound and tensors and rng.random() < 0.05 else None
-        write(path, tensors, metadata, twice, rng)
-        if not sound and rng.random() < 0.1:
-            content = path.read_bytes()
-            path.write_bytes(
-                content[: rng.randrange(len(content))]
-                if rng.random() < 0.5
-                else damage.bytes_of(rng, content[:2000]) + content[2000:]
-            )
-        inputs = case.inputs(1)
-        expected = (lambda: reference(case, model, inputs)) if sound else (lambda: None)
-        return Trial(path, ModelCall(*inputs), expected)
-
-    return make
 
 
 @cache
@@ -148,7 +95,7 @@ def packed(folder: Path) -> Callable[[random.Random], Trial]:
             tensors = changed(rng, tensors, layer)
         path = emptied(folder) / MADE
         write(path, tensors)
-        return Trial(path, ModelCall(*mini.inputs(QUANTISED)), own=mini.proven(QUANTISED))
+        return Trial(path, mini.proven(QUANTISED), ModelCall(*mini.inputs(QUANTISED)))
 
     return make
 
@@ -191,13 +138,9 @@ def ggufs(folder: Path) -> Callable[[random.Random], Trial]:
             content = path.read_bytes()
             head = content.find(b"img_in") + 2000
             path.write_bytes(damage.bytes_of(rng, content[:head]) + content[head:])
-        return Trial(path, ModelCall(*mini.inputs(QUANTISED)), own=mini.proven(QUANTISED))
+        return Trial(path, mini.proven(QUANTISED), ModelCall(*mini.inputs(QUANTISED)))
 
     return make
-
-
-def scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="parallel-dit-hostile-")
 
 
 OWN = "Tokens", "TwoStreams", "Crossed"
@@ -228,8 +171,11 @@ def own_classes(folder: Path) -> Callable[[random.Random], Trial]:
             matrices = [key for key, value in state.items() if value.ndim == 2]
             for key in rng.sample(matrices, 2):
                 tensors[key] = Stored.of(state[key].to(rng.choice((torch.bfloat16, torch.float8_e4m3fn))))
-        write(path, tensors if sound else changed(rng, tensors), {}, None, rng)
+        write(path, tensors if sound else changed(rng, tensors))
+        if not sound and rng.random() < 0.15:
+            content = path.read_bytes()
+            path.write_bytes(damage.bytes_of(rng, content[:2000]) + content[2000:])
         is_exact = sound and all(tensor.dtype == "F32" for tensor in tensors.values())
-        return Trial(path, call, (lambda: whole) if is_exact else (lambda: None), own)
+        return Trial(path, own, call, whole if is_exact else None)
 
     return make

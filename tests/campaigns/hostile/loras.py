@@ -1,17 +1,23 @@
 """LoRA files that nobody would write, for a real ComfyUI: put on its own model and on ours by its own node."""
 
+import contextlib
+import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from testing import mini
+from testing.comfyui.scripted import ComfyUI, Inside
 from tests.campaigns.fuzz import damage
+from tests.campaigns.fuzz.runner import Case, Make
 
-from .tensors import TEXTS, Stored, Tensors, changed, resized, stored, write
+from .tensors import Stored, Tensors, changed, resized, stored, write
+from .verdict import CLOSE, MOST_LETTERS
 
 MODEL = "hostile.safetensors"
 STRENGTHS = (1.0, 1.0, 1.0, 0.5, -1.0, 0.0, 100.0)
@@ -19,12 +25,7 @@ PREFIXES = ("diffusion_model.", "lora_unet_", "transformer.", "")
 LARGE = 1e30
 
 
-@dataclass(frozen=True)
-class Lora:
-    """A file below models/loras, and the strength it is put on with."""
-
-    file: str
-    strength: float
+SCRIPTS = Path(__file__).parent / "inside"
 
 
 def save_model(folder: Path) -> None:
@@ -56,7 +57,6 @@ def factors(rng: random.Random, shape: torch.Size) -> dict[str, torch.Tensor]:
         "kohya": lambda: {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(2.0)},
         "in the middle": lambda: {"lora_up.weight": up, "lora_down.weight": down, "lora_mid.weight": made(rank, rank, 1, 1)},
         "dora": lambda: {"lora_up.weight": up, "lora_down.weight": down, "dora_scale": made(rows, 1)},
-        "enlarging": lambda: {"lora_up.weight": up, "lora_down.weight": down, "reshape_weight": torch.tensor(shape)},
         "loha": lambda: {
             f"hada_w{each}_{side}": made(*sides)
             for each in (1, 2)
@@ -64,16 +64,7 @@ def factors(rng: random.Random, shape: torch.Size) -> dict[str, torch.Tensor]:
         },
         "lokr": lambda: {"lokr_w1": made(4, 4), "lokr_w2_a": made(rows // 4, rank), "lokr_w2_b": made(rank, columns // 4)},
         "oft": lambda: {"oft_blocks": made(4, rows // 4, rows // 4), "alpha": torch.tensor(1e-3)},
-        "boft": lambda: {"oft_blocks": made(2, 4, rows // 4, rows // 4), "alpha": torch.tensor(1e-3)},
-        "glora": lambda: {
-            "a1.weight": made(rank, columns),
-            "a2.weight": made(columns, rank),
-            "b1.weight": made(rank, columns),
-            "b2.weight": made(rows, rank),
-        },
         "diff": lambda: {"diff": made(rows, columns), "diff_b": made(rows)},
-        "set": lambda: {"set_weight": made(rows, columns)},
-        "norm": lambda: {"w_norm": made(rows, columns), "b_norm": made(rows)},
     }
     return kinds[rng.choice(list(kinds))]()
 
@@ -99,19 +90,45 @@ def odd(rng: random.Random, tensors: Tensors) -> Tensors:
     return tensors | {key: resized(rng, resized(rng, tensors[key]))}
 
 
-def make(rng: random.Random, folder: Path, number: int) -> Lora:
-    """Writes the file of this number."""
-    tensors, file = sound(rng), f"{number}.safetensors"
-    how, metadata = rng.random(), None
+def write_lora(rng: random.Random, path: Path) -> None:
+    tensors, how = sound(rng), rng.random()
     if how > 0.05:
         tensors = (changed if rng.random() < 0.6 else odd)(rng, tensors)
-    if rng.random() < 0.1:
-        metadata = {rng.choice(("ss_network_args", "modelspec.title")): rng.choice(TEXTS).encode(errors="replace").decode()}
-    write(folder / file, tensors, metadata, rng.choice(list(tensors)) if tensors and how > 0.97 else None, rng)
+    write(path, tensors, rng.choice(list(tensors)) if tensors and how > 0.97 else None)
     if 0.9 < how < 0.97:
-        content = (folder / file).read_bytes()
-        head = content[:600]
-        (folder / file).write_bytes(
-            content[: rng.randrange(len(content))] if rng.random() < 0.5 else damage.bytes_of(rng, head) + content[600:]
-        )
-    return Lora(file, rng.choice(STRENGTHS))
+        content = path.read_bytes()
+        path.write_bytes(damage.bytes_of(rng, content[:600]) + content[600:])
+
+
+@contextlib.contextmanager
+def loras(comfyui: ComfyUI, base: Path) -> Iterator[Make]:
+    """`base`: an empty base directory for ComfyUI."""
+    folder, numbers = base / "models" / "loras", itertools.count()
+    folder.mkdir(parents=True)
+    save_model(base / "models" / "diffusion_models")
+
+    def make(rng: random.Random) -> Case:
+        name, strength = f"{next(numbers)}.safetensors", rng.choice(STRENGTHS)
+        write_lora(rng, folder / name)
+        return lambda: judge(inside.run("lora_files", model=MODEL, file=name, strength=strength)[0])
+
+    with contextlib.closing(Inside(comfyui, base, SCRIPTS)) as inside:
+        yield make
+
+
+def judge(results: dict[str, Any]) -> str:
+    """`results`: see inside/lora_files.py. AssertionError for what is wrong."""
+    found = results["with it"]
+    assert "error" not in found, found["traceback"]
+    assert results["as before"] == 0.0, "the model without LoRA is another one afterwards"
+    text, kind = found.get("text", ""), found.get("kind", "")
+    assert found["lives"], f"the ranks ended: {text}"
+    if not kind:
+        assert found["far"] is None or found["far"] < CLOSE, f"off by {found['far']:.3g}"
+        return "run"
+    if kind != "ValueError" and found.get("theirs", "").startswith(f"{kind}: "):
+        return "refused by ComfyUI"
+    assert found["not finite"] or (kind == "ValueError" and re.match("model(_name)?: ", text)), f"{kind}: {text[:400]!r}"
+    for said in (text, found["cause"]):
+        assert len(said) <= MOST_LETTERS and said.isprintable(), f"{len(said)} letters: {said[:400]!r}"
+    return "refused"

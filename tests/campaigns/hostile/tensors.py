@@ -9,25 +9,23 @@ from typing import Any
 
 import torch
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    getattr(torch, "float8_e8m0fnu", torch.uint8): "F8_E8M0",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-"""torch's dtype -> safetensors' name."""
-SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2} | dict.fromkeys(
-    ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1
-)
+"""By safetensors' name."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TEXTS = (
     "\x1b[2J\x1b[31mred",
     "a\nERROR: forged\r\nline",
@@ -65,23 +63,16 @@ def stored(state: dict[str, torch.Tensor]) -> Tensors:
     return {key: Stored.of(tensor) for key, tensor in state.items()}
 
 
-def write(
-    path: Path,
-    tensors: Tensors,
-    metadata: dict[str, str] | None = None,
-    twice: str | None = None,
-    rng: random.Random = random,
-) -> None:
+def write(path: Path, tensors: Tensors, twice: str | None = None) -> None:
     """A safetensors file. `twice`: a key that the header's JSON has a second time."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, Any] = {}
     at = 0
     for key, tensor in tensors.items():
         header[key] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + len(tensor.content)]}
         at += len(tensor.content)
     text = json.dumps(header)
     if twice is not None:
-        other = header[rng.choice([key for key in tensors])]
-        text = text[:-1] + f", {json.dumps(twice)}: {json.dumps(other)}}}"
+        text = text[:-1] + f", {json.dumps(twice)}: {json.dumps(next(iter(header.values())))}}}"
     content = text.encode(errors="surrogatepass")
     path.write_bytes(struct.pack("<Q", len(content)) + content + b"".join(tensor.content for tensor in tensors.values()))
 
@@ -108,20 +99,20 @@ def reshaped(rng: random.Random, tensor: Stored) -> Stored:
 def resized(rng: random.Random, tensor: Stored) -> Stored:
     """With another size along an axis: cut off, or repeated."""
     if not tensor.shape or not tensor.content:
-        return replace(tensor, shape=(1,), content=tensor.content[: SIZES[tensor.dtype]])
+        return replace(tensor, shape=(1,), content=tensor.content[: DTYPES[tensor.dtype].itemsize])
     axis = rng.randrange(len(tensor.shape))
     size = rng.choice(
         (0, 1, tensor.shape[axis] + 1, tensor.shape[axis] * 2, tensor.shape[axis] // 2, tensor.shape[axis] - 1)
     )
     shape = tuple(size if index == axis else each for index, each in enumerate(tensor.shape))
-    count = torch.Size(shape).numel() * SIZES[tensor.dtype]
+    count = torch.Size(shape).numel() * DTYPES[tensor.dtype].itemsize
     return replace(tensor, shape=shape, content=(tensor.content * (count // len(tensor.content) + 1))[:count])
 
 
 def retyped(rng: random.Random, tensor: Stored) -> Stored:
     """The same bytes under another dtype, or other bytes of it."""
-    kind = rng.choice(list(SIZES))
-    count = torch.Size(tensor.shape).numel() * SIZES[kind]
+    kind = rng.choice(list(DTYPES))
+    count = torch.Size(tensor.shape).numel() * DTYPES[kind].itemsize
     if count == len(tensor.content):
         return replace(tensor, dtype=kind)
     return replace(

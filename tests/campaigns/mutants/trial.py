@@ -3,17 +3,20 @@
 import contextlib
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .mutant import Mutant
-from .runner import Runner
 
+REPOSITORY = Path(__file__).parents[3]
 TIERS = {
     "quick": "not (processes or alone or full or comfyui or browser or ray or gpu or slow)",
     "default": "not full",
@@ -29,8 +32,8 @@ FAILED, NOTHING_RAN = 1, 5
 
 @dataclass(frozen=True)
 class Verdict:
-    """`caught_by`: the tier whose tests noticed it, None for a mutant that lived. `test`: the first that did; empty where
-    the tests came to no end.
+    """`caught_by`: the tier whose tests noticed it, None for a mutant that lived. `test`: the first that did; empty if the
+    tests came to no end.
     """
 
     mutant: Mutant
@@ -75,51 +78,45 @@ def mutated(folder: Path, mutant: Mutant) -> Iterator[None]:
         _write(path, text)
 
 
-def try_out(runner: Runner, folder: Path, mutant: Mutant, tiers: tuple[str, ...], unsound: Collection[str] = ()) -> Verdict:
-    """Run the mutant's tests in the copy, tier after tier, until one notices it. `unsound`: tests that are left out."""
-    began = time.monotonic()
-    left_out = [f"--deselect={test}" for test in unsound]
+def try_out(folder: Path, mutant: Mutant, tiers: tuple[str, ...]) -> Verdict:
+    """Run the mutant's tests in the copy, tier after tier, until one notices it. A test that fails without the mutant too is
+    left out, and the tier is tried again."""
+    began, left_out = time.monotonic(), []
     for tier in tiers:
         tests = mutant.tests if tier == "quick" else (*mutant.tests, *mutant.wider)
-        with mutated(folder, mutant):
-            failed = failing(runner, folder, ["-x", *tests, *left_out], tier)
-        if failed != []:
-            return Verdict(mutant, tier, "" if failed is None else failed[0], time.monotonic() - began)
+        while True:
+            with mutated(folder, mutant):
+                test = failing(folder, ["-x", *tests, *left_out], tier)
+            if test is None:
+                break
+            if not test or failing(folder, [test], tier) is None:
+                return Verdict(mutant, tier, test, time.monotonic() - began)
+            left_out.append(f"--deselect={test}")
     return Verdict(mutant, None, "", time.monotonic() - began)
 
 
-def confirmed(runner: Runner, folder: Path, verdicts: list[Verdict], tiers: tuple[str, ...]) -> list[Verdict]:
-    """The verdicts, if each test that noticed a mutant passes without one; mutants whose test does not are tried again
-    without that test.
-    """
-    unsound: list[str] = []
-    while tests := sorted({verdict.test for verdict in verdicts if verdict.test}):
-        found = failing(runner, folder, tests, "default")
-        assert found is not None, "tests that noticed mutants do not end without one"
-        if not found:
-            break
-        unsound += found
-        verdicts = [
-            try_out(runner, folder, verdict.mutant, tiers, unsound) if verdict.test in found else verdict
-            for verdict in verdicts
-        ]
-    return verdicts
-
-
-def failing(runner: Runner, folder: Path, arguments: list[str], tier: str) -> list[str] | None:
-    """The tests of the tier that fail, by pytest's names. None if they came to no end."""
+def failing(folder: Path, arguments: list[str], tier: str) -> str | None:
+    """The first test of the tier that fails, by pytest's name. None if none does; empty if they come to no end."""
     with tempfile.TemporaryDirectory(prefix="parallel-dit-mutants-") as name:
-        log, cache = Path(name) / "log", Path(name) / "cache"
+        cache, log = Path(name) / "cache", Path(name) / "log"
         options = ["-q", "-o", f"cache_dir={cache}", "-m", TIERS[tier], *arguments]
-        status = runner.run(folder, options, log, SECONDS)
-        if status is None:
-            return None
+        command, environment = [sys.executable, "-m", "pytest", *options], os.environ | {"OMP_NUM_THREADS": "1"}
+        with log.open("wb") as said:
+            run = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True)
+            try:
+                status = run.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                return ""
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(run.pid, signal.SIGKILL)
+                run.wait()
         if status in (0, NOTHING_RAN):
-            return []
+            return None
         failed = cache / "v" / "cache" / "lastfailed"
         if status != FAILED or not failed.exists():
             raise RuntimeError(f"pytest {' '.join(options)} ended with status {status}:\n{log.read_text()[-4000:]}")
-        return list(json.loads(failed.read_text()))
+        return next(iter(json.loads(failed.read_text())))
 
 
 def _write(path: Path, text: str) -> None:

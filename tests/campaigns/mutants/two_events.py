@@ -13,29 +13,13 @@ TWO_EVENTS = (
         ("tests/rank/test_weight_store.py", "-k", "in_its_slot"),
     ),
     Mutant(
-        "a merge writes to memory from which a copy is under way",
-        RANK + "stage/store/weight_store.py",
-        "self._slots.settle()  # a copy under way may read the memory that is written to below",
-        "pass",
-        ("tests/rank/test_weight_store.py",),
-        ("tests/emulated/test_weights.py",),
-        "default",
-    ),
-    Mutant(
         "the file is read into the buffer from which a copy is under way",
         RANK + "stage/store/weight_store.py",
         "self._slots.settle()  # `source` overwrites the buffer from which a copy under way may read",
         "pass",
         ("tests/rank/test_weight_store.py",),
         ("tests/emulated/test_weights.py",),
-        "default",
-    ),
-    Mutant(
-        "what was used again in one run counts as used again in the next",
-        CLIENT + "models_on_ranks.py",
-        "used.again, used.run = used.run == self.run, self.run",
-        "used.again, used.run = used.again or used.run == self.run, self.run",
-        ("tests/client/test_registry.py",),
+        tier="default",
     ),
     Mutant(
         "models of failed ranks are kept",
@@ -43,42 +27,6 @@ TWO_EVENTS = (
         "if not each.model.on_ranks]:",
         "if each is None]:",
         ("tests/client/test_registry.py",),
-    ),
-    Mutant(
-        "only the first exact step renews what changes are relative to",
-        RANK + "attention/patch_keys.py",
-        "buffer.held[layer, step.entries] = Held(context.changes, parts_2BshD)",
-        "buffer.held.setdefault((layer, step.entries), Held(context.changes, parts_2BshD))",
-        ("tests/rank/test_change_codec.py", "-k", "renews"),
-        tier="default",
-    ),
-    Mutant(
-        "requests count bands along rows for videos cut along time",
-        CLIENT + "memory_guard.py",
-        "family.patching.cut(layout.along).band_dim",
-        'family.patching.cut("rows").band_dim',
-        ("tests/client/test_memory_guard.py", "tests/client/test_requests.py"),
-    ),
-    Mutant(
-        "another sound is the same conditioning",
-        CLIENT + "call.py",
-        "(self.layout, self.changes) != (layout, call.changes)",
-        "(self.layout.grid, self.changes) != (layout.grid, call.changes)",
-        ("tests/client/test_call.py",),
-    ),
-    Mutant(
-        "another model that loads ends the allowance for compiling",
-        PROCESSES + "watchdog.py",
-        "self._compiling = {each for each in self._compiling if model not in (None, each)}",
-        "self._compiling = set()",
-        ("tests/processes/test_watchdog.py",),
-    ),
-    Mutant(
-        "compiling is no allowance",
-        PROCESSES + "watchdog.py",
-        "new = bool(self._compiling) or slow",
-        "new = slow",
-        ("tests/processes/test_watchdog.py",),
     ),
     Mutant(
         "who died of it is named before who said why",
@@ -112,23 +60,6 @@ TWO_EVENTS = (
         ("tests/rank/test_lora.py",),
         tier="default",
     ),
-    Mutant(
-        "modules' outputs outlive a change of weights",
-        RANK + "engine.py",
-        "        self.stage.module_cache.forget()\n        self._texts.forget()\n        self.conditionings",
-        "        self._texts.forget()\n        self.conditionings",
-        ("tests/rank/test_module_cache.py",),
-        ("tests/rank/test_lora.py",),
-        "default",
-    ),
-    Mutant(
-        "host memory of a merge is not counted",
-        CLIENT + "resident_weights.py",
-        "replace(held, host_bytes=reply.host_bytes)",
-        "held",
-        ("tests/client/test_larger_than_the_device.py", "-k", "merge"),
-        tier="default",
-    ),
 )
 """The first kind."""
 
@@ -138,13 +69,6 @@ TABLES = (
         "nodes/model/carry_over.py",
         "            if key not in without:\n",
         "            if key in without:\n",
-        ("tests/nodes",),
-    ),
-    Mutant(
-        "a hook's patch is carried over unchecked",
-        "nodes/model/carry_over.py",
-        "_fitting(weights, hooked, target.patches, hooked=True)",
-        "{key: list(patches) for key, patches in hooked.items()}",
         ("tests/nodes",),
     ),
     Mutant(
@@ -168,7 +92,7 @@ TABLES = (
         "isinstance(value, types.FunctionType) or (changed",
         ("tests/nodes",),
         ("tests/comfyui/test_guidance_in_bands.py",),
-        "default",
+        tier="default",
     ),
 )
 """The second kind."""

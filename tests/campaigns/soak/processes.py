@@ -1,7 +1,6 @@
 """ComfyUI's process, its ranks, and what they hold."""
 
 import contextlib
-import os
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,6 @@ from tests.comfyui.conftest import ranks
 
 from .record import SERVER, Reading
 
-SHARED = "/dev/shm/"
 END_SECONDS = 10.0
 
 
@@ -23,7 +21,6 @@ class Watch:
         self.server, self.temporary = server, temporary
         self.main = psutil.Process(server.process.pid)
         self.seen: dict[int, psutil.Process] = {self.main.pid: self.main}
-        self.segments: set[str] = set()
 
     def ranks(self) -> list[psutil.Process]:
         """In the order of their numbers."""
@@ -34,16 +31,11 @@ class Watch:
     def read(self, number: int, state: str) -> list[Reading]:
         """One of ComfyUI and one of each rank. Ranks that are just ending are left out."""
         files = len(list(self.temporary.iterdir()))
-        size = sum(path.stat().st_size for path in self.temporary.rglob("*") if path.is_file())
-        roles = [(SERVER, self.main), *((f"rank {index}", rank) for index, rank in enumerate(self.ranks()))]
         found = []
-        for role, process in roles:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                memory, segments = process.memory_full_info(), shared_segments(process)
-                counts = process.num_fds(), process.num_threads(), len(segments), files, size
-                sizes = memory.uss, memory.rss, allocated(process.pid)
-                found.append(Reading(number, state, role, process.pid, *sizes, *counts))
-                self.segments |= segments
+        for role, process in [(SERVER, self.main), *((f"rank {index}", rank) for index, rank in enumerate(self.ranks()))]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                counts = process.num_fds(), process.num_threads(), files
+                found.append(Reading(number, state, role, process.pid, held_bytes((process.pid,)), *counts))
         return found
 
     def left(self) -> list[str]:
@@ -51,22 +43,4 @@ class Watch:
         _, alive = psutil.wait_procs(list(self.seen.values()), timeout=END_SECONDS)
         processes = [f"process {process.pid}: {' '.join(process.cmdline())[:200]}" for process in alive]
         files = [f"temporary file {path.name}" for path in sorted(self.temporary.iterdir())]
-        return processes + files + [f"segment {path}" for path in sorted(self.segments) if os.path.exists(path)]
-
-
-def allocated(pid: int) -> int:
-    """Bytes of memory that it holds of the machine's; what it shares with others counts in part."""
-    try:
-        return held_bytes((pid,))
-    except ProcessLookupError:
-        raise psutil.NoSuchProcess(pid) from None
-
-
-def shared_segments(process: psutil.Process) -> set[str]:
-    """Paths in /dev/shm that the process has open or mapped. Those without a name any more end with it by themselves."""
-    found = {region.path for region in process.memory_maps() if region.path.startswith(SHARED)}
-    folder = Path(f"/proc/{process.pid}/fd")
-    for entry in folder.iterdir():
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(entry))
-    return {path for path in found if path.startswith(SHARED) and os.path.exists(path)}
+        return processes + files

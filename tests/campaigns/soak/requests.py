@@ -1,12 +1,12 @@
 """What is asked for: requests drawn at random, and the prompt of each in ComfyUI's API form."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tests.comfyui.graph import Graph, Link
 
-from .setups import CONFIG, DIGITS, FILES, FLUX_DEV, PIXART, Setup
+from .setups import CONFIG, DIGITS, FILES, Setup
 
 SIZES = ((128, 128), (120, 136), (96, 192), (152, 104), (64, 128), (200, 120), (160, 160), (72, 88))
 """Width and height in pixels; some give latents of odd sides."""
@@ -14,28 +14,10 @@ SAMPLERS = ("euler", "dpmpp_2m", "heun", "euler_ancestral", "euler", "dpm_adapti
 STRENGTHS = (0.0, 0.0, 0.3, 0.6)
 """Of the LoRA; at 0 there is none."""
 DIGIT_TEXTS = (("3 1 4 1",), ("2 7",), ("1 6 1 8", "_ _ 9"), ("5 7 7 2", "1 5", "6 6 _ 4"))
-WORDS = (
-    "lighthouse",
-    "cliff",
-    "dusk",
-    "warm",
-    "light",
-    "window",
-    "waves",
-    "below",
-    "photograph",
-    "of",
-    "a",
-    "small",
-    "harbour",
-)
+WORDS = ("lighthouse", "cliff", "dusk", "warm", "light", "window", "waves", "photograph", "of", "a", "small", "harbour")
 COUNTS = (2, 9, 40, 75, 300)
 """Words in a prompt. Flux's T5 fills up to 256 tokens, so that only the last is longer there."""
-CONTROL_IMAGE, CONTROL_NET, LORA = "soak.png", "soak-control.safetensors", "soak-lora.safetensors"
-CHANNELS = {DIGITS: 16, FLUX_DEV: 16, PIXART: 4}
-VAES = {16: "ae.safetensors", 4: "sdxl_vae.safetensors"}
-STREAMED = "1.073"
-"""GB to leave free of the emulated devices' 1.0737."""
+LORA, VAE = "soak-lora.safetensors", "ae.safetensors"
 DENOISE_STEP = 1e-9
 """KSampler takes a `denoise` above 0.9999 for 1, so a smaller one makes ComfyUI run it again and changes nothing."""
 
@@ -45,7 +27,6 @@ class Request:
     """Everything that decides the picture. `bands` 0 and `cache` 0: without PipeFusion, without Parallel Step Cache.
 
     `in_sampler`: PipeFusion Sampler, rather than Apply PipeFusion and KSampler. `vae`: decoded by Parallel VAE Decode.
-    `offload`: the loader's widget; one for all requests of a setup, so that they share a model.
     """
 
     name: str
@@ -64,26 +45,19 @@ class Request:
     warmup: int
     in_sampler: bool
     vae: bool
-    control: bool
-    offload: str = "auto"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request in API form; ids of the nodes that sample, save the latent and save the picture (None: none is made)."""
+    """A request in API form; the id of the node that saves the latent."""
 
     nodes: dict[str, Any]
-    sampler: str
     latent: str
-    picture: str | None
 
 
-def draw(setups: tuple[Setup, ...], each: int, seed: int, offload: bool = False) -> list[Request]:
-    """`each` requests for every setup. The same for the same seed, whatever the other setups are. `offload`: every second
-    setup has as much of its model streamed as can be, on devices as in tests/comfyui/emulated_devices."""
-    drawn = [_of_setup(setup, each, random.Random(f"{seed} {setup.name}")) for setup in setups]
-    if offload:
-        drawn[::2] = [[replace(request, offload=STREAMED) for request in requests] for requests in drawn[::2]]
+def draw(setups: tuple[Setup, ...], each: int, seed: int) -> list[Request]:
+    """`each` requests for every setup. The same for the same seed, whatever the other setups are."""
+    drawn = (_of_setup(setup, each, random.Random(f"{seed} {setup.name}")) for setup in setups)
     return [request for requests in drawn for request in requests]
 
 
@@ -98,7 +72,6 @@ def _of_setup(setup: Setup, each: int, chance: random.Random) -> list[Request]:
         width, height = sizes[index % len(sizes)]
         trained, native = setup.family == DIGITS, setup.ranks == 0
         cached = sampler == "euler" and not native and chance.random() < 0.4
-        even = width % 16 == height % 16 == 0  # the hint of a Flux ControlNet cannot be cut otherwise
         found.append(
             Request(
                 f"{setup.name} {index}",
@@ -111,13 +84,12 @@ def _of_setup(setup: Setup, each: int, chance: random.Random) -> list[Request]:
                 sampler,
                 chance.choice(DIGIT_TEXTS) if trained else (_words(chance),),
                 ("",) if trained else (_words(chance),),
-                0.0 if setup.family == PIXART else chance.choice(STRENGTHS),
+                chance.choice(STRENGTHS),
                 0.3 if cached else 0.0,
                 chance.choice((2, 3, 4)) if setup.bands else 0,
                 chance.choice((1, 1, 2)),
                 chance.random() < 0.5,
                 not native and chance.random() < 0.3,
-                trained and even and chance.random() < 0.4,
             )
         )
     return found
@@ -132,16 +104,15 @@ def prompt(request: Request, serial: int = 0, trace: bool = False) -> Prompt:
     graph = Graph()
     model, positive, negative = _model(graph, request), *_texts(graph, request)
     width, height = request.size
-    empty = "EmptyLatentImage" if CHANNELS[request.setup.family] == 4 else "EmptySD3LatentImage"
     widgets = {
         "seed": request.seed,
         "steps": request.steps,
         "cfg": request.cfg,
         "sampler_name": request.sampler,
-        "scheduler": "normal" if request.setup.family == PIXART else "simple",
+        "scheduler": "simple",
         "positive": positive,
         "negative": negative,
-        "latent_image": graph.add(empty, width=width, height=height, batch_size=request.batch),
+        "latent_image": graph.add("EmptySD3LatentImage", width=width, height=height, batch_size=request.batch),
         "denoise": 1.0 - DENOISE_STEP * serial,
     }
     pipefusion = {"num_pipeline_patch": request.bands, "warmup_steps": request.warmup, "overlap": True}
@@ -155,14 +126,13 @@ def prompt(request: Request, serial: int = 0, trace: bool = False) -> Prompt:
             model = graph.add("ParallelStepCache", model=model, **cache)
         latent = graph.add("KSampler", model=model, **widgets)
     saved = graph.add("SaveLatent", samples=latent, filename_prefix="soak")
-    picture = None
     if request.vae:
-        vae = graph.add("VAELoader", vae_name=VAES[CHANNELS[request.setup.family]])
+        vae = graph.add("VAELoader", vae_name=VAE)
         decoded = graph.add("ParallelVAEDecode", samples=latent, vae=vae, devices="auto")
-        picture = graph.add("SaveImage", images=decoded, filename_prefix="soak")[0]
+        graph.add("SaveImage", images=decoded, filename_prefix="soak")
     if trace:
         graph.add("ParallelTrace", filename_prefix="soak", after=latent)
-    return Prompt(graph.prompt, latent[0], saved[0], picture)
+    return Prompt(graph.prompt, saved[0])
 
 
 def _model(graph: Graph, request: Request) -> Link:
@@ -175,7 +145,7 @@ def _model(graph: Graph, request: Request) -> Link:
         devices = ",".join(["cpu"] * setup.ranks)
         # Even: what ranks measure is not the same each time.
         widgets = {"model_name": name, "weight_dtype": "fp32", "devices": devices, "stage_split": "even"}
-        model = graph.add("ParallelDiTLoader", **widgets, **degrees, **config, offload=request.offload)
+        model = graph.add("ParallelDiTLoader", **widgets, **degrees, **config)
     if request.lora:
         model = graph.add("LoraLoaderModelOnly", model=model, lora_name=LORA, strength_model=request.lora)
     return model
@@ -185,11 +155,8 @@ def _texts(graph: Graph, request: Request) -> tuple[Link, Link]:
     if request.setup.family == DIGITS:
         encode = graph.text
     else:
-        t5 = "t5xxl_fp8_e4m3fn.safetensors"
-        if request.setup.family == PIXART:
-            clip = graph.add("CLIPLoader", clip_name=t5, type="pixart")
-        else:
-            clip = graph.add("DualCLIPLoader", clip_name1="clip_l.safetensors", clip_name2=t5, type="flux")
+        names = {"clip_name1": "clip_l.safetensors", "clip_name2": "t5xxl_fp8_e4m3fn.safetensors"}
+        clip = graph.add("DualCLIPLoader", **names, type="flux")
 
         def encode(text: str) -> Link:
             return graph.add("CLIPTextEncode", text=text, clip=clip)
@@ -200,12 +167,4 @@ def _texts(graph: Graph, request: Request) -> tuple[Link, Link]:
         for part in more:
             whole = graph.add("ConditioningConcat", conditioning_to=whole, conditioning_from=part)
         both.append(whole)
-    if request.control:
-        hint = graph.add("LoadImage", image=CONTROL_IMAGE)
-        control = graph.add("ControlNetLoader", control_net_name=CONTROL_NET)
-        widgets = {"strength": 0.5, "start_percent": 0.0, "end_percent": 1.0}
-        apply = graph.add(
-            "ControlNetApplyAdvanced", positive=both[0], negative=both[1], control_net=control, image=hint, **widgets
-        )
-        both = [apply, [apply[0], 1]]
     return both[0], both[1]

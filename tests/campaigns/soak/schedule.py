@@ -1,7 +1,7 @@
 """In which order requests are sent, what is queued behind what, and which are cancelled when: drawn at random."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .requests import Request
@@ -10,16 +10,12 @@ CANCELLED = 0.15
 """Share of prompts that are cancelled."""
 RESTARTS = 0.12
 """Share of prompts at the end, among which setups on other devices are, and prompts are cancelled while ranks load."""
-SETTLED = 50
-"""Prompts before memory counts."""
-WARM_UP = 3
-"""Prompts of each setup with which the first round begins: what is loaded or compiled at first use is there by SETTLED."""
-RESTS = (60, 12, 13, 15)
-"""How often nothing, the Unload node, ComfyUI's button, or both come at a change of setups."""
 LATEST = 1.2
 """Of the seconds that the request takes alone: when it is cancelled at the latest, so that some come too late."""
-INTERRUPT, TWICE, EVERYTHING, DELETE = "interrupt", "interrupt twice", "interrupt whatever runs", "delete from queue"
-UNLOAD, FREE, BOTH, DOCTOR, NOTHING = "unload node", "free button", "free button and unload node", "doctor", ""
+INTERRUPT, EVERYTHING = "interrupt", "interrupt whatever runs"
+UNLOAD, FREE, BOTH, NOTHING = "unload node", "free button", "free button and unload node", ""
+RESTS = {NOTHING: 60, UNLOAD: 12, FREE: 13, BOTH: 15}
+"""How often what is done at a change of setups."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ def make_plan(two_ranks: list[Request], others: list[Request], prompts: int, see
     """`prompts` prompts. Rounds, each of all requests on two ranks in another order; then others among them.
 
     A round has a run of prompts for each setup, and ends with nothing loaded. In rounds no prompt is cancelled that has the
-    ranks load: that ends them, and they are to live on.
+    ranks load: that ends them, and they are to live on. The first round has Parallel Trace too.
     """
     chance = random.Random(seed)
     extra = round(len(two_ranks) * CANCELLED / (1 - CANCELLED))
@@ -69,42 +65,17 @@ def make_plan(two_ranks: list[Request], others: list[Request], prompts: int, see
     for index in range(rounds):
         cancelled = chance.choices(two_ranks, k=extra)
         runs = _by_setup(two_ranks)
-        shuffled = []
         for setup in chance.sample(list(runs), len(runs)):
-            turns = [_turn(request, "", chance) for request in runs[setup]]
-            turns += [_turn(request, INTERRUPT, chance) for request in cancelled if request.setup.name == setup]
+            first, *more = chance.sample(runs[setup], len(runs[setup]))
+            turns = [Turn(request) for request in more]
+            turns += [_cancelled(request, chance) for request in cancelled if request.setup.name == setup]
             chance.shuffle(turns)
-            shuffled.append(turns)
-        if index == 0:
-            warm_up, shuffled = zip(*map(_split, shuffled), strict=True)
-            batches += _passed(map(_traced, warm_up), chance)
-            batches.append(Batch((), DOCTOR))
-        elif index == rounds // 2:
-            batches.append(Batch((), DOCTOR))
-        batches += _passed(shuffled, chance)
+            traced = Turn(first, trace=index == 0 and first.setup.ranks > 0)
+            batches += _batches([traced, *turns], chance)
         batches.append(Batch((), BOTH))
     lived = sum(len(batch.turns) for batch in batches)
     batches += _restarts(two_ranks, others, prompts - lived, chance)
     return Plan(tuple(batches), window, lived)
-
-
-def _split(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
-    """What comes in the warm-up and what after it, neither of cancelled prompts alone."""
-    parts = turns[:WARM_UP], turns[WARM_UP:]
-    return parts if all(any(not turn.cancel for turn in part) for part in parts) else (turns, [])
-
-
-def _traced(turns: list[Turn]) -> list[Turn]:
-    return [replace(turn, trace=not turn.cancel and turn.request.setup.ranks > 0) for turn in turns]
-
-
-def _passed(runs: Iterable[list[Turn]], chance: random.Random) -> Iterator[Batch]:
-    """One run after another. The first prompt of each has the ranks load."""
-    for turns in filter(None, runs):
-        first = next(place for place, turn in enumerate(turns) if not turn.cancel)
-        *before, last = _batches([turns[first], *turns[:first], *turns[first + 1 :]], chance)
-        yield from before
-        yield replace(last, after=_rest(chance))
 
 
 def _restarts(two_ranks: list[Request], others: list[Request], prompts: int, chance: random.Random) -> Iterator[Batch]:
@@ -113,18 +84,11 @@ def _restarts(two_ranks: list[Request], others: list[Request], prompts: int, cha
     index = 0
     while prompts > 0:
         requests = chance.choice(two) if index % 2 else other[index // 2 % len(other)]
-        turns = [
-            _turn(chance.choice(requests), INTERRUPT if chance.random() < 2 * CANCELLED else "", chance)
-            for _ in range(min(prompts, chance.randint(2, 4)))
-        ]
+        chosen = chance.choices(requests, k=min(prompts, chance.randint(2, 4)))
+        turns = [_cancelled(each, chance) if chance.random() < 2 * CANCELLED else Turn(each) for each in chosen]
         prompts -= len(turns)
         index += 1
-        for batch in _batches(turns, chance):
-            yield replace(batch, after=_rest(chance))
-
-
-def _rest(chance: random.Random) -> str:
-    return chance.choices((NOTHING, UNLOAD, FREE, BOTH), RESTS)[0]
+        yield from _batches(turns, chance)
 
 
 def _by_setup(requests: list[Request]) -> dict[str, list[Request]]:
@@ -134,22 +98,16 @@ def _by_setup(requests: list[Request]) -> dict[str, list[Request]]:
     return found
 
 
-def _turn(request: Request, cancel: str, chance: random.Random) -> Turn:
-    trace = not cancel and request.setup.ranks > 0 and chance.random() < 0.03
-    return Turn(request, cancel, chance.uniform(0, LATEST), trace)
+def _cancelled(request: Request, chance: random.Random) -> Turn:
+    return Turn(request, INTERRUPT, chance.uniform(0, LATEST))
 
 
 def _batches(turns: list[Turn], chance: random.Random) -> Iterator[Batch]:
-    """One to four prompts at once."""
+    """One run: one to four prompts at once, and at its end a rest."""
     while turns:
         count = chance.choices((1, 2, 3, 4), (6, 2, 1, 1))[0]
         taken, turns = turns[:count], turns[count:]
-        yield Batch(tuple(_way(turn, place, len(taken), chance) for place, turn in enumerate(taken)))
-
-
-def _way(turn: Turn, place: int, count: int, chance: random.Random) -> Turn:
-    """How it is cancelled depends on whether it waits behind another, or others behind it."""
-    if not turn.cancel:
-        return turn
-    ways = (INTERRUPT, DELETE) if place else (INTERRUPT, TWICE)
-    return replace(turn, cancel=chance.choice((*ways, EVERYTHING) if count == 1 else ways))
+        after = NOTHING if turns else chance.choices(list(RESTS), RESTS.values())[0]
+        if count == 1 and taken[0].cancel and chance.random() < 0.5:
+            taken = [replace(taken[0], cancel=EVERYTHING)]  # nothing else is queued
+        yield Batch(tuple(taken), after)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-DIGITS, FLUX_DEV, PIXART = "digits", "flux-dev", "pixart"
-FILES = {DIGITS: "digits.safetensors", FLUX_DEV: "flux1-dev.safetensors", PIXART: "PixArt-Sigma-XL-2-2K-MS.safetensors"}
-"""By family: the trained mini model, a tiny Flux with real text encoders' layout, and one with cross-attention."""
+DIGITS, FLUX_DEV = "digits", "flux-dev"
+FILES = {DIGITS: "digits.safetensors", FLUX_DEV: "flux1-dev.safetensors"}
+"""By family: the trained mini model, and a tiny Flux with real text encoders' layout."""
 
 CONFIG = {
     "ulysses_degree": 1,
@@ -49,9 +49,6 @@ TWO_RANKS = (
     Setup("native", DIGITS, 0),
     Setup("flux-dev, pipe", FLUX_DEV, 2, PIPE),
     Setup("flux-dev, ulysses", FLUX_DEV, 2, config={"ulysses_degree": 2}),
-    Setup("pixart, pipe", PIXART, 2, PIPE),
-    Setup("pixart, split batch", PIXART, 2, {"split_batch_degree": 2}),
-    Setup("pixart, displaced", PIXART, 2, config=DISPLACED),
 )
 """On the same two devices, so that the rank processes live on from one to the next."""
 OTHER_RANKS = (

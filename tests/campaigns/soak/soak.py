@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 from scripts.comfyui_server import ComfyUIServer, find_python
-from tests.comfyui.standins import EMULATED_PACK, ENCODERS_PACK
+from tests.comfyui.standins import ENCODERS_PACK
 
 from . import files
 from .processes import Watch
@@ -27,19 +27,15 @@ FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6
 size would then say how the heap lies, not what is held."""
 
 
-def plan_of(prompts: int, seed: int, offload: bool = False) -> Plan:
-    """A short soak has fewer requests, so that each still comes back several times. `offload`: see `draw`."""
+def plan_of(prompts: int, seed: int) -> Plan:
+    """A short soak has fewer requests, so that each still comes back several times."""
     each = min(EACH, max(1, prompts // 100))
-    drawn = (draw(setups, each, seed, offload) for setups in (TWO_RANKS, OTHER_RANKS))
-    return make_plan(*drawn, prompts, seed)
+    return make_plan(draw(TWO_RANKS, each, seed), draw(OTHER_RANKS, each, seed), prompts, seed)
 
 
-def soak(checkout: Path, prompts: int, seed: int, said: Callable[[str], None], offload: bool = False) -> Soak:
-    """`said` is called with a line now and then. The server is stopped at the end, whatever happens.
-
-    `offload`: ranks have emulated devices, give way in them before each loading of models, and stream.
-    """
-    plan = plan_of(prompts, seed, offload)
+def soak(checkout: Path, prompts: int, seed: int, said: Callable[[str], None]) -> Soak:
+    """`said` is called with a line now and then. The server is stopped at the end, whatever happens."""
+    plan = plan_of(prompts, seed)
     result = Soak(seed, plan.window, plan.lived)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
@@ -49,14 +45,12 @@ def soak(checkout: Path, prompts: int, seed: int, said: Callable[[str], None], o
         # Nothing kept from prompt to prompt, where requests are to be alone; what ComfyUI usually keeps, in the soak.
         with _server(checkout, base, temporary, "--cache-none") as server:
             references = compute_references(Session(server, base), plan.requests, said)
-        result.references = len(references)
         said(f"{len(references)} requests alone: {time.monotonic() - began:.0f} s")
-        with _server(checkout, base, temporary, "--cache-classic", (EMULATED_PACK,) if offload else ()) as server:
+        with _server(checkout, base, temporary, "--cache-classic") as server:
             watch = Watch(server, temporary)
             _run(Run(Session(server, base), watch, references, result), plan, prompts, said)
             watch.ranks()
         result.left = watch.left()
-    result.seconds = time.monotonic() - began
     return result
 
 
@@ -72,20 +66,14 @@ def _run(run: Run, plan: Plan, prompts: int, said: Callable[[str], None]) -> Non
         if done - told >= SAID_EVERY:
             told = done
             unequal = sum(ending.difference not in (None, 0.0) for ending in run.soak.endings)
-            ranks = [f"{reading.allocated / 1e6:.0f}" for reading in run.watch.read(done, "") if reading.role != "ComfyUI"]
-            said(
-                f"{done}/{prompts} prompts, {time.monotonic() - began:.0f} s, {unequal} unequal, "
-                f"{len(run.soak.failures)} failures, ranks hold {', '.join(ranks)} MB"
-            )
+            said(f"{done}/{prompts} prompts, {time.monotonic() - began:.0f} s, {unequal} unequal")
 
 
 @contextlib.contextmanager
-def _server(
-    checkout: Path, base: Path, temporary: Path, cache: str, packs: tuple[Path, ...] = ()
-) -> Iterator[ComfyUIServer]:
+def _server(checkout: Path, base: Path, temporary: Path, cache: str) -> Iterator[ComfyUIServer]:
     """A ComfyUI whose temporary files, and those of its ranks, are in a folder of their own."""
     with (
         mock.patch.dict(os.environ, {"TMPDIR": str(temporary), **FREED_AT_ONCE}),
-        ComfyUIServer(checkout, base, find_python(checkout), ("--cpu", cache), (ENCODERS_PACK, *packs)) as server,
+        ComfyUIServer(checkout, base, find_python(checkout), ("--cpu", cache), (ENCODERS_PACK,)) as server,
     ):
         yield server

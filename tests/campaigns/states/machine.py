@@ -72,7 +72,7 @@ class Opened:
 
 
 Rule = Callable[..., None]
-Look = tuple[int, Given] | str | None
+Look = tuple[int, Given] | None
 
 
 def refusable(body: Rule) -> Rule:
@@ -95,15 +95,9 @@ GIVEN = st.sampled_from([Given(prompt, skips) for prompt in (0, 1) for skips in 
 ADDED, TIME = st.sampled_from(ADDITIONS), st.sampled_from(TIMES)
 CHANGE = st.one_of(st.none(), ADDED)
 SHARES = st.sampled_from((0.1, 0.5, 1.0, 1000.0))
-HALF = st.sampled_from((0.5, 1.0))
-STRENGTHS = st.lists(st.builds(Added, st.just("lora"), scale=HALF, strength=HALF), min_size=2, max_size=4)
-MERGES = st.lists(st.sampled_from((Added("merge"), Added("merge", seed=1), NOTHING)), min_size=2, max_size=4)
 WHICH = st.integers(0, 2)
-AGAIN = "again"
-LOOK = st.one_of(st.none(), st.just(AGAIN), st.tuples(WHICH, GIVEN))
-"""A call of a model, behind the rule: None; AGAIN: the last one of the rule's model; or which model, and with what."""
-
-
+LOOK = st.one_of(st.none(), st.tuples(WHICH, GIVEN))
+"""A call of a model, behind the rule: which model, and with what."""
 LAST = Given(skips=True)
 
 
@@ -114,8 +108,6 @@ class States(RuleBasedStateMachine):
         self.registry = Registry()
         self.added: dict[Subject, Added] = dict.fromkeys(world.subjects, NOTHING)
         self.opened: dict[Subject, Opened] = {}
-        self.calls: dict[int, tuple[int, Given]] = {}
-        self.latest = 0
         self.sound = False
 
     @initialize(room=st.sampled_from(("for all", "for a part", "for two", "for a part", "for one")))
@@ -124,8 +116,6 @@ class States(RuleBasedStateMachine):
         self.room = room
         self.registry.start_of = self.world.start_of(ROOMS[room])
 
-    # ---- what a node does
-
     def model(self, subject: Subject) -> RemoteTransformer:
         """As a node asks for it: loaded, with what is to be added to it."""
         model = self.registry.model(subject.setup(self.world.devices), nothing)
@@ -133,23 +123,16 @@ class States(RuleBasedStateMachine):
         model.adapt(added.name, subject.deltas(added), nothing, added.strengths)
         return model
 
-    def look(self, look: Look, which: int | None = None) -> None:
-        """`which`: the rule's model. None: the one that was called last."""
-        if look == AGAIN:
-            look = self.calls.get(self.latest if which is None else which)
+    def look(self, look: Look) -> None:
         if look is not None:
             self.same_as_alone(self.world.subjects[look[0]], look[1], TIMES[0])
 
     def same_as_alone(self, subject: Subject, given: Given, time: float) -> None:
-        self.latest = self.world.subjects.index(subject)
-        self.calls[self.latest] = self.latest, given
         model = self.model(subject)
         same(exact(model, subject, given, time), self.world.alone.exact(subject, self.added[subject], given, time))
         if self.room == "for all" and not self.opened:
             held = zip(model.resident.expected(), model.resident.weights, strict=True)
             assert all(each == weights.total for each, weights in held), "weights that have room did not come back"
-
-    # ---- rules
 
     @rule(which=WHICH, given=GIVEN, calls=st.lists(st.tuples(CHANGE, TIME), min_size=1, max_size=4), begins=st.booleans())
     @refusable
@@ -188,7 +171,7 @@ class States(RuleBasedStateMachine):
 
         with mock.patch.object(model, "post", cancelled), contextlib.suppress(Cancelled):
             banded(model, subject, given)
-        self.look(look, which)
+        self.look(look)
 
     @rule(which=WHICH, added=ADDED, look=LOOK)
     @refusable
@@ -196,19 +179,7 @@ class States(RuleBasedStateMachine):
         """Merge, put a LoRA on, take it off, or change its strength: at the model's next use."""
         if (subject := self.world.subjects[which]) not in self.opened:
             self.added[subject] = added
-        self.look(look, which)
-
-    @rule(which=WHICH, given=GIVEN, changes=st.one_of(STRENGTHS, MERGES))
-    @refusable
-    def changes(self, which: int, given: Given, changes: list[Added]) -> None:
-        """A LoRA whose strength changes from call to call, that of a hook, that of the node, or both; or one merge after
-        the other."""
-        if (subject := self.world.subjects[which]) in self.opened:
-            return
-        self.registry.begin_run()
-        for change in changes:
-            self.added[subject] = change
-            self.same_as_alone(subject, given, TIMES[0])
+        self.look(look)
 
     @rule(which=WHICH, look=LOOK)
     @refusable
@@ -217,39 +188,21 @@ class States(RuleBasedStateMachine):
         if (subject := self.world.subjects[which]) not in self.opened:
             for prompt in range(10, 19):
                 exact(self.model(subject), subject, Given(prompt), TIMES[0])
-        self.look(look, which)
+        self.look(look)
 
-    @rule(which=WHICH, rank=st.integers(0, 1), share=SHARES, change=CHANGE, given=GIVEN, look=LOOK)
+    @rule(which=WHICH, rank=st.integers(0, 1), share=SHARES, look=LOOK)
     @refusable
-    def give_way(self, which: int, rank: int, share: float, change: Added | None, given: Given, look: Look) -> None:
-        """For another program: so much of what the model has on a device. With a change of its weights and a call before."""
-        if change is not None and self.world.subjects[which] not in self.opened:
-            self.added[self.world.subjects[which]] = change
-            self.same_as_alone(self.world.subjects[which], given, TIMES[0])
+    def give_way(self, which: int, rank: int, share: float, look: Look) -> None:
+        """For another program: so much of what the model has on a device."""
         setup, device = self.world.subjects[which].setup(self.world.devices), self.world.devices[rank]
         held = self.registry.bytes_on(setup, device)
         freed = self.registry.give_back(setup, device, held * share)
         assert freed == held - self.registry.bytes_on(setup, device)
-        self.look(look, which)
-
-    @rule(rank=st.integers(0, 1), share=SHARES, look=LOOK)
-    @refusable
-    def make_way(self, rank: int, share: float, look: Look) -> None:
-        """For something else on these ranks: so much of what all models have on a device."""
-        pool, device = self.registry.pool, self.world.devices[rank]
-        if pool is not None:
-            self.registry.make_way(pool, device, int(share * self.registry.held_on(pool, device)))
         self.look(look)
 
-    @rule(look=LOOK)
+    @rule(which=WHICH, given=GIVEN)
     @refusable
-    def begin_run(self, look: Look) -> None:
-        self.registry.begin_run()
-        self.look(look)
-
-    @rule(which=WHICH, given=GIVEN, watched=st.booleans())
-    @refusable
-    def open_run(self, which: int, given: Given, watched: bool) -> None:
+    def open_run(self, which: int, given: Given) -> None:
         """Opens a run, whose calls come one by one."""
         if (subject := self.world.subjects[which]) in self.opened:
             return
@@ -313,23 +266,18 @@ class States(RuleBasedStateMachine):
         self.opened.clear()
         assert not self.registry.held_on(pool, self.world.devices[rank])
         assert self.registry.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
-        self.look(look, which)
-
-    @rule(which=WHICH, look=LOOK)
-    @refusable
-    def unload(self, which: int, look: Look) -> None:
-        self.registry.unload(self.world.subjects[which].setup(self.world.devices))
-        self.opened.pop(self.world.subjects[which], None)
-        self.look(look, which)
-
-    @rule(look=LOOK)
-    @refusable
-    def unload_all(self, look: Look) -> None:
-        self.registry.unload()
-        self.opened.clear()
         self.look(look)
 
-    # ---- after every rule
+    @rule(which=WHICH, everything=st.booleans(), look=LOOK)
+    @refusable
+    def unload(self, which: int, everything: bool, look: Look) -> None:
+        if everything:
+            self.registry.unload()
+            self.opened.clear()
+        else:
+            self.registry.unload(self.world.subjects[which].setup(self.world.devices))
+            self.opened.pop(self.world.subjects[which], None)
+        self.look(look)
 
     @invariant()
     def it_adds_up(self) -> None:

@@ -21,10 +21,9 @@ class Outcome:
     happened: dict[str, int]
 
 
-def trial(world: World, examples: int, steps: int, seed: int, shrink: bool = False) -> Outcome:
-    """Until the first that fails. `steps`: rules of an example at most. `shrink`: print the shortest failing example."""
+def trial(world: World, examples: int, steps: int, seed: int) -> Outcome:
+    """Until the first that fails. `steps`: rules of an example at most."""
     world.happened.clear()
-    phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
     make: Callable[[], States] = hypothesis.seed(seed)(lambda: States(world))
     said = ""
     try:
@@ -33,7 +32,7 @@ def trial(world: World, examples: int, steps: int, seed: int, shrink: bool = Fal
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
-                phases=phases,
+                phases=(Phase.generate,),
                 database=None,
                 deadline=None,
                 print_blob=False,
@@ -43,7 +42,5 @@ def trial(world: World, examples: int, steps: int, seed: int, shrink: bool = Fal
     except FlakyStrategyDefinition:  # nothing that was looked at
         raise
     except Exception as error:  # of any kind: what is looked at raises AssertionError, what is called may raise anything
-        if shrink:
-            raise
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return Outcome(world.happened["examples"], said, dict(world.happened))

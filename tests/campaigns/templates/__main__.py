@@ -1,8 +1,6 @@
 """The command: every template with a diffusion model of this machine, or those that are named.
 
 python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --docs
-python -m tests.campaigns.templates --menu --json benchmarks/results/templates_menu_DATE.json NAME ...
-python -m tests.campaigns.templates --streamed --json benchmarks/results/templates_streamed_DATE.json NAME ...
 """
 
 import argparse
@@ -12,10 +10,10 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,10 +21,11 @@ from scripts.comfyui_server import PACK, find_python
 from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.conftest import SCRIPTS
 
-from .conversion import convert, graph_of
-from .menu import Trial, try_all
-from .report import replace_table, summary
+from .conversion import convert
 from .runner import DIFFERS, FAILED, Verdict, run_all
+
+START, END = "<!-- templates: python -m tests.campaigns.templates -->", "<!-- end of templates -->"
+SHORT = 160
 
 
 def main() -> int:
@@ -34,8 +33,6 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="templates; all if none is named")
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI", help="folder with ComfyUI's main.py")
     parser.add_argument("--json", type=Path, help="where the result is written")
-    parser.add_argument("--menu", action="store_true", help="the menu's Run on several GPUs on those that are named")
-    parser.add_argument("--streamed", action="store_true", help="on emulated devices that hold two blocks, rest streamed")
     parser.add_argument("--docs", action="store_true", help="write the table of docs/results/templates.md")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
@@ -47,44 +44,39 @@ def main() -> int:
             (base / name).mkdir(parents=True)
         chosen = convert(checkout, python, base, options.names)
         with contextlib.closing(Inside(ComfyUI(checkout, python), base, SCRIPTS)) as inside:
-            if options.menu:
-                graphs = [(template, graph_of(python, template.name)) for template in chosen]
-                return report_trials(try_all(graphs, checkout, python, inside, base), options.json)
-            ours = {"streamed": True} if options.streamed else {}
-            for verdict in run_all(chosen, inside, base, **ours):
+            for verdict in run_all(chosen, inside, base):
                 verdicts.append(verdict)
-                print(
-                    f"{verdict.uses:6} {verdict.name}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}",
-                    flush=True,
-                )
-    print(json.dumps(summary(verdicts), indent=1))
+                print(f"{verdict.name}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}", flush=True)
     if options.json is not None:
-        write(options.json, summary(verdicts), verdicts)
+        machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor(), "torch": torch.__version__}
+        result = {"date": date.today().isoformat(), "machine": machine, "uses": uses(verdicts)}
+        result["templates"] = [verdict.as_json() for verdict in verdicts]
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.docs:
         page = PACK / "docs" / "results" / "templates.md"
-        page.write_text(replace_table(page.read_text(), verdicts))
+        before, rest = page.read_text().split(START)
+        page.write_text(f"{before}{START}\n{table(verdicts)}\n{END}{rest.split(END)[1]}")
     return int(any(verdict.outcome in (DIFFERS, FAILED) for verdict in verdicts))
 
 
-def report_trials(trials: Iterable[Trial], path: Path | None) -> int:
-    found = []
-    for trial in trials:
-        found.append(trial)
-        verdict = trial.verdict
-        print(
-            f"{verdict.name}: {trial.put} queued {trial.queued}, again '{trial.again}', undone '{trial.undone}', "
-            f"{verdict.outcome} {verdict.difference or ''} {verdict.reason}",
-            flush=True,
-        )
-        if path is not None:
-            write(path, {"templates": len(found), "passed": sum(each.passed for each in found)}, found)
-    return int(not all(trial.passed for trial in found))
+def uses(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """How often templates of each outcome were used."""
+    found: Counter[str] = Counter()
+    for verdict in verdicts:
+        found[verdict.outcome] += verdict.uses
+    return dict(found)
 
 
-def write(path: Path, figures: dict[str, Any], templates: Iterable[Verdict | Trial]) -> None:
-    machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor(), "torch": torch.__version__}
-    result = {"date": date.today().isoformat(), "machine": machine, "summary": figures}
-    path.write_text(json.dumps(result | {"templates": [each.as_json() for each in templates]}, indent=1) + "\n")
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Markdown: what the outcomes are, then every template, the most used first."""
+    count = Counter(verdict.outcome for verdict in verdicts)
+    lines = ["| outcome | templates | uses |", "|---|---|---|"]
+    lines += [f"| {outcome} | {count[outcome]} | {used} |" for outcome, used in uses(verdicts).items()]
+    lines += ["", "| template | uses | outcome | |", "|---|---|---|---|"]
+    for verdict in verdicts:
+        said = f"{verdict.difference:.1e}" if verdict.difference is not None else verdict.reason.replace("|", "/")[:SHORT]
+        lines.append(f"| {verdict.name} | {verdict.uses} | {verdict.outcome} | {said} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

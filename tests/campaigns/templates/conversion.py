@@ -49,11 +49,6 @@ def templates_folder(python: Path) -> Path:
     return next(python.parent.parent.glob(pattern))
 
 
-def graph_of(python: Path, name: str) -> dict[str, Any]:
-    """A template as its file has it."""
-    return json.loads((templates_folder(python) / f"{name}.json").read_text())
-
-
 @contextmanager
 def open_editor(server: ComfyUIServer) -> Iterator[Any]:
     """ComfyUI's page, in a browser. RuntimeError without one."""
@@ -87,14 +82,10 @@ def convert(checkout: Path, python: Path, base: Path, names: Collection[str] = (
             ):
                 made = page.evaluate(CONVERT, json.loads(text))
                 about = name, entry["title"], entry.get("usage") or 0
-                template = Template(*about, without_unknown(made["prompt"]), tuple(made["unknown"]))
+                prompt = {number: node for number, node in made["prompt"].items() if node["class_type"]}
+                template = Template(*about, prompt, tuple(made["unknown"]))
                 if template.files():
                     found.append(template)
     if unknown := set(names) - {template.name for template in found}:
         raise LookupError(f"no such template: {', '.join(sorted(unknown))}")
     return sorted(found, key=lambda template: (-template.uses, template.name))
-
-
-def without_unknown(prompt: dict[str, Any]) -> dict[str, Any]:
-    """A prompt without the nodes that this ComfyUI does not have."""
-    return {number: node for number, node in prompt.items() if node["class_type"]}

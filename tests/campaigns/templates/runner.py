@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from testing.cases.case import Case
 from testing.comfyui.scripted import Inside
 from tests.comfyui.test_families import CASES, save_case
 from tests.comfyui.test_own_classes import CLASSES
@@ -20,8 +19,6 @@ when it attends by another of ComfyUI's kernels."""
 MODELS = {case.name: case for case in CASES}
 """Those that ComfyUI can build small, by name."""
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")
-MORE = 18
-"""Blocks."""
 EQUAL, DIFFERS, REFUSED, FAILED, NOT_OURS, NOT_RUN = "equal", "differs", "refused", "failed", "not ours", "not run"
 
 
@@ -37,15 +34,13 @@ class Verdict:
     reason: str = ""
     difference: float | None = None
     itself: float | None = None
-    on_devices: float | None = None
-    """Part of a rank's weights that is on its device, where the others are streamed."""
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
-def run_all(templates: Iterable[Template], inside: Inside, base: Path, **ours: Any) -> Iterator[Verdict]:
-    """One after the other. The base directory gets the files that they name. `ours`: see `compare`."""
+def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterator[Verdict]:
+    """One after the other. The base directory gets the files that they name."""
     saved: set[str] = set()
     for template in templates:
         files = {file: case_of(file) for file in template.files()}
@@ -55,8 +50,8 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path, **ours: A
         if others:
             yield Verdict(*about(template), NOT_OURS, "; ".join(others))
             continue
-        save_files(files, base, inside, saved, deeper=ours.get("streamed", False))
-        yield compare(template, inside, files, **ours)
+        save_files(files, base, inside, saved)
+        yield compare(template, inside, files)
 
 
 def about(template: Template) -> tuple[str, str, int, tuple[str, ...]]:
@@ -64,10 +59,9 @@ def about(template: Template) -> tuple[str, str, int, tuple[str, ...]]:
     return template.name, template.title, template.uses, tuple(template.files())
 
 
-def compare(template: Template, inside: Inside, files: dict[str, str], **ours: Any) -> Verdict:
-    """`ours`: what else inside/templates.py is given, such as the prompt that stands for the template's."""
+def compare(template: Template, inside: Inside, files: dict[str, str]) -> Verdict:
     try:
-        found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template), **ours)
+        found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template))
     except AssertionError as error:
         return Verdict(*about(template), FAILED, str(error)[-300:])
     verdict = judge(about(template), found)
@@ -76,24 +70,15 @@ def compare(template: Template, inside: Inside, files: dict[str, str], **ours: A
     return verdict
 
 
-def save_files(files: dict[str, str], base: Path, inside: Inside, saved: set[str], deeper: bool = False) -> None:
-    """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has.
-    `deeper`: with so many more blocks that two of them are a tenth."""
+def save_files(files: dict[str, str], base: Path, inside: Inside, saved: set[str]) -> None:
+    """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has."""
     for file, name in files.items():
         if name not in saved and name in MODELS:
-            save_case(with_more_blocks(MODELS[name]) if deeper else MODELS[name], base)
+            save_case(MODELS[name], base)
         elif name not in saved:
-            inside.run("small_files", names=[name], more_blocks=MORE if deeper else 0)
+            inside.run("small_files", names=[name])
         saved.add(name)
         link_model(base / "models", file, name)
-
-
-def with_more_blocks(case: Case) -> Case:
-    """The case with MORE further blocks of the last of its lists."""
-    config, counts = case.native.config, case.row.blocks.counts
-    numbers = [key for key, value in config.items() if type(value) is int]
-    *_, last = (key for key in numbers if counts(config | {key: config[key] + 1}) != counts(config))
-    return replace(case, native=replace(case.native, config=config | {last: config[last] + MORE}))
 
 
 def link_model(models: Path, file: str, case: str) -> None:
@@ -124,4 +109,4 @@ def judge(about: tuple, found: dict[str, Any]) -> Verdict:
             return Verdict(*about, REFUSED if refused else FAILED if kind == "ours" else NOT_RUN, text)
     itself, ours = max(found["native itself"]), max(found["ours"])
     equal = math.isfinite(ours) and ours <= max(LIMIT, TIMES * itself)
-    return Verdict(*about, EQUAL if equal else DIFFERS, "", ours, itself, found.get("on devices"))
+    return Verdict(*about, EQUAL if equal else DIFFERS, "", ours, itself)

@@ -198,19 +198,6 @@ def cancel_at_once() -> None:
     raise Cancelled
 
 
-def given_up(degrees: Degrees) -> Case:
-    """A run that is given up in the middle, and ranks that are ended at once."""
-
-    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model = load(files.mini(), degrees)
-        with contextlib.suppress(Cancelled):
-            while True:
-                _sampled(model, cancel_at_once, height=16, width=12)
-        return []
-
-    return Case(f"given up {name(degrees)}", run, rare=True)
-
-
 def together(degrees: Degrees) -> Case:
     """A call that is posted before the one before it has ended, as for prompts of different length."""
 
@@ -278,7 +265,6 @@ def all_of_them() -> Iterator[Case]:
     yield from map(vae, (2, 4))
     displaced = Degrees(patch=2, patch_mode="displaced")
     yield from map(cancelled, (Degrees(pipe=2), displaced, Degrees(pipe=4), Degrees(pipe=2, ulysses=2)))
-    yield from map(given_up, (Degrees(pipe=2), displaced, Degrees(pipe=2, ulysses=2)))
     yield from map(together, (Degrees(pipe=2), Degrees(batch=2, pipe=2), Degrees(ulysses=2, tensor=2)))
     yield other_degrees(Degrees(pipe=2), Degrees(ulysses=2), Degrees(patch=2, patch_mode="displaced"))
     yield other_degrees(Degrees(pipe=4), Degrees(pipe=2, tensor=2), Degrees(ring=2, ulysses=2), Degrees(batch=4))

@@ -52,17 +52,14 @@ class Failed(Exception):
         super().__init__(self.as_json["text"])
 
 
-def prepare(results: Results, packs: list[str], kinds: dict[str, str]) -> None:
-    """Case "nodes": pack -> node -> what it is, and "failed": pack -> why it could not be loaded. "core" is ComfyUI.
-
-    `kinds`: of nodes whose inputs and outputs do not say it.
-    """
+def prepare(results: Results, packs: list[str]) -> None:
+    """Case "nodes": pack -> node -> what it is, and "failed": pack -> why it could not be loaded. "core" is ComfyUI."""
     server = PromptServer(asyncio.new_event_loop())
     server.prompt_queue = execution.PromptQueue(server)
     own = set(nodes.NODE_CLASS_MAPPINGS)
     asyncio.run(nodes.init_builtin_extra_nodes())
     core = {name for name in nodes.NODE_CLASS_MAPPINGS if name not in own or not _of_a_pack(name)}
-    found, failed = {"core": _described(core, kinds)}, {}
+    found, failed = {"core": _described(core)}, {}
     for folder in packs:
         before, told = dict(nodes.NODE_CLASS_MAPPINGS), _Told()
         logging.getLogger().addHandler(told)
@@ -74,7 +71,7 @@ def prepare(results: Results, packs: list[str], kinds: dict[str, str]) -> None:
         finally:
             logging.getLogger().removeHandler(told)
         added = {name for name, kind in nodes.NODE_CLASS_MAPPINGS.items() if kind is not before.get(name)}
-        found[Path(folder).name] = _described(added, kinds)
+        found[Path(folder).name] = _described(added)
     results.case("nodes", lambda: found)
     results.case("failed", lambda: failed)
 
@@ -93,11 +90,11 @@ def _of_a_pack(name: str) -> bool:
     return str(getattr(nodes.NODE_CLASS_MAPPINGS[name], "RELATIVE_PYTHON_MODULE", "")).startswith("custom_nodes")
 
 
-def _described(names: set[str], kinds: dict[str, str]) -> dict[str, dict[str, str]]:
+def _described(names: set[str]) -> dict[str, dict[str, str]]:
     """Those that are tried, in the order of their names: kind, title, the name of the class."""
     found = {}
     for name in sorted(names):
-        if (kind := kinds.get(name) or node_graphs.kind_of(name)) is not None:
+        if (kind := node_graphs.kind_of(name)) is not None:
             own, title = nodes.NODE_CLASS_MAPPINGS[name].__name__, nodes.NODE_DISPLAY_NAME_MAPPINGS.get(name) or name
             found[name] = {"kind": kind, "title": title, "own": own}
     return found
@@ -227,8 +224,8 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": {"node": "", "type": "campaign", "text": text, "ours": False, "traceback": traceback.format_exc()}}
 
 
-def main(results: Results, packs: list[str] | None = None, kinds: dict[str, str] | None = None, **task: Any) -> None:
+def main(results: Results, packs: list[str] | None = None, **task: Any) -> None:
     if packs is not None:
-        prepare(results, packs, kinds or {})
+        prepare(results, packs)
     else:
         trials(**task)

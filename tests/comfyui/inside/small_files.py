@@ -19,10 +19,10 @@ def described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return {key: described(item, tensors) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def main(_results: Results, names: list[str], more_blocks: int = 0) -> None:
+def main(_results: Results, names: list[str]) -> None:
     for name in names:
         with detecting(detected(name)):
-            write(name, more_blocks)
+            write(name)
         plain, tensors = {}, dict(zip(("latent", "companion"), parts_of(latent(name)), strict=False))
         for sign, [(text, extras)] in zip(("positive", "negative"), prompts(name), strict=True):
             tensors[f"{sign}.text"] = text

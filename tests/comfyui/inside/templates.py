@@ -46,9 +46,6 @@ ON_TWO_RANKS = {
     "devices": "cpu,cpu",
     "stage_split": "even",
 }
-STREAMED = {"pipefusion_degree": 1, "split_batch_degree": 2, "offload": "1"}
-"""In place of these, on devices of 1 GB, all of which is left free: each rank's device has its ends and two blocks."""
-EMULATED = {"nbytes": 10**9, "bytes_per_second": 2e9}
 
 
 class Server(SimpleNamespace):
@@ -144,16 +141,15 @@ def install_loaders(load: Callable[[str], Any], files: Collection[str], case: st
     stand_ins.replace("CheckpointLoaderSimple", lambda ckpt_name: (loaded(ckpt_name), stand_ins.Clip(case), vae))
 
 
-def with_ours(prompt: dict[str, Any], files: dict[str, str], changes: dict[str, Any]) -> dict[str, Any]:
-    """Our loader on two ranks for the MODEL of each of its loaders; an all-in-one file's CLIP and VAE stay. `changes`: of
-    ON_TWO_RANKS."""
+def with_ours(prompt: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
+    """Our loader on two ranks for the MODEL of each of its loaders; an all-in-one file's CLIP and VAE stay."""
     loaders = {
         name: file
         for name, node in prompt.items()
         if node["class_type"] in LOADERS and (file := node["inputs"][LOADERS[node["class_type"]]]) in files
     }
     ours = {
-        f"{name} ours": {"class_type": "ParallelDiTLoader", "inputs": ON_TWO_RANKS | changes | {"model_name": file}}
+        f"{name} ours": {"class_type": "ParallelDiTLoader", "inputs": ON_TWO_RANKS | {"model_name": file}}
         for name, file in loaders.items()
     }
 
@@ -177,12 +173,6 @@ def figures(samples: list[torch.Tensor]) -> dict[str, Any]:
         "largest": [float(each.abs().max()) for each in samples],
         "finite": all(bool(each.isfinite().all()) for each in samples),
     }
-
-
-def on_devices(model: Any) -> float:
-    """Part of a rank's weights that is on its device, at the most."""
-    held = zip(model.resident.device_bytes, model.resident.weights, strict=True)
-    return max(size / weights.total for size, weights in held)
 
 
 def with_stand_ins(clip: stand_ins.Clip, vae: stand_ins.Vae) -> AbstractContextManager:
@@ -219,19 +209,9 @@ def main(
     files: dict[str, str],
     loras: dict[str, str],
     alone: bool = False,
-    ours: dict[str, Any] | None = None,
-    streamed: bool = False,
 ) -> None:
     """`files`: a diffusion model's name in the template -> the case it is of. `loras`: a LoRA's name -> the model's file.
-    `alone`: the prompt has our loaders, and there is nothing to compare it with. `ours`: what is compared with the prompt;
-    without it the prompt with our loader in place of its own. `streamed`: its weights are streamed to emulated devices, and
-    what part of them is there is told."""
-    from parallel_backend.client.registry import registry
-    from testing.emulated_device import EmulatedDevice, start_with
-
-    changes = {}
-    if streamed:
-        registry().start_of, changes = lambda devices: start_with(EmulatedDevice(**EMULATED)), STREAMED
+    `alone`: the prompt has our loaders, and there is nothing to compare it with."""
     asyncio.run(nodes.init_builtin_extra_nodes())
     with prepared(files, loras) as (case, vae):
         if alone:
@@ -247,9 +227,7 @@ def main(
         results.case("native", native)
         if not expected:
             return
-        results.case("ours", lambda: differences(expected, run(ours or with_ours(prompt, files, changes))))
-        if streamed and (model := registry().present()) is not None:
-            results.case("on devices", lambda: on_devices(model))
+        results.case("ours", lambda: differences(expected, run(with_ours(prompt, files))))
         if case.settings["boolean_masks"]:  # read as such by one kernel alone
             results.case("native itself", lambda: [0.0 for _ in expected])
             return
