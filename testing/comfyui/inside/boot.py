@@ -6,6 +6,7 @@ one of them. What PARALLEL_DIT_FIRST names, modules of the pack with a space bet
 
 import asyncio
 import importlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -142,6 +143,19 @@ def _attending(model, kernel: Callable[..., torch.Tensor]):
     options = clone.model_options["transformer_options"]
     options["optimized_attention_override"] = lambda _usual, *arguments, **named: kernel(*arguments, **named)
     return clone
+
+
+class Told(logging.Handler):
+    """Collects the warnings of this pack, from when it is made."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Parallel DiT" in (text := record.getMessage()):
+            self.texts.append(text)
 
 
 class Results:

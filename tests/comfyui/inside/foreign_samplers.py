@@ -68,18 +68,13 @@ def main(results: Results) -> None:
         return noise
 
     samplers = {
-        "wrapped euler": wrapping("euler"),
         "wrapped euler_ancestral": wrapping("euler_ancestral"),
-        "wrapped dpmpp_2m_sde": wrapping("dpmpp_2m_sde"),
         "Euler CFG++, alternative": SamplerEulerCFGpp.execute("alternative").args[0],
-        "wrapped dpm_adaptive": wrapping("dpm_adaptive"),
         "wrapped, with noise of its own": wrapping("euler_ancestral", noise_sampler=draw),
         "partial euler_ancestral": comfy.samplers.KSAMPLER(
             functools.partial(comfy.samplers.sampler_object("euler_ancestral").sampler_function, eta=0.6)
         ),
-        "partial": comfy.samplers.KSAMPLER(functools.partial(shifted, 0.1)),
         "partial in ComfyUI's name": comfy.samplers.KSAMPLER(named_like_comfyui(shifted)),
-        "object": comfy.samplers.KSAMPLER(Centred()),
         "wrapped object": comfy.samplers.KSAMPLER(
             detail_daemon_sampler, {"dds_wrapped_sampler": comfy.samplers.KSAMPLER(Centred())}
         ),
