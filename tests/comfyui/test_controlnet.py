@@ -4,6 +4,7 @@ import pytest
 
 from testing import mini
 from testing.comfyui import sd3_file
+
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5

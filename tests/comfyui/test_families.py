@@ -14,6 +14,8 @@ from tests.support.requirements import missing
 pytestmark = pytest.mark.comfyui
 
 CASES = [case for case in all_cases() if case.native is not None]
+
+
 def described(value, tensors: dict[str, torch.Tensor]):
     """A value as JSON, its tensors added to `tensors`. See inside/families.py."""
     if isinstance(value, torch.Tensor):

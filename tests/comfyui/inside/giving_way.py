@@ -15,8 +15,8 @@ RATE = 1e9
 """Bytes per second of a copy."""
 
 
-def main(results: Results, name: str, size: int, layers: dict[str, int]) -> None:
-    """`size`: of a card. `layers`: case -> those of its text encoder."""
+def main(results: Results, name: str, size: int, layers: list[int]) -> None:
+    """`size`: of a card. `layers`: of the text encoder on each."""
     from comfy_execution.utils import CurrentNodeContext
 
     from parallel_backend.client.registry import registry
@@ -76,6 +76,5 @@ def main(results: Results, name: str, size: int, layers: dict[str, int]) -> None
             registry().unload()
         return {"prompts": found}
 
-    results.case("room for a part", lambda: changed_text(CARDS[0], layers["a part"]))
-    results.case("room for all", lambda: changed_text(CARDS[0], layers["all"]))
-    results.case("on the other card", lambda: changed_text(CARDS[1], layers["other card"]))
+    for number, card in enumerate(CARDS):
+        results.case(f"on card {number}", lambda card=card, number=number: changed_text(card, layers[number]))
