@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui.conftest import mostly_full
-from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, Graph, copy_of_bundled
+from tests.comfyui.graph import NATIVE, PLAIN, Graph, copy_of_bundled
 from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
@@ -23,10 +22,6 @@ def models(base):
         yield
 
 
-def ksampler(graph, model, latent):
-    return graph.ksampler(model, latent, steps=STEPS, seed=90)
-
-
 def custom(graph, model, latent):
     guider = graph.add("CFGGuider", model=model, positive=graph.text("3 1 4 1"), negative=graph.text(""), cfg=3.0)
     return graph.custom(model, guider, latent, steps=STEPS)
@@ -38,14 +33,9 @@ def pipefusion_sampler(graph, model, latent):
 
 
 CASES = {
-    "KSampler, plain": (ksampler, PLAIN),
-    "KSampler, pipelined": (ksampler, PIPELINED),
     "SamplerCustomAdvanced, plain": (custom, PLAIN),
-    "SamplerCustomAdvanced, pipelined": (custom, PIPELINED),
     "PipeFusion Sampler": (pipefusion_sampler, PLAIN),
 }
-DEFAULT = ("SamplerCustomAdvanced, plain", "PipeFusion Sampler")
-"""Each way of ComfyUI's to sample once, and whole calls and bands once."""
 
 
 def shown(server, build, kind, side) -> tuple[list[int], list[np.ndarray]]:

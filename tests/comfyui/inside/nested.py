@@ -18,14 +18,13 @@ from samplers import Warnings, logging
 STEPS = 4
 
 
-def main(results: Results, name: str, samplers: list[str]) -> None:
+def main(results: Results, name: str) -> None:
     logging.getLogger().addHandler(told := Warnings())
     positive, negative, empty, _ = read(name)
     prompts, (video, sound) = (positive, negative), empty["samples"].unbind()
     generator = torch.Generator().manual_seed(1)
     picture = NestedTensor([torch.randn(part.shape, generator=generator) for part in (video, sound)])
     masks = [(torch.rand(1, *part.shape[2:], generator=generator) * 4).round() / 4 for part in (video, sound)]
-    odd = NestedTensor((video[..., :-1, :-1], sound))
     two = NestedTensor([torch.cat((part, part)) for part in (video, sound)])
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
@@ -46,12 +45,9 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
         found["native"] = difference(exact, run(put(by), **settings)) / largest
         return found | {"finite": all(bool(part.isfinite().all()) for part in (*parts_of(exact), *parts_of(stale)))}
 
-    results.case("all samplers", lambda: comfy.samplers.SAMPLER_NAMES)
-    for sampler in samplers:
-        results.case(f"sampler {sampler}", partial(in_every_way, sampler=sampler))
+    for sampler in ("euler", "dpmpp_sde"):
+        results.case(sampler, partial(in_every_way, sampler=sampler))
     results.case("masks", partial(in_every_way, latent={"samples": picture, "noise_mask": NestedTensor(masks)}))
-    results.case("denoise 0.5", partial(in_every_way, latent={"samples": picture}, denoise=0.5))
-    results.case("odd size", partial(in_every_way, latent={"samples": odd}))
     guidance = partial(in_every_way, put=lambda model: APG.execute(model, 0.5, 4.0, -0.5).result[0])
     results.case("guidance of the whole latent", guidance)
     one_by_one = native.clone()

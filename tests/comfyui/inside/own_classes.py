@@ -116,5 +116,5 @@ def sampled(results: Results, name: str, more: Mapping[str, tuple[int, ...]], on
 
     for mode, make in MODES.items():
         case = ", ".join((*more, mode))
-        if not only or case in only:
+        if not only or case in only or mode in only:
             results.case(f"{name}, {case}", partial(compare, make))
