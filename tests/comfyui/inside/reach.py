@@ -13,9 +13,9 @@ from families import detecting
 
 MEDDLING = PACK / "tests" / "comfyui" / "meddling_nodes"
 EXTRAS = ("nodes_easycache", "nodes_rope", "nodes_model_advanced")
-FLUX, SD3, WAN = FILES = ("tiny.safetensors", "tiny-sd3.safetensors", "wan-2.1-t2v.safetensors")
-WIDTHS = {FLUX: (64, 32), SD3: (64, 32), WAN: (24, 8)}
-LATENTS = {FLUX: (1, 16, 16, 12), SD3: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
+FLUX, WAN = "tiny.safetensors", "wan-2.1-t2v.safetensors"
+WIDTHS = {FLUX: (64, 32), WAN: (24, 8)}
+LATENTS = {FLUX: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
 
 
 def prompts(file: str) -> list:
@@ -28,10 +28,6 @@ def prompts(file: str) -> list:
 
 def easy(model: Any) -> Any:
     return extra("EasyCache", model, reuse_threshold=1.0, start_percent=0.0, end_percent=1.0, verbose=False)
-
-
-def lazy(model: Any) -> Any:
-    return extra("LazyCache", model, reuse_threshold=1.0, start_percent=0.0, end_percent=1.0, verbose=False)
 
 
 def scaled(model: Any) -> Any:
@@ -77,11 +73,15 @@ def noted(model: Any) -> Any:
     return model
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {"EasyCache": easy, "LazyCache": lazy, "ScaleROPE": scaled}
-FOR_WAN = {"RIFLEx": longer, "RIFLEx and ScaleROPE": lambda model: scaled(longer(model))}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "EasyCache": easy,
+    "ScaleROPE": scaled,
+    "RIFLEx and ScaleROPE": lambda model: scaled(longer(model)),
+}
 
 
-def main(results: Results) -> None:
+def main(results: Results, changes: list[tuple[str, str]]) -> None:
+    """`changes`: files and what is put on their MODELs."""
     load_extras(*EXTRAS)
     load_pack(MEDDLING)
 
@@ -98,11 +98,9 @@ def main(results: Results) -> None:
         pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
         return found | {"whole because": [wrapper.last.reason for wrapper in pipefusion]}
 
-    for file in FILES:
-        for name, change in (CHANGES | (FOR_WAN if file == WAN else {})).items():
-            with detecting({"text_dim": WIDTHS[WAN][0]} if file == WAN else {}):
-                results.case(f"{file} {name}", partial(changed, file, change))
-
+    for file, name in changes:
+        with detecting({"text_dim": WIDTHS[WAN][0]} if file == WAN else {}):
+            results.case(f"{file} {name}", partial(changed, file, CHANGES[name]))
     model = parallel(FLUX)
     expected = sample(FLUX, model)
 

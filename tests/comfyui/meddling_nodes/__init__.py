@@ -19,10 +19,6 @@ def attention_patch(*_arguments, **_named):
     return None
 
 
-def attention_replacement(*_arguments, **_named):
-    return None
-
-
 def kernel(*_arguments, **_named):
     return None
 
@@ -45,19 +41,6 @@ class Node:
         return (clone,)
 
 
-class BlockCache(Node):
-    """As WaveSpeed's FBCache."""
-
-    def put(self, model):
-        stub, blocks = model.get_model_object("diffusion_model"), torch.nn.ModuleList()
-
-        def around(apply_model, call):
-            with patch.object(stub, "double_blocks", blocks):
-                return apply_model(call["input"], call["timestep"], **call["c"])
-
-        model.set_model_unet_function_wrapper(around)
-
-
 class ForwardCache(Node):
     """As TeaCache."""
 
@@ -70,13 +53,6 @@ class ForwardCache(Node):
                 return apply_model(call["input"], call["timestep"], **call["c"])
 
         model.set_model_unet_function_wrapper(around)
-
-
-class ForwardPatch(Node):
-    """As RES4LYF's FluxOrthoCFGPatcher."""
-
-    def put(self, model):
-        model.add_object_patch("diffusion_model.forward", lambda *_arguments, **_named: None)
 
 
 class BlockCompile(Node):
@@ -105,11 +81,6 @@ class LayerPatch(Node):
         model.model.diffusion_model.img_in.forward = torch.nn.Identity()
 
 
-class Note(Node):
-    def put(self, model):
-        model.model_options["transformer_options"]["a_note_of_its_own"] = 1
-
-
 class Nothing(Node):
     def put(self, model):
         model.model_options["transformer_options"]["a_note_of_nothing"] = None
@@ -119,12 +90,6 @@ class Nothing(Node):
 class AttentionPatch(Node):
     def put(self, model):
         model.set_model_attn1_patch(functools.partial(attention_patch, 1))
-
-
-class AttentionReplacement(Node):
-    def put(self, model):
-        for block in range(3):
-            model.set_model_patch_replace(attention_replacement, "dit", "double_block", block)
 
 
 class OwnKernel(Node):
@@ -147,7 +112,6 @@ class BlockWrapper(Node):
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "meddling", blocks_outside)
 
 
-NODES = (BlockCache, ForwardCache, ForwardPatch, BlockCompile, OtherClass, KnownClass, LayerPatch, Note, Nothing)
-NODES += (AttentionPatch, AttentionReplacement, OwnKernel, Injection, Wrapper, BlockWrapper)
+NODES = (ForwardCache, BlockCompile, OtherClass, KnownClass, LayerPatch, Nothing, AttentionPatch, OwnKernel)
+NODES += (Injection, Wrapper, BlockWrapper)
 NODE_CLASS_MAPPINGS = {f"Meddling{kind.__name__}": kind for kind in NODES}
-NODE_DISPLAY_NAME_MAPPINGS = {"MeddlingBlockCache": "First Block Cache"}
