@@ -18,13 +18,6 @@ def test_an_idle_model_goes_and_one_in_use_stays(found):
     assert got["difference"] == 0
 
 
-def test_with_room_comfyui_is_not_asked(found):
-    got = found["enough"]
-    assert "error" not in got, got
-    assert got["asked"] == []
-    assert got["left"] == [500_000_000, 100_000_000]
-
-
 def test_what_does_not_fit_all_the_same_is_refused_in_the_widgets_words(found):
     got = found["nothing idle"]
     assert got["error"].startswith("ValueError: model_name: the weights of tiny.safetensors take "), got

@@ -1,16 +1,14 @@
 """The bundled workflows fit the nodes of a running ComfyUI, in both forms."""
 
-import itertools
 import json
 import math
 
 import pytest
-from PIL import Image
 
 from scripts import make_workflows
 from scripts.comfyui_server import PACK
 from scripts.graphs.published import NOT_PUBLISHED
-from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
+from scripts.workflow_form import SEEDS
 from tests.campaigns.templates.runner import MODELS, save_files
 from tests.comfyui.conftest import FOLDER, mostly_full
 from tests.comfyui.test_families import skip_without_class
@@ -21,6 +19,7 @@ OURS = f"custom_nodes.{FOLDER}"
 NAMES = tuple(make_workflows.GRAPHS)  # in this order: those on as many ranks one after the other
 BUNDLED = ("quickstart", "native_ksampler")
 WITH_FILES = tuple(name for name in NAMES if name not in BUNDLED)
+FLUX = "flux_dev_ulysses_pipefusion"
 STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> the case that each diffusion model is of
     "krea_2": "krea2",
     "qwen_edit_2511": "qwen-image-edit-2511",
@@ -33,8 +32,6 @@ STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> th
     "pixart_2048": "pixart-sigma",
 }
 
-WITH_SOUND = ("minimax_h3",)
-
 
 def ui(name):
     return json.loads((WORKFLOWS / f"{name}.json").read_text())
@@ -42,14 +39,6 @@ def ui(name):
 
 def api(name):
     return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_thumbnail_is_a_small_square(name):
-    path = WORKFLOWS / f"{name}.jpg"
-    assert path.stat().st_size < 60_000
-    with Image.open(path) as picture:
-        assert picture.size == (512, 512)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,45 +77,6 @@ def on_cpu_ranks(prompt, **widgets):
 def test_committed_files_are_what_the_script_writes():
     written = {str(path.relative_to(WORKFLOWS)): path.read_text() for path in WORKFLOWS.rglob("*.json")}
     assert written == make_workflows.files()
-
-
-NEWER = {
-    "BlockSparseAttention": [("model", "MODEL")],
-    "TextEncodeQwenImage21": [("positive", "CONDITIONING"), ("negative", "CONDITIONING"), ("latent", "LATENT")],
-}
-"""Nodes of ComfyUI that 0.33 does not have -> their outputs, which the tests in a ComfyUI hold all others to."""
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_of_newer_nodes_are_named_as_in_comfyui(name):
-    for node in ui(name)["nodes"]:
-        if node["type"] in NEWER:
-            assert [(output["name"], output["type"]) for output in node["outputs"]] == NEWER[node["type"]]
-
-
-def boxes(graph):
-    """(left, top, right, bottom) of every node with its title bar, and of every group."""
-    nodes = [
-        (x, y - TITLE, x + width, y + height)
-        for (x, y), (width, height) in ((node["pos"], node["size"]) for node in graph["nodes"])
-    ]
-    return nodes, [(x, y, x + width, y + height) for x, y, width, height in (box["bounding"] for box in graph["groups"])]
-
-
-def apart(a, b, gap=10):
-    return a[2] + gap <= b[0] or b[2] + gap <= a[0] or a[3] + gap <= b[1] or b[3] + gap <= a[1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nodes_and_groups_do_not_overlap(name):
-    nodes, groups = boxes(ui(name))
-    assert groups
-    for same_kind in (nodes, groups):
-        for a, b in itertools.combinations(same_kind, 2):
-            assert apart(a, b), (a, b)
-    for node, group in itertools.product(nodes, groups):
-        inside = group[0] < node[0] and group[1] + GROUP_TITLE < node[1] and node[2] < group[2] and node[3] < group[3]
-        assert inside or apart(node, group), (node, group)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -292,9 +242,8 @@ def succeed(server, prompt):
 
 
 @pytest.mark.comfyui
-@pytest.mark.parametrize("name", mostly_full(BUNDLED, BUNDLED[:1]))
-def test_bundled_workflow_runs_as_it_is(session_server, name):
-    succeed(session_server, api(name))
+def test_bundled_workflow_runs_as_it_is(session_server):
+    succeed(session_server, api("native_ksampler"))
 
 
 @pytest.fixture
@@ -303,16 +252,7 @@ def with_files(session_server, bundled_workflows_models):
 
 
 @pytest.mark.comfyui
-def test_sd3s_prompts_run_side_by_side(with_files):
-    prompt = on_cpu_ranks(api("sd3_split_batch"), text="another prompt, of another length than the negative one")
-    succeed(with_files, prompt)
-
-
-OWN_FILES = tuple(name for name in WITH_FILES if name not in STAND_INS)
-
-
-@pytest.mark.comfyui
-@pytest.mark.parametrize("name", mostly_full(OWN_FILES, ["flux_dev_ulysses_pipefusion"]))
+@pytest.mark.parametrize("name", mostly_full([name for name in WITH_FILES if name not in STAND_INS], [FLUX]))
 def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
     """Its own nodes and degrees, ComfyUI's own text encoders and VAE; another prompt makes another picture."""
     first = succeed(with_files, on_cpu_ranks(api(name)))
@@ -321,14 +261,12 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
         assert "pipelined in" in report
         assert report.count("\nrank ") == world(api(name))
         assert ": 0 micro-steps" not in report
-    other = on_cpu_ranks(api(name), text="a red bicycle")
+    other = on_cpu_ranks(api(name), text="a red bicycle, of another length than the negative prompt")
     assert succeed(with_files, other).images != first.images
 
 
 @pytest.mark.comfyui
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in WITH_SOUND else pytest.mark.full) for name in STAND_INS]
-)
+@pytest.mark.parametrize("name", mostly_full(STAND_INS, ["minimax_h3"]))
 def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(comfyui, definitions, inside, base, name):
     """Its own nodes up to its samplers, whose latents are finite; of four stages three, for a model of three blocks."""
     if (case := MODELS.get(STAND_INS[name])) is not None:

@@ -129,5 +129,4 @@ def main(results: Results) -> None:
     results.case("another GPU", another_gpu)
     results.case("same weights", same_weights)
     results.case("too little", lambda: evicted(free=MB, idle=500 * MB, used=100 * MB))
-    results.case("enough", lambda: evicted(free=500 * MB, idle=500 * MB, used=100 * MB))
     results.case("nothing idle", lambda: evicted(free=MB, idle=0, used=100 * MB))
