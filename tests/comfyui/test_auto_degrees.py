@@ -53,12 +53,6 @@ def test_the_plan_is_kept_until_the_model_is_unloaded(case):
     assert case["measured"] == 1
 
 
-@of("one_device")
-def test_one_device_needs_no_calibration(case):
-    assert case["chosen"] == case["auto"] == ["one rank", ONE]
-    assert case["measured"] == 0
-
-
 @of("for_real")
 def test_real_ranks_are_calibrated_once_and_the_file_is_kept(case):
     gained, of = case["gained"].split(" ", 1)

@@ -55,7 +55,6 @@ def test_what_stands_on_a_model_stands_on_it_once(found):
     assert on["wrappers"] == [1, 1, 1]
     assert on["around a run"] == [["parallel_dit_auto_degrees", "mine"], []]
     assert on["again"] == 0.0
-    assert result(found, "LoRA sent") == [2, 0]
 
 
 def test_mode_pipefusion_is_apply_pipefusion(found):

@@ -23,9 +23,5 @@ def test_what_does_not_fit_all_the_same_is_refused_in_the_widgets_words(found):
     assert got["error"].startswith("ValueError: model_name: the weights of tiny.safetensors take "), got
 
 
-def test_a_gpu_that_comfyui_does_not_use_is_left_alone(found):
-    assert found["another GPU"] == {"freed": 0, "touched": 0}
-
-
 def test_another_model_of_the_same_ranks_is_left_alone(found):
     assert found["same weights"] == {"freed": 500_000_000, "left": [300_000_000, 0]}

@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, Graph, copy_of_bundled
+from tests.comfyui.graph import PIPELINED, PLAIN, Graph, copy_of_bundled
 from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
@@ -101,14 +101,3 @@ def test_it_is_said_on_the_samplers_node(server, base):
     for text in said.values():
         computed, calls = map(int, text.split("step cache: ")[1].split(" model calls")[0].split(" of "))
         assert STEPS // 2 <= computed < calls == STEPS
-
-
-def test_a_native_model_is_refused(server, base):
-    graph = Graph()
-    with copy_of_bundled(base):
-        settings = {"threshold": 0.2, "start_percent": 0.0, "end_percent": 1.0}
-        model = graph.add("ParallelStepCache", model=graph.models()[NATIVE], **settings)
-        graph.add("SaveLatent", samples=graph.ksampler(model), filename_prefix="cache")
-        outcome = server.run(graph.prompt)
-    assert outcome.status == "error"
-    assert "this MODEL runs in ComfyUI itself" in outcome.error

@@ -1,5 +1,5 @@
-"""Parallel VAE Encode and Decode give what VAE Encode and VAE Decode give. What cannot be cut is computed by ComfyUI, and the
-node says so. All classes of VAEs are on ranks in threads in tests/rank/test_vae.py."""
+"""Parallel VAE Encode and Decode give what VAE Encode and VAE Decode give. What cannot be cut is computed by ComfyUI, and
+the node says so. All classes of VAEs are on ranks in threads in tests/rank/test_vae.py."""
 
 import io
 

@@ -119,13 +119,6 @@ def main(results: Results) -> None:
             sample(again, prompts, latent)
             return {"first": first, "ours": ours, "same": same, "after": chosen(again), "measured": len(measured)}
 
-    def one_device() -> dict:
-        with machine(1e12, (1.0,)):
-            model = load("cpu")
-            sample(model, prompts, latent)
-            alone = load("auto")
-            return {"chosen": chosen(model), "auto": chosen(alone), "measured": len(measured)}
-
     def for_real() -> dict:
         """Nothing is made up: two ranks are calibrated, once, and the file is kept."""
         node("UnloadParallelDiT")
@@ -185,5 +178,5 @@ def main(results: Results) -> None:
         load(stage_split="3,2")
 
     # Those of two ranks first: ranks start anew where their number changes.
-    for case in (batches, kept, cancelled, advised, for_real, pipefusion, one_device, stages_by_hand):
+    for case in (batches, kept, cancelled, advised, for_real, pipefusion, stages_by_hand):
         results.case(case.__name__, case)

@@ -123,7 +123,6 @@ def on_the_bundled_model(results: Results) -> None:
         results.case(name, measure)
 
     case("unequal", unequal)
-    case("three pictures", unequal, latent=torch.zeros(3, 16, 16, 16))
     area = node("ConditioningSetArea", positive, 64, 128, 0, 0, 1.0)
     other = node("ConditioningSetArea", negative, 96, 128, 32, 0, 0.7)
     case("two areas", [[*area, *other], negative])

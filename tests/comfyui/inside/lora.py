@@ -6,14 +6,9 @@ The LoRA files are made from ComfyUI's own table of names, so that they have eve
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 from boot import BASE, Results, Told, comfy, difference, ksampler, node, nodes, parallel, torch
 from safetensors.torch import load_file, save_file
-
-from parallel_backend.client.lora import Deltas
-from parallel_backend.processes.pool import Pool
-from parallel_backend.wire.loading import Weigh
 
 MODELS = BASE / "models" / "diffusion_models"
 FLUX, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
@@ -257,14 +252,6 @@ def files(flux: Comparison, loras: dict[str, str]) -> None:
     flux.case("differences", partial(with_lora, file=make.differences()))
     flux.case("LoKr", partial(with_lora, file=make.lokr()))
 
-    def with_text_encoder(model):
-        """As a LoRA loader with a CLIP does it: the text encoder's patches come along."""
-        clone, (factors, *_) = original(model), original(model).patches["diffusion_model.final_layer.linear.weight"]
-        assert clone.add_patches({"clip_l.text_projection.weight": factors[1]}) == []
-        return clone
-
-    flux.case("text encoder's patches", with_text_encoder)
-
     def alternately() -> dict[str, float]:
         models = [(original(model), with_lora(model, other)) for model in (flux.native, ours)]
         expected = [flux.sample(model) for model in models[0]]
@@ -360,25 +347,6 @@ def hooks(flux: Comparison, first: str) -> None:
     flux.case("hooks beside a LoRA", partial(with_lora, file="differences.safetensors", strength=0.5), texts=for_each)
     flux.case("hooks under PipeFusion", ours=lambda model: node("ApplyPipeFusion", model, 4, 1, True), texts=for_each)
 
-    def sent() -> dict[str, int]:
-        """How often factors are sent, and strengths, in a run and in the same run again."""
-        texts, kinds, send, replace = for_each(), [], Pool.send, Deltas.replace
-
-        def spy(pool: Pool, rank: int, message, *rest) -> None:
-            kinds.append(type(message))
-            send(pool, rank, message, *rest)
-
-        def spy_replace(deltas: Deltas, *arguments) -> None:
-            kinds.append(Deltas)
-            replace(deltas, *arguments)
-
-        with patch.object(Pool, "send", spy), patch.object(Deltas, "replace", spy_replace):
-            flux.sample(flux.ours, texts)
-            once = kinds.count(Deltas)
-            flux.sample(flux.ours, texts)
-        return {"once": once, "twice": kinds.count(Deltas), "weighed": kinds.count(Weigh)}
-
-    flux.results.case("sent", sent)
     flux.removed("hooks gone")
     dora = flux.make.one("DoRA in a hook", dora_of(flux.make))
     for name, file in (("enlarging", "failing enlarging.safetensors"), ("DoRA", dora)):

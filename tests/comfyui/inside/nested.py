@@ -6,7 +6,6 @@ The test process has put the file of the case `name` and its inputs where famili
 from functools import partial
 from unittest.mock import patch
 
-import comfy.weight_adapter
 import latent_preview
 from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
 from comfy.nested_tensor import NestedTensor
@@ -56,7 +55,6 @@ def main(results: Results, name: str) -> None:
     own = {kind: shifted(model) for kind, model in {"native": native, "plain": plain, "warm": warm}.items()}
     results.case("shifts", lambda: {kind: difference(run(own["native"]), run(model)) for kind, model in own.items()})
     results.case("no shifts", lambda: {"native": difference(run(own["native"]), run(native))})
-    results.case("output heads", lambda: output_heads(run, plain, native))
     models = {"plain": plain, "bands": banded}
     results.case("step cache", lambda: {kind: forecast(run, model) for kind, model in models.items()})
     models["native"] = native
@@ -88,35 +86,6 @@ def entry_by_entry(apply, call: dict) -> torch.Tensor:
 def shifted(model):
     """With other schedules for the video and its sound."""
     return MiniMaxH3SigmaShift.execute(model, 5.0, 2.0).result[0]
-
-
-HEADS = 4
-
-
-def output_heads(run, model, native) -> dict:
-    """A PDD acceleration LoRA, whose heads ComfyUI 0.33 does not know: of a run of one step, which spans all of them, the
-    native model has the mean of the heads, weighed by the lengths of their parts of the schedules."""
-    bank, mean, g = {}, {}, torch.Generator().manual_seed(4)
-    for key, value in model.model.diffusion_model.state_dict().items():
-        if key.startswith("final_layer.") and "_out" in key:
-            rows, columns = HEADS * len(value), value[0].numel()
-            up, down = torch.randn(rows, 3, generator=g), torch.randn(3, columns, generator=g) / columns
-            larger = [rows, *value.shape[1:]]
-            adapter = comfy.weight_adapter.LoRAAdapter(set(), (up, down, None, None, None, larger))
-            bank[f"diffusion_model.{key}"] = adapter
-            shift, even = 12.0 if "video" in key else 3.0, torch.arange(HEADS, -1, -1, dtype=torch.float64) / HEADS
-            lengths = -(shift * even / (1.0 + (shift - 1.0) * even)).diff()
-            shares = torch.cat((torch.ones(1), (lengths / lengths.sum())[1:].float()))
-            heads = (up @ down).view(HEADS, *value.shape)
-            mean[f"diffusion_model.{key}"] = ("diff", (torch.einsum("h...,h->...", heads, shares),))
-
-    def patched(each, patches):
-        clone = each.clone()
-        clone.add_patches(patches, 0.3)
-        return run(clone, steps=1)
-
-    expected = patched(native, mean)
-    return {"moved": difference(run(model, steps=1), expected), "native": difference(expected, patched(model, bank))}
 
 
 def forecast(run, model) -> float:

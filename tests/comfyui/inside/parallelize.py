@@ -131,8 +131,6 @@ WRAPS: dict[str, Callable] = {
 
 
 def main(results: Results) -> None:
-    pack = nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__.rpartition(".")[0]
-    NativeWeights = sys.modules[f"{pack}.model.lora.lora"].NativeWeights
     loaded, given = [], comfy.model_management.load_models_gpu
 
     def load_models_gpu(models, *arguments, **named):
@@ -181,18 +179,6 @@ def main(results: Results) -> None:
         }
 
     results.case("what stands on it", stands)
-
-    def not_sent_again() -> list[int]:
-        """LoRA layers sent for two MODELs of the same patches."""
-        before = two_loras(native())
-        sent, delta = [], NativeWeights._delta
-        with patch.object(NativeWeights, "_delta", lambda *arguments: sent.append(1) or delta(*arguments)):
-            sampled(taken(before))
-            first = len(sent)
-            sampled(taken(before))
-        return [first, len(sent) - first]
-
-    results.case("LoRA sent", not_sent_again)
 
     def pipelined() -> dict:
         """`mode` pipefusion is Apply PipeFusion with its defaults, and one behind replaces its settings."""

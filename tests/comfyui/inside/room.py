@@ -97,18 +97,6 @@ def main(results: Results) -> None:
                 management.current_loaded_models[:] = listed
             return {"asked": asked, "left": left, "difference": difference_, "held": held}
 
-    def another_gpu() -> dict[str, int]:
-        """ComfyUI's process has nothing there, and must not get a context there."""
-        (make_room,) = (
-            module.make_room for name, module in sys.modules.items() if name.endswith("nodes.model.run.make_room")
-        )
-        with (
-            fakes.fake_cuda(fakes.ADA, fakes.ADA),
-            patch.object(management, "get_torch_device", lambda: torch.device("cuda:0")),
-            patch.object(torch.cuda, "mem_get_info", side_effect=AssertionError) as touched,
-        ):
-            return {"freed": make_room("cuda:1", MB), "touched": touched.call_count}
-
     def same_weights() -> dict[str, object]:
         """Two loaders may give a MODEL each with the same weights on the same ranks: the idle one is not asked to go."""
         (make_room,) = (
@@ -126,7 +114,6 @@ def main(results: Results) -> None:
                 resident.add_to_comfyui(currently_used=False)
             return {"freed": make_room("cuda:0", 700 * MB), "left": [other.there, idle.there]}
 
-    results.case("another GPU", another_gpu)
     results.case("same weights", same_weights)
     results.case("too little", lambda: evicted(free=MB, idle=500 * MB, used=100 * MB))
     results.case("nothing idle", lambda: evicted(free=MB, idle=0, used=100 * MB))

@@ -6,7 +6,7 @@ leave on it; the memory that ranks on `cpu` hold then counts as on the GPU that 
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from unittest.mock import patch
 
 from boot import Results, comfy, difference, ksampler, node, parallel, torch
@@ -110,30 +110,6 @@ def main(results: Results) -> None:
         return node("UnloadParallelDiT", given) is given
 
     results.case("handed through", handed_through)
-
-    def asked(held: int) -> dict[str, float]:
-        """What ComfyUI asks a GPU for before it loads the MODEL, whose ranks hold so much there of 1000 bytes."""
-        seen: dict[str, float] = {}
-
-        class Asked(Exception): ...
-
-        def free_memory(required, device, *_arguments, **named):
-            seen.update(required=required, pinned=named["pins_required"])
-            raise Asked
-
-        with (
-            gpu(),
-            patch.object(model, "load_device", torch.device("cuda:7")),
-            patch.object(registry(), "bytes_on", lambda setup, device: held),
-            patch.object(registry(), "wanted_on", lambda setup, device: 1000),
-            patch.object(management, "current_loaded_models", []),
-            patch.object(management, "free_memory", free_memory),
-            suppress(Asked),
-        ):
-            management.load_models_gpu([model])
-        return seen
-
-    results.case("asked for", lambda: {"all there": asked(1000), "some there": asked(400), "own": own})
 
     def other_model() -> dict[str, bool]:
         """The ranks hold SD3 too: nothing of it is the first model's to free."""
