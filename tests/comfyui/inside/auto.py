@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, random_prompts, torch
 
 FILE = "tiny.safetensors"
 
@@ -23,8 +23,7 @@ def main(results: Results) -> None:
     from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
     from parallel_backend.planning.machine import Device, Machine
 
-    g = torch.Generator().manual_seed(0)
-    prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
+    prompts = random_prompts(9, 9)
     latent = torch.zeros(1, 16, 16, 16)
     said, measured = [], []
 

@@ -6,11 +6,24 @@ from typing import Any
 
 import families
 import model_optimization_nodes
-from boot import BASE, CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, sharing_small_lists, torch
-from parity import FILE, SD3, prompts
+import torch
+from boot import (
+    CHECKOUT,
+    Results,
+    difference,
+    ksampler,
+    native_model,
+    node,
+    parallel,
+    random_prompts,
+    sequence,
+    sharing_small_lists,
+    whole_because,
+)
 
 import nodes
 
+FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 SQUARE = torch.zeros(1, 16, 16, 16)
 ALL = {"start_percent": 0.0, "end_percent": 1.0}
 SOME = {"start_percent": 0.3, "end_percent": 0.8}
@@ -34,20 +47,14 @@ def load_extras(*names: str) -> None:
             assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
 
 
-def native(file: str) -> Any:
-    path = BASE / "models" / "diffusion_models" / file
-    return comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
-
-
 def compare(change: Any, own: Any, model: Any, texts: list, latent: torch.Tensor) -> dict[str, Any]:
     """`change`: puts the node on a MODEL. `own`: the native one. `model`: on ranks."""
     expected, plain = (ksampler(each, texts, latent, steps=2) for each in (change(own), own))
     found = ksampler(change(model), texts, latent, steps=2)
-    wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
     return {
         "difference": difference(expected, found),
         "effect": difference(expected, plain),
-        "whole because": [wrapper.last.reason for wrapper in wrappers],
+        "whole because": whole_because(model),
     }
 
 
@@ -61,12 +68,12 @@ def main(results: Results, wan: str) -> None:
         "NAG": nag,
         "NAG batch 2": nag,
     }
-    both = prompts(9, 9)
+    both = random_prompts(9, 9)
 
     def case(name: str, mode: str) -> None:
         def measure() -> dict[str, Any]:
             file, latent = SD3 if "SD3" in name else FILE, SQUARE.repeat(2 if "batch 2" in name else 1, 1, 1, 1)
-            return compare(changes[name], native(file), MODES[mode](file), both, latent)
+            return compare(changes[name], native_model(file), MODES[mode](file), both, latent)
 
         results.case(f"{name}, {mode}", measure)
 
@@ -91,7 +98,7 @@ def of_wan(results: Results, name: str) -> None:
 
     def in_front() -> dict[str, Any]:
         """The node on the native MODEL, which has been sampled with it, and Parallelize Model behind."""
-        own = native(file)
+        own = native_model(file)
         ksampler(change(own), [positive, negative], latent, steps=2)
         model = node("ParallelizeModel", change(own), 2, "ulysses")
         return compare(lambda each: each if each is model else change(each), own, model, [positive, negative], latent)
@@ -100,6 +107,6 @@ def of_wan(results: Results, name: str) -> None:
         for mode in ("pipefusion", "tensor"):
             results.case(
                 f"WanVideoNAG, {mode}",
-                lambda mode=mode: compare(change, native(file), MODES[mode](file), [positive, negative], latent),
+                lambda mode=mode: compare(change, native_model(file), MODES[mode](file), [positive, negative], latent),
             )
         results.case("WanVideoNAG in front, parallelized", in_front)

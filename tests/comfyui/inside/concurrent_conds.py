@@ -6,7 +6,7 @@ The test process has put a file and its conditioning where families.py looks for
 from collections.abc import Callable
 from functools import partial
 
-from boot import BASE, BUNDLED, Results, Told, comfy, difference, ksampler, node, parallel, torch
+from boot import BUNDLED, Results, Told, comfy, difference, ksampler, native_model, node, parallel, torch
 from families import detecting, read
 
 from parallel_backend.client.registry import registry
@@ -74,10 +74,7 @@ def main(results: Results, name: str) -> None:
     staged: list[torch.Tensor] = []
 
     def beside_native(make: Callable) -> dict:
-        native = comfy.sd.load_diffusion_model(
-            str(BASE / "models" / "diffusion_models" / file), model_options={"dtype": torch.float32}
-        )
-        expected = make(native, prompts, latent)
+        expected = make(native_model(file), prompts, latent)
         found, counts = compare(make, parallel(file, pipe=1, batch=2), prompts, latent)
         return counts | {"native": difference(found, expected), "largest": float(expected.abs().max())}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import Results, comfy, difference, ksampler, native_model, node, nodes, parallel, sequence, torch
 from families import detecting
 
 QWEN_DETECTED = {"num_attention_heads": 2, "joint_attention_dim": 64}
@@ -77,8 +77,7 @@ class Kind:
 
     @cached_property
     def native(self):
-        path = BASE / "models" / "diffusion_models" / self.file
-        return comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        return native_model(self.file)
 
     def module(self, seed: int = 0) -> torch.nn.Module:
         config = {key: value for key, value in self.native.model.model_config.unet_config.items() if key != "dtype"}

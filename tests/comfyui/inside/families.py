@@ -15,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, masking, node, parallel, parts_of, torch
+import comfy
+import torch
+from boot import BASE, MODELS, Results, difference, ksampler, masking, native_model, node, parallel, parts_of
 from safetensors import safe_open
 
 
@@ -98,12 +100,11 @@ def detecting(entries: dict):
 
 def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
     """ComfyUI's own model; its samples are noted in `expected`. Ranks could take its place."""
-    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
-    model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+    model = native_model(f"{name}.safetensors")
     expected[name] = sample(masking(model) if read(name)[-1]["boolean_masks"] else model, name)
     parts = parts_of(expected[name])
     ours = node("ParallelizeModel", model, 1, "ring").model
-    assert ours.diffusion_model.checkpoint.path == path
+    assert ours.diffusion_model.checkpoint.path == MODELS / f"{name}.safetensors"
     names, ours_names = (comfy.lora.model_lora_keys_unet(each, {}) for each in (model.model, ours))
     return {
         "other LoRA names": [

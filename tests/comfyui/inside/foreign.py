@@ -3,10 +3,9 @@
 import sys
 from unittest.mock import patch
 
-from boot import Results, Told, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import Results, Told, comfy, difference, ksampler, node, parallel, random_prompts, sequence, torch
 from comfy.context_windows import IndexListContextHandler, get_matching_context_schedule, get_matching_fuse_method
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from parity import prompts
 
 FILE, OTHER = "tiny.safetensors", "tiny-sd3.safetensors"
 
@@ -33,7 +32,7 @@ def in_windows(model):
 
 
 def main(results: Results) -> None:
-    plain, both, square, told = parallel(FILE), prompts(9, 9), torch.zeros(1, 16, 16, 16), Told()
+    plain, both, square, told = parallel(FILE), random_prompts(9, 9), torch.zeros(1, 16, 16, 16), Told()
     expected = ksampler(plain, both, square)
 
     def compiled(patch) -> dict:

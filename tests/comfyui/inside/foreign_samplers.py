@@ -2,9 +2,8 @@
 
 import functools
 
-from boot import Results, comfy, difference, node, parallel, torch
+from boot import Results, comfy, difference, node, parallel, random_prompts, torch, whole_because
 from comfy_extras.nodes_advanced_samplers import SamplerEulerCFGpp
-from parity import prompts
 
 FILE = "tiny.safetensors"
 STEPS = 4
@@ -48,7 +47,7 @@ def named_like_comfyui(function) -> functools.partial:
 
 
 def main(results: Results) -> None:
-    plain, (positive, negative) = parallel(FILE), prompts(9, 9)
+    plain, (positive, negative) = parallel(FILE), random_prompts(9, 9)
     latent = torch.zeros(1, 16, 16, 16)
     noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
     banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
@@ -60,9 +59,8 @@ def main(results: Results) -> None:
 
     def compare(sampler) -> dict:
         exact = run(plain, sampler)
-        (wrapper,) = banded.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
         found = {"warm": difference(exact, run(warm, sampler)), "stale": difference(exact, run(banded, sampler))}
-        return found | {"reason": wrapper.last.reason}
+        return found | {"reason": whole_because(banded)[0]}
 
     def draw(sigma, sigma_next):
         return noise

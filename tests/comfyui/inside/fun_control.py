@@ -6,7 +6,7 @@ with random weights.
 
 import asyncio
 
-from boot import CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import CHECKOUT, Results, comfy, difference, ksampler, native_model, node, parallel, sequence, torch, whole_because
 from controlnet import FakeVAE, randomise
 from families import detecting
 from small_models import detected, small_model, write
@@ -58,7 +58,7 @@ def main(results: Results) -> None:
     latent = torch.zeros(1, 16, 18, 13)
     with detecting(detected(MODEL)):
         path = write(MODEL)
-        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        native = native_model(path)
         config = native.model.model_config.unet_config
         networks = {
             name: network(config["dim"], config["n_heads"], seed, kind) for seed, (name, kind) in enumerate(KINDS.items())
@@ -85,11 +85,10 @@ def main(results: Results) -> None:
         def compare(name: str, change, model) -> dict:
             expected, plain = sample(name, change(native)), sample(name, native)
             found = sample(name, change(model))
-            wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
             return {
                 "difference": difference(expected, found),
                 "moved": difference(expected, plain),
-                "whole because": [wrapper.last.reason for wrapper in wrappers],
+                "whole because": whole_because(model),
             }
 
         piped = node("ApplyPipeFusion", parallel(path.name, stage_split="even"), 3, 1, True)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from boot import BASE, Results, Told, comfy, difference, ksampler, node, nodes, parallel, torch
+import comfy
+import torch
+from boot import BASE, MODELS, Results, Told, difference, ksampler, native_model, node, nodes, parallel, random_prompts
 from safetensors.torch import load_file, save_file
 
-MODELS = BASE / "models" / "diffusion_models"
 FLUX, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 FORMATS = {"kohya": "lora_unet_", "diffusers": "transformer.", "original": "diffusion_model."}
 RANK, WIDTH = 4, 256
@@ -166,19 +167,12 @@ def merge(one, other, ratio: float = 0.3):
     return node("ModelMergeSimple", one, other, ratio)
 
 
-def loaded(file: str):
-    return comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
-
-
 class Comparison:
     """The MODELs of a file, ComfyUI's own and ours."""
 
     def __init__(self, results: Results, file: str):
-        self.results, self.native, self.ours = results, loaded(file), parallel(file, stage_split="even")
-        self.make, g = Maker(self.native), torch.Generator().manual_seed(0)
-        self.prompts = [
-            [[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)
-        ]
+        self.results, self.native, self.ours = results, native_model(file), parallel(file, stage_split="even")
+        self.make, self.prompts = Maker(self.native), random_prompts(9, 9)
         with torch.inference_mode():
             self.plain = self.sample(self.ours)
 
@@ -390,7 +384,7 @@ def merges(flux: Comparison, lora: str) -> None:
         for key, value in state.items()
     }
     save_file(others, MODELS / f"other-{FLUX}")
-    other = {flux.native: loaded(f"other-{FLUX}"), flux.ours: parallel(f"other-{FLUX}")}
+    other = {flux.native: native_model(f"other-{FLUX}"), flux.ours: parallel(f"other-{FLUX}")}
 
     def with_loras(one, other):
         return with_lora(merge(with_lora(one, lora, 0.5), with_lora(other, lora, -0.7)), lora, 0.4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import comfy.nested_tensor
 import comfy.sample
-from boot import BASE, Results, comfy, difference, node, parallel, sequence, torch
+from boot import MODELS, Results, comfy, difference, native_model, node, parallel, sequence, torch, whole_because
 from comfy_extras import nodes_lt
 from safetensors.torch import load_file, save_file
 from small_models import prompts
@@ -16,7 +16,6 @@ MODES = {
     "all warm-up": lambda file: node("ApplyPipeFusion", parallel(file, stage_split="even"), 2, 1000, True),
     "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
 }
-MODELS = BASE / "models" / "diffusion_models"
 FRAMES, HEIGHT, WIDTH, SOUND = 6, 4, 4, 11
 
 
@@ -73,17 +72,16 @@ def main(results: Results, name: str, cases: Sequence[tuple[str, str]]) -> None:
         file, expected = f"{name}-fp8.safetensors" if "fp8" in what else f"{name}.safetensors", []
 
         def native(file=file, what=what, expected=expected) -> dict:
-            model = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+            model = native_model(file)
             expected.extend(sample(model, name, what))
             return {"largest": float(max(part.abs().max() for part in expected))}
 
         def compare(file=file, what=what, mode=mode, expected=expected) -> dict:
             model = MODES[mode](file)
             pairs = zip(expected, sample(model, name, what), strict=True)
-            pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
             return {
                 "difference": max(difference(a, b) for a, b in pairs),
-                "whole because": [wrapper.last.reason for wrapper in pipefusion],
+                "whole because": whole_because(model),
             }
 
         results.case(f"{what}, native", native)

@@ -7,7 +7,7 @@ from functools import partial
 from unittest.mock import patch
 
 import latent_preview
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
+from boot import Results, comfy, difference, ksampler, native_model, node, parallel, parts_of, sequence, torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
 from comfy_extras.nodes_minimax_h3 import MiniMaxH3SigmaShift
@@ -25,9 +25,8 @@ def main(results: Results, name: str) -> None:
     picture = NestedTensor([torch.randn(part.shape, generator=generator) for part in (video, sound)])
     masks = [(torch.rand(1, *part.shape[2:], generator=generator) * 4).round() / 4 for part in (video, sound)]
     two = NestedTensor([torch.cat((part, part)) for part in (video, sound)])
-    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
-    native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
-    plain = parallel(path.name)
+    file = f"{name}.safetensors"
+    native, plain = native_model(file), parallel(file)
     banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
 
     def run(model, latent=empty, steps=STEPS, **settings):
@@ -63,7 +62,7 @@ def main(results: Results, name: str) -> None:
     results.case("after the cancellation", in_every_way)
     results.case("one latent", partial(run, plain, picture.unbind()[0]))
     displaced, naive = (
-        parallel(path.name, 1, config=sequence(1, 1, *patches)) for patches in (("displaced", 2, 1000), ("naive", 2))
+        parallel(file, 1, config=sequence(1, 1, *patches)) for patches in (("displaced", 2, 1000), ("naive", 2))
     )
     exact = run(plain)
     results.case("displaced, all steps warm-up", lambda: {"difference": difference(exact, run(displaced))})

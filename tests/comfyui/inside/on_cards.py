@@ -9,8 +9,8 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import controlnet
-from boot import Results, comfy, difference, ksampler, node, nodes, torch
-from parallelize import LATENT, prompts, two_loras
+from boot import Results, comfy, difference, ksampler, node, nodes, random_prompts, torch
+from parallelize import LATENT, two_loras
 from vae import image_vae, latent
 
 FILE = "tiny.safetensors"
@@ -19,7 +19,7 @@ KINDS = {"cpu": ("cpu", "cpu"), "cards": ("cuda:0", "cuda:1")}
 
 def sampled(model, texts=None) -> torch.Tensor:
     """Twice: the second run finds what the first has left."""
-    texts = prompts(9, 5) if texts is None else texts
+    texts = random_prompts(9, 5) if texts is None else texts
     return torch.cat([ksampler(model, texts, LATENT, steps=3, seed=seed) for seed in (1, 2)])
 
 
@@ -38,7 +38,7 @@ def main(results: Results) -> None:
         return node("ParallelizeModel", change(node("UNETLoader", FILE, "default")), 2, mode)
 
     kind = controlnet.Kind(FILE, functools.partial(controlnet.flux, False), (1, 16, 8, 12), None)
-    texts = kind.apply(prompts(9, 5), kind.control_net(kind.module()))
+    texts = kind.apply(random_prompts(9, 5), kind.control_net(kind.module()))
     vae = image_vae(4)
     vae.first_stage_model.float()
     vae.vae_dtype = torch.float32  # as CPU ranks compute

@@ -5,7 +5,7 @@ The devices are emulated, in ranks of processes of their own. Each case has a cu
 
 import functools
 
-from boot import Results, Told, difference, ksampler, node, parallel, torch
+from boot import Results, Told, difference, ksampler, node, parallel, random_prompts, torch
 
 ENOUGH, RATE = 1 << 30, 1e9
 STEPS = 6
@@ -18,9 +18,7 @@ def main(results: Results, name: str) -> None:
     from testing.full_device import full
 
     told, started = Told(), []
-    g = torch.Generator().manual_seed(0)
-    pooled = {"pooled_output": torch.randn(1, 32, generator=g)}
-    prompts = [[[torch.randn(1, count, 64, generator=g), pooled]] for count in (7, 5)]  # which ComfyUI cannot join
+    prompts = random_prompts(7, 5)
     empty = torch.zeros(1, 16, 16, 16)
 
     def from_now_on(entry=None) -> None:

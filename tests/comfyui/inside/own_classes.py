@@ -5,12 +5,13 @@ from collections.abc import Collection, Mapping
 from functools import cache, partial
 from types import MappingProxyType
 
-from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, sharing_small_lists, torch
+import comfy
+import torch
+from boot import MODELS, Results, difference, ksampler, native_model, node, parallel, parts_of, sequence, sharing_small_lists
 from families import detecting
 from safetensors.torch import load_file, save_file
 from small_models import detected, entries, latent, prompts, write
 
-MODELS = BASE / "models" / "diffusion_models"
 UNETS = "SD15", "SDXL"
 MORE = {
     "wan_s2v": {"audio_embed": (25, 1024, 12)},
@@ -61,7 +62,7 @@ def main(results: Results, names: list[str], only: Collection[str] = ()) -> None
 def with_lora(results: Results, name: str) -> None:
     """A LoRA of a UNet's linear layers and convolutions."""
     g, file = torch.Generator().manual_seed(3), f"{name}.safetensors"
-    native = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+    native = native_model(file)
     lora = {}
     for key, value in list(native.model.diffusion_model.state_dict().items()):
         if key.endswith("weight") and value.ndim > 1 and ("attn" in key or "layers" in key or "skip" in key):
@@ -104,7 +105,7 @@ def sampled(results: Results, name: str, more: Mapping[str, tuple[int, ...]], on
     file, conditioning = f"{name}.safetensors", prompts(name)
     for (entry,) in conditioning:
         entry[1] |= entries(more, torch.Generator().manual_seed(2))
-    native = comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+    native = native_model(file)
 
     @cache
     def expected():

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import comfy.model_management
 import controlnet
 import folder_paths
-from boot import BASE, PACK, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import BASE, PACK, Results, comfy, difference, ksampler, node, nodes, parallel, random_prompts, sequence, torch
 from comfy_extras import nodes_model_advanced, nodes_model_merging
 from safetensors.torch import load_file, save_file
 
@@ -25,19 +25,12 @@ LAYERS = ("double_blocks.0.img_attn.proj", "single_blocks.1.linear2")
 LATENT = torch.zeros(1, 16, 8, 12)
 
 
-def prompts(*lengths: int) -> list:
-    g = torch.Generator().manual_seed(0)
-    return [
-        [[torch.randn(1, length, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for length in lengths
-    ]
-
-
 def taken(model, mode: str = "ulysses", gpus: int = 2, config=None):
     return node("ParallelizeModel", model, gpus, mode, config)
 
 
 def sampled(model, texts=None, **settings) -> torch.Tensor:
-    return ksampler(model, prompts(9, 5) if texts is None else texts, LATENT, **({"steps": 2} | settings))
+    return ksampler(model, random_prompts(9, 5) if texts is None else texts, LATENT, **({"steps": 2} | settings))
 
 
 def mapped(model, name: str) -> float:
@@ -150,7 +143,7 @@ def main(results: Results) -> None:
 
     def with_controlnet() -> dict:
         kind = controlnet.Kind(FLUX, partial(controlnet.flux, False), (1, 16, 8, 12), None)
-        texts = kind.apply(prompts(9, 5), kind.control_net(kind.module()))
+        texts = kind.apply(random_prompts(9, 5), kind.control_net(kind.module()))
         ours = sampled(parallel(FLUX, pipe=1, config=sequence(ulysses=2)), texts)
         model = taken(native())
         return {"behind": difference(ours, sampled(model, texts)), "moved": difference(ours, sampled(model))}

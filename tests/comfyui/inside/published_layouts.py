@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import folder_paths
-from boot import BASE, PACK, Results, comfy, nodes, torch
+from boot import BASE, PACK, Results, comfy, native_model, nodes, torch
 from families import detecting
 from safetensors.torch import save_file
 
@@ -40,7 +40,7 @@ class Log(logging.Handler):
 def native(path: Path) -> Any:
     """ComfyUI's MODEL. GGUF files are handed on as ComfyUI-GGUF does it."""
     if path.suffix.lower() != ".gguf":
-        return comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        return native_model(path)
     with GgufFile(path) as file:
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         options = {"dtype": torch.float32}

@@ -10,7 +10,7 @@ import weakref
 from contextlib import ExitStack
 from unittest.mock import patch
 
-from boot import PACK, Results, comfy, difference, ksampler, parallel, torch
+from boot import PACK, Results, comfy, difference, ksampler, parallel, random_prompts, torch
 
 FILE = "tiny.safetensors"
 MB = 1_000_000
@@ -58,8 +58,7 @@ def main(results: Results) -> None:
     from parallel_backend.placement.device_memory import DeviceMemory
 
     fakes = module_at(PACK / "tests" / "support" / "fake_cuda.py", "fake_cuda")
-    g = torch.Generator().manual_seed(0)
-    prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
+    prompts = random_prompts(9, 9)
     latent = torch.zeros(1, 16, 16, 16)
     model = parallel(FILE, stage_split="even")
     expected = ksampler(model, prompts, latent)

@@ -1,7 +1,7 @@
 """SeedVR2 with its own node, which reads the file's two texts off the MODEL. Run by serve.py."""
 
 from block_patches import load_extras
-from boot import BASE, Results, comfy, difference, ksampler, node, outputs_of, parallel, sequence, torch
+from boot import Results, difference, ksampler, native_model, node, outputs_of, parallel, sequence, torch
 from families import detecting, read
 
 from parallel_backend.families.seedvr2 import windows
@@ -29,7 +29,7 @@ def main(results: Results, name: str) -> None:
     load_extras("nodes_seedvr")
     _, _, latent, settings = read(name)
     given = torch.randn(1, *latent.shape[1:], generator=torch.Generator().manual_seed(2))
-    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
+    file = f"{name}.safetensors"
 
     def sampled(model, video: torch.Tensor = given, **more) -> torch.Tensor:
         prompts = outputs_of("SeedVR2Conditioning", model, {"samples": video})
@@ -37,9 +37,9 @@ def main(results: Results, name: str) -> None:
 
     results.case("other windows", lambda: [grid for grid in GRIDS if not cuts(grid)])
     with detecting(settings["detected"]):
-        own = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
-        ours = parallel(path.name, pipe=1, config=sequence(ulysses=2))
-        piped = node("ApplyPipeFusion", parallel(path.name), 2, 1000, True)
+        own = native_model(file)
+        ours = parallel(file, pipe=1, config=sequence(ulysses=2))
+        piped = node("ApplyPipeFusion", parallel(file), 2, 1000, True)
 
         def texts() -> float:
             """Largest difference of what the node reads off both."""

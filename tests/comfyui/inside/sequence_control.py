@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from unittest import mock
 
-from boot import BASE, CHECKOUT, Results, comfy, difference, node, parallel, sequence, torch
+from boot import CHECKOUT, Results, difference, native_model, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
 from control_branch import Branch, controlled, copies, nodes_minimax_h3, nodes_qwen
 from families import detecting, read, sample
@@ -38,9 +38,7 @@ def compare(name: str) -> dict:
     file, settings = f"{name}.safetensors", read(name)[-1]
     with ExitStack() as stack:
         stack.enter_context(detecting(settings["detected"]))
-        native = comfy.sd.load_diffusion_model(
-            str(BASE / "models" / "diffusion_models" / file), model_options={"dtype": torch.float32}
-        )
+        native = native_model(file)
         if settings["boolean_masks"]:  # ComfyUI's kernel for a CPU would add them to the scores, in a control's blocks too
             module = sys.modules[type(native.model.diffusion_model).__module__]
             stack.enter_context(mock.patch.object(module, "optimized_attention", attention.attention_pytorch))

@@ -11,7 +11,7 @@ from unittest import mock
 
 import comfy_kitchen
 import nodes_sparse_attention
-from boot import BASE, PACK, Results, comfy, difference, parallel, sequence, torch
+from boot import PACK, Results, difference, native_model, parallel, sequence, torch
 from families import detecting, read, sample
 
 sys.path.insert(0, str(PACK))
@@ -39,9 +39,8 @@ def main(results: Results, names: list[str], least: dict[str, int]) -> None:
 def compare(name: str, least: int) -> dict:
     settings = nodes_sparse_attention.settings(min_tokens=least)
     *_, described = read(name)
-    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     with detecting(described["detected"]):
-        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        native = native_model(f"{name}.safetensors")
         expected = sample(nodes_sparse_attention.apply(native, settings), name)
         in_full = sample(native, name)
         found = {}

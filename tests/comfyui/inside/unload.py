@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from boot import Results, comfy, difference, ksampler, node, parallel, torch
+from boot import Results, comfy, difference, ksampler, node, parallel, random_prompts, torch
 
 FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 CPU = torch.device("cpu")
@@ -33,8 +33,7 @@ def main(results: Results) -> None:
 
     from parallel_backend.client.registry import registry
 
-    g = torch.Generator().manual_seed(0)
-    prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
+    prompts = random_prompts(9, 9)
     latent = torch.zeros(1, 16, 16, 16)
     model = parallel(FILE, stage_split="even")
     stub = model.model.diffusion_model
