@@ -73,15 +73,6 @@ def mostly_full(values: Iterable, default: Iterable) -> list:
     return [pytest.param(value, marks=() if value in default else pytest.mark.full) for value in values]
 
 
-def unselected(request: pytest.FixtureRequest, *names: str, of: Iterable[tuple]) -> list[str]:
-    """Of these values of parameters with these names, those of no test of this file that is to run, as "one, other"."""
-    calls = [
-        item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
-    ]
-    wanted = {tuple(call[name] for name in names) for call in calls if set(names) <= call.keys()}
-    return [", ".join(map(str, values)) for values in of if values not in wanted]
-
-
 @pytest.fixture(scope="session")
 def bundled_workflows_models(base) -> None:
     """Files under the names that the bundled workflows use."""
@@ -93,6 +84,12 @@ def inside(comfyui, base) -> Iterator[Inside]:
     inside = Inside(comfyui, base, SCRIPTS)
     yield inside
     inside.close()
+
+
+@pytest.fixture(scope="module")
+def found(request, inside) -> dict:
+    """What the script found that has the test file's name: by case what it gave, or {"error": text}."""
+    return inside.run(request.path.stem.removeprefix("test_"))[0]
 
 
 @pytest.fixture(scope="session")

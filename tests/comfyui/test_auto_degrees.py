@@ -7,14 +7,9 @@ import pytest
 pytestmark = pytest.mark.comfyui
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("auto")[0]
-
-
 @pytest.fixture
 def case(request, found) -> dict:
-    """What inside/auto.py found of the case that the test is marked with."""
+    """What inside/auto_degrees.py found of the case that the test is marked with."""
     found = found[request.param]
     assert "error" not in found, found["traceback"]
     return found

@@ -3,26 +3,23 @@ ranks what they give on the native model."""
 
 import pytest
 
-from tests.comfyui.conftest import mostly_full, unselected
-
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
 WAN = "wan-2.1-t2v"
-DEFAULT = (
+NAMES = (
     *("SLG, pipefusion", "SLG SD3, pipefusion", "NAG batch 2, ulysses"),
     *("WanVideoNAG, pipefusion", "WanVideoNAG in front, parallelized"),
 )
-NAMES = (*DEFAULT, "SLG simple, pipefusion", "NAG, tensor", "WanVideoNAG, tensor")
 
 
 @pytest.fixture(scope="module")
-def found(request, inside):
+def found(inside):
     inside.run("small_files", names=[WAN])
-    return inside.run("block_patches", wan=WAN, skip=unselected(request, "name", of=zip(NAMES)))[0]
+    return inside.run("block_patches", wan=WAN)[0]
 
 
-@pytest.mark.parametrize("name", mostly_full(NAMES, DEFAULT))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_case_equals_the_native_model(found, measured, name):
     case = found[name]
     assert "error" not in case, case

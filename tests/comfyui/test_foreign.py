@@ -4,12 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-CASES = ("tiles, bands", "tiles, step cache", "windows, displaced", "tiles, split batch", "tiles, bands, unforeseen")
-
-
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("foreign")[0]
+CASES = ("tiles, bands", "tiles, step cache", "windows, displaced", "tiles, split batch")
 
 
 @pytest.mark.parametrize("what", ["ComfyUI's", "an object patch"])

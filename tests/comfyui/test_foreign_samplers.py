@@ -11,11 +11,6 @@ WHOLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("foreign_samplers")[0]
-
-
 @pytest.mark.parametrize("sampler", ["wrapped euler_ancestral", "Euler CFG++, alternative", "partial euler_ancestral"])
 def test_a_sampler_that_computes_pixel_by_pixel_is_pipelined(found, sampler):
     got = found[sampler]

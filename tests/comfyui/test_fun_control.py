@@ -10,11 +10,6 @@ CASES = {"two, pipe 2": ["Z-Image's Fun control looks at the whole latent"], "in
 a ControlNet's outputs are."""
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("fun_control")[0]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_native_model_with_the_same_control(found, measured, case):
     got = found[case]

@@ -7,11 +7,6 @@ from testing.comfyui.guidance_names import PIXEL_WISE, WHOLE
 pytestmark = pytest.mark.comfyui
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("guidance_in_bands")[0]
-
-
 @pytest.mark.parametrize("name", PIXEL_WISE)
 def test_pixel_wise_guidance_of_bands_is_that_of_the_whole(found, name):
     got = found[name]

@@ -11,11 +11,6 @@ pytestmark = pytest.mark.comfyui
 CARDS = [name for name, card in vars(fake_cuda).items() if isinstance(card, fake_cuda.Card)]
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("hardware")[0]
-
-
 def test_families_can_be_computed_in_what_comfyui_says(found):
     supported = found["supported"]
     newer = {case.family for case in all_cases() if case.native and case.native.newer}

@@ -10,11 +10,6 @@ NODES = (
 )
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("inputs")[0]
-
-
 @pytest.mark.parametrize("name", NODES)
 def test_odd_inputs_are_refused_by_name_or_give_the_right_result(found, name):
     got = found[name]

@@ -32,11 +32,6 @@ SAID = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("lora")[0]
-
-
 @pytest.mark.parametrize("case", LIKE_NATIVE)
 def test_equals_the_native_model_with_the_same_file(found, measured, case):
     got = found[case]

@@ -5,8 +5,7 @@ import pytest
 pytestmark = pytest.mark.comfyui
 
 NAME = "minimax-h3"
-RUNS = ("euler", "dpmpp_sde", "masks", "guidance of the whole latent", "after the cancellation")
-SHAPE = [1, 24, 3, 6, 6]
+RUNS = ("euler", "dpmpp_sde", "masks", "guidance of the whole latent")
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +39,6 @@ def test_a_batch_is_not_cut_into_bands(found, measured):
     assert got["stale"] <= 1e-5
 
 
-def test_other_schedules_for_video_and_sound(found):
-    assert max(found["shifts"].values()) <= 5e-5
-    assert found["no shifts"]["native"] > 1e-3
-
-
-def test_a_step_cache_forecasts_both(found):
-    assert all(1e-6 < moved < 1 for moved in found["step cache"].values())
-
-
-def test_previews_are_of_the_whole_video(found):
-    assert found["previews"] == dict.fromkeys(("native", "plain", "bands"), [SHAPE] * 4)
-
-
 def test_cancel_ends_a_run_in_bands(found):
     assert found["cancelled"]["steps"] in (2, 3)  # bands look for Cancel between steps
 
@@ -60,10 +46,3 @@ def test_cancel_ends_a_run_in_bands(found):
 def test_a_video_without_its_sound_is_refused(found):
     assert "does not run with this prompt and latent_image" in found["one latent"]["error"]
     assert "use the Empty Latent node made for this model" in found["one latent"]["error"]
-
-
-def test_patches(found):
-    assert found["displaced, all steps warm-up"]["difference"] <= 1e-4
-    naive = found["naive"]
-    assert naive["repeat"] == 0.0
-    assert 1e-3 < naive["difference"] < 10

@@ -15,10 +15,7 @@ CHANGES = (
 REFUSED = {  # node -> what is said of it
     "ForwardCache": ("MeddlingForwardCache", "another 'forward_orig' in the native model", CACHES),
     "BlockCompile": ("MeddlingBlockCompile", "another 'diffusion_model.double_blocks.0'", "Switch on `compile`"),
-    "OtherClass": ("MeddlingOtherClass", "another '__class__' in the native model", REMOVE),
-    "KnownClass": ("MeddlingKnownClass", "another 'diffusion_model.style'", REMOVE),
     "LayerPatch": ("MeddlingLayerPatch", "another 'img_in.forward' in the native model", "Remove the node"),
-    "AttentionPatch": ("MeddlingAttentionPatch", "model patch 'attn1_patch'", REMOVE),
     "OwnKernel": ("MeddlingOwnKernel", "an attention kernel set on the MODEL", "Ulysses Config's widget attention"),
     "Injection": ("MeddlingInjection", "what another node injects into the model", "Remove that node"),
     "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),

@@ -11,11 +11,6 @@ pytestmark = pytest.mark.comfyui
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("step_cache")[0]
-
-
 @pytest.mark.parametrize("case", ["euler", "bands", "displaced"])
 def test_some_calls_are_forecast_and_the_run_repeats(found, case):
     """The second run comes after another prompt's: nothing of either is left."""

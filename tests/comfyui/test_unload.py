@@ -23,11 +23,6 @@ BAR = 100
 UNLOAD, DECODE = "20", "6"
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("unload")[0]
-
-
 FREED = ("all", "room for a little more", "the node", "too little in it")
 KEPT = ("clone swapped", "room that is there", "room in what allocators keep", "room on another GPU")
 

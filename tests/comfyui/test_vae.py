@@ -28,11 +28,6 @@ WHOLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("vae")[0]
-
-
 def check(got, limit=LIMIT):
     """Its words on the node."""
     assert "error" not in got, got

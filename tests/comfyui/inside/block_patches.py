@@ -26,11 +26,9 @@ import nodes
 FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 SQUARE = torch.zeros(1, 16, 16, 16)
 ALL = {"start_percent": 0.0, "end_percent": 1.0}
-SOME = {"start_percent": 0.3, "end_percent": 0.8}
 MODES = {
     "pipefusion": lambda file: node("ApplyPipeFusion", parallel(file), 2, 1000, True),
     "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
-    "tensor": lambda file: parallel(file, pipe=1, tensor=2),
 }
 
 
@@ -60,13 +58,10 @@ def compare(change: Any, own: Any, model: Any, texts: list, latent: torch.Tensor
 
 def main(results: Results, wan: str) -> None:
     load_extras("nodes_slg", "nodes_sd3", "nodes_nag")
-    nag = partial(extra, "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5)
     changes = {
         "SLG": partial(extra, "SkipLayerGuidanceDiT", double_layers="1", single_layers="0, 2, 9", scale=3.0, **ALL),
-        "SLG simple": partial(extra, "SkipLayerGuidanceDiTSimple", double_layers="0", single_layers="1", **SOME),
         "SLG SD3": partial(extra, "SkipLayerGuidanceSD3", layers="1", scale=3.0, **ALL),
-        "NAG": nag,
-        "NAG batch 2": nag,
+        "NAG batch 2": partial(extra, "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
     }
     both = random_prompts(9, 9)
 
@@ -77,14 +72,9 @@ def main(results: Results, wan: str) -> None:
 
         results.case(f"{name}, {mode}", measure)
 
-    for name, mode in (
-        ("SLG", "pipefusion"),
-        ("SLG simple", "pipefusion"),
-        ("SLG SD3", "pipefusion"),
-        ("NAG batch 2", "ulysses"),
-        ("NAG", "tensor"),
-    ):
-        case(name, mode)
+    case("SLG", "pipefusion")
+    case("SLG SD3", "pipefusion")
+    case("NAG batch 2", "ulysses")
     of_wan(results, wan)
     other = parallel(FILE)
     results.case("refusal", lambda: ksampler(model_optimization_nodes.of_other_model(other), both, SQUARE, steps=2))
@@ -104,9 +94,8 @@ def of_wan(results: Results, name: str) -> None:
         return compare(lambda each: each if each is model else change(each), own, model, [positive, negative], latent)
 
     with families.detecting(settings["detected"]), sharing_small_lists():
-        for mode in ("pipefusion", "tensor"):
-            results.case(
-                f"WanVideoNAG, {mode}",
-                lambda mode=mode: compare(change, native_model(file), MODES[mode](file), [positive, negative], latent),
-            )
+        results.case(
+            "WanVideoNAG, pipefusion",
+            lambda: compare(change, native_model(file), MODES["pipefusion"](file), [positive, negative], latent),
+        )
         results.case("WanVideoNAG in front, parallelized", in_front)

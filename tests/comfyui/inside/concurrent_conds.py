@@ -91,19 +91,6 @@ def main(results: Results, name: str) -> None:
     on_the_bundled_model(results)
 
 
-class Adds(comfy.controlnet.ControlBase):
-    """A ControlNet of one tensor, made of what it is called with."""
-
-    def __init__(self, hidden: int):
-        super().__init__()
-        self.direction = torch.randn(hidden, generator=torch.Generator().manual_seed(3))
-
-    def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
-        tokens = x_noisy.shape[-2] * x_noisy.shape[-1] // 4
-        seen = x_noisy.flatten(1).std(1).view(-1, 1, 1) * cond["c_crossattn"].mean()
-        return {"output": [(seen * self.direction).expand(-1, tokens, -1)]}
-
-
 def on_the_bundled_model(results: Results) -> None:
     """What may stand in the way."""
     told, model = Told(), parallel(BUNDLED, pipe=1, batch=2)
@@ -120,14 +107,7 @@ def on_the_bundled_model(results: Results) -> None:
         results.case(name, measure)
 
     case("unequal", unequal)
-    area = node("ConditioningSetArea", positive, 64, 128, 0, 0, 1.0)
-    other = node("ConditioningSetArea", negative, 96, 128, 32, 0, 0.7)
-    case("two areas", [[*area, *other], negative])
     case("cfg 1", unequal, partial(sampled, cfg=1.0))
-
-    control = Adds(model.model.diffusion_model.checkpoint.family.sizes.hidden(model.model.diffusion_model.checkpoint.config))
-    controlled = [[[text, {**extras, "control": control}] for text, extras in prompt] for prompt in unequal]
-    case("control", controlled, more=lambda: {"far": _far(model, controlled, unequal, empty)})
 
     seen: list[list[bool]] = []
 
@@ -145,13 +125,7 @@ def on_the_bundled_model(results: Results) -> None:
 
     narrow = [positive, [[unequal[1][0][0][..., :5], unequal[1][0][1]]]]
     results.case("error in the second call", partial(sampled, model, narrow, empty))
-    case("after the error", unequal)
     results.case("cancelled", partial(_cancelled, model, unequal, empty))
-    case("after the cancellation", unequal)
-
-
-def _far(model, prompts, others, latent) -> float:
-    return difference(sampled(model, prompts, latent), sampled(model, others, latent))
 
 
 def _cancelled(model, prompts, latent) -> dict:

@@ -1,8 +1,5 @@
 """What other nodes put on a MODEL, or give a sampler, as ComfyUI's own and some packs' do. Run by serve.py."""
 
-import sys
-from unittest.mock import patch
-
 from boot import Results, Told, comfy, difference, ksampler, node, parallel, random_prompts, sequence, torch
 from comfy.context_windows import IndexListContextHandler, get_matching_context_schedule, get_matching_fuse_method
 from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -51,7 +48,6 @@ def main(results: Results) -> None:
     displaced = parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1), stage_split="even")
     banded = node("ApplyPipeFusion", plain, 3, 1, True)
     whole = {way: ksampler(change(plain), both, square, steps=4) for way, change in ways.items()}
-    pipefusion = sys.modules[type(banded.get_all_wrappers("sampler_sample")[0]).__module__]
 
     def parts(model, way: str) -> dict:
         """With a part of the latent at a time, against the plain MODEL."""
@@ -64,13 +60,6 @@ def main(results: Results) -> None:
     results.case("tiles, step cache", lambda: parts(node("ParallelStepCache", plain, 3.0, 0.0, 1.0), "tiles"))
     results.case("windows, displaced", lambda: parts(displaced, "windows"))
     results.case("tiles, split batch", lambda: parts(parallel(FILE, pipe=1, batch=2), "tiles"))
-
-    def unforeseen() -> dict:
-        """Who calls for parts of a band, in a way that nobody looks for."""
-        with patch.object(pipefusion, "why_not_banded", lambda sampling: None):
-            return parts(banded, "tiles")
-
-    results.case("tiles, bands, unforeseen", unforeseen)
 
     def two_models(model) -> dict:
         """Dual Model CFG Guider with MODELs of other weights and degrees on the same ranks."""

@@ -7,10 +7,9 @@ from functools import partial
 from unittest.mock import patch
 
 import latent_preview
-from boot import Results, comfy, difference, ksampler, native_model, node, parallel, parts_of, sequence, torch
+from boot import Results, comfy, difference, ksampler, native_model, node, parallel, parts_of, torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
-from comfy_extras.nodes_minimax_h3 import MiniMaxH3SigmaShift
 from families import read
 from samplers import Warnings, logging
 
@@ -51,24 +50,8 @@ def main(results: Results, name: str) -> None:
     one_by_one = native.clone()
     one_by_one.set_model_unet_function_wrapper(entry_by_entry)
     results.case("batch 2", partial(in_every_way, by=one_by_one, latent={"samples": two}))
-    own = {kind: shifted(model) for kind, model in {"native": native, "plain": plain, "warm": warm}.items()}
-    results.case("shifts", lambda: {kind: difference(run(own["native"]), run(model)) for kind, model in own.items()})
-    results.case("no shifts", lambda: {"native": difference(run(own["native"]), run(native))})
-    models = {"plain": plain, "bands": banded}
-    results.case("step cache", lambda: {kind: forecast(run, model) for kind, model in models.items()})
-    models["native"] = native
-    results.case("previews", lambda: {kind: previews(run, model) for kind, model in models.items()})
     results.case("cancelled", partial(cancelled, run, banded))
-    results.case("after the cancellation", in_every_way)
     results.case("one latent", partial(run, plain, picture.unbind()[0]))
-    displaced, naive = (
-        parallel(file, 1, config=sequence(1, 1, *patches)) for patches in (("displaced", 2, 1000), ("naive", 2))
-    )
-    exact = run(plain)
-    results.case("displaced, all steps warm-up", lambda: {"difference": difference(exact, run(displaced))})
-    results.case(
-        "naive", lambda: {"difference": difference(exact, run(naive)), "repeat": difference(run(naive), run(naive))}
-    )
 
 
 def entry_by_entry(apply, call: dict) -> torch.Tensor:
@@ -80,29 +63,6 @@ def entry_by_entry(apply, call: dict) -> torch.Tensor:
 
     calls = ({name: of(entry, value) for name, value in c.items()} for entry in range(len(x)))
     return torch.cat([apply(of(entry, x), of(entry, timestep), **each) for entry, each in enumerate(calls)])
-
-
-def shifted(model):
-    """With other schedules for the video and its sound."""
-    return MiniMaxH3SigmaShift.execute(model, 5.0, 2.0).result[0]
-
-
-def forecast(run, model) -> float:
-    """How far a step cache moves the samples."""
-    return difference(run(model, steps=8), run(node("ParallelStepCache", model, 0.9, 0.0, 1.0), steps=8))
-
-
-def previews(run, model) -> list[list[int]]:
-    """Shapes of what the previewer is given in a run."""
-    seen = []
-
-    class Previewer:
-        def decode_latent_to_preview_image(self, _format, x0):
-            seen.append(list(x0.shape))
-
-    with patch.object(latent_preview, "get_previewer", lambda *_: Previewer()):
-        run(model)
-    return seen
 
 
 def cancelled(run, model) -> dict:

@@ -150,29 +150,6 @@ def main(results: Results) -> None:
 
     results.case("ControlNet", with_controlnet)
 
-    def stands() -> dict:
-        """What is on a MODEL before is on it behind, and there once."""
-        before = two_loras(wrapped(native()))
-        model = taken(before)
-        sampled(model)
-        twice = taken(model, "ring")
-        planned, kind = taken(native(), "auto"), comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
-        native_wrapper = native().clone()
-        native_wrapper.add_wrapper_with_key(kind, "mine", lambda executor, *arguments: executor(*arguments))
-        return {
-            "around a run": [
-                list(each.wrappers.get(kind, ())) for each in (taken(native_wrapper, "auto"), taken(planned, "ring"))
-            ],
-            "uuid": [each.patches_uuid == before.patches_uuid for each in (model, twice)],
-            "attachments": [model.attachments, twice.attachments, before.attachments],
-            "wrappers": [sum(map(len, each.wrappers["apply_model"].values())) for each in (before, model, twice)],
-            "again": difference(
-                sampled(model), sampled(two_loras(wrapped(parallel(FLUX, pipe=1, config=sequence(ulysses=2)))))
-            ),
-        }
-
-    results.case("what stands on it", stands)
-
     def pipelined() -> dict:
         """`mode` pipefusion is Apply PipeFusion with its defaults, and one behind replaces its settings."""
         model, ours = taken(native(), "pipefusion"), parallel(FLUX)
@@ -226,18 +203,6 @@ def main(results: Results) -> None:
         return found | {"again": difference(before, sampled(patched))}
 
     results.case("memory", memory)
-
-    def widened() -> dict:
-        """The same of a file in 16 bits, whose weights ComfyUI computes with in fp32 on a CPU, with LoRAs too."""
-        folder, name = BASE / "models" / "diffusion_models", "parallelize-bf16.safetensors"
-        save_file({key: value.bfloat16() for key, value in load_file(folder / FLUX).items()}, folder / name)
-        own = node("UNETLoader", name, "default")
-        before, patched, dtype = sampled(own), sampled(two_loras(own)), next(own.model.parameters()).dtype
-        taken(own)
-        after = {"again": difference(before, sampled(own)), "patched": difference(patched, sampled(two_loras(own)))}
-        return after | {"mapped": mapped(own, name), "dtype": str(dtype), "moved": difference(before, patched)}
-
-    results.case("widened", widened)
 
     def chosen() -> dict[str, list]:
         """(degrees, devices) by mode and numbers."""

@@ -96,23 +96,5 @@ def main(results: Results) -> None:
                 management.current_loaded_models[:] = listed
             return {"asked": asked, "left": left, "difference": difference_, "held": held}
 
-    def same_weights() -> dict[str, object]:
-        """Two loaders may give a MODEL each with the same weights on the same ranks: the idle one is not asked to go."""
-        (make_room,) = (
-            module.make_room for name, module in sys.modules.items() if name.endswith("nodes.model.run.make_room")
-        )
-        with (
-            fakes.fake_cuda(fakes.ADA, fakes.ADA) as cuda,
-            patch.object(management, "cpu_state", management.CPUState.GPU),
-            patch.object(management, "get_torch_device", lambda: torch.device("cuda:0")),
-            patch.object(management, "current_loaded_models", []),
-        ):
-            other, idle = Resident(cuda, 300 * MB), Resident(cuda, 500 * MB)
-            other.on_ranks = type(model).on_ranks
-            for resident in (other, idle):
-                resident.add_to_comfyui(currently_used=False)
-            return {"freed": make_room("cuda:0", 700 * MB), "left": [other.there, idle.there]}
-
-    results.case("same weights", same_weights)
     results.case("too little", lambda: evicted(free=MB, idle=500 * MB, used=100 * MB))
     results.case("nothing idle", lambda: evicted(free=MB, idle=0, used=100 * MB))

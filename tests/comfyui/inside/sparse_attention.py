@@ -25,15 +25,16 @@ def causal(q, k, v, scale=None, **_settings):
     return torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def main(results: Results, names: list[str], least: dict[str, int]) -> None:
+def main(results: Results, least: dict[str, int]) -> None:
+    """`least`: small model -> tokens from which on attention is sparse."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(comfy_kitchen, "sol_attn", causal, create=True))
         stack.enter_context(mock.patch.object(sparse, "refusal", lambda *_: ""))
         start = stack.enter_context(thread_ranks())
         stack.enter_context(mock.patch.object(registry(), "start_of", lambda _devices: start))
         stack.callback(registry().close)
-        for name in names:
-            results.case(name, partial(compare, name, least[name]))
+        for name, tokens in least.items():
+            results.case(name, partial(compare, name, tokens))
 
 
 def compare(name: str, least: int) -> dict:

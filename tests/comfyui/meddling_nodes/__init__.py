@@ -3,20 +3,14 @@
 `outside`: a function of the pack that a node uses, as TeaCache and WaveSpeed have them.
 """
 
-import functools
 from unittest.mock import patch
 
-import comfy.ldm.flux.model
 import torch
 from comfy.patcher_extension import PatcherInjection, WrappersMP
 
 
 def outside(executor, *arguments, **named):
     return executor(*arguments, **named)
-
-
-def attention_patch(*_arguments, **_named):
-    return None
 
 
 def kernel(*_arguments, **_named):
@@ -60,22 +54,6 @@ class BlockCompile(Node):
         model.add_object_patch("diffusion_model.double_blocks.0", torch.nn.Identity())
 
 
-class OtherClass(Node):
-    """As RES4LYF's older patchers."""
-
-    def put(self, model):
-        model.model.diffusion_model.__class__ = torch.nn.Identity
-
-
-class KnownClass(Node):
-    """As RES4LYF's patchers, which look at the class before they put anything."""
-
-    def put(self, model):
-        if model.model.diffusion_model.__class__ is not comfy.ldm.flux.model.Flux:
-            raise ValueError("This node is for Flux only!")
-        model.add_object_patch("diffusion_model.style", None)
-
-
 class LayerPatch(Node):
     def put(self, model):
         model.model.diffusion_model.img_in.forward = torch.nn.Identity()
@@ -85,11 +63,6 @@ class Nothing(Node):
     def put(self, model):
         model.model_options["transformer_options"]["a_note_of_nothing"] = None
         model.model_options["transformer_options"]["regional_conditioning_weight"] = 0.5
-
-
-class AttentionPatch(Node):
-    def put(self, model):
-        model.set_model_attn1_patch(functools.partial(attention_patch, 1))
 
 
 class OwnKernel(Node):
@@ -112,6 +85,5 @@ class BlockWrapper(Node):
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "meddling", blocks_outside)
 
 
-NODES = (ForwardCache, BlockCompile, OtherClass, KnownClass, LayerPatch, Nothing, AttentionPatch, OwnKernel)
-NODES += (Injection, Wrapper, BlockWrapper)
+NODES = (ForwardCache, BlockCompile, LayerPatch, Nothing, OwnKernel, Injection, Wrapper, BlockWrapper)
 NODE_CLASS_MAPPINGS = {f"Meddling{kind.__name__}": kind for kind in NODES}
