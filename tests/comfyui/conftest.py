@@ -48,7 +48,7 @@ def comfyui() -> ComfyUI:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> Path:
-    """ComfyUI's base directory: a tiny Flux and SD3, files that are no models, LoRAs, and a latent of the wrong kind."""
+    """ComfyUI's base directory: a tiny Flux and SD3, files that are no models, and a latent of the wrong kind."""
     base = tmp_path_factory.mktemp("comfyui base")
     models, loras, inputs = (base / name for name in ("models/diffusion_models", "models/loras", "input"))
     for folder in (models, loras, inputs):
@@ -57,10 +57,6 @@ def base(tmp_path_factory) -> Path:
     (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
     sd3_file.write(models / "tiny-sd3.safetensors")
     save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")
-    lora = {"lora_A.weight": torch.ones(4, 256), "lora_B.weight": torch.ones(256, 4)}
-    layer = "diffusion_model.double_blocks.0.img_attn.proj"
-    for kind, more in {"lora": {}, "enlarging": {"reshape_weight": torch.tensor([256, 512])}}.items():
-        save_file({f"{layer}.{name}": value for name, value in (lora | more).items()}, loras / f"tiny-{kind}.safetensors")
     latent = {"latent_tensor": torch.ones(1, 4, 16, 16), "latent_format_version_0": torch.tensor([])}
     save_file(latent, inputs / "four-channels.latent")
     return base

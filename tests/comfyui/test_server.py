@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,18 +256,12 @@ def test_pipefusion_on_a_native_model(server):
     assert "Load it with Parallel DiT Loader" in outcome.error
 
 
-@pytest.fixture
-def prompts(tmp_path) -> Path:
-    """A folder with a prompt that gives a picture, and one that fails."""
+def test_script_that_runs_a_workflow(server, tmp_path, monkeypatch, capsys):
+    """In this process and with the server that runs already. The second prompt fails."""
     (tmp_path / "good.json").write_text(json.dumps(small()))
     (tmp_path / "bad.json").write_text(json.dumps(small(devices="cpu")))
-    return tmp_path
-
-
-def test_script_that_runs_a_workflow(server, prompts, monkeypatch, capsys):
-    """In this process and with the server that runs already."""
     monkeypatch.syspath_prepend(PACK / "scripts")
-    monkeypatch.chdir(prompts)
+    monkeypatch.chdir(tmp_path)
     script = importlib.import_module("run_comfyui_workflow")
     monkeypatch.setattr(script, "ComfyUIServer", lambda *_: nullcontext(server))
     codes = []
@@ -279,5 +272,5 @@ def test_script_that_runs_a_workflow(server, prompts, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "pipefusion_degree 2" in printed.out
     assert "devices names 1" in printed.err
-    assert pixels((prompts / "good.png").read_bytes()).shape == (128, 128)
-    assert not (prompts / "bad.png").exists()
+    assert pixels((tmp_path / "good.png").read_bytes()).shape == (128, 128)
+    assert not (tmp_path / "bad.png").exists()

@@ -1,6 +1,5 @@
 """Loading and unloading as users meet them: the button, the node, other models that need room, the bar, and Cancel."""
 
-import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ LARGE = {"width": 7 * 128, "axes": (16, 56, 56), "double_blocks": 1, "single_blo
 """About 300 MB in fp32, for the prompts of the quickstart."""
 BAR = 100
 """Steps of the loading bar; no sampler here makes as many."""
-UNLOAD, DECODE = "20", "6"
+UNLOAD = "20"
 
 
 FREED = ("all", "room for a little more", "the node", "too little in it")
@@ -108,14 +107,6 @@ def unload(server: ComfyUIServer) -> None:
     """By the node, with nothing before or behind it."""
     outcome = server.run({UNLOAD: {"class_type": "UnloadParallelDiT", "inputs": {}}})
     assert outcome.status == "success", outcome.error
-
-
-def unloading(whole: dict[str, Any]) -> dict[str, Any]:
-    """With the node between sampler and decoder."""
-    whole = copy.deepcopy(whole)
-    whole[UNLOAD] = {"class_type": "UnloadParallelDiT", "inputs": {"anything": [SAMPLER, 0]}}
-    whole[DECODE]["inputs"]["samples"] = [UNLOAD, 0]
-    return whole
 
 
 def test_loading_shows_a_bar_and_words_on_the_node_that_waits(server, large):

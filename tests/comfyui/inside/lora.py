@@ -246,18 +246,6 @@ def files(flux: Comparison, loras: dict[str, str]) -> None:
     flux.case("differences", partial(with_lora, file=make.differences()))
     flux.case("LoKr", partial(with_lora, file=make.lokr()))
 
-    def alternately() -> dict[str, float]:
-        models = [(original(model), with_lora(model, other)) for model in (flux.native, ours)]
-        expected = [flux.sample(model) for model in models[0]]
-        rounds = [[flux.sample(model) for model in models[1]] for _ in range(2)]
-        return {
-            "difference": max(difference(a, b) for found in rounds for a, b in zip(expected, found, strict=True)),
-            "repeat": max(difference(a, b) for a, b in zip(*rounds, strict=True)),
-            "moved": difference(*expected),
-        }
-
-    results.case("two clones in turn", alternately)
-
     def started_again() -> dict[str, float]:
         patched = original(ours)
         first = flux.sample(patched)
@@ -286,13 +274,6 @@ def of_another_size(flux: Comparison) -> None:
         return found | {"told": [text for text in told.texts if "left out" in text], "kinds": kinds}
 
     results.case("left out", left_out)
-    # A part of a fused layer, named as diffusers names it.
-    block = "transformer.transformer_blocks.0.attn"
-    parts = make.low_rank(f"{block}.to_q", SQUARE, "diffusers") | make.low_rank(
-        f"{block}.to_k", torch.Size((128, WIDTH)), "diffusers"
-    )
-    part = partial(with_lora, file=make.save("unfit part", parts))
-    results.case("left out part", lambda: flux.compare(part, over_tensor))
     for kind, tensors in ({"none fits": LEFT_OUT["LoRA"]} | FAILING).items():
         results.case(f"refusal {kind}", partial(with_lora, flux.ours, make.one(f"failing {kind}", tensors)))
     results.case("refusal weight wrapper", lambda: flux.ours.clone().add_weight_wrapper("a", abs))
@@ -324,20 +305,9 @@ def hooks(flux: Comparison, first: str) -> None:
         left[..., :8] = 1.0
         return [node("ConditioningSetDefaultCombine", with_hooks(positive, hook(first), left), negative), negative]
 
-    def as_lora() -> list:
-        """What another model differs by."""
-        g = torch.Generator().manual_seed(7)
-        others = {
-            key: value + 0.1 * torch.randn(value.shape, generator=g) / value.shape[-1] ** 0.5
-            for key, value in flux.native.model.state_dict().items()
-            if key.startswith("diffusion_model.") and value.ndim
-        }
-        return [with_hooks(positive, comfy.hooks.create_hook_model_as_lora(others, None, 0.7, 0.0)), negative]
-
     flux.case("a hook for each", texts=for_each)
     flux.case("keyframes", texts=lambda: [with_hooks(positive, scheduled(hook(first), 0.0, 1.0, 0.25)), negative])
     flux.case("hook of a region", texts=over_a_region)
-    flux.case("hook of a model", texts=as_lora)
     flux.case("hooks beside a LoRA", partial(with_lora, file="differences.safetensors", strength=0.5), texts=for_each)
     flux.case("hooks under PipeFusion", ours=lambda model: node("ApplyPipeFusion", model, 4, 1, True), texts=for_each)
 
