@@ -2,9 +2,7 @@
 
 import pytest
 
-from parallel_backend.families import FAMILIES
-
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 
 REFUSED = {  # what a refusal says of a model -> the classes of which it says so; all others load
     "a UNet, and": (
@@ -24,15 +22,7 @@ REFUSED = {  # what a refusal says of a model -> the classes of which it says so
 }
 
 
-@pytest.fixture(scope="module")
-def found(request, inside):
-    names = {item.originalname for item in request.session.items if item.path == request.path}
-    return inside.run("native_classes", with_files=names != {"test_a_header_says_nothing_that_we_overlook"})[0]
-
-
-@pytest.mark.full
 def test_a_native_file_of_every_class_is_ours_or_refused(found):
-    found = {kind: got for kind, got in found.items() if kind != "header entries"}
     assert len(found) > 90
     refused = {kind: got["error"] for kind, got in found.items() if "error" in got}
     said = {kind: words for words, kinds in REFUSED.items() for kind in kinds}
@@ -40,8 +30,3 @@ def test_a_native_file_of_every_class_is_ours_or_refused(found):
     begins = "ValueError: model_name: ", "UnknownModel: model_name: "
     assert [error for kind, error in refused.items() if not error.startswith(begins) or said[kind] not in error] == []
     assert [kind for kind, got in found.items() if kind not in refused and got != {"model": kind}] == []
-
-
-def test_a_header_says_nothing_that_we_overlook(found):
-    for family, entries in found["header entries"].items():
-        assert FAMILIES[family].file.header.values.keys() >= set(entries)

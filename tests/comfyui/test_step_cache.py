@@ -38,10 +38,6 @@ def test_a_run_that_cannot_be_cut_has_a_cache_for_whole_calls(found):
     assert "." in found["adaptive in bands"]["decisions"]
 
 
-def test_before_or_after_apply_pipefusion_is_the_same(found):
-    assert found["another order"]["difference"] == 0.0
-
-
 def test_calls_outside_the_percents_are_computed(found):
     decisions = found["percents"]["decisions"]
     assert "." in decisions

@@ -13,8 +13,6 @@ from unittest.mock import patch
 from boot import PACK, Results, comfy, node, nodes, torch
 
 management = comfy.model_management
-FLUX_CHANNELS = {"FluxInpaint": 384}
-"""In a token of ComfyUI's class, if they are not 64."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8_e4m3fn"}
 STORED = {name: dtype for dtype, name in NAMES.items() if name != "fp32"}
 PARAMETERS = 12_000_000_000
@@ -57,7 +55,7 @@ def main(results: Results) -> None:
     kinds = {
         f"{family.name} {name}": (
             list(getattr(comfy.supported_models, name).supported_inference_dtypes),
-            family.half_dtypes({"in_channels": FLUX_CHANNELS.get(name, 64)}),
+            family.half_dtypes({"in_channels": 64}),
         )
         for family in FAMILIES.values()
         for name in family.native_classes

@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 import comfy
 import torch
-from boot import MODELS, Results, difference, ksampler, native_model, node, parallel, parts_of, sequence, sharing_small_lists
+from boot import Results, difference, ksampler, native_model, node, parallel, parts_of, sequence, sharing_small_lists
 from families import detecting
-from safetensors.torch import load_file, save_file
 from small_models import detected, entries, latent, prompts, write
 
 UNETS = "SD15", "SDXL"
@@ -83,19 +82,6 @@ def with_lora(results: Results, name: str) -> None:
         moved = difference(plain, expected) / largest
         return {"share": difference(expected, sampled(model, lora)) / largest, "moved": moved}
 
-    def whole_file() -> float:
-        """A file with an encoder and a VAE too, as most UNets come."""
-        state = {f"model.diffusion_model.{key}": value for key, value in load_file(MODELS / file).items()}
-        others = {
-            "first_stage_model.decoder.conv_in.weight": torch.zeros(4, 4, 3, 3),
-            "cond_stage_model.logit_scale": torch.ones(1),
-        }
-        save_file(state | others, MODELS / f"whole-{file}")
-        expected = sampled(native, {})
-        found = sampled(parallel(f"whole-{file}", pipe=1, batch=2), {})
-        return difference(expected, found) / float(expected.abs().max())
-
-    results.case(f"{name}, all-in-one file", whole_file)
     results.case(f"{name}, LoRA", lambda: case(parallel(file, pipe=1, batch=2)))
     results.case(f"{name}, Parallelize Model", lambda: case(node("ParallelizeModel", native, 2, "auto")))
 

@@ -76,8 +76,6 @@ def main(results: Results, names: list[str] | None) -> None:
     inpaint = {"samples": picture, "noise_mask": mask}
     results.case("inpaint", partial(against_warm, partial(run, latent=inpaint)))
     results.case("inpaint ddim", partial(against_warm, partial(run, latent=inpaint, sampler="ddim")))
-    results.case("inpaint keeps", lambda: _outside(ksampler(banded, prompts, inpaint, steps=STEPS), picture, mask))
-
     results.case("guider BasicGuider", partial(against_warm, partial(_custom, prompts=prompts, latent=empty)))
 
     narrow = [[[entry[0][..., :-8], entry[1]] for entry in prompt] for prompt in prompts]
@@ -135,11 +133,6 @@ def main(results: Results, names: list[str] | None) -> None:
 
 def _ksampler(model, prompts, latent, **settings) -> torch.Tensor:
     return ksampler(model, prompts, latent, steps=STEPS, **settings)
-
-
-def _outside(result: torch.Tensor, picture: torch.Tensor, mask: torch.Tensor) -> float:
-    """How much inpainting changed what it was to keep."""
-    return difference(result * (1 - mask), picture * (1 - mask))
 
 
 def _custom(model, prompts, latent) -> torch.Tensor:

@@ -53,9 +53,6 @@ def main(results: Results) -> None:
 
     results.case("euler", partial(against, plain, cache(plain)))
     results.case("bands", partial(against, banded(plain), cache(banded(plain))))
-    results.case(
-        "another order", lambda: {"difference": difference(run(cache(banded(plain)))[0], run(banded(cache(plain)))[0])}
-    )
     results.case("percents", lambda: {"decisions": run(cache(plain, 3.0, 0.4, 0.7))[1]})
     results.case(
         "off",

@@ -103,44 +103,24 @@ def hunyuan_video_vae() -> comfy.sd.VAE:
     return vae
 
 
-LTX_SMALL = {
+LTX_09 = {
     "dims": 3,
     "latent_channels": 128,
     "norm_layer": "pixel_norm",
     "patch_size": 4,
     "latent_log_var": "uniform",
     "encoder_base_channels": 8,
-}
-LTX_09 = LTX_SMALL | {
-    "blocks": [[name, 1] for name in ("res_x", "compress_all", "res_x_y", "res_x", "compress_all", "compress_all", "res_x")],
     "decoder_base_channels": 16,
 }
 """LTX-Video 0.9: strided convolutions, a decoder that looks ahead, reflection at the edges."""
-LTX_091 = LTX_SMALL | {
-    "encoder_blocks": [
-        ["res_x", {"num_layers": 1}],
-        ["compress_space_res", {"multiplier": 2}],
-        ["compress_time_res", {"multiplier": 2}],
-        ["compress_all_res", {"multiplier": 2}],
-        ["compress_all_res", {"multiplier": 1}],
-        ["res_x", {"num_layers": 1}],
-    ],
-    "decoder_blocks": [
-        ["res_x", {"num_layers": 1, "inject_noise": True}],
-        *[["compress_all", {"residual": True, "multiplier": 2, "inject_noise": False}]] * 3,
-        ["res_x", {"num_layers": 1, "inject_noise": True}],
-    ],
-    "decoder_base_channels": 4,
-    "timestep_conditioning": True,
-}
-"""LTX-Video 0.9.1: noise inside the decoder's layers."""
 
 
-def ltx_vae(config: dict[str, Any]) -> comfy.sd.VAE:
+def ltx_vae(noisy: bool = False) -> comfy.sd.VAE:
+    """`noisy`: with noise inside the decoder's layers, as 0.9.1 has it."""
+    res = ["res_x", {"num_layers": 1, "inject_noise": noisy}]
+    config = LTX_09 | {"blocks": [res, ["compress_all", 1], ["res_x_y", 1], res, *[["compress_all", 1]] * 2, res]}
     made = comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config=config)
     state = randomised(made) | {"per_channel_statistics.std-of-means": 0.5 + torch.rand(128)}
-    if "decoder.timestep_scale_multiplier" in state:
-        state["decoder.timestep_scale_multiplier"] = torch.tensor(1000.0)
     # What tells ComfyUI the class.
     state.setdefault("decoder.up_blocks.0.res_blocks.0.conv1.conv.weight", torch.empty(0))
     return comfy.sd.VAE(sd=state, metadata={"config": json.dumps({"vae": config})})
@@ -274,7 +254,7 @@ def main(results: Results) -> None:
     results.case("decode after that", lambda: decode(vae, small))
     tiny = comfy.sd.VAE(sd=randomised(comfy.taesd.taesd.TAESD(latent_channels=4)))
     results.case("decode TAESD", lambda: decode(tiny, small))
-    wan, hunyuan, ltx, h3 = wan_vae(), hunyuan_video_vae(), ltx_vae(LTX_09), h3_vae()
+    wan, hunyuan, ltx, h3 = wan_vae(), hunyuan_video_vae(), ltx_vae(), h3_vae()
     results.case("encode Wan 2.1", lambda: encode(wan, 9, 40, 24))
     results.case("decode Wan 2.1", lambda: decode(wan, latent(1, 16, 3, 5, 3)))
     results.case("decode Wan, cancelled", lambda: compares.cancelled(wan))
@@ -283,7 +263,7 @@ def main(results: Results) -> None:
     results.case("decode HunyuanVideo", lambda: decode(hunyuan, latent(1, 16, 4, 5, 3)))
     results.case("encode LTX-Video 0.9", lambda: encode(ltx, 17, 96, 64))
     results.case("decode LTX-Video 0.9", lambda: decode(ltx, latent(1, 128, 3, 3, 2)))
-    results.case("decode noisy", lambda: decode(ltx_vae(LTX_091), latent(1, 128, 2, 3, 2)))
+    results.case("decode noisy", lambda: decode(ltx_vae(noisy=True), latent(1, 128, 2, 3, 2)))
     results.case("encode MiniMax H3 in tiles", lambda: encode(h3, 22, 96, 80))
     results.case("decode MiniMax H3 in tiles", lambda: decode(h3, latent(1, 24, 8, 6, 5)))
     results.case("decode MiniMax H3, int8", lambda: decode(h3_vae(quantised=True), latent(1, 24, 8, 6, 5)))
