@@ -48,7 +48,7 @@ def comfyui() -> ComfyUI:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> Path:
-    """ComfyUI's base directory: a tiny Flux and SD3, files that are no models, LoRAs, and a latent of the wrong kind."""
+    """ComfyUI's base directory: a tiny Flux and SD3, files that are no models, and a latent of the wrong kind."""
     base = tmp_path_factory.mktemp("comfyui base")
     models, loras, inputs = (base / name for name in ("models/diffusion_models", "models/loras", "input"))
     for folder in (models, loras, inputs):
@@ -57,10 +57,6 @@ def base(tmp_path_factory) -> Path:
     (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
     sd3_file.write(models / "tiny-sd3.safetensors")
     save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")
-    lora = {"lora_A.weight": torch.ones(4, 256), "lora_B.weight": torch.ones(256, 4)}
-    layer = "diffusion_model.double_blocks.0.img_attn.proj"
-    for kind, more in {"lora": {}, "enlarging": {"reshape_weight": torch.tensor([256, 512])}}.items():
-        save_file({f"{layer}.{name}": value for name, value in (lora | more).items()}, loras / f"tiny-{kind}.safetensors")
     latent = {"latent_tensor": torch.ones(1, 4, 16, 16), "latent_format_version_0": torch.tensor([])}
     save_file(latent, inputs / "four-channels.latent")
     return base
@@ -71,15 +67,6 @@ def mostly_full(values: Iterable, default: Iterable) -> list:
     values, default = list(values), list(default)
     assert set(default) <= set(values), set(default) - set(values)
     return [pytest.param(value, marks=() if value in default else pytest.mark.full) for value in values]
-
-
-def unselected(request: pytest.FixtureRequest, *names: str, of: Iterable[tuple]) -> list[str]:
-    """Of these values of parameters with these names, those of no test of this file that is to run, as "one, other"."""
-    calls = [
-        item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
-    ]
-    wanted = {tuple(call[name] for name in names) for call in calls if set(names) <= call.keys()}
-    return [", ".join(map(str, values)) for values in of if values not in wanted]
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +80,12 @@ def inside(comfyui, base) -> Iterator[Inside]:
     inside = Inside(comfyui, base, SCRIPTS)
     yield inside
     inside.close()
+
+
+@pytest.fixture(scope="module")
+def found(request, inside) -> dict:
+    """What the script found that has the test file's name: by case what it gave, or {"error": text}."""
+    return inside.run(request.path.stem.removeprefix("test_"))[0]
 
 
 @pytest.fixture(scope="session")

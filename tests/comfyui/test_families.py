@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,6 @@ from tests.support.requirements import missing
 pytestmark = pytest.mark.comfyui
 
 CASES = [case for case in all_cases() if case.native is not None]
-MODES = ("one rank", "all warm-up", "ulysses")
-LIKE_ANOTHER = ("qwen-image-2.1",)
-"""Variants of a family whose conditioning another one has too."""
 
 
 def described(value, tensors: dict[str, torch.Tensor]):
@@ -29,12 +24,6 @@ def described(value, tensors: dict[str, torch.Tensor]):
     if isinstance(value, list):
         return [described(item, tensors) for item in value]
     return {key: described(item, tensors) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def only_in_full(case, mode: str) -> bool:
-    """One rank alone, where two show the same; and all but one mode of most cases. What they have of their own is how
-    ComfyUI's conditioning becomes the ranks' tensors; how either mode cuts these is in tests/families."""
-    return mode in ("one rank", "ulysses") or case.name in LIKE_ANOTHER
 
 
 def has_class(comfyui, case) -> bool:
@@ -48,8 +37,8 @@ def skip_without_class(comfyui, case) -> None:
         missing(f"this ComfyUI has no {case.native.newer}; COMFYUI_PATH may name a newer one", expected=False)
 
 
-def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
-    """Its file, and its conditioning for inside/families.py, which is to try these modes."""
+def save_case(case, base: Path) -> None:
+    """Its file, and its conditioning for inside/families.py."""
     case.save(
         case.model(case.native.config), base / "models/diffusion_models" / f"{case.name}.safetensors", case.native.config
     )
@@ -75,7 +64,6 @@ def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
         "scheduler": native.scheduler,
         "extras": plain,
         "detected": native.detected,
-        "modes": list(tried),
         "boolean_masks": native.boolean_masks,
     }
     tensors = {key: value.contiguous() for key, value in tensors.items()}
@@ -84,38 +72,29 @@ def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
 
 @pytest.fixture(scope="module")
 def parity(request, comfyui, inside, base):
-    """Results by case, of one run of ComfyUI for those cases and modes that were selected."""
-    selected = defaultdict(list)
-    for item in request.session.items:
-        if item.path == request.path:
-            selected[item.callspec.params["case"].name].append(item.callspec.params["mode"])
+    """Results by case, of one run of ComfyUI for those cases that were selected."""
+    selected = {item.callspec.params["case"].name for item in request.session.items if item.path == request.path}
     cases = [case for case in CASES if case.name in selected and has_class(comfyui, case)]
     for case in cases:
-        save_case(case, base, selected[case.name])
-    return inside.run("families", names=sorted(case.name for case in cases))[0]
+        save_case(case, base)
+    return inside.run("families", names=[case.name for case in cases])[0]
 
 
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [
-        pytest.param(case, mode, id=f"{case.name}-{mode}", marks=pytest.mark.full if only_in_full(case, mode) else ())
-        for case in CASES
-        for mode in MODES
-    ],
-)
-def test_ksampler_equals_the_native_model(comfyui, parity, case, mode, measured):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ksampler_equals_the_native_model(comfyui, parity, case, measured):
+    """With all of PipeFusion's steps warm-up: how ComfyUI's conditioning becomes the ranks' tensors. Other modes of a family
+    are in tests/families."""
     skip_without_class(comfyui, case)
-    native = parity[f"{case.name}, native"]
+    native, found = parity[f"{case.name}, native"], parity[case.name]
     assert "error" not in native, native
     assert native["finite"]
     assert native["largest"] > 0.1
-    assert native["other norms"] == native["other LoRA names"] == []
-    found = parity[f"{case.name}, {mode}"]
+    assert native["other LoRA names"] == []
     assert "error" not in found, found
-    assert found["whole because"] == [None] * (mode == "all warm-up")
+    assert found["whole because"] == [None]
     patching = case.row.patching
     axis = patching.best_axis(patching.grid(case.native.latent)) if patching.video else None
-    assert found["cut along"] == [axis] * (mode == "all warm-up")
+    assert found["cut along"] == [axis]
     measured(f"ComfyUI parity, largest difference, {case.name}", found["difference"])
     assert math.isfinite(found["difference"])
     assert found["difference"] <= case.native.limit

@@ -2,22 +2,12 @@
 
 import pytest
 
-from tests.comfyui.conftest import mostly_full, unselected
-
 pytestmark = pytest.mark.comfyui
 
-
-@pytest.fixture(scope="module")
-def found(request, inside):
-    skip = unselected(request, "case", of=zip(CASES))
-    skip += [f"compile, {what}" for what in unselected(request, "what", of=zip(COMPILED))]
-    return inside.run("foreign", skip=skip)[0]
+CASES = ("tiles, bands", "tiles, step cache", "windows, displaced", "tiles, split batch")
 
 
-COMPILED = ("ComfyUI's", "an object patch", "every block")
-
-
-@pytest.mark.parametrize("what", mostly_full(COMPILED, COMPILED[:2]))
+@pytest.mark.parametrize("what", ["ComfyUI's", "an object patch"])
 def test_compiling_the_model_is_left_to_the_ranks(found, what):
     got = found[f"compile, {what}"]
     assert "error" not in got, got
@@ -26,13 +16,7 @@ def test_compiling_the_model_is_left_to_the_ranks(found, what):
     assert "To have them compiled there, set compile on the loader" in got["told"][0]
 
 
-MODES = ("bands", "step cache", "bands and step cache", "displaced", "displaced and step cache", "split batch")
-
-CASES = [*(f"{way}, {mode}" for way in ("tiles", "windows") for mode in MODES), "tiles, bands, unforeseen"]
-DEFAULT = ["tiles, bands", "tiles, step cache", "windows, displaced", "tiles, split batch", CASES[-1]]
-
-
-@pytest.mark.parametrize("case", mostly_full(CASES, DEFAULT))
+@pytest.mark.parametrize("case", CASES)
 def test_calls_for_parts_of_the_latent_are_computed_whole_and_exact(found, case):
     """Tiles and context windows: neither cut into bands, nor with keys or forecasts of another part."""
     got = found[case]

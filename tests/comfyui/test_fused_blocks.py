@@ -24,9 +24,7 @@ def found(inside):
     ("name", "forms", "kernels"),
     [
         ("Qwen-Image", QWEN, ["adaln", "rms_rope"]),
-        ("Qwen-Image, references at time 0, a mask", QWEN, []),
         ("Krea 2", KREA, ["rms_adaln"]),
-        ("Krea 2, a time for each token", KREA, ["rms_adaln"]),
         ("MiniMax H3", ["Attention", "DiTBlock"], ["rms_rope_split_half_"]),
     ],
 )

@@ -1,30 +1,47 @@
 """LTX-2 in a real ComfyUI: the MODEL gives what ComfyUI's own gives, for the video and for its sound."""
 
+import json
 import math
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from tests.comfyui.conftest import unselected
+from testing.quantised import quantise_blocks
 
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 2e-5
 """Of a difference, in the latents' units."""
-DEFAULT = ("guidance", "stages"), ("guides", "ulysses"), ("image", "all warm-up")
-FULL = (
-    *(("table", "stages"), ("dual cfg", "all warm-up"), ("guides", "all warm-up")),
-    *(("lora", "stages"), ("guides", "stages"), ("guidance", "all warm-up")),
-    *(("video alone", "ulysses"), ("guidance", "ulysses")),
-)
+NAME, NOTE = "ltx-2.3", ".comfy_quant"
+CASES = (("guidance", "stages"), ("guides", "ulysses"), ("image", "all warm-up"), ("all in one in fp8", "stages"))
+
+
+def save_all_in_one(base) -> None:
+    """As Lightricks' fp8 files: the layers' formats in the header, a scale of the weight and of the input for each."""
+    path = base / "models" / "diffusion_models" / f"{NAME}.safetensors"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    state = {f"model.diffusion_model.{key}": value for key, value in quantise_blocks(load_file(path), "fp8")[0].items()}
+    layers = [key.removesuffix(NOTE) for key in state if key.endswith(NOTE)]
+    assert any("connector" in layer for layer in layers), "ComfyUI's process reads these"
+    for layer in layers:
+        del state[layer + NOTE]
+        state[f"{layer}.input_scale"] = torch.full((), 0.5)
+    state |= {key: torch.ones(4, 4) for key in ("audio_vae.decoder.conv_in.conv.weight", "vocoder.conv_pre.weight")}
+    noted = {"_quantization_metadata": json.dumps({"layers": {layer: {"format": "float8_e4m3fn"} for layer in layers}})}
+    save_file(state, path.with_name(f"{NAME}-fp8.safetensors"), metadata | noted)
 
 
 @pytest.fixture(scope="module")
-def found(request, inside):
-    skip = unselected(request, "what", "mode", of=(*DEFAULT, *FULL))
-    return inside.run("ltx2", tried=[each for each in (*DEFAULT, *FULL) if ", ".join(each) not in skip])[0]
+def found(inside, base):
+    inside.run("small_files", names=[NAME])
+    save_all_in_one(base)
+    return inside.run("ltx2", name=NAME, cases=CASES)[0]
 
 
-@pytest.mark.parametrize(("what", "mode"), [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)])
+@pytest.mark.parametrize(("what", "mode"), CASES)
 def test_it_equals_the_native_model(found, what, mode, measured):
     native = found[f"{what}, native"]
     assert "error" not in native, native
@@ -32,9 +49,9 @@ def test_it_equals_the_native_model(found, what, mode, measured):
     got = found[f"{what}, {mode}"]
     assert "error" not in got, got
     assert got["whole because"] == [None] * (mode == "all warm-up")
-    measured("ComfyUI parity, largest difference, LTX-2.3", got["difference"])
+    measured(f"ComfyUI parity, largest difference, LTX-2.3, {what}", got["difference"])
     assert math.isfinite(got["difference"])
-    assert got["difference"] <= LIMIT
+    assert got["difference"] <= (5e-5 if "fp8" in what else LIMIT)
 
 
 def test_a_wrapper_that_only_a_parents_forward_runs_is_refused(found):

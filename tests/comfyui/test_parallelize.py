@@ -2,36 +2,21 @@
 
 import pytest
 
-from tests.comfyui.conftest import mostly_full, unselected
-
 pytestmark = pytest.mark.comfyui
 
-SAME = (
-    *("nothing", "two LoRAs", "wrappers and options", "merge"),
-    *("ModelSamplingFlux", "RescaleCFG", "LoRA in bypass mode"),
-)
-CONDITIONED = ("ControlNet", "hooks")
 LIMIT = 2e-5
 """fp32 rounding of a whole run: weights in a file's map may begin at other addresses, for which a CPU has other kernels."""
 SAID = {
     "written": "a node has written into the native model's weights (double_blocks.1.img_mlp.0.weight)",
     "other_forward": "main.<locals>.other_forward.<locals>.<lambda> in the place of the native model's 'single_blocks.0'",
-    "other_class": "a node has put some.pack.OtherBlock in the place of the native model's 'single_blocks.0'",
     "inner_patch": "model: another 'diffusion_model.single_blocks.0' (Identity of torch.nn.modules.linear) cannot be",
     "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
-    "unknown": "model: which file this MODEL is from is not known",
     "GGUF, loader not known": "model: which file this MODEL is from is not known",
-    "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.unknown, which is not known here",
+    "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.written, which is not known here",
     "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
-    "fp8_e5m2": "model: its loader keeps weights in float8_e5m2, which ranks do not",
     "no multiple": "gpus is 3, but parallel_config has ulysses_degree 2, for 2 or a multiple of it",
     "no config": "parallel_config: this is not from Ulysses Config",
 }
-
-
-@pytest.fixture(scope="module")
-def found(request, inside):
-    return inside.run("parallelize", skip=unselected(request, "case", of=zip((*SAME, *CONDITIONED))))[0]
 
 
 def result(found, case):
@@ -39,14 +24,13 @@ def result(found, case):
     return found[case]
 
 
-@pytest.mark.parametrize("case", mostly_full(SAME, SAME[:4]))
+@pytest.mark.parametrize("case", ["nothing", "two LoRAs", "wrappers and options", "merge"])
 def test_nodes_before_and_behind_it_do_what_they_do_behind_the_loader(found, case):
     assert result(found, case) == {"behind": 0.0, "ahead": 0.0, "native loaded": False}
 
 
-@pytest.mark.parametrize("case", mostly_full(CONDITIONED, CONDITIONED[:1]))
-def test_controlnet_and_hooks(found, case):
-    assert result(found, case)["behind"] == 0.0 < result(found, case)["moved"]
+def test_a_controlnet(found):
+    assert result(found, "ControlNet")["behind"] == 0.0 < result(found, "ControlNet")["moved"]
 
 
 def test_load_checkpoint(found):
@@ -59,16 +43,6 @@ def test_a_gguf_loaders_file_is_the_one_that_the_graph_names(found):
     assert result(found, "GGUF") == {"listed": True, "behind": 0.0}
 
 
-def test_what_stands_on_a_model_stands_on_it_once(found):
-    on = result(found, "what stands on it")
-    assert on["uuid"] == [True, True]
-    assert on["attachments"] == [{"mine": [1], "ran": True}, {"mine": [1], "ran": True}, {"mine": [1]}]
-    assert on["wrappers"] == [1, 1, 1]
-    assert on["around a run"] == [["parallel_dit_auto_degrees", "mine"], []]
-    assert on["again"] == 0.0
-    assert result(found, "LoRA sent") == [2, 0]
-
-
 def test_mode_pipefusion_is_apply_pipefusion(found):
     got = result(found, "pipefusion")
     assert got["behind"] == got["replaced"] == 0.0 < got["apart"]
@@ -79,11 +53,6 @@ def test_the_native_model_is_unloaded_needs_no_memory_and_is_right_afterwards(fo
     assert got["loaded"][0] > 0 == got["loaded"][1]
     assert got["mapped"] == [0.0, 1.0]
     assert got["again"] <= LIMIT
-    widened = result(found, "widened")
-    assert widened["dtype"] == "torch.float32"
-    assert widened["mapped"] > 0.9
-    assert widened["again"] <= LIMIT
-    assert widened["patched"] < 0.01 * widened["moved"]  # a LoRA is added in 16 bits now
     assert result(found, "fp8") == ["fp8_e4m3fn", "bf16", "0.0"]
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui.conftest import mostly_full
-from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, Graph, copy_of_bundled
+from tests.comfyui.graph import NATIVE, PLAIN, Graph, copy_of_bundled
 from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
@@ -38,14 +37,9 @@ def pipefusion_sampler(graph, model, latent):
 
 
 CASES = {
-    "KSampler, plain": (ksampler, PLAIN),
-    "KSampler, pipelined": (ksampler, PIPELINED),
     "SamplerCustomAdvanced, plain": (custom, PLAIN),
-    "SamplerCustomAdvanced, pipelined": (custom, PIPELINED),
     "PipeFusion Sampler": (pipefusion_sampler, PLAIN),
 }
-DEFAULT = ("SamplerCustomAdvanced, plain", "PipeFusion Sampler")
-"""Each way of ComfyUI's to sample once, and whole calls and bands once."""
 
 
 def shown(server, build, kind, side) -> tuple[list[int], list[np.ndarray]]:
@@ -64,16 +58,12 @@ def shown(server, build, kind, side) -> tuple[list[int], list[np.ndarray]]:
     return steps, [np.asarray(picture).astype(int) for picture in pictures]
 
 
-@pytest.mark.parametrize("case", mostly_full(CASES, DEFAULT))
-def test_every_step_is_shown_with_a_preview(server, models, case):
-    steps, previews = shown(server, *CASES[case], LARGE)
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_is_shown_with_a_preview_of_the_whole_latent(server, models, case):
+    build, kind = CASES[case]
+    steps, previews = shown(server, build, kind, LARGE)
     assert steps == list(range(1, STEPS + 1))
     assert len(previews) == STEPS
-
-
-@pytest.mark.parametrize("case", mostly_full(CASES, DEFAULT))
-def test_previews_are_of_the_whole_latent(server, models, case):
-    build, kind = CASES[case]
     _, expected = shown(server, ksampler if build is pipefusion_sampler else build, NATIVE, SIDE)
     _, previews = shown(server, build, kind, SIDE)
     first, last, native = previews[0], previews[-1], expected[-1]

@@ -5,11 +5,6 @@ import pytest
 pytestmark = pytest.mark.comfyui
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("room")[0]
-
-
 def test_an_idle_model_goes_and_one_in_use_stays(found):
     got = found["too little"]
     assert "error" not in got, got
@@ -18,21 +13,6 @@ def test_an_idle_model_goes_and_one_in_use_stays(found):
     assert got["difference"] == 0
 
 
-def test_with_room_comfyui_is_not_asked(found):
-    got = found["enough"]
-    assert "error" not in got, got
-    assert got["asked"] == []
-    assert got["left"] == [500_000_000, 100_000_000]
-
-
 def test_what_does_not_fit_all_the_same_is_refused_in_the_widgets_words(found):
     got = found["nothing idle"]
     assert got["error"].startswith("ValueError: model_name: the weights of tiny.safetensors take "), got
-
-
-def test_a_gpu_that_comfyui_does_not_use_is_left_alone(found):
-    assert found["another GPU"] == {"freed": 0, "touched": 0}
-
-
-def test_another_model_of_the_same_ranks_is_left_alone(found):
-    assert found["same weights"] == {"freed": 500_000_000, "left": [300_000_000, 0]}

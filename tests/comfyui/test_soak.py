@@ -12,18 +12,6 @@ PROMPTS = 25
 
 
 @pytest.mark.full
-def test_a_handful_of_prompts(comfyui, monkeypatch):
-    """On one setup of two ranks, then on one rank."""
-    monkeypatch.setattr(soaking, "TWO_RANKS", soaking.TWO_RANKS[:1])
-    monkeypatch.setattr(soaking, "OTHER_RANKS", soaking.OTHER_RANKS[:1])
-    found = soaking.soak(comfyui.checkout, 5, seed=1, said=lambda _line: None)
-    assert problems(found) == []
-    assert len(found.endings) == 5
-    assert {reading.role for reading in found.readings} >= {"ComfyUI", "rank 0", "rank 1"}
-    assert any(ending.difference is not None for ending in found.endings)
-
-
-@pytest.mark.full
 def test_prompts_at_random_equal_the_same_requests_alone(comfyui):
     lines = []
     found = soaking.soak(comfyui.checkout, PROMPTS, seed=1, said=lines.append)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer, Outcome
-from tests.comfyui.test_server import SAMPLER, small, workflow
+from tests.comfyui.test_server import SAMPLER, workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -64,15 +64,6 @@ def test_it_shows_the_run_before_it_and_then_the_next_one(server):
 
     prompt[SAMPLER]["inputs"] |= {"seed": 52, "steps": 3}
     assert steps(shown(server, server.run(prompt))[1]) == [2 + 2 * 2] * 2
-
-
-def test_plain_ksampler(server):
-    """Without PipeFusion: runs are told apart all the same."""
-    for count in (4, 2):
-        prompt = small("native_ksampler", seed=60 + count, steps=count) | nodes(after=["6", 0])
-        prompt["6"]["inputs"]["model"] = ["1", 0]
-        del prompt["5"]
-        assert steps(shown(server, server.run(prompt))[1]) == [2 * count] * 2
 
 
 def test_trace_file_elsewhere_is_refused(server):

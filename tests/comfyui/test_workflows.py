@@ -1,26 +1,23 @@
 """The bundled workflows fit the nodes of a running ComfyUI, in both forms."""
 
-import itertools
 import json
 import math
 
 import pytest
-from PIL import Image
 
 from scripts import make_workflows
 from scripts.comfyui_server import PACK
 from scripts.graphs.published import NOT_PUBLISHED
-from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
 from tests.campaigns.templates.runner import MODELS, save_files
-from tests.comfyui.conftest import FOLDER, mostly_full
+from tests.comfyui.conftest import mostly_full
 from tests.comfyui.test_families import skip_without_class
 from tests.support.requirements import missing_nodes
 
 WORKFLOWS = PACK / "workflows"
-OURS = f"custom_nodes.{FOLDER}"
 NAMES = tuple(make_workflows.GRAPHS)  # in this order: those on as many ranks one after the other
 BUNDLED = ("quickstart", "native_ksampler")
 WITH_FILES = tuple(name for name in NAMES if name not in BUNDLED)
+FLUX = "flux_dev_ulysses_pipefusion"
 STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> the case that each diffusion model is of
     "krea_2": "krea2",
     "qwen_edit_2511": "qwen-image-edit-2511",
@@ -33,8 +30,6 @@ STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> th
     "pixart_2048": "pixart-sigma",
 }
 
-WITH_SOUND = ("minimax_h3",)
-
 
 def ui(name):
     return json.loads((WORKFLOWS / f"{name}.json").read_text())
@@ -42,14 +37,6 @@ def ui(name):
 
 def api(name):
     return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_thumbnail_is_a_small_square(name):
-    path = WORKFLOWS / f"{name}.jpg"
-    assert path.stat().st_size < 60_000
-    with Image.open(path) as picture:
-        assert picture.size == (512, 512)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,45 +77,6 @@ def test_committed_files_are_what_the_script_writes():
     assert written == make_workflows.files()
 
 
-NEWER = {
-    "BlockSparseAttention": [("model", "MODEL")],
-    "TextEncodeQwenImage21": [("positive", "CONDITIONING"), ("negative", "CONDITIONING"), ("latent", "LATENT")],
-}
-"""Nodes of ComfyUI that 0.33 does not have -> their outputs, which the tests in a ComfyUI hold all others to."""
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_of_newer_nodes_are_named_as_in_comfyui(name):
-    for node in ui(name)["nodes"]:
-        if node["type"] in NEWER:
-            assert [(output["name"], output["type"]) for output in node["outputs"]] == NEWER[node["type"]]
-
-
-def boxes(graph):
-    """(left, top, right, bottom) of every node with its title bar, and of every group."""
-    nodes = [
-        (x, y - TITLE, x + width, y + height)
-        for (x, y), (width, height) in ((node["pos"], node["size"]) for node in graph["nodes"])
-    ]
-    return nodes, [(x, y, x + width, y + height) for x, y, width, height in (box["bounding"] for box in graph["groups"])]
-
-
-def apart(a, b, gap=10):
-    return a[2] + gap <= b[0] or b[2] + gap <= a[0] or a[3] + gap <= b[1] or b[3] + gap <= a[1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nodes_and_groups_do_not_overlap(name):
-    nodes, groups = boxes(ui(name))
-    assert groups
-    for same_kind in (nodes, groups):
-        for a, b in itertools.combinations(same_kind, 2):
-            assert apart(a, b), (a, b)
-    for node, group in itertools.product(nodes, groups):
-        inside = group[0] < node[0] and group[1] + GROUP_TITLE < node[1] and node[2] < group[2] and node[3] < group[3]
-        assert inside or apart(node, group), (node, group)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_note_names_every_file_and_the_number_of_gpus(name):
     note = next(node["widgets_values"][0] for node in ui(name)["nodes"] if node["type"] == "MarkdownNote")
@@ -156,124 +104,17 @@ def skip_without_nodes(definitions, name):
     missing_nodes(definitions, (node["class_type"] for node in api(name).values()))
 
 
-def declared(definition, given=()):
-    """(name, type or list of choices, settings, whether required) of every input, in the node's order.
-
-    given: a node's values, which say what inputs the choices of its lists bring.
-    """
-    for group in ("required", "optional"):
-        for name, spec in definition["input"].get(group, {}).items():
-            if spec[0] == GROWING:
-                ((kind, settings),) = spec[1]["template"]["input"]["required"].values()
-                yield f"{name}.{spec[1]['template']['names'][0]}", kind, settings, False
-                continue
-            yield name, spec[0], (spec[1] if len(spec) > 1 else {}), group == "required"
-            if spec[0] == DYNAMIC and any(key.startswith(f"{name}.") for key in given):
-                choice = next(choice for choice in spec[1]["options"] if choice["key"] == given[name])
-                inner = {"input": choice["inputs"]}
-                yield from ((f"{name}.{below}", *said) for below, *said in declared(inner))
-
-
-def is_widget(kind, settings):
-    plain = ("INT", "FLOAT", "FLOAT,INT", "STRING", "BOOLEAN", "COMBO", DYNAMIC)
-    return not settings.get("forceInput") and (isinstance(kind, list) or kind in plain)
-
-
-GROWING = "COMFY_AUTOGROW_V3"
-"""Inputs of one kind, of which the editor shows one more than are connected."""
-DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
-"""A list whose choices bring inputs of their own."""
-
-
-def fits(value, kind, settings):
-    choices = kind if isinstance(kind, list) else settings.get("options") if kind in ("COMBO", DYNAMIC) else None
-    if kind == DYNAMIC:
-        choices = [choice["key"] for choice in choices]
-    if choices is not None:
-        return value in choices
-    if kind == "INT":
-        return type(value) is int and settings.get("min", value) <= value <= settings.get("max", value)
-    if kind in ("FLOAT", "FLOAT,INT"):
-        return type(value) in (int, float)
-    return isinstance(value, {"STRING": str, "BOOLEAN": bool}[kind])
-
-
-QUICKSTART = ["QuickstartPrompt", "QuickstartDecode"]
-"""Nodes of the bundled model, which say nothing to who looks for several GPUs."""
-
-
-@pytest.mark.comfyui
-def test_every_input_has_a_tooltip_and_later_ones_are_optional(definitions):
-    ours = {name: node for name, node in definitions.items() if node["python_module"] == OURS}
-    assert {"ParallelDiTLoader", "UlyssesConfig", "PipeFusionSampler", "ApplyPipeFusion"} <= ours.keys()
-    bare = [(node, name) for node in ours for name, _, said, _ in declared(ours[node]) if len(said.get("tooltip", "")) < 10]
-    assert not bare
-    assert [name for name, node in ours.items() if "multi gpu" not in node["search_aliases"]] == QUICKSTART
-    later = {
-        "ParallelDiTLoader": {"stage_split": "auto", "compile": False},
-        "UlyssesConfig": {"patch_warmup_steps": 1, "transfer_dtype": "full"},
-    }
-    for node, widgets in later.items():
-        optional = {name: said for name, _, said, required in declared(ours[node]) if not required}
-        assert {name: optional[name]["default"] for name in widgets} == widgets
+@pytest.fixture(scope="module")
+def refusals(inside, bundled_workflows_models):
+    return inside.run("workflows", prompts={name: api(name) for name in NAMES})[0]
 
 
 @pytest.mark.comfyui
 @pytest.mark.parametrize("name", NAMES)
-def test_api_form_gives_every_node_what_it_needs(definitions, name):
+def test_api_form_gives_every_node_what_it_needs(definitions, refusals, name):
+    """tests/browser opens the other form in ComfyUI's editor."""
     skip_without_nodes(definitions, name)
-    prompt = api(name)
-    for node in prompt.values():
-        inputs = {
-            n: (kind, settings, required)
-            for n, kind, settings, required in declared(definitions[node["class_type"]], node["inputs"])
-        }
-        assert node["inputs"].keys() <= inputs.keys()
-        assert {n for n, (_, _, required) in inputs.items() if required} <= node["inputs"].keys()
-        for name_, value in node["inputs"].items():
-            kind, settings, _ = inputs[name_]
-            if is_widget(kind, settings):
-                assert fits(value, kind, settings), (name_, value)
-            else:
-                source, slot = value
-                given = definitions[prompt[source]["class_type"]]["output"][slot]
-                assert kind in (given, "*"), (name_, kind, given)
-
-
-@pytest.mark.comfyui
-@pytest.mark.parametrize("name", NAMES)
-def test_ui_form_says_the_same_as_the_api_form(definitions, name):
-    skip_without_nodes(definitions, name)
-    graph, prompt = ui(name), api(name)
-    links = {link[0]: link for link in graph["links"]}
-    nodes = {node["id"]: node for node in graph["nodes"] if node["type"] != "MarkdownNote"}
-    assert {str(node_id) for node_id in nodes} == prompt.keys()
-    for node_id, node in nodes.items():
-        definition, expected = definitions[node["type"]], prompt[str(node_id)]["inputs"]
-        assert node["type"] == prompt[str(node_id)]["class_type"]
-        # The editor adds the outputs of Save Image and Preview as Text, which a file may lack.
-        given = [(output["name"], output["type"]) for output in node["outputs"]]
-        offered = list(zip(definition["output_name"], definition["output"], strict=True))
-        assert given == (offered if node["type"] not in ("SaveImage", "PreviewAny") else [])
-        widgets, sockets = list(node["widgets_values"]), {socket["name"]: socket for socket in node["inputs"]}
-        found = {}
-        for input_name, kind, settings, required in declared(definition, expected):
-            if is_widget(kind, settings):
-                if not widgets:  # an input that a later ComfyUI has given its node; the editor then shows the default
-                    assert definition["python_module"] != OURS, f"{node['type']}: no value for {input_name}"
-                    assert not required and "default" in settings, f"{node['type']}: no value for {input_name}"
-                    continue
-                found[input_name] = widgets.pop(0)
-                assert bool(settings.get("control_after_generate")) == (input_name in SEEDS)
-                if input_name in SEEDS:
-                    assert widgets.pop(0) == "fixed"
-            elif sockets[input_name]["link"] is not None:
-                _, source, slot, target, index, _ = links[sockets[input_name]["link"]]
-                assert (target, node["inputs"][index]["name"]) == (node_id, input_name)
-                assert sockets[input_name]["link"] in nodes[source]["outputs"][slot]["links"]
-                found[input_name] = [str(source), slot]
-        assert not widgets
-        assert found == expected
+    assert refusals[name] in ([None, {}], [None, []])
 
 
 def succeed(server, prompt):
@@ -292,9 +133,8 @@ def succeed(server, prompt):
 
 
 @pytest.mark.comfyui
-@pytest.mark.parametrize("name", mostly_full(BUNDLED, BUNDLED[:1]))
-def test_bundled_workflow_runs_as_it_is(session_server, name):
-    succeed(session_server, api(name))
+def test_bundled_workflow_runs_as_it_is(session_server):
+    succeed(session_server, api("native_ksampler"))
 
 
 @pytest.fixture
@@ -303,16 +143,7 @@ def with_files(session_server, bundled_workflows_models):
 
 
 @pytest.mark.comfyui
-def test_sd3s_prompts_run_side_by_side(with_files):
-    prompt = on_cpu_ranks(api("sd3_split_batch"), text="another prompt, of another length than the negative one")
-    succeed(with_files, prompt)
-
-
-OWN_FILES = tuple(name for name in WITH_FILES if name not in STAND_INS)
-
-
-@pytest.mark.comfyui
-@pytest.mark.parametrize("name", mostly_full(OWN_FILES, ["flux_dev_ulysses_pipefusion"]))
+@pytest.mark.parametrize("name", mostly_full([name for name in WITH_FILES if name not in STAND_INS], [FLUX]))
 def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
     """Its own nodes and degrees, ComfyUI's own text encoders and VAE; another prompt makes another picture."""
     first = succeed(with_files, on_cpu_ranks(api(name)))
@@ -321,14 +152,12 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
         assert "pipelined in" in report
         assert report.count("\nrank ") == world(api(name))
         assert ": 0 micro-steps" not in report
-    other = on_cpu_ranks(api(name), text="a red bicycle")
+    other = on_cpu_ranks(api(name), text="a red bicycle, of another length than the negative prompt")
     assert succeed(with_files, other).images != first.images
 
 
 @pytest.mark.comfyui
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in WITH_SOUND else pytest.mark.full) for name in STAND_INS]
-)
+@pytest.mark.parametrize("name", mostly_full(STAND_INS, ["minimax_h3"]))
 def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(comfyui, definitions, inside, base, name):
     """Its own nodes up to its samplers, whose latents are finite; of four stages three, for a model of three blocks."""
     if (case := MODELS.get(STAND_INS[name])) is not None:

@@ -6,6 +6,7 @@ one of them. What PARALLEL_DIT_FIRST names, modules of the pack with a space bet
 
 import asyncio
 import importlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -19,6 +20,7 @@ from unittest.mock import patch
 PACK = Path(__file__).resolve().parents[3]
 FORKED_RANKS = PACK / "testing" / "comfyui" / "forked_ranks"
 CHECKOUT, BASE = (Path(argument) for argument in sys.argv[1:3])
+MODELS = BASE / "models" / "diffusion_models"
 
 sys.path.insert(0, str(PACK))
 for name in os.environ.get("PARALLEL_DIT_FIRST", "").split():
@@ -111,6 +113,26 @@ def ksampler(model, prompts, latent, sampler="euler", steps=4, cfg=3.0, seed=42,
     ]
 
 
+def native_model(file: str | Path) -> Any:
+    """ComfyUI's own MODEL of a file of models/diffusion_models, in fp32."""
+    return comfy.sd.load_diffusion_model(str(MODELS / file), model_options={"dtype": torch.float32})
+
+
+def random_prompts(*lengths: int, width: int = 64, pooled: int = 32) -> list:
+    """A prompt of so many text tokens for each. Of equal lengths, ComfyUI evaluates two as one batch, else as two."""
+    g = torch.Generator().manual_seed(0)
+    return [
+        [[torch.randn(1, length, width, generator=g), {"pooled_output": torch.randn(1, pooled, generator=g)}]]
+        for length in lengths
+    ]
+
+
+def whole_because(model: Any) -> list[str | None]:
+    """Why a MODEL's last run was not cut into bands, None if it was; nothing for one without Apply PipeFusion."""
+    wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
+    return [wrapper.last.reason for wrapper in wrappers]
+
+
 def parts_of(latent: Any) -> list[torch.Tensor]:
     """The parts of a nested latent; a latent that is none is the only one."""
     return list(latent.unbind()) if getattr(latent, "is_nested", False) else [latent]
@@ -142,6 +164,19 @@ def _attending(model, kernel: Callable[..., torch.Tensor]):
     options = clone.model_options["transformer_options"]
     options["optimized_attention_override"] = lambda _usual, *arguments, **named: kernel(*arguments, **named)
     return clone
+
+
+class Told(logging.Handler):
+    """Collects the warnings of this pack, from when it is made."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Parallel DiT" in (text := record.getMessage()):
+            self.texts.append(text)
 
 
 class Results:

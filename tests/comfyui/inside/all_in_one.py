@@ -4,7 +4,6 @@ CLIP-L alone, narrower than ComfyUI's; all else is read from the file as ever.
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -58,21 +57,6 @@ def compared(clip, vae, native_clip, native_vae) -> dict[str, object]:
     }
 
 
-def again(part) -> float:
-    """How far the weights are from another copy's, made as ComfyUI's nodes for several GPUs make it."""
-    make, arguments = part.patcher.cached_patcher_init
-    one, two = part.patcher.model.state_dict(), make(*arguments).model.state_dict()
-    assert one.keys() == two.keys()
-    # The file has no encoder of pictures: ComfyUI leaves what is in memory in its place.
-    return max(difference(one[key], two[key]) for key in one if not key.startswith("encoder."))
-
-
-def quantised(file: str) -> dict[str, object]:
-    _, *ours = parallel(file)
-    _, *theirs, _ = comfy.sd.load_checkpoint_guess_config(str(FOLDER / file), output_model=False)
-    return compared(*ours, *theirs)
-
-
 def compare(results: Results) -> None:
     path = FOLDER / "tiny.safetensors"
     original, read = comfy.sd.load_state_dict_guess_config, []
@@ -89,9 +73,9 @@ def compare(results: Results) -> None:
     results.case("bytes", lambda: {"read": read[0], "left": resident(path)})
     native, native_clip, native_vae = nodes.CheckpointLoaderSimple().load_checkpoint(path.name)
     results.case("tiny: CLIP and VAE", lambda: compared(clip, vae, native_clip, native_vae))
-    results.case("again", lambda: [again(clip), again(vae)])
-    for name in ("scaled", "noted"):
-        results.case(f"{name}: CLIP and VAE", partial(quantised, f"{name}.safetensors"))
+    _, *others = parallel("scaled.safetensors")
+    _, *theirs, _ = comfy.sd.load_checkpoint_guess_config(str(FOLDER / "scaled.safetensors"), output_model=False)
+    results.case("scaled: CLIP and VAE", lambda: compared(*others, *theirs))
     prompts = [conditioning(clip)] * 2
 
     def sampled() -> float:

@@ -1,4 +1,4 @@
-"""Nodes of ComfyUI that change a model's blocks: Parallel DiT Loader's MODEL against ComfyUI's own. Run by serve.py."""
+"""Nodes that change a model's blocks: Parallel DiT Loader's MODEL against ComfyUI's own. Run by serve.py."""
 
 import asyncio
 from functools import partial
@@ -6,14 +6,30 @@ from typing import Any
 
 import families
 import model_optimization_nodes
-from boot import BASE, CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, torch
-from parity import FILE, SD3, prompts
+import torch
+from boot import (
+    CHECKOUT,
+    Results,
+    difference,
+    ksampler,
+    native_model,
+    node,
+    parallel,
+    random_prompts,
+    sequence,
+    sharing_small_lists,
+    whole_because,
+)
 
 import nodes
 
+FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 SQUARE = torch.zeros(1, 16, 16, 16)
 ALL = {"start_percent": 0.0, "end_percent": 1.0}
-SOME = {"start_percent": 0.3, "end_percent": 0.8}
+MODES = {
+    "pipefusion": lambda file: node("ApplyPipeFusion", parallel(file), 2, 1000, True),
+    "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
+}
 
 
 def extra(name: str, model: Any, **inputs: Any) -> Any:
@@ -29,89 +45,57 @@ def load_extras(*names: str) -> None:
             assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
 
 
+def compare(change: Any, own: Any, model: Any, texts: list, latent: torch.Tensor) -> dict[str, Any]:
+    """`change`: puts the node on a MODEL. `own`: the native one. `model`: on ranks."""
+    expected, plain = (ksampler(each, texts, latent, steps=2) for each in (change(own), own))
+    found = ksampler(change(model), texts, latent, steps=2)
+    return {
+        "difference": difference(expected, found),
+        "effect": difference(expected, plain),
+        "whole because": whole_because(model),
+    }
+
+
 def main(results: Results, wan: str) -> None:
-    load_extras("nodes_slg", "nodes_sd3", "nodes_pag", "nodes_nag", "nodes_hypertile")
-    known = set(nodes.NODE_CLASS_MAPPINGS)
-    guided = {
+    load_extras("nodes_slg", "nodes_sd3", "nodes_nag")
+    changes = {
         "SLG": partial(extra, "SkipLayerGuidanceDiT", double_layers="1", single_layers="0, 2, 9", scale=3.0, **ALL),
-        "SLG in some steps": partial(
-            extra, "SkipLayerGuidanceDiT", double_layers="0", single_layers="", scale=2.0, rescaling_scale=0.5, **SOME
-        ),
-        "SLG simple": partial(extra, "SkipLayerGuidanceDiTSimple", double_layers="0", single_layers="1", **SOME),
         "SLG SD3": partial(extra, "SkipLayerGuidanceSD3", layers="1", scale=3.0, **ALL),
-        "PAG": partial(extra, "PerturbedAttentionGuidance", scale=3.0),
-        "NAG": partial(extra, "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
-        "HyperTile": partial(extra, "HyperTile", tile_size=64, swap_size=2, max_depth=0, scale_depth=False),
-        "plain": lambda model: model,
+        "NAG batch 2": partial(extra, "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
     }
-    lacking = {name: add.args[0] for name, add in guided.items() if name != "plain" and add.args[0] not in known}
-    both, uneven = prompts(9, 9), prompts(9, 5)
-    natives = {
-        name: comfy.sd.load_diffusion_model(
-            str(BASE / "models" / "diffusion_models" / name), model_options={"dtype": torch.float32}
-        )
-        for name in (FILE, SD3)
-    }
-    expected: dict[tuple, torch.Tensor] = {}
+    both = random_prompts(9, 9)
 
-    def native(file: str, name: str, texts: list, latent: torch.Tensor, **settings: Any) -> torch.Tensor:
-        key = file, name, texts[1][0][0].shape[1], len(latent), *settings.items()
-        if key not in expected:
-            expected[key] = ksampler(guided[name](natives[file]), texts, latent, **settings)
-        return expected[key]
+    def case(name: str, mode: str) -> None:
+        def measure() -> dict[str, Any]:
+            file, latent = SD3 if "SD3" in name else FILE, SQUARE.repeat(2 if "batch 2" in name else 1, 1, 1, 1)
+            return compare(changes[name], native_model(file), MODES[mode](file), both, latent)
 
-    def compare(make, file: str, name: str, texts: list = both, latent: torch.Tensor = SQUARE, **settings: Any) -> dict:
-        settings = {"steps": 2} | settings
-        wanted = native(file, name, texts, latent, **settings)
-        model = make(file)
-        found = ksampler(guided[name](model), texts, latent, **settings)
-        wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
-        return {
-            "difference": difference(wanted, found),
-            "effect": difference(wanted, native(file, "plain", texts, latent, **settings)),
-            "whole because": [wrapper.last.reason for wrapper in wrappers],
-        }
+        results.case(f"{name}, {mode}", measure)
 
-    modes = {
-        "pipefusion": lambda file: node("ApplyPipeFusion", parallel(file), 2, 1000, True),
-        "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
-        "split batch": lambda file: parallel(file, pipe=1, batch=2),
-        "tensor": lambda file: parallel(file, pipe=1, tensor=2),
-    }
-
-    def case(mode: str, file: str, name: str, note: str = "", **settings: Any) -> None:
-        measure = partial(compare, modes[mode], file, name, **settings)
-        results.case(f"{name}{note}, {mode}", (lambda: {"lacks": lacking[name]}) if name in lacking else measure)
-
-    for name in guided:
-        if name not in ("plain", "SLG SD3", "HyperTile"):
-            case("pipefusion", FILE, name)
-    case("pipefusion", FILE, "NAG", " cfg 1", cfg=1.0)
-    case("pipefusion", FILE, "NAG", " texts apart", texts=uneven)
-    case("ulysses", FILE, "NAG", " batch 2", latent=torch.zeros(2, 16, 16, 16))
-    case("split batch", FILE, "NAG", " batch 2", latent=torch.zeros(2, 16, 16, 16))
-    case("tensor", FILE, "NAG")
-    case("pipefusion", SD3, "SLG SD3")
-    case("pipefusion", SD3, "NAG", " on SD3")
-    case("pipefusion", SD3, "HyperTile", " on SD3")
-
-    with families.detecting(families.read(wan)[-1]["detected"]):
-        positive, negative, latent, _ = families.read(wan)
-        natives[f"{wan}.safetensors"] = comfy.sd.load_diffusion_model(
-            str(BASE / "models" / "diffusion_models" / f"{wan}.safetensors"), model_options={"dtype": torch.float32}
-        )
-        given = {"texts": [positive, negative], "latent": latent}
-        text = torch.randn(1, 6, positive[0][0].shape[-1], generator=torch.Generator().manual_seed(3))
-        guided["WanVideoNAG"] = partial(model_optimization_nodes.nag, text=text, input_type="default")
-
-        def in_front() -> dict:
-            """The node on the native MODEL, which has been sampled with it, and Parallelize Model behind."""
-            file, name, settings = f"{wan}.safetensors", "WanVideoNAG", {"steps": 2}
-            model = node("ParallelizeModel", guided[name](natives[file]), 2, "ulysses")
-            wanted, plain = (native(file, each, *given.values(), **settings) for each in (name, "plain"))
-            found = ksampler(model, given["texts"], latent, **settings)
-            return {"difference": difference(wanted, found), "effect": difference(wanted, plain), "whole because": []}
-
-        results.case("WanVideoNAG in front, parallelized", in_front)
+    case("SLG", "pipefusion")
+    case("SLG SD3", "pipefusion")
+    case("NAG batch 2", "ulysses")
+    of_wan(results, wan)
     other = parallel(FILE)
     results.case("refusal", lambda: ksampler(model_optimization_nodes.of_other_model(other), both, SQUARE, steps=2))
+
+
+def of_wan(results: Results, name: str) -> None:
+    positive, negative, latent, settings = families.read(name)
+    file, width = f"{name}.safetensors", positive[0][0].shape[-1]
+    text = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(3))  # of another length than the prompts'
+    change = partial(model_optimization_nodes.nag, text=text, input_type="default")
+
+    def in_front() -> dict[str, Any]:
+        """The node on the native MODEL, which has been sampled with it, and Parallelize Model behind."""
+        own = native_model(file)
+        ksampler(change(own), [positive, negative], latent, steps=2)
+        model = node("ParallelizeModel", change(own), 2, "ulysses")
+        return compare(lambda each: each if each is model else change(each), own, model, [positive, negative], latent)
+
+    with families.detecting(settings["detected"]), sharing_small_lists():
+        results.case(
+            "WanVideoNAG, pipefusion",
+            lambda: compare(change, native_model(file), MODES["pipefusion"](file), [positive, negative], latent),
+        )
+        results.case("WanVideoNAG in front, parallelized", in_front)

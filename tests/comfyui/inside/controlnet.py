@@ -7,13 +7,15 @@ ControlNets are ComfyUI's own classes with random weights, built as `comfy.contr
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import Results, comfy, difference, ksampler, native_model, node, nodes, parallel, sequence, torch
 from families import detecting
 
 QWEN_DETECTED = {"num_attention_heads": 2, "joint_attention_dim": 64}
 STRENGTH, START, END = 0.7, 0.2, 0.8
+BAND_CALL = 3
+"""Of the ControlNet in a run, the first of a band."""
 PATIENCE = 120.0
 """Seconds after which a run that should have ended counts as hanging."""
 
@@ -75,8 +77,7 @@ class Kind:
 
     @cached_property
     def native(self):
-        path = BASE / "models" / "diffusion_models" / self.file
-        return comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        return native_model(self.file)
 
     def module(self, seed: int = 0) -> torch.nn.Module:
         config = {key: value for key, value in self.native.model.model_config.unet_config.items() if key != "dtype"}
@@ -116,10 +117,6 @@ def flux(latent_input: bool, config: dict) -> torch.nn.Module:
     )
     model.main_model_double, model.main_model_single = 2, 3  # of the tiny model, where Flux has 19 and 38
     return model
-
-
-def sd3(config: dict) -> torch.nn.Module:
-    return comfy.cldm.mmdit.ControlNet(num_blocks=3, operations=comfy.ops.disable_weight_init, dtype=torch.float32, **config)
 
 
 def qwen(config: dict) -> torch.nn.Module:
@@ -164,101 +161,68 @@ QWEN = {"file": "qwen-image.safetensors", "latent_format": comfy.latent_formats.
 QWEN |= {"detected": QWEN_DETECTED}
 SD3 = {"file": "sd3.safetensors", "latent_format": comfy.latent_formats.SD3}
 KINDS = {
-    "Flux, picture": Kind("flux.safetensors", partial(flux, False), (16, 16, 12), None, ("y", "guidance")),
     "Flux, latent": Kind(
         "flux.safetensors", partial(flux, True), (16, 15, 13), comfy.latent_formats.Flux, ("y", "guidance")
     ),
-    "SD3": Kind(make=sd3, latent=(16, 15, 13), **SD3),
     "SD3.5": Kind(make=sd35, latent=(16, 16, 12), wrap=comfy.controlnet.ControlNetSD35, **SD3),
-    "Qwen": Kind(make=qwen, latent=(16, 1, 18, 13), frames=1, **QWEN),
     "Qwen, two frames": Kind(make=qwen, latent=(16, 2, 16, 12), frames=2, **QWEN),
 }
 
 
-def settings(kind: Kind) -> dict[str, tuple[list, float]]:
-    """What is applied -> (prompts, cfg)."""
+MODES = {
+    "all warm-up": lambda file: node("ApplyPipeFusion", parallel(file, stage_split="even"), 3, 1000, True),
+    "ulysses 2": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
+    "displaced": lambda file: parallel(file, pipe=1, config=sequence(1, 1, "displaced", 2, 1000)),
+}
+
+
+def applied(kind: Kind, what: str) -> tuple[list, list, float]:
+    """(prompts, the same with ControlNets, cfg)."""
     net, other = (kind.control_net(kind.module(seed)) for seed in (0, 1))
-    both = kind.prompts(9, 9)
     middle = partial(kind.apply, strength=STRENGTH, start=START, end=END)
-    return {
-        "cfg 1": (kind.apply(both, net), 1.0),
-        "cfg 3, some steps": (middle(both, net), 3.0),
-        "two": (kind.apply(middle(both, net), other, seed=6), 3.0),
-        "two calls a step": (kind.apply(kind.prompts(9, 5), net), 3.0),
-    }
+    plain = kind.prompts(9, 5 if what == "two calls a step" else 9)
+    if what == "two calls a step":
+        return plain, kind.apply(plain, net), 3.0
+    if what == "two":
+        return plain, kind.apply(middle(plain, net), other, seed=6), 3.0
+    return plain, middle(plain, net), 3.0
 
 
-def compare_kind(name: str, kind: Kind, modes: list[str], results: Results) -> None:
+def compare_kind(name: str, kind: Kind, cases: dict[str, list[str]], results: Results) -> None:
     empty = torch.zeros(1, *kind.latent)
-    nodes_of = settings(kind)
-    expected = {}
+    for what, modes in cases.items():
+        plain, prompts, cfg = applied(kind, what)
+        with torch.inference_mode():
+            expected = ksampler(kind.native, prompts, empty, cfg=cfg)
+            moved = difference(expected, ksampler(kind.native, plain, empty, cfg=cfg))
+        native = {"moved": moved, "finite": bool(expected.isfinite().all())}
+        results.case(f"{name}, {what}, native", lambda native=native: native)
 
-    @cache
-    def without(second: int, cfg: float) -> torch.Tensor:
-        """A control: no ControlNet, and so many words in the second prompt."""
-        return ksampler(kind.native, kind.prompts(9, second), empty, cfg=cfg)
+        def compare(mode: str, prompts=prompts, expected=expected, cfg=cfg) -> dict[str, float]:
+            return {"difference": difference(expected, ksampler(MODES[mode](kind.file), prompts, empty, cfg=cfg))}
 
-    def native(what: str) -> dict:
-        prompts, cfg = nodes_of[what]
-        expected[what] = ksampler(kind.native, prompts, empty, cfg=cfg)
-        second = 5 if what == "two calls a step" else 9
-        return {"moved": difference(expected[what], without(second, cfg)), "finite": bool(expected[what].isfinite().all())}
-
-    for what in nodes_of:
-        results.case(f"{name}, {what}, native", partial(native, what))
-    make = {
-        "pipe 2": lambda: parallel(kind.file, stage_split="even"),
-        "all warm-up": lambda: node("ApplyPipeFusion", parallel(kind.file, stage_split="even"), 3, 1000, True),
-        "ulysses 2": lambda: parallel(kind.file, pipe=1, config=sequence(ulysses=2)),
-    }
-    if name == "Flux, latent":
-        make["displaced"] = lambda: parallel(kind.file, pipe=1, config=sequence(1, 1, "displaced", 2, 1000))
-
-    def compare(model, what: str) -> dict[str, float]:
-        prompts, cfg = nodes_of[what]
-        return {"difference": difference(expected[what], ksampler(model, prompts, empty, cfg=cfg))}
-
-    for mode, parallel_model in make.items():
-        if mode not in modes:
-            continue
-        model = parallel_model()
-        for what in nodes_of:
-            results.case(f"{name}, {what}, {mode}", partial(compare, model, what))
+        for mode in modes:
+            results.case(f"{name}, {what}, {mode}", partial(compare, mode))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def pipelined(name: str, kind: Kind, results: Results) -> None:
+def pipelined(kind: Kind) -> dict:
     """One warm-up step of six, others with old keys and a ControlNet that sees old latents."""
-    empty = torch.zeros(1, *kind.latent)
     plain_prompts = kind.prompts(9, 9)
     prompts = kind.apply(plain_prompts, kind.control_net(kind.module()))
     exact_model = parallel(kind.file, stage_split="even")
     banded = node("ApplyPipeFusion", exact_model, 3, 1, True)
-
-    def measure(sampler: str) -> dict:
-        sample = partial(ksampler, latent=empty, sampler=sampler, steps=6)
-        exact, first, second = (sample(model, prompts) for model in (exact_model, banded, banded))
-        without, stale_without = (sample(model, plain_prompts) for model in (exact_model, banded))
-        return {
-            "finite": bool(first.isfinite().all()),
-            "repeat": difference(first, second),
-            "error": relative(first, exact),
-            "error without": relative(stale_without, without),
-            "moved": relative(first, stale_without),
-        }
-
-    for sampler in ("euler", "heun", "euler_ancestral"):
-        results.case(f"{name}, {sampler}", partial(measure, sampler))
-    cold = node("ApplyPipeFusion", exact_model, 3, 0, True)
-
-    def without_warm_up() -> dict:
-        first, second = (ksampler(cold, prompts, empty, steps=6) for _ in range(2))
-        return {"finite": bool(first.isfinite().all()), "repeat": difference(first, second)}
-
-    results.case(f"{name}, pipelined without warm-up", without_warm_up)
+    sample = partial(ksampler, latent=torch.zeros(1, *kind.latent), steps=6)
+    exact, first, second = (sample(model, prompts) for model in (exact_model, banded, banded))
+    return {
+        "finite": bool(first.isfinite().all()),
+        "repeat": difference(first, second),
+        "error": relative(first, exact),
+        "moved": relative(first, sample(banded, plain_prompts)),
+    }
 
 
 def in_time(run: Callable) -> dict:
@@ -281,14 +245,13 @@ def in_time(run: Callable) -> dict:
 
 
 def ending(kind: Kind, results: Results) -> None:
-    """Cancel and errors inside the ControlNet, and that the next run is as ever."""
-    empty = torch.zeros(1, *kind.latent)
+    """Cancel and an error inside the ControlNet, at a band's call, and that the next run is as ever."""
     model = node("ApplyPipeFusion", parallel(kind.file, stage_split="even"), 3, 1, True)
 
     def prompts(before: Callable[[int], None]) -> list:
         return kind.apply(kind.prompts(9, 9), kind.control_net(Counted(kind.module(), before)))
 
-    sample = partial(ksampler, model, latent=empty, steps=6)
+    sample = partial(ksampler, model, latent=torch.zeros(1, *kind.latent), steps=6)
     with torch.inference_mode():
         expected = sample(prompts(lambda call: None))
 
@@ -296,23 +259,21 @@ def ending(kind: Kind, results: Results) -> None:
         found = in_time(lambda: sample(prompts(before)))
         return found | {"next": difference(expected, sample(prompts(lambda call: None)))}
 
-    def cancel_at(turn: int, call: int) -> None:
-        if call == turn:
+    def cancel(call: int) -> None:
+        if call == BAND_CALL:
             comfy.model_management.interrupt_current_processing()
 
-    def fail_at(turn: int, call: int) -> None:
-        if call == turn:
+    def fail(call: int) -> None:
+        if call == BAND_CALL:
             raise RuntimeError("the ControlNet's own error")
 
-    for turn in (0, 3):
-        results.case(f"cancel in call, {turn}", partial(again, partial(cancel_at, turn)))
-        results.case(f"error in call, {turn}", partial(again, partial(fail_at, turn)))
+    results.case("cancel", partial(again, cancel))
+    results.case("error", partial(again, fail))
 
 
 def refusals(results: Results) -> None:
     kind = KINDS["Flux, latent"]
     exact = parallel(kind.file, stage_split="even")
-    models = {"": exact, ", pipelined": node("ApplyPipeFusion", exact, 3, 1, True)}
     both, empty = kind.prompts(9, 9), torch.zeros(1, *kind.latent)
     module = kind.module()
 
@@ -324,8 +285,9 @@ def refusals(results: Results) -> None:
         "other size": kind.control_net(Counted(module, change=lambda out: {"input": [t[:, 1:] for t in out["input"]]})),
     }
     for what, net in nets.items():
-        for how, model in models.items():
-            results.case(f"refusal {what}{how}", lambda model=model, net=net: finite(model, kind.apply(both, net)))
+        results.case(f"refusal {what}", lambda net=net: finite(exact, kind.apply(both, net)))
+    banded = node("ApplyPipeFusion", exact, 3, 1, True)
+    results.case("refusal other width, pipelined", lambda: finite(banded, kind.apply(both, nets["other width"])))
 
     def patched(name: str):
         model = exact.clone()
@@ -341,21 +303,17 @@ def refusals(results: Results) -> None:
 def refuse_fun(results: Results) -> None:
     kind = Kind(make=qwen_fun, latent=(16, 1, 16, 12), frames=1, wrap=comfy.controlnet.QwenFunControlNet, **QWEN)
     exact = parallel(kind.file, stage_split="even")
-    for how, model in {"": exact, ", pipelined": node("ApplyPipeFusion", exact, 3, 1, True)}.items():
-        prompts = kind.apply(kind.prompts(9, 9), kind.control_net(kind.module()))
-        results.case(
-            f"refusal Fun{how}", lambda model=model, prompts=prompts: ksampler(model, prompts, torch.zeros(1, *kind.latent))
-        )
+    prompts = kind.apply(kind.prompts(9, 9), kind.control_net(kind.module()))
+    results.case("refusal Fun", lambda: ksampler(exact, prompts, torch.zeros(1, *kind.latent)))
 
 
-def main(results: Results, modes: list[str]) -> None:
-    for name, kind in KINDS.items():
-        with detecting(kind.detected):
-            compare_kind(name, kind, modes, results)
-    for name in ("Flux, latent", "SD3", "Qwen"):
+def main(results: Results, cases: dict[str, dict[str, list[str]]]) -> None:
+    """`cases`: kind -> what is applied -> modes."""
+    for name, of_kind in cases.items():
         with detecting(KINDS[name].detected):
-            pipelined(name, KINDS[name], results)
+            compare_kind(name, KINDS[name], of_kind, results)
     with detecting(QWEN_DETECTED):
         refuse_fun(results)
+    results.case("pipelined", lambda: pipelined(KINDS["Flux, latent"]))
     ending(KINDS["Flux, latent"], results)
     refusals(results)

@@ -9,14 +9,15 @@ its masks.
 
 import json
 import pkgutil
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, masking, node, parallel, parts_of, sequence, torch
+import comfy
+import torch
+from boot import BASE, MODELS, Results, difference, ksampler, masking, native_model, node, parallel, parts_of
 from safetensors import safe_open
 
 
@@ -99,13 +100,11 @@ def detecting(entries: dict):
 
 def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
     """ComfyUI's own model; its samples are noted in `expected`. Ranks could take its place."""
-    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
-    model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+    model = native_model(f"{name}.safetensors")
     expected[name] = sample(masking(model) if read(name)[-1]["boolean_masks"] else model, name)
     parts = parts_of(expected[name])
     ours = node("ParallelizeModel", model, 1, "ring").model
-    checkpoint = ours.diffusion_model.checkpoint
-    assert checkpoint.path == path
+    assert ours.diffusion_model.checkpoint.path == MODELS / f"{name}.safetensors"
     names, ours_names = (comfy.lora.model_lora_keys_unet(each, {}) for each in (model.model, ours))
     return {
         "other LoRA names": [
@@ -115,47 +114,21 @@ def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
             if names.get(each) != ours_names.get(each)
             and (each in ours_names or each.endswith(".bias") or names[each] != each)
         ],
-        "other norms": other_norms(model.model.diffusion_model, checkpoint),
         "largest": min(float(part.abs().max()) for part in parts),
         "finite": all(bool(part.isfinite().all()) for part in parts),
     }
 
 
-def other_norms(native_model: torch.nn.Module, checkpoint: Any) -> list[str]:
-    """Layers that have another epsilon than ComfyUI's, and "without weights" if the epsilons of such norms differ."""
-    from parallel_backend.rank.stage.meta_model import meta_model
-
-    model = meta_model(checkpoint.family, checkpoint.config)
-    unnamed = torch.finfo(torch.float32).eps  # torch's RMSNorm then takes it
-    ours, native = (
-        {name: module for name, module in each.named_modules() if isinstance(getattr(module, "eps", 0), float | None)}
-        for each in (model, native_model)
-    )
-    layers = {target.rpartition(".")[0]: source.key.rpartition(".")[0] for target, source in checkpoint.key_map.items()}
-    both = {layer: theirs for layer, theirs in layers.items() if layer in ours and theirs in native}
-    weightless = [
-        {norm.eps or unnamed for norm in each.values() if "Norm" in type(norm).__name__ and not list(norm.parameters())}
-        for each in (ours, native)
-    ]
-    found = sorted(
-        layer for layer, theirs in both.items() if (ours[layer].eps or unnamed) != (native[theirs].eps or unnamed)
-    )
-    return found + ["without weights"] * (all(weightless) and weightless[0] != weightless[1])
-
-
-def compare(name: str, make: Callable[[str], Any], expected: torch.Tensor) -> dict:
-    model = make(f"{name}.safetensors")
-    found = {"difference": difference(expected, sample(model, name))}
+def compare(name: str, expected: torch.Tensor) -> dict:
+    model = node("ApplyPipeFusion", parallel(f"{name}.safetensors", stage_split="even"), 2, 1000, True)
+    found = difference(expected, sample(model, name))
     pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
     reports = [wrapper.last for wrapper in pipefusion]
-    return found | {"whole because": [last.reason for last in reports], "cut along": [last.along for last in reports]}
-
-
-MODES = {
-    "one rank": lambda file: parallel(file, pipe=1, devices="cpu"),
-    "all warm-up": lambda file: node("ApplyPipeFusion", parallel(file, stage_split="even"), 2, 1000, True),
-    "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
-}
+    return {
+        "difference": found,
+        "whole because": [last.reason for last in reports],
+        "cut along": [last.along for last in reports],
+    }
 
 
 def main(results: Results, names: list[str]) -> None:
@@ -163,7 +136,4 @@ def main(results: Results, names: list[str]) -> None:
     for name in names:
         with detecting(read(name)[-1]["detected"]):
             results.case(f"{name}, native", partial(native, name, expected))
-    for mode, make in MODES.items():  # the outer loop: another number of ranks ends those that run, and starts others
-        for name in (name for name in names if name in expected and mode in read(name)[-1]["modes"]):
-            with detecting(read(name)[-1]["detected"]):
-                results.case(f"{name}, {mode}", partial(compare, name, make, expected[name]))
+            results.case(name, lambda name=name: compare(name, expected[name]))

@@ -1,29 +1,10 @@
 """What other nodes put on a MODEL, or give a sampler, as ComfyUI's own and some packs' do. Run by serve.py."""
 
-import logging
-import sys
-from functools import partial
-from unittest.mock import patch
-
-from boot import Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import Results, Told, comfy, difference, ksampler, node, parallel, random_prompts, sequence, torch
 from comfy.context_windows import IndexListContextHandler, get_matching_context_schedule, get_matching_fuse_method
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from parity import prompts
 
 FILE, OTHER = "tiny.safetensors", "tiny-sd3.safetensors"
-
-
-class Told(logging.Handler):
-    """Collects what the pack says."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger().addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "Parallel DiT" in (text := record.getMessage()):
-            self.texts.append(text)
 
 
 def in_tiles(model):
@@ -48,7 +29,7 @@ def in_windows(model):
 
 
 def main(results: Results) -> None:
-    plain, both, square, told = parallel(FILE), prompts(9, 9), torch.zeros(1, 16, 16, 16), Told()
+    plain, both, square, told = parallel(FILE), random_prompts(9, 9), torch.zeros(1, 16, 16, 16), Told()
     expected = ksampler(plain, both, square)
 
     def compiled(patch) -> dict:
@@ -57,33 +38,16 @@ def main(results: Results) -> None:
         patch(model)
         return {"difference": difference(expected, ksampler(model, both, square)), "told": list(told.texts)}
 
-    def every_block(model) -> None:  # KJNodes, RES4LYF
-        blocks = model.get_model_object("diffusion_model").double_blocks
-        names = [f"diffusion_model.double_blocks.{index}" for index, _ in enumerate(blocks)]
-        assert len(blocks) == len(names) == 2
-        for name in names:
-            model.add_object_patch(name, torch.compile(model.get_model_object(name)))
-        set_torch_compile_wrapper(model, "inductor", keys=names)
-
     def the_model(model) -> None:  # essentials, WaveSpeed, TeaCache
         model.add_object_patch("diffusion_model", torch.compile(model.get_model_object("diffusion_model")))
 
     results.case("compile, ComfyUI's", lambda: compiled(lambda model: set_torch_compile_wrapper(model, "inductor")))
-    results.case("compile, every block", lambda: compiled(every_block))
     results.case("compile, an object patch", lambda: compiled(the_model))
 
     ways = {"tiles": in_tiles, "windows": in_windows}
     displaced = parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1), stage_split="even")
-    modes = {
-        "bands": node("ApplyPipeFusion", plain, 3, 1, True),
-        "step cache": node("ParallelStepCache", plain, 3.0, 0.0, 1.0),
-        "bands and step cache": node("ApplyPipeFusion", node("ParallelStepCache", plain, 3.0, 0.0, 1.0), 3, 1, True),
-        "displaced": displaced,
-        "displaced and step cache": node("ParallelStepCache", displaced, 3.0, 0.0, 1.0),
-        "split batch": parallel(FILE, pipe=1, batch=2),
-    }
+    banded = node("ApplyPipeFusion", plain, 3, 1, True)
     whole = {way: ksampler(change(plain), both, square, steps=4) for way, change in ways.items()}
-    pipefusion = sys.modules[type(modes["bands"].get_all_wrappers("sampler_sample")[0]).__module__]
 
     def parts(model, way: str) -> dict:
         """With a part of the latent at a time, against the plain MODEL."""
@@ -92,16 +56,10 @@ def main(results: Results) -> None:
         return {"difference": difference(whole[way], found), "told": list(told.texts)}
 
     results.case("parts differ from the whole", lambda: difference(whole["tiles"], whole["windows"]))
-    for mode, model in modes.items():
-        for way in ways:
-            results.case(f"{way}, {mode}", partial(parts, model, way))
-
-    def unforeseen() -> dict:
-        """Who calls for parts of a band, in a way that nobody looks for."""
-        with patch.object(pipefusion, "why_not_banded", lambda sampling: None):
-            return parts(modes["bands"], "tiles")
-
-    results.case("tiles, bands, unforeseen", unforeseen)
+    results.case("tiles, bands", lambda: parts(banded, "tiles"))
+    results.case("tiles, step cache", lambda: parts(node("ParallelStepCache", plain, 3.0, 0.0, 1.0), "tiles"))
+    results.case("windows, displaced", lambda: parts(displaced, "windows"))
+    results.case("tiles, split batch", lambda: parts(parallel(FILE, pipe=1, batch=2), "tiles"))
 
     def two_models(model) -> dict:
         """Dual Model CFG Guider with MODELs of other weights and degrees on the same ranks."""

@@ -5,9 +5,8 @@ with random weights.
 """
 
 import asyncio
-from functools import partial
 
-from boot import CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from boot import CHECKOUT, Results, comfy, difference, ksampler, native_model, node, parallel, sequence, torch, whole_because
 from controlnet import FakeVAE, randomise
 from families import detecting
 from small_models import detected, small_model, write
@@ -59,7 +58,7 @@ def main(results: Results) -> None:
     latent = torch.zeros(1, 16, 18, 13)
     with detecting(detected(MODEL)):
         path = write(MODEL)
-        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        native = native_model(path)
         config = native.model.model_config.unet_config
         networks = {
             name: network(config["dim"], config["n_heads"], seed, kind) for seed, (name, kind) in enumerate(KINDS.items())
@@ -80,36 +79,19 @@ def main(results: Results) -> None:
             """A picture of the latent's size: a control that encodes another one drops the other control's state, once."""
             return controlled(controlled(model, "first", 0.8, image=fitting), "broken", 0.5, image=fitting)
 
-        apply = {"inpaint": inpaint, "two": two}
-
         def sample(name: str, model) -> torch.Tensor:
             return ksampler(model, [[[each, {}]] for each in texts[name]], latent, steps=2)
 
-        expected = {}
-
-        def native_of(name: str) -> dict:
-            expected[name] = sample(name, apply[name](native))
+        def compare(name: str, change, model) -> dict:
+            expected, plain = sample(name, change(native)), sample(name, native)
+            found = sample(name, change(model))
             return {
-                "moved": difference(expected[name], sample(name, native)),
-                "finite": bool(expected[name].isfinite().all()),
+                "difference": difference(expected, found),
+                "moved": difference(expected, plain),
+                "whole because": whole_because(model),
             }
 
-        def compare(name: str, model) -> dict:
-            found = sample(name, apply[name](model))
-            wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
-            return {
-                "difference": difference(expected[name], found),
-                "whole because": [wrapper.last.reason for wrapper in wrappers],
-            }
-
-        for name in apply:
-            results.case(f"{name}, native", partial(native_of, name))
-        modes = {
-            "pipe 2": (node("ApplyPipeFusion", parallel(path.name, stage_split="even"), 3, 1, True), ("inpaint", "two")),
-            "ulysses 2": (parallel(path.name, pipe=1, config=sequence(ulysses=2)), ("inpaint",)),
-            "displaced": (parallel(path.name, pipe=1, config=sequence(1, 1, "displaced", 2, 1000)), ("inpaint",)),
-            "tensor 2": (parallel(path.name, pipe=1, tensor=2), ("two",)),
-        }
-        for mode, (model, names) in modes.items():
-            for name in names:
-                results.case(f"{name}, {mode}", partial(compare, name, model))
+        piped = node("ApplyPipeFusion", parallel(path.name, stage_split="even"), 3, 1, True)
+        results.case("two, pipe 2", lambda: compare("two", two, piped))
+        over_tokens = parallel(path.name, pipe=1, config=sequence(ulysses=2))
+        results.case("inpaint, ulysses 2", lambda: compare("inpaint", inpaint, over_tokens))

@@ -41,21 +41,12 @@ def qwen_image(generator: torch.Generator) -> tuple[torch.nn.Module, Arguments]:
     }
 
 
-def qwen_image_references(generator: torch.Generator) -> tuple[torch.nn.Module, Arguments]:
-    """At time 0, which the form leaves to the class; and a mask."""
-    block, given = qwen_image(generator)
-    others = {"temb": drawn(generator, 2 * BATCH, WIDTH), "timestep_zero_index": TOKENS // 2}
-    mask = torch.zeros(BATCH, WORDS)
-    mask[0, -2:] = -torch.inf
-    return block, given | others | {"encoder_hidden_states_mask": mask}
-
-
-def krea2(generator: torch.Generator, tokens: int = 1) -> tuple[torch.nn.Module, Arguments]:
+def krea2(generator: torch.Generator) -> tuple[torch.nn.Module, Arguments]:
     block = SingleStreamBlock(WIDTH, HEADS, 2, kvheads=2, operations=TorchLayers)
     places = torch.arange(TOKENS)[None, :, None].expand(BATCH, -1, 3)
     return block, {
         "x": drawn(generator, BATCH, TOKENS, WIDTH),
-        "vec": drawn(generator, BATCH, tokens, 6 * WIDTH),
+        "vec": drawn(generator, BATCH, 1, 6 * WIDTH),
         "freqs": EmbedND(WIDTH // HEADS, 1000, [8, 12, 12])(places),
         "transformer_options": {},
     }
@@ -77,9 +68,7 @@ def minimax_h3(generator: torch.Generator) -> tuple[torch.nn.Module, Arguments]:
 
 CASES = {
     "Qwen-Image": qwen_image,
-    "Qwen-Image, references at time 0, a mask": qwen_image_references,
     "Krea 2": krea2,
-    "Krea 2, a time for each token": functools.partial(krea2, tokens=TOKENS),
     "MiniMax H3": minimax_h3,
 }
 

@@ -1,4 +1,4 @@
-"""Guidance of ComfyUI's nodes, and of other packs', in bands of a latent. Run by serve.py.
+"""Guidance of ComfyUI's nodes in bands of a latent. Run by serve.py.
 
 First the table nodes/sampling/known_local.py, on a model that is a function of each pixel: all that can then differ between
 bands and the whole latent is the guidance. Then the bundled model on ranks.
@@ -11,21 +11,10 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, torch
-from guidance_nodes import (
-    PACKS_GUIDERS,
-    PACKS_PIXEL_WISE,
-    PACKS_WHOLE,
-    PIXEL_WISE,
-    WHOLE,
-    core,
-    guider_of,
-    load_packs,
-    times,
-)
+from guidance_nodes import PIXEL_WISE, WHOLE, guider_of, times
 from samplers import Warnings
 
 HEIGHT, BANDS = 12, 3
@@ -148,18 +137,12 @@ class Centred:
         return model
 
 
-WITHOUT: dict[str, torch.Tensor] = {}
-"""Sampler -> what it gives without a node."""
-
-
 def on_ranks(put: Callable, sampler: str) -> dict:
     """The bundled model with a node, in bands, against the same in one call a step."""
     latent, texts = torch.zeros(1, 16, 16, 16), [node("QuickstartPrompt", text) for text in ("3 1 4 1", "")]
     model = put(plain := parallel(BUNDLED))
     sample = partial(ksampler, prompts=texts, latent=latent, sampler=sampler, steps=3)
-    exact = sample(model)
-    if sampler not in WITHOUT:
-        WITHOUT[sampler] = sample(plain)
+    exact, without = sample(model), sample(plain)
     logging.getLogger().addHandler(told := Warnings())
     banded = node("ApplyPipeFusion", model, 3, 1, True)
     first, second = (sample(banded) for _ in range(2))
@@ -167,7 +150,7 @@ def on_ranks(put: Callable, sampler: str) -> dict:
     logging.getLogger().removeHandler(told)
     return {
         "warnings": told.texts,
-        "moved": difference(exact, WITHOUT[sampler]),
+        "moved": difference(exact, without),
         "warm": difference(exact, warm),
         "repeat": difference(first, second),
         "stale": difference(exact, first),
@@ -175,28 +158,16 @@ def on_ranks(put: Callable, sampler: str) -> dict:
 
 
 ON_RANKS = {
-    "CFG Override": (PIXEL_WISE["CFG Override"], "euler"),
     "APG under a sampler that reads the unconditional prediction": (WHOLE["APG"], "euler_cfg_pp"),
-    "APG under a sampler of two calls a step": (WHOLE["APG"], "heun"),
     "Perp-Neg, which calls the model itself": (WHOLE["Perp-Neg"], "euler"),
-    "Skip Layers, with calls of its own": (PIXEL_WISE["Skip Layers"], "euler"),
-    "Skip Layers rescaled, with calls of its own": (WHOLE["Skip Layers rescaled"], "euler"),
     "unknown": (Centred().patch, "euler"),
-    "unknown operation": (core("nodes_latent", "LatentApplyOperationCFG", lambda latent, **_named: 0.9 * latent), "euler"),
 }
 
 
-def main(results: Results, packs: str | None) -> None:
-    """`packs`: a folder of packs, whose nodes are tried then in place of ComfyUI's."""
-    tables, guiders = (PIXEL_WISE, WHOLE), ("PerpNegGuider",)
-    if packs is not None:
-        load_packs(Path(packs))
-        tables, guiders = (PACKS_PIXEL_WISE, PACKS_WHOLE), PACKS_GUIDERS
-    for put_by_name in tables:
-        for name, put in put_by_name.items():
-            results.case(name, partial(in_parts, put, batch=2 if "Video" in name else 1))
-    for name in guiders:
-        results.case(name, partial(in_parts, lambda model: model, name))
+def main(results: Results) -> None:
+    for name, put in {**PIXEL_WISE, **WHOLE}.items():
+        results.case(name, partial(in_parts, put, batch=2 if "Video" in name else 1))
+    results.case("PerpNegGuider", partial(in_parts, lambda model: model, "PerpNegGuider"))
     nodes.NODE_CLASS_MAPPINGS["Centred"] = Centred
-    for name, (put, sampler) in ON_RANKS.items() if packs is None else ():
+    for name, (put, sampler) in ON_RANKS.items():
         results.case(f"{name}, on ranks", partial(on_ranks, put, sampler))

@@ -5,17 +5,14 @@ GPU. Nothing is computed on it.
 """
 
 import importlib.util
-import os
+import json
 import sys
 from types import ModuleType
 from unittest.mock import patch
 
-import folder_paths
 from boot import PACK, Results, comfy, node, nodes, torch
 
 management = comfy.model_management
-FLUX_CHANNELS = {"FluxInpaint": 384}
-"""In a token of ComfyUI's class, if they are not 64."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8_e4m3fn"}
 STORED = {name: dtype for dtype, name in NAMES.items() if name != "fp32"}
 PARAMETERS = 12_000_000_000
@@ -58,7 +55,7 @@ def main(results: Results) -> None:
     kinds = {
         f"{family.name} {name}": (
             list(getattr(comfy.supported_models, name).supported_inference_dtypes),
-            family.half_dtypes({"in_channels": FLUX_CHANNELS.get(name, 64)}),
+            family.half_dtypes({"in_channels": 64}),
         )
         for family in FAMILIES.values()
         for name in family.native_classes
@@ -160,42 +157,17 @@ def main(results: Results) -> None:
     results.case("menu, no P2P", lambda: menu(fake.AMPERE, fake.AMPERE, peers=False))
     results.case("menu, one card", lambda: menu(fake.AMPERE))
 
-    def opened_for_a_thousand() -> list[int]:
-        """How often a file is opened for requests of a thousand loaders of it: the first, the second, after a change."""
-        menu, counts = sys.modules[f"{package}.run_on_several_gpus"], []
-        loaders, plans = [{"class_type": "UNETLoader", "inputs": {"unet_name": "tiny.safetensors"}}] * 1000, menu.FilePlans()
-        path = folder_paths.get_full_path("diffusion_models", "tiny.safetensors")
-        for change in (lambda: None, lambda: None, lambda: os.utime(path)):
-            change()
-            with (
-                fake.fake_cuda(fake.AMPERE, fake.AMPERE),
-                patch.object(management, "cpu_state", management.CPUState.GPU),
-                patch.object(management, "get_torch_device", lambda: GPU),
-                patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: True),
-                patch.object(menu, "opened", wraps=menu.opened) as opens,
-            ):
-                menu.answer(loaders, plans)
-            counts.append(opens.call_count)
-        return counts
-
-    results.case("menu, a thousand of one file", opened_for_a_thousand)
-
-    def unread(body: bytes) -> str:
+    def answered(text: bytes) -> str:
+        menu = sys.modules[f"{package}.run_on_several_gpus"]
         try:
-            sys.modules[f"{package}.run_on_several_gpus"].parsed(body)
-        except ValueError as error:
-            return str(error)
-        return "read"
-
-    texts = (b"", b"{", b"[" * 100_000, b"\xff", b" " * (1 << 23), b"{}")
-    results.case("menu's texts", lambda: [unread(text) for text in texts])
-
-    def refused(body: object) -> str:
-        try:
-            sys.modules[f"{package}.run_on_several_gpus"].asked(body)
+            menu.asked(menu.parsed(text))
         except ValueError as error:
             return str(error)
         return "taken"
 
-    bodies = (None, [], {}, {"loaders": {}}, {"loaders": [1]}, {"loaders": [{}] * 1001}, {"loaders": [{"class_type": 1}]})
-    results.case("menu's bodies", lambda: [refused(body) for body in (*bodies, {"loaders": [{"class_type": "A"}]})])
+    unread = (b"", b"{", b"[" * 100_000, b"\xff", b" " * (1 << 23))
+    loader = {"class_type": "A", "inputs": {}}
+    loaders = ({}, [1], [{}] * 1001, [{"class_type": 1}], [{"class_type": "A"}], [loader])
+    bodies = (None, [], {}, *({"loaders": each} for each in loaders))
+    texts = (*unread, *(json.dumps(body).encode() for body in bodies))
+    results.case("menu's requests", lambda: [answered(text) for text in texts])

@@ -21,26 +21,10 @@ PACK = "Parallel DiT"
 NUMBERS = (0, 1, -1, 2, 3, 65, 2**31, 2**63, 2**64, 10**30, 1.0, 2.0, 0.5, math.nan, math.inf, -math.inf, 1e300, True)
 OTHERS = (None, "", "1", "2.5", "nan", "x", "\0", "ü", [], [1], {}, {"samples": None}, object(), torch.zeros(1), (1, 2))
 NAMES = (
-    *(
-        "../../etc/passwd",
-        "/etc/passwd",
-        "..",
-        ".",
-        "",
-        "a\0b",
-        "C:\\x",
-        "\\\\host\\share",
-        "x" * 5000,
-        "~",
-        "%00",
-        "ü" * 300,
-    ),
-    *("../models/diffusion_models/tiny.safetensors", "a/../../../../x.safetensors", "nul", "tiny.safetensors/", FILE),
+    *("../../etc/passwd", "/etc/passwd", "..", "", "a\0b", "C:\\x", "\\\\host\\share", "x" * 5000, "%00"),
+    *("../models/diffusion_models/tiny.safetensors", "tiny.safetensors/", FILE),
 )
-DEVICES = (
-    *("auto", "cuda:99", "cpu,,cpu", "cpu, cpu ", "CPU", "cpu;cpu", "çpu", "cpu\0", ",", "," * 1000, "cpu," * 500, "meta"),
-    *("cuda", "cuda:-1", "mps", "cpu:0", "ray:cpu,cpu:x"),
-)
+DEVICES = ("auto", "cuda:99", "cpu,,cpu", "cpu, cpu ", "CPU", "çpu", "cpu\0", "," * 1000, "meta", "cuda:-1", "ray:cpu,cpu:x")
 
 
 def latents() -> list[Any]:
@@ -49,16 +33,9 @@ def latents() -> list[Any]:
     odd = [
         *(zeros(1, 16, 1, 1), zeros(1, 16, 3, 5), zeros(2, 16, 2, 7), torch.randn(1, 16, 4, 4), zeros(1, 16, 4, 4).double()),
         *(zeros(1, 16, 4, 4).half(), zeros(1, 4, 4, 4), zeros(1, 16, 1, 4, 4), zeros(0, 16, 4, 4), zeros(1, 16, 0, 4)),
-        *(zeros(1, 0, 4, 4), zeros(16, 4, 4), zeros(4, 4), zeros(()), zeros(1, 16, 4, 4, dtype=torch.int64)),
-        *(torch.full((1, 16, 4, 4), math.nan), torch.full((1, 16, 4, 4), math.inf), torch.ones(1, 17, 4, 4)),
-        *(zeros(1, 16, 4, 4, dtype=torch.bool), torch.ones(1, 16, 2, 4, 4), zeros(1, 16, 4, 4, dtype=torch.complex64)),
+        *(zeros(16, 4, 4), zeros(()), zeros(1, 16, 4, 4, dtype=torch.int64), torch.full((1, 16, 4, 4), math.nan)),
     ]
-    return [
-        *({"samples": samples} for samples in odd),
-        {"samples": [1]},
-        {},
-        {"samples": zeros(1, 16, 4, 4), "noise_mask": 3},
-    ]
+    return [*({"samples": samples} for samples in odd), {"samples": [1]}, {}]
 
 
 def conditionings(g: torch.Generator) -> list[Any]:
@@ -69,10 +46,7 @@ def conditionings(g: torch.Generator) -> list[Any]:
     return [
         *(of(9), of(1), of(1_000), of(0), of(9, 63), of(9, 64, 31), of(9, 64, None), of(9, batch=3), of(5) + of(7), []),
         *([[]], [[torch.zeros(1, 9, 64)]], [[None, {}]], "a text", [["a", {}]], [[torch.zeros(9, 64), {}]]),
-        *([[torch.zeros(1, 9, 64), None]], of(9, area=(1, 1, 0, 0)), of(9, strength=math.nan), of(9, guidance=3.5)),
-        *([[torch.zeros(1, 9, 64, dtype=torch.int64), {"pooled_output": torch.zeros(1, 32)}]],),
-        *([[torch.zeros(1, 9, 64, dtype=torch.float64), {"pooled_output": torch.zeros(1, 32, dtype=torch.float64)}]],),
-        *([[torch.zeros(1, 9, 64), {"pooled_output": "a"}]], [[torch.zeros(1, 9, 64), {"pooled_output": torch.zeros(32)}]]),
+        *(of(9, area=(1, 1, 0, 0)), of(9, strength=math.nan), [[torch.zeros(1, 9, 64), {"pooled_output": "a"}]]),
     ]
 
 
@@ -105,14 +79,8 @@ def main(results: Results) -> None:
     }
     first = {  # what each node is called with where nothing is odd
         "ParallelDiTLoader": dict(model_name=FILE, weight_dtype="fp32", pipefusion_degree=2, tensor_parallel_degree=1)
-        | dict(
-            split_batch_degree=1,
-            devices="cpu,cpu",
-            parallel_config=None,
-            stage_split="even",
-            compile=False,
-            degrees="as set",
-        ),
+        | dict(split_batch_degree=1, devices="cpu,cpu", parallel_config=None, stage_split="even", degrees="as set")
+        | dict(compile=False),
         "UlyssesConfig": dict(ulysses_degree=1, ring_degree=1, patch_mode="none", patch_degree=1, attention="auto")
         | dict(comm_overlap=True, patch_warmup_steps=1, transfer_dtype="full"),
         "PipeFusionSampler": dict(model=model, seed=42, steps=STEPS, cfg=3.0, sampler_name="euler", scheduler="simple")
@@ -206,20 +174,8 @@ def main(results: Results) -> None:
         results.case(name, lambda name=name: odd_inputs(name))
         results.case(f"after {name}", after)
 
-    def native_sampler() -> dict[str, int]:
-        """KSampler with our MODEL: latents and prompts reach it unchecked."""
-        outcomes = {"done": 0, "refused": 0, "refused by ComfyUI": 0}
-        alive = pids()
-        for latent in latents():
-            for pair in (prompts,):
-                outcomes[both(latent, pair)] += 1
-        for prompt in conditionings(g):
-            outcomes[both(sound, (prompt, prompts[1]))] += 1
-        assert pids() == alive
-        return outcomes
-
-    def both(latent: Any, pair: Any) -> str:
-        """Ours and ComfyUI's own model: the same result, or no result of either."""
+    def under_ksampler(latent: Any, pair: Any) -> str:
+        """Latents and prompts reach our MODEL unchecked: the native model's result, or no result of either."""
         try:
             theirs = ksampler(native, pair, copy.copy(latent), steps=STEPS)
         except Exception:
@@ -232,46 +188,21 @@ def main(results: Results) -> None:
             assert theirs is None, f"{latent} {error}"
             return "refused by ComfyUI"
         except Exception as error:
-            if theirs is not None:
-                raise
-            assert "rank" not in str(error), error
+            assert theirs is None and "rank" not in str(error), error
             return "refused by ComfyUI"
         if theirs is not None and theirs.isfinite().all():
             assert difference(ours, theirs) <= 1e-3 * max(1.0, float(theirs.abs().max()))
         return "done"
 
+    def native_sampler() -> dict[str, int]:
+        alive = pids()
+        given = [*((latent, prompts) for latent in latents()), *((sound, (each, prompts[1])) for each in conditionings(g))]
+        outcomes = [under_ksampler(latent, pair) for latent, pair in given]
+        assert pids() == alive
+        return {outcome: outcomes.count(outcome) for outcome in ("done", "refused", "refused by ComfyUI")}
+
     results.case("KSampler", native_sampler)
     results.case("after KSampler", after)
-
-    def sigmas() -> dict[str, str]:
-        """As SamplerCustom takes them, whole and in bands."""
-        banded = node("ApplyPipeFusion", model, 2, 1, True)
-        sampler = comfy.samplers.sampler_object("euler")
-        given = {
-            "none": torch.zeros(0),
-            "one": torch.tensor([1.0]),
-            "rising": torch.tensor([0.1, 0.5, 0.9]),
-            "equal": torch.tensor([0.5, 0.5, 0.5]),
-            "two": torch.tensor([1.0, 0.0]),
-            "not a number": torch.tensor([1.0, math.nan, 0.0]),
-            "below 0": torch.tensor([1.0, -1.0]),
-            "whole numbers": torch.tensor([1, 0]),
-            "double": torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64),
-        }
-        found = {}
-        for name, each in given.items():
-            for kind, which in (("whole", model), ("bands", banded), ("native", native)):
-                start = torch.zeros(1, 16, 8, 8)
-                noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(1))
-                try:
-                    out = comfy.sample.sample_custom(which, noise, 3.0, sampler, each, *prompts, start, seed=1)
-                    found[f"{name}, {kind}"] = "finite" if out.isfinite().all() else "not finite"
-                except Exception as error:
-                    found[f"{name}, {kind}"] = f"{type(error).__name__}: {error}"[:200]
-        return found
-
-    results.case("sigmas", sigmas)
-    results.case("after sigmas", after)
 
     def strengths() -> dict[str, str]:
         """A LoRA of strengths that no widget gives."""

@@ -1,11 +1,9 @@
 """Every class of models that ComfyUI has: what Parallel DiT Loader makes of a native file of it. Run by serve.py."""
 
-import inspect
 from functools import partial
 
 import comfy.supported_models
 from boot import BASE, Results, parallel
-from comfy.ldm.wan.model import WanModel
 from native_files import HEADERS, native_shapes, write_hole
 
 
@@ -20,24 +18,6 @@ def load(kind: type) -> dict:
         path.unlink()
 
 
-def header_entries() -> dict[str, list[str]]:
-    """Family -> entries of a file's header that ComfyUI's own classes take notice of."""
-    wan = arguments(WanModel) | {
-        entry
-        for kind in comfy.supported_models.models
-        if kind.unet_config.get("image_model") == "wan2.1"
-        for entry in kind.unet_config
-    }
-    return dict.fromkeys(("wan-animate", "wan-animate-2"), sorted(wan))
-
-
-def arguments(*kinds: type) -> set[str]:
-    """Those of their constructors, without what is no setting."""
-    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    return names - {"device", "dtype", "operations", "kwargs", "wan_attn_block_class"}
-
-
-def main(results: Results, with_files: bool) -> None:
-    results.case("header entries", header_entries)
-    for kind in comfy.supported_models.models if with_files else ():
+def main(results: Results) -> None:
+    for kind in comfy.supported_models.models:
         results.case(kind.__name__, partial(load, kind))

@@ -1,7 +1,6 @@
 """Parallelize Model, KSampler and Parallel VAE Decode with ranks on cards, against the same on CPU ranks. Run by serve.py.
 
-The cards are emulated CUDA devices, in the ranks' processes and in this one. ComfyUI's own device is the CPU or the first
-card.
+The cards are emulated CUDA devices, in the ranks' processes and in this one. ComfyUI's own device is the first card.
 """
 
 import functools
@@ -10,8 +9,8 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import controlnet
-from boot import Results, comfy, difference, ksampler, node, nodes, torch
-from parallelize import LATENT, prompts, two_loras
+from boot import Results, comfy, difference, ksampler, node, nodes, random_prompts, torch
+from parallelize import LATENT, two_loras
 from vae import image_vae, latent
 
 FILE = "tiny.safetensors"
@@ -20,7 +19,7 @@ KINDS = {"cpu": ("cpu", "cpu"), "cards": ("cuda:0", "cuda:1")}
 
 def sampled(model, texts=None) -> torch.Tensor:
     """Twice: the second run finds what the first has left."""
-    texts = prompts(9, 5) if texts is None else texts
+    texts = random_prompts(9, 5) if texts is None else texts
     return torch.cat([ksampler(model, texts, LATENT, steps=3, seed=seed) for seed in (1, 2)])
 
 
@@ -38,20 +37,13 @@ def main(results: Results) -> None:
     def taken(mode: str, change: Callable = lambda model: model):
         return node("ParallelizeModel", change(node("UNETLoader", FILE, "default")), 2, mode)
 
-    def streamed(devices: str) -> torch.Tensor:
-        offload = "24" if "cuda" in devices else "auto"  # GB left free of 24
-        return sampled(node("ParallelizeModel", node("UNETLoader", FILE, "default"), 2, "pipefusion", None, offload))
-
     kind = controlnet.Kind(FILE, functools.partial(controlnet.flux, False), (1, 16, 8, 12), None)
-    texts = kind.apply(prompts(9, 5), kind.control_net(kind.module()))
+    texts = kind.apply(random_prompts(9, 5), kind.control_net(kind.module()))
     vae = image_vae(4)
     vae.first_stage_model.float()
     vae.vae_dtype = torch.float32  # as CPU ranks compute
     cases: dict[str, Callable[[str], torch.Tensor]] = {
-        **{mode: lambda _devices, mode=mode: sampled(taken(mode)) for mode in ("ulysses", "pipefusion", "tensor")},
         "LoRA": lambda _devices: sampled(taken("ulysses", two_loras)),
-        "streamed": streamed,
-        "ControlNet ulysses": lambda _devices: sampled(taken("ulysses"), texts),
         "ControlNet pipefusion": lambda _devices: sampled(taken("pipefusion"), texts),
         "VAE": lambda devices: node("ParallelVAEDecode", {"samples": latent(1, 4, 9, 8)}, vae, devices),
     }

@@ -4,23 +4,11 @@ The devices are emulated, in ranks of processes of their own. Each case has a cu
 """
 
 import functools
-import logging
 
-from boot import Results, difference, ksampler, node, parallel, torch
+from boot import Results, Told, difference, ksampler, node, parallel, random_prompts, torch
 
 ENOUGH, RATE = 1 << 30, 1e9
 STEPS = 6
-
-
-class Lines(logging.Handler):
-    """Those that the user saw."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def main(results: Results, name: str) -> None:
@@ -29,18 +17,15 @@ def main(results: Results, name: str) -> None:
     from testing.emulated_device import EmulatedDevice
     from testing.full_device import full
 
-    lines, started = Lines(), []
-    logging.getLogger().addHandler(lines)
-    g = torch.Generator().manual_seed(0)
-    pooled = {"pooled_output": torch.randn(1, 32, generator=g)}
-    prompts = [[[torch.randn(1, count, 64, generator=g), pooled]] for count in (7, 5)]  # which ComfyUI cannot join
+    told, started = Told(), []
+    prompts = random_prompts(7, 5)
     empty = torch.zeros(1, 16, 16, 16)
 
     def from_now_on(entry=None) -> None:
         """New ranks, whose main function is `entry`."""
         registry().close()
         started.clear()
-        lines.texts.clear()
+        told.texts.clear()
 
         def start_of(devices):
             started.append(devices)
@@ -62,7 +47,7 @@ def main(results: Results, name: str) -> None:
             "differences": [difference(expected, each) for each in (first, second)],
             "pools": (pools, len(started)),
             "limits": registry().present().resident.limits,
-            "told": [text for text in lines.texts if "ran out of memory. " in text],
+            "told": [text for text in told.texts if "ran out of memory. " in text],
         }
 
     def in_vain(model) -> dict[str, object]:
@@ -76,9 +61,6 @@ def main(results: Results, name: str) -> None:
     def banded(model):
         return node("ApplyPipeFusion", model, 2, 1, True)
 
-    results.case("whole", lambda: tried(parallel(name, stage_split="even")))
     results.case("bands", lambda: tried(banded(parallel(name, stage_split="1,4"))))
-    cached = node("ParallelStepCache", parallel(name, stage_split="2,3"), 0.2, 0.0, 1.0)
-    results.case("step cache", lambda: tried(cached))
     results.case("in vain", lambda: in_vain(banded(parallel(name, stage_split="4,1"))))
     registry().close()

@@ -2,19 +2,7 @@
 
 from functools import partial
 
-from boot import (
-    BASE,
-    Results,
-    by_own_class,
-    comfy,
-    difference,
-    node,
-    parallel,
-    parts_of,
-    sequence,
-    sharing_small_lists,
-    torch,
-)
+from boot import Results, by_own_class, difference, native_model, node, parallel, parts_of, sequence, sharing_small_lists
 from families import detecting, read, sample
 
 MODES = {
@@ -46,9 +34,7 @@ def main(results: Results, names: list[str]) -> None:
     loads = {"PipeFusion": pipefusion, "displaced patches": displaced}
     for name in names:
         with detecting(read(name)[-1]["detected"]), sharing_small_lists():
-            path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
-            native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
-            expected = sample(native, name)
+            expected = sample(native_model(f"{name}.safetensors"), name)
 
             def share(expected, found) -> float:
                 """Of a nested latent the largest of the parts' shares."""

@@ -7,11 +7,10 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import comfy.hooks
 import comfy.model_management
 import controlnet
 import folder_paths
-from boot import BASE, PACK, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import BASE, PACK, Results, comfy, difference, ksampler, node, nodes, parallel, random_prompts, sequence, torch
 from comfy_extras import nodes_model_advanced, nodes_model_merging
 from safetensors.torch import load_file, save_file
 
@@ -26,19 +25,12 @@ LAYERS = ("double_blocks.0.img_attn.proj", "single_blocks.1.linear2")
 LATENT = torch.zeros(1, 16, 8, 12)
 
 
-def prompts(*lengths: int) -> list:
-    g = torch.Generator().manual_seed(0)
-    return [
-        [[torch.randn(1, length, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for length in lengths
-    ]
-
-
 def taken(model, mode: str = "ulysses", gpus: int = 2, config=None):
     return node("ParallelizeModel", model, gpus, mode, config)
 
 
 def sampled(model, texts=None, **settings) -> torch.Tensor:
-    return ksampler(model, prompts(9, 5) if texts is None else texts, LATENT, **({"steps": 2} | settings))
+    return ksampler(model, random_prompts(9, 5) if texts is None else texts, LATENT, **({"steps": 2} | settings))
 
 
 def mapped(model, name: str) -> float:
@@ -126,17 +118,12 @@ def wrapped(model):
 WRAPS: dict[str, Callable] = {
     "nothing": lambda model: model,
     "two LoRAs": two_loras,
-    "ModelSamplingFlux": lambda model: nodes_model_advanced.ModelSamplingFlux().patch(model, 1.5, 0.6, 1024, 768)[0],
-    "RescaleCFG": lambda model: nodes_model_advanced.RescaleCFG().patch(model, 0.6)[0],
     "wrappers and options": wrapped,
-    "LoRA in bypass mode": lambda model: comfy.sd.load_bypass_lora_for_models(model, None, lora(0), 0.8, 0.0)[0],
     "merge": lambda model: nodes_model_merging.ModelMergeSimple().merge(model, two_loras(native()), 0.4)[0],
 }
 
 
 def main(results: Results) -> None:
-    pack = nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__.rpartition(".")[0]
-    NativeWeights = sys.modules[f"{pack}.model.lora.lora"].NativeWeights
     loaded, given = [], comfy.model_management.load_models_gpu
 
     def load_models_gpu(models, *arguments, **named):
@@ -154,59 +141,14 @@ def main(results: Results) -> None:
     for name, wrap in WRAPS.items():
         results.case(name, partial(compare, wrap))
 
-    def conditioned(texts: Callable[[], list]) -> dict:
-        ours = sampled(parallel(FLUX, pipe=1, config=sequence(ulysses=2)), texts())
-        model = taken(native())
-        return {"behind": difference(ours, sampled(model, texts())), "moved": difference(ours, sampled(model))}
-
     def with_controlnet() -> dict:
         kind = controlnet.Kind(FLUX, partial(controlnet.flux, False), (1, 16, 8, 12), None)
-        texts = kind.apply(prompts(9, 5), kind.control_net(kind.module()))
-        return conditioned(lambda: texts)
+        texts = kind.apply(random_prompts(9, 5), kind.control_net(kind.module()))
+        ours = sampled(parallel(FLUX, pipe=1, config=sequence(ulysses=2)), texts)
+        model = taken(native())
+        return {"behind": difference(ours, sampled(model, texts)), "moved": difference(ours, sampled(model))}
 
     results.case("ControlNet", with_controlnet)
-
-    def with_hook() -> list:
-        """Texts with a LoRA; made anew for each run, as hooks keep where they are in their schedule."""
-        hook = comfy.hooks.create_hook_lora(lora(0), 1.0, 0.0)
-        return [comfy.hooks.set_hooks_for_conditioning(text, hook) for text in prompts(9, 5)]
-
-    results.case("hooks", lambda: conditioned(with_hook))
-
-    def stands() -> dict:
-        """What is on a MODEL before is on it behind, and there once."""
-        before = two_loras(wrapped(native()))
-        model = taken(before)
-        sampled(model)
-        twice = taken(model, "ring")
-        planned, kind = taken(native(), "auto"), comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
-        native_wrapper = native().clone()
-        native_wrapper.add_wrapper_with_key(kind, "mine", lambda executor, *arguments: executor(*arguments))
-        return {
-            "around a run": [
-                list(each.wrappers.get(kind, ())) for each in (taken(native_wrapper, "auto"), taken(planned, "ring"))
-            ],
-            "uuid": [each.patches_uuid == before.patches_uuid for each in (model, twice)],
-            "attachments": [model.attachments, twice.attachments, before.attachments],
-            "wrappers": [sum(map(len, each.wrappers["apply_model"].values())) for each in (before, model, twice)],
-            "again": difference(
-                sampled(model), sampled(two_loras(wrapped(parallel(FLUX, pipe=1, config=sequence(ulysses=2)))))
-            ),
-        }
-
-    results.case("what stands on it", stands)
-
-    def not_sent_again() -> list[int]:
-        """LoRA layers sent for two MODELs of the same patches."""
-        before = two_loras(native())
-        sent, delta = [], NativeWeights._delta
-        with patch.object(NativeWeights, "_delta", lambda *arguments: sent.append(1) or delta(*arguments)):
-            sampled(taken(before))
-            first = len(sent)
-            sampled(taken(before))
-        return [first, len(sent) - first]
-
-    results.case("LoRA sent", not_sent_again)
 
     def pipelined() -> dict:
         """`mode` pipefusion is Apply PipeFusion with its defaults, and one behind replaces its settings."""
@@ -262,18 +204,6 @@ def main(results: Results) -> None:
 
     results.case("memory", memory)
 
-    def widened() -> dict:
-        """The same of a file in 16 bits, whose weights ComfyUI computes with in fp32 on a CPU, with LoRAs too."""
-        folder, name = BASE / "models" / "diffusion_models", "parallelize-bf16.safetensors"
-        save_file({key: value.bfloat16() for key, value in load_file(folder / FLUX).items()}, folder / name)
-        own = node("UNETLoader", name, "default")
-        before, patched, dtype = sampled(own), sampled(two_loras(own)), next(own.model.parameters()).dtype
-        taken(own)
-        after = {"again": difference(before, sampled(own)), "patched": difference(patched, sampled(two_loras(own)))}
-        return after | {"mapped": mapped(own, name), "dtype": str(dtype), "moved": difference(before, patched)}
-
-    results.case("widened", widened)
-
     def chosen() -> dict[str, list]:
         """(degrees, devices) by mode and numbers."""
         asked = {
@@ -306,11 +236,6 @@ def main(results: Results) -> None:
         block = model.model.diffusion_model.single_blocks[0]
         block.forward = partial(lambda *_arguments, **_named: None)
 
-    def other_class(model) -> None:
-        block = model.model.diffusion_model.single_blocks[0]
-        sys.modules["some.pack"] = SimpleNamespace(__file__=str(BASE / "custom_nodes" / "some" / "pack.py"))
-        block.__class__ = type("OtherBlock", (type(block),), {"__module__": "some.pack"})
-
     def inner_patch(model):
         clone = model.clone()
         clone.add_object_patch("diffusion_model.single_blocks.0", torch.nn.Identity())
@@ -321,11 +246,8 @@ def main(results: Results) -> None:
         clone.set_additional_models("multigpu", [model.clone()])
         return clone
 
-    def unknown(model) -> None:
-        model.cached_patcher_init = None
-
     def made_elsewhere(model) -> None:
-        model.cached_patcher_init = (partial(unknown), ("file",))
+        model.cached_patcher_init = (partial(written), ("file",))
 
     def second_file(model) -> None:
         def _load_diffusion_model_kj(unet_path, model_options=None, extra_state_dict=None, disable_dynamic=False):
@@ -335,10 +257,9 @@ def main(results: Results) -> None:
         _load_diffusion_model_kj.__qualname__ = "_load_diffusion_model_kj"
         model.cached_patcher_init = (_load_diffusion_model_kj, (model.cached_patcher_init[1][0], {}, "vace.safetensors"))
 
-    for change in (written, other_forward, other_class, inner_patch, other_gpus, unknown, made_elsewhere, second_file):
+    for change in (written, other_forward, inner_patch, other_gpus, made_elsewhere, second_file):
         results.case(change.__name__, partial(edited, change))
     results.case("GGUF", gguf_loader)
     results.case("GGUF, loader not known", lambda: taken(gguf_model(GGUF)) and None)
-    results.case("fp8_e5m2", lambda: taken(node("UNETLoader", FLUX, "fp8_e5m2")) and None)
     results.case("no multiple", lambda: taken(native(), "pipefusion", 3, sequence(ulysses=2)) and None)
     results.case("no config", lambda: taken(native(), "auto", 2, {}) and None)

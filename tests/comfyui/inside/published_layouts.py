@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import folder_paths
-from boot import BASE, PACK, Results, comfy, nodes, torch
+from boot import BASE, PACK, Results, comfy, native_model, nodes, torch
 from families import detecting
 from safetensors.torch import save_file
 
@@ -40,7 +40,7 @@ class Log(logging.Handler):
 def native(path: Path) -> Any:
     """ComfyUI's MODEL. GGUF files are handed on as ComfyUI-GGUF does it."""
     if path.suffix.lower() != ".gguf":
-        return comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        return native_model(path)
     with GgufFile(path) as file:
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         options = {"dtype": torch.float32}
@@ -70,14 +70,8 @@ def by_pack(path: Path) -> dict:
         return {"refused": str(error)}
 
 
-def names_of_diffusers(kind: str) -> dict[str, tuple[int, ...]]:
-    """Names of a model in diffusers' layout, with shapes by which ComfyUI knows it and small ones elsewhere."""
-    if kind == "auraflow":
-        names = comfy.utils.auraflow_to_diffusers({"n_double_layers": 1, "n_layers": 3})
-        return dict.fromkeys(names, (6, 2))
-    if kind == "pixart":
-        names = comfy.utils.pixart_to_diffusers({"depth": 2})
-        return {name: (1152, 2) if ".to_" in name else (6, 2) for name in names}
+def names_of_diffusers() -> dict[str, tuple[int, ...]]:
+    """Names of a UNet in diffusers' layout, with shapes by which ComfyUI knows it and small ones elsewhere."""
     unet = comfy.model_detection.unet_config_from_diffusers_unet
     small = {"conv_in.weight": (320, 4), "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight": (2, 768)}
     depths = [2, 2, 2, 0]
@@ -92,19 +86,17 @@ def names_of_diffusers(kind: str) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(names, (6, 2)) | small
 
 
-def is_comfyuis_conversion(kind: str) -> bool:
+def is_comfyuis_conversion() -> bool:
     """Whether rows, taken as `conversion_of` says, are ComfyUI's conversion of the same tensors."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in names_of_diffusers(kind).items()}
-    path = BASE / f"{kind}.safetensors"
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in names_of_diffusers().items()}
+    path = BASE / "unet.safetensors"
     save_file(tensors, path)
     rows = LOADER.conversion_of(path)
     ours = {key: torch.cat([tensors[each][start:stop] for each, start, stop in parts]) for key, parts in rows}
-    theirs = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "")
-    if theirs is None:
-        config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
-        names = comfy.utils.unet_to_diffusers(config.unet_config)
-        theirs = {names[name]: value for name, value in tensors.items() if name in names}
+    config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
+    names = comfy.utils.unet_to_diffusers(config.unet_config)
+    theirs = {names[name]: value for name, value in tensors.items() if name in names}
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
@@ -118,8 +110,7 @@ def main(results: Results, layouts: Iterable[dict]) -> None:
                 return {"comfyui": by_comfyui(path), "pack": by_pack(path)}
 
         results.case(each["name"], partial(measure))
-    for kind in ("auraflow", "pixart", "unet"):
-        results.case(f"conversion of {kind}", partial(is_comfyuis_conversion, kind))
+    results.case("conversion of unet", is_comfyuis_conversion)
     results.case(
         "listed",
         lambda: {"pack": LOADER.model_names(), "comfyui": folder_paths.get_filename_list("diffusion_models")},

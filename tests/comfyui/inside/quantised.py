@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from boot import BASE, Results, comfy, ksampler, other_attention, parallel, sequence, torch
+from boot import Results, ksampler, native_model, parallel, random_prompts, sequence, torch
 
 MODES = {
     "one rank": partial(parallel, pipe=1, devices="cpu"),
@@ -17,32 +17,24 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def main(results: Results, plain: dict[str, str], files: dict[str, str], wanted: dict[str, list[str]]) -> None:
-    """`plain`: family -> its file. `files`: "family, format" -> the quantised file. `wanted`: mode -> some of these."""
-    g = torch.Generator().manual_seed(0)
-    text = [[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]]
-
-    def native(file: str):
-        path = str(BASE / "models" / "diffusion_models" / file)
-        return comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32})
+def main(results: Results, plain: str, files: dict[str, str], wanted: dict[str, list[str]]) -> None:
+    """`plain`: the file. `files`: format -> the quantised file. `wanted`: mode -> some of these."""
+    (text,) = random_prompts(9)
 
     def sample(model) -> torch.Tensor:
         return ksampler(model, (text, text), torch.zeros(1, 16, 16, 12), steps=2, cfg=1.0)
 
     with torch.inference_mode():
-        exact = {family: sample(native(file)) for family, file in plain.items()}
+        exact = sample(native_model(plain))
     expected = {}
 
     def alone(case: str) -> dict[str, float]:
-        model, reference = native(files[case]), exact[case.partition(",")[0]]
-        expected[case] = sample(model)
-        other = distance(sample(other_attention(model)), expected[case])
-        return {"from plain": distance(expected[case], reference), "from itself": other}
+        expected[case] = sample(native_model(files[case]))
+        return {"from plain": distance(expected[case], exact)}
 
     def compare(case: str, make: Callable) -> dict[str, float]:
         found = sample(make(files[case]))
-        reference = exact[case.partition(",")[0]]
-        return {"from plain": distance(found, reference), "from native": distance(found, expected[case])}
+        return {"from plain": distance(found, exact), "from native": distance(found, expected[case])}
 
     for case in files:
         results.case(f"{case}, native", partial(alone, case))

@@ -7,31 +7,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from block_patches import extra, load_extras
-from boot import BASE, PACK, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+from boot import PACK, Results, difference, ksampler, load_pack, native_model, node, parallel, random_prompts, whole_because
 from families import detecting
+
+import nodes
 
 MEDDLING = PACK / "tests" / "comfyui" / "meddling_nodes"
 EXTRAS = ("nodes_easycache", "nodes_rope", "nodes_model_advanced")
-FLUX, SD3, WAN = FILES = ("tiny.safetensors", "tiny-sd3.safetensors", "wan-2.1-t2v.safetensors")
-WIDTHS = {FLUX: (64, 32), SD3: (64, 32), WAN: (24, 8)}
-LATENTS = {FLUX: (1, 16, 16, 12), SD3: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
-
-
-def prompts(file: str) -> list:
-    g = torch.Generator().manual_seed(0)
-    text, pooled = WIDTHS[file]
-    return [
-        [[torch.randn(1, 9, text, generator=g), {"pooled_output": torch.randn(1, pooled, generator=g)}]] for _ in range(2)
-    ]
+FLUX, WAN = "tiny.safetensors", "wan-2.1-t2v.safetensors"
+WIDTHS = {FLUX: {}, WAN: {"width": 24, "pooled": 8}}
+LATENTS = {FLUX: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
 
 
 def easy(model: Any) -> Any:
     return extra("EasyCache", model, reuse_threshold=1.0, start_percent=0.0, end_percent=1.0, verbose=False)
-
-
-def lazy(model: Any) -> Any:
-    return extra("LazyCache", model, reuse_threshold=1.0, start_percent=0.0, end_percent=1.0, verbose=False)
 
 
 def scaled(model: Any) -> Any:
@@ -77,32 +68,32 @@ def noted(model: Any) -> Any:
     return model
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {"EasyCache": easy, "LazyCache": lazy, "ScaleROPE": scaled}
-FOR_WAN = {"RIFLEx": longer, "RIFLEx and ScaleROPE": lambda model: scaled(longer(model))}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "EasyCache": easy,
+    "ScaleROPE": scaled,
+    "RIFLEx and ScaleROPE": lambda model: scaled(longer(model)),
+}
 
 
-def main(results: Results) -> None:
+def main(results: Results, changes: list[tuple[str, str]]) -> None:
+    """`changes`: files and what is put on their MODELs."""
     load_extras(*EXTRAS)
     load_pack(MEDDLING)
 
     def sample(file: str, model: Any, **settings: Any) -> torch.Tensor:
-        return ksampler(model, prompts(file), torch.zeros(LATENTS[file]), steps=8, **settings)
+        return ksampler(model, random_prompts(9, 9, **WIDTHS[file]), torch.zeros(LATENTS[file]), steps=8, **settings)
 
     def changed(file: str, change: Callable[[Any], Any]) -> dict[str, Any]:
-        path = BASE / "models" / "diffusion_models" / file
-        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        native = native_model(file)
         plain, expected = sample(file, native), sample(file, change(native))
         found = {"moved": difference(plain, expected)}
         for way, model in {"": parallel(file), ", banded": node("ApplyPipeFusion", parallel(file), 2, 1, True)}.items():
             found[f"difference{way}"] = difference(expected, sample(file, change(model)))
-        pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
-        return found | {"whole because": [wrapper.last.reason for wrapper in pipefusion]}
+        return found | {"whole because": whole_because(model)}
 
-    for file in FILES:
-        for name, change in (CHANGES | (FOR_WAN if file == WAN else {})).items():
-            with detecting({"text_dim": WIDTHS[WAN][0]} if file == WAN else {}):
-                results.case(f"{file} {name}", partial(changed, file, change))
-
+    for file, name in changes:
+        with detecting({"text_dim": WIDTHS[WAN]["width"]} if file == WAN else {}):
+            results.case(f"{file} {name}", partial(changed, file, CHANGES[name]))
     model = parallel(FLUX)
     expected = sample(FLUX, model)
 

@@ -1,7 +1,7 @@
 """Controls that add to all tokens, on the parallel MODEL, against ComfyUI's own model with the same. Run by serve.py.
 
 "two": two of them, the second one ends after the first step. "patched": one, with a LoRA of a layer that runs in ComfyUI's
-process too. "core": by ComfyUI's own node and network, where it has them (0.38). A branch that starts from a later block's
+process too. A branch that starts from a later block's
 input depends on blocks, which ranks have: it is refused, and so is a ControlNet beside a branch.
 """
 
@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from unittest import mock
 
-import core_controls
-from boot import BASE, CHECKOUT, Results, comfy, difference, node, parallel, sequence, torch
+from boot import CHECKOUT, Results, difference, native_model, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
 from control_branch import Branch, controlled, copies, nodes_minimax_h3, nodes_qwen
 from families import detecting, read, sample
@@ -39,9 +38,7 @@ def compare(name: str) -> dict:
     file, settings = f"{name}.safetensors", read(name)[-1]
     with ExitStack() as stack:
         stack.enter_context(detecting(settings["detected"]))
-        native = comfy.sd.load_diffusion_model(
-            str(BASE / "models" / "diffusion_models" / file), model_options={"dtype": torch.float32}
-        )
+        native = native_model(file)
         if settings["boolean_masks"]:  # ComfyUI's kernel for a CPU would add them to the scores, in a control's blocks too
             module = sys.modules[type(native.model.diffusion_model).__module__]
             stack.enter_context(mock.patch.object(module, "optimized_attention", attention.attention_pytorch))
@@ -59,7 +56,7 @@ def compare(name: str) -> dict:
             clone.add_patches({key: ("diff", (change,))}, 0.7)
             return controlled(clone, patch, Branch(branches[1], 0.3, ALWAYS, seed=1))
 
-        apply = {"two": two, "patched": patched} | core(name, native)
+        apply = {"two": two, "patched": patched}
         expected = {case: sample(with_it(native), name) for case, with_it in apply.items()}
         found = {"moved": {case: difference(each, sample(native, name)) for case, each in expected.items()}}
         modes = {
@@ -88,31 +85,3 @@ def compare(name: str) -> dict:
 def with_controlnet(apply, call: dict) -> torch.Tensor:
     """A model call as with a ControlNet, which these models have none of."""
     return apply(call["input"], call["timestep"], **call["c"], control={"input": [torch.zeros(1, 1, 1)]})
-
-
-class FakeVAE:
-    """Any picture -> one latent of this shape."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        self.latent = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-
-    def spacial_compression_encode(self) -> int:
-        return 16
-
-    def encode(self, _pixels: torch.Tensor) -> torch.Tensor:
-        return self.latent
-
-
-def core(name: str, native) -> dict:
-    """{"core": function that puts ComfyUI's own control on a MODEL}. Empty for a ComfyUI without it."""
-    latent, config = read(name)[2], native.model.model_config.unet_config
-    if name.startswith("minimax"):
-        node_id, patch = "MiniMaxH3FunControlNetApply", core_controls.of_h3(config)
-        shape = tuple(latent["samples"].unbind()[0].shape)
-        pictures = {"control_video": torch.rand(9, 96, 96, 3), "mask": torch.ones(9, 96, 96)}
-    else:
-        node_id, patch = "QwenImage21FunControlNetApply", core_controls.of_qwen21(config)
-        shape = (1, *latent.shape[1:])
-        pictures = {"control_image": torch.rand(1, 96, 96, 3), "mask": torch.rand(1, 96, 96)}
-    vae = FakeVAE(shape)
-    return {"core": lambda model: node(node_id, model, patch, vae, 0.2, 0.0, 0.9, **pictures)} if patch else {}

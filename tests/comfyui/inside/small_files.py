@@ -36,5 +36,5 @@ def main(_results: Results, names: list[str]) -> None:
                 else:
                     plain[key] = described(value, tensors)
         told = {"cfg": 3.0, "scheduler": "simple", "extras": plain, "detected": detected(name)}
-        settings = json.dumps(told | {"modes": [], "boolean_masks": False})
+        settings = json.dumps(told | {"boolean_masks": False})
         save_file(tensors, BASE / f"{name}.inputs.safetensors", {"settings": settings})

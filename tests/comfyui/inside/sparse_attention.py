@@ -11,7 +11,7 @@ from unittest import mock
 
 import comfy_kitchen
 import nodes_sparse_attention
-from boot import BASE, PACK, Results, comfy, difference, parallel, sequence, torch
+from boot import PACK, Results, difference, native_model, parallel, sequence, torch
 from families import detecting, read, sample
 
 sys.path.insert(0, str(PACK))
@@ -25,23 +25,23 @@ def causal(q, k, v, scale=None, **_settings):
     return torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def main(results: Results, names: list[str], least: dict[str, int]) -> None:
+def main(results: Results, least: dict[str, int]) -> None:
+    """`least`: small model -> tokens from which on attention is sparse."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(comfy_kitchen, "sol_attn", causal, create=True))
         stack.enter_context(mock.patch.object(sparse, "refusal", lambda *_: ""))
         start = stack.enter_context(thread_ranks())
         stack.enter_context(mock.patch.object(registry(), "start_of", lambda _devices: start))
         stack.callback(registry().close)
-        for name in names:
-            results.case(name, partial(compare, name, least[name]))
+        for name, tokens in least.items():
+            results.case(name, partial(compare, name, tokens))
 
 
 def compare(name: str, least: int) -> dict:
     settings = nodes_sparse_attention.settings(min_tokens=least)
     *_, described = read(name)
-    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     with detecting(described["detected"]):
-        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        native = native_model(f"{name}.safetensors")
         expected = sample(nodes_sparse_attention.apply(native, settings), name)
         in_full = sample(native, name)
         found = {}

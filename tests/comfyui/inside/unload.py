@@ -6,10 +6,10 @@ leave on it; the memory that ranks on `cpu` hold then counts as on the GPU that 
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from unittest.mock import patch
 
-from boot import Results, comfy, difference, ksampler, node, parallel, torch
+from boot import Results, comfy, difference, ksampler, node, parallel, random_prompts, torch
 
 FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 CPU = torch.device("cpu")
@@ -33,8 +33,7 @@ def main(results: Results) -> None:
 
     from parallel_backend.client.registry import registry
 
-    g = torch.Generator().manual_seed(0)
-    prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
+    prompts = random_prompts(9, 9)
     latent = torch.zeros(1, 16, 16, 16)
     model = parallel(FILE, stage_split="even")
     stub = model.model.diffusion_model
@@ -83,59 +82,33 @@ def main(results: Results) -> None:
             management.free_memory(required, CPU)
 
     results.case("room for a little more", lambda: after(lambda: make_room(1001.0)))
-    results.case("room for a lot more", lambda: after(lambda: make_room(1e12)))
+
+    asked_for: list[float] = []
 
     def what_allocators_keep(freed: int) -> None:
         """A rank's allocator on the GPU gives `freed` bytes back."""
-        with patch.object(registry(), "give_back", lambda key, device, nbytes: freed):
+        with patch.object(registry(), "give_back", lambda key, device, nbytes: asked_for.append(nbytes) or freed):
             make_room(1500.0)
 
     results.case("room in what allocators keep", lambda: after(lambda: what_allocators_keep(500)))
     results.case("too little in it", lambda: after(lambda: what_allocators_keep(499)))
+    results.case("given back", lambda: asked_for)
     results.case("room that is there", lambda: after(lambda: make_room(999.0)))
     results.case("the node", lambda: after(lambda: node("UnloadParallelDiT")))
 
-    def on_other_gpus(inside_a_node: bool) -> None:
+    def on_another_gpu() -> None:
         """ComfyUI's own GPU has no rank."""
-        with gpu(), patch.object(model, "load_device", torch.device("cuda:7")):
-            if inside_a_node:
-                with CurrentNodeContext("prompt", "node"):
-                    model.detach()
-            else:
-                model.detach()
+        elsewhere = patch.object(model, "load_device", torch.device("cuda:7"))
+        with gpu(), elsewhere, CurrentNodeContext("prompt", "node"):
+            model.detach()
 
-    results.case("room on another GPU", lambda: after(lambda: on_other_gpus(True)))
-    results.case("all, ranks on another GPU", lambda: after(lambda: on_other_gpus(False)))
+    results.case("room on another GPU", lambda: after(on_another_gpu))
 
     def handed_through() -> bool:
         given = object()
         return node("UnloadParallelDiT", given) is given
 
     results.case("handed through", handed_through)
-
-    def asked(held: int) -> dict[str, float]:
-        """What ComfyUI asks a GPU for before it loads the MODEL, whose ranks hold so much there of 1000 bytes."""
-        seen: dict[str, float] = {}
-
-        class Asked(Exception): ...
-
-        def free_memory(required, device, *_arguments, **named):
-            seen.update(required=required, pinned=named["pins_required"])
-            raise Asked
-
-        with (
-            gpu(),
-            patch.object(model, "load_device", torch.device("cuda:7")),
-            patch.object(registry(), "bytes_on", lambda setup, device: held),
-            patch.object(registry(), "wanted_on", lambda setup, device: 1000),
-            patch.object(management, "current_loaded_models", []),
-            patch.object(management, "free_memory", free_memory),
-            suppress(Asked),
-        ):
-            management.load_models_gpu([model])
-        return seen
-
-    results.case("asked for", lambda: {"all there": asked(1000), "some there": asked(400), "own": own})
 
     def other_model() -> dict[str, bool]:
         """The ranks hold SD3 too: nothing of it is the first model's to free."""

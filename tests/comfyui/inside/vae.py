@@ -1,14 +1,15 @@
-"""Parallel VAE Decode against the VAE's own decode. Run by serve.py.
+"""Parallel VAE Encode and Decode against the VAEs' own encode and decode. Run by serve.py.
 
-VAEs have random weights in the real key layout. Their decoders are a quarter as wide as real ones, but for one.
+VAEs have ComfyUI's classes, made as Load VAE makes them, with fewer channels and random weights.
 """
 
+import contextlib
 import copy
 import functools
 import gc
 import importlib
+import json
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from testing.quantised import stored
 
 WIDE, NARROW = 128, 32
+RANKS, THREE = "cpu,cpu", "cpu,cpu,cpu"
 DDCONFIG = {
     "double_z": True,
     "resolution": 256,
@@ -72,14 +74,6 @@ def wan_vae(channels: int = 3) -> comfy.sd.VAE:
     return comfy.sd.VAE(sd=randomised(comfy.ldm.wan.vae.WanVAE(**sizes, **more)))
 
 
-def wan22_vae() -> comfy.sd.VAE:
-    made = comfy.ldm.wan.vae2_2.WanVAE
-    small = lambda **config: made(**config | {"dim": 8, "dec_dim": 16})  # noqa: E731
-    sizes = {"z_dim": 48, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
-    with patch.object(comfy.ldm.wan.vae2_2, "WanVAE", small):
-        return comfy.sd.VAE(sd=randomised(small(**sizes)))
-
-
 def h3_vae(quantised: bool = False) -> comfy.sd.VAE:
     """With tiles of 4 x 4 of its latent, and a decoder of one narrow layer, `quantised` as the templates' file."""
     from comfy.ldm.minimax import vae as module
@@ -100,58 +94,40 @@ def int8_decoder(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def hunyuan_video_vae() -> comfy.sd.VAE:
+    config = DDCONFIG | {"ch": 32, "z_channels": 16, "conv3d": True, "time_compress": 4, "num_res_blocks": 1}
+    made = functools.partial(comfy.sd.AutoencoderKL, ddconfig=config)
+    with patch.object(comfy.sd, "AutoencoderKL", lambda **given: made(**given | {"ddconfig": config})):
+        vae = comfy.sd.VAE(sd=randomised(made(embed_dim=16)))
+    assert vae.latent_dim == 3
+    return vae
+
+
+LTX_09 = {
+    "dims": 3,
+    "latent_channels": 128,
+    "norm_layer": "pixel_norm",
+    "patch_size": 4,
+    "latent_log_var": "uniform",
+    "encoder_base_channels": 8,
+    "decoder_base_channels": 16,
+}
+"""LTX-Video 0.9: strided convolutions, a decoder that looks ahead, reflection at the edges."""
+
+
+def ltx_vae(noisy: bool = False) -> comfy.sd.VAE:
+    """`noisy`: with noise inside the decoder's layers, as 0.9.1 has it."""
+    res = ["res_x", {"num_layers": 1, "inject_noise": noisy}]
+    config = LTX_09 | {"blocks": [res, ["compress_all", 1], ["res_x_y", 1], res, *[["compress_all", 1]] * 2, res]}
+    made = comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config=config)
+    state = randomised(made) | {"per_channel_statistics.std-of-means": 0.5 + torch.rand(128)}
+    # What tells ComfyUI the class.
+    state.setdefault("decoder.up_blocks.0.res_blocks.0.conv1.conv.weight", torch.empty(0))
+    return comfy.sd.VAE(sd=state, metadata={"config": json.dumps({"vae": config})})
+
+
 def latent(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-class Decodes:
-    """Runs both nodes and compares."""
-
-    def __init__(self, recorder: Recorder):
-        self.recorder = recorder
-
-    def __call__(self, vae: comfy.sd.VAE, samples: torch.Tensor, devices: str = "cpu,cpu"):
-        from comfy_execution.utils import CurrentNodeContext
-
-        self.recorder.said.clear()
-        with CurrentNodeContext("prompt", "7"):
-            ours = node("ParallelVAEDecode", {"samples": samples}, vae, devices)
-        whole = nodes.VAEDecode().decode(vae, {"samples": samples})[0]
-        return {
-            "difference": difference(ours, whole),
-            "clamped": float(((whole == 0) | (whole == 1)).float().mean()),
-            "spread": float(whole.std()),
-            "alike": (ours.shape, ours.dtype, ours.device) == (whole.shape, whole.dtype, whole.device),
-            "said": self.recorder.said.copy(),
-        }
-
-
-def cancelled(vae: comfy.sd.VAE, samples: torch.Tensor, decodes: Decodes, next_ones: torch.Tensor):
-    """Cancel is pressed; the next decode finds the ranks working."""
-    comfy.model_management.interrupt_current_processing(True)
-    try:
-        node("ParallelVAEDecode", {"samples": samples}, vae, "cpu,cpu")
-    except comfy.model_management.InterruptProcessingException:
-        return decodes(vae, next_ones)
-    return "not cancelled"
-
-
-def changed_by_a_node(vae: comfy.sd.VAE) -> comfy.sd.VAE:
-    """As nodes for seamless textures do: a copy whose convolutions wrap around."""
-    copied = copy.deepcopy(vae)
-    for module in copied.first_stage_model.modules():
-        if isinstance(module, torch.nn.Conv2d) and module.kernel_size == (3, 3):
-            module.padding_mode, module._reversed_padding_repeated_twice = "circular", (1, 1, 1, 1)
-    return copied
-
-
-def written_into(vae: comfy.sd.VAE, decodes: Decodes):
-    """A node writes into the weights of a VAE that ranks have."""
-    small = latent(1, 4, 4, 4)
-    before = node("ParallelVAEDecode", {"samples": small}, vae, "cpu,cpu")
-    vae.first_stage_model.decoder.conv_out.bias.data += 0.2
-    after = decodes(vae, small)
-    return after | {"changed": difference(before, vae.decode(small))}
 
 
 def patched(vae: comfy.sd.VAE) -> comfy.sd.VAE:
@@ -161,16 +137,6 @@ def patched(vae: comfy.sd.VAE) -> comfy.sd.VAE:
     copied.patcher = vae.patcher.clone()
     copied.patcher.add_object_patch("decoder.conv_out", layer)
     return copied
-
-
-def shares_its_model(vae: comfy.sd.VAE) -> comfy.sd.VAE:
-    """With one that has a patch, which is in their weights since that one was used."""
-    copied = copy.copy(vae)
-    copied.patcher = vae.patcher.clone()
-    name = "decoder.conv_out.bias"
-    copied.patcher.add_patches({name: ("diff", (torch.ones_like(vae.get_sd()[name]),))}, 0.2)
-    copied.decode(latent(1, 4, 4, 4))
-    return vae
 
 
 def a_huge_estimate(_shape: tuple[int, ...], _dtype: torch.dtype) -> int:
@@ -183,24 +149,77 @@ def with_a_huge_estimate(vae: comfy.sd.VAE) -> comfy.sd.VAE:
     return copied
 
 
-def room_is_made(vae: comfy.sd.VAE, decode: Callable[[comfy.sd.VAE], dict[str, Any]]) -> dict[str, Any]:
-    """Models on the ranks make way, and then there is enough."""
-    copied, asked = with_a_huge_estimate(vae), []
-    room = nodes.NODE_CLASS_MAPPINGS["ParallelVAEDecode"].__module__.rpartition(".")[0] + ".bands"
-    kind = type(importlib.import_module(room).registry())
+class Compares:
+    """Runs ComfyUI's node and ours, and compares."""
 
-    def make_way(_registry, _pool, device: str, nbytes: int) -> int:
-        asked.append((device, nbytes > 2**59))
-        copied.memory_used_decode = lambda shape, dtype: 1
-        return nbytes
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
 
-    with patch.object(kind, "held_on", lambda *_: 2**62), patch.object(kind, "make_way", make_way):
-        return decode(copied) | {"asked": asked}
+    def encode(self, vae: comfy.sd.VAE, frames: int, rows: int, columns: int) -> dict[str, Any]:
+        pixels = torch.rand(frames, rows, columns, 3, generator=torch.Generator().manual_seed(2))
+        ours = self._said("ParallelVAEEncode", pixels, vae, RANKS)
+        return self._compared(ours["samples"], nodes.VAEEncode().encode(vae, pixels)[0]["samples"])
+
+    def decode(self, vae: comfy.sd.VAE, samples: torch.Tensor, devices: str = RANKS) -> dict[str, Any]:
+        torch.manual_seed(3)  # some draw a little noise
+        ours = self._said("ParallelVAEDecode", {"samples": samples}, vae, devices)
+        torch.manual_seed(3)
+        return self._compared(ours, nodes.VAEDecode().decode(vae, {"samples": samples})[0])
+
+    def _said(self, name: str, given: Any, vae: comfy.sd.VAE, devices: str) -> Any:
+        """The node's output. ComfyUI's estimates of memory are for the real widths, some gigabytes which may not be free."""
+        from comfy_execution.utils import CurrentNodeContext
+
+        self.recorder.said.clear()
+        little = lambda shape, dtype: 1  # noqa: E731
+        known = patch.multiple(vae, memory_used_encode=little, memory_used_decode=little)
+        if vae.memory_used_decode is a_huge_estimate:  # by which the case goes
+            known = contextlib.nullcontext()
+        with CurrentNodeContext("prompt", "7"), known:
+            return node(name, given, vae, devices)
+
+    def _compared(self, ours: torch.Tensor, whole: torch.Tensor) -> dict[str, Any]:
+        return {
+            "difference": difference(ours, whole) / float(whole.abs().max()),
+            "spread": float(whole.std() / whole.abs().max()),
+            "alike": (ours.shape, ours.dtype, ours.device) == (whole.shape, whole.dtype, whole.device),
+            "said": self.recorder.said.copy(),
+        }
+
+    def cancelled(self, vae: comfy.sd.VAE) -> dict[str, Any] | str:
+        """Cancel is pressed; the next decode finds the ranks working."""
+        comfy.model_management.interrupt_current_processing(True)
+        try:
+            node("ParallelVAEDecode", {"samples": latent(1, 16, 5, 16, 16)}, vae, RANKS)
+        except comfy.model_management.InterruptProcessingException:
+            return self.decode(vae, latent(1, 16, 2, 3, 3))
+        return "not cancelled"
+
+    def written_into(self, vae: comfy.sd.VAE) -> dict[str, Any]:
+        """A node writes into the weights of a VAE that ranks have."""
+        small = latent(1, 4, 4, 4)
+        before = node("ParallelVAEDecode", {"samples": small}, vae, RANKS)
+        vae.first_stage_model.decoder.conv_out.bias.data += 0.2
+        return self.decode(vae, small) | {"changed": difference(before, vae.decode(small))}
+
+    def room_is_made(self, vae: comfy.sd.VAE) -> dict[str, Any]:
+        """Models on the ranks make way, and then there is enough."""
+        copied, asked = with_a_huge_estimate(vae), []
+        room = nodes.NODE_CLASS_MAPPINGS["ParallelVAEDecode"].__module__.rpartition(".")[0] + ".bands"
+        kind = type(importlib.import_module(room).registry())
+
+        def make_way(_registry, _pool, device: str, nbytes: int) -> int:
+            asked.append((device, nbytes > 2**59))
+            copied.memory_used_decode = lambda shape, dtype: 1
+            return nbytes
+
+        with patch.object(kind, "held_on", lambda *_: 2**62), patch.object(kind, "make_way", make_way):
+            return self.decode(copied, latent(1, 4, 4, 4)) | {"asked": asked}
 
 
 def dropped(vaes: list[comfy.sd.VAE]) -> bool:
     """Nothing of ours keeps a VAE alive that nobody else has any more."""
-    node("ParallelVAEDecode", {"samples": latent(1, 4, 4, 4)}, vaes[0], "cpu,cpu,cpu")
+    node("ParallelVAEDecode", {"samples": latent(1, 4, 4, 4)}, vaes[0], THREE)
     seen = weakref.ref(vaes.pop().first_stage_model)
     gc.collect()
     return seen() is None
@@ -210,51 +229,44 @@ def main(results: Results) -> None:
     import server  # ComfyUI's; it is found once boot.py is imported
 
     server.PromptServer.instance = recorder = Recorder()
-    decodes = Decodes(recorder)
+    compares = Compares(recorder)
+    encode, decode = compares.encode, compares.decode
     vae, small = image_vae(4), latent(1, 4, 4, 4)
     (BASE / "models" / "vae").mkdir(exist_ok=True)
     save_file(vae.get_sd(), BASE / "models" / "vae" / "random.safetensors")
-    results.case("no ranks", lambda: decodes(vae, small, "auto"))
+    results.case("decode without ranks", lambda: decode(vae, small, "auto"))
 
     prompts = [node("QuickstartPrompt", text) for text in ("3 1", "")]
     empty = torch.zeros(1, 16, 16, 16)
     model = parallel(BUNDLED)
     before = ksampler(model, prompts, empty, steps=1)
-    results.case("auto, on the model's ranks", lambda: decodes(vae, latent(1, 4, 7, 5), "auto"))
+    results.case("decode auto, on the model's ranks", lambda: decode(vae, latent(1, 4, 7, 5), "auto"))
     results.case("model after decoding", lambda: difference(before, ksampler(model, prompts, empty, steps=1)))
-    results.case("another model", lambda: ksampler(parallel(BUNDLED, pipe=1, batch=2), prompts, empty, steps=1).std().item())
-    results.case("auto, after another model was loaded", lambda: decodes(vae, small, "auto"))
 
-    results.case("SD, real width", lambda: decodes(image_vae(4, WIDE), latent(1, 4, 9, 6)))
-    results.case("Flux, no post_quant_conv, batch 2", lambda: decodes(image_vae(16, post_quant=False), latent(2, 16, 5, 4)))
-    results.case("Flux.2, batch 2", lambda: decodes(image_vae(32, packed=True), latent(2, 128, 3, 2)))
-    results.case("a latent with one frame", lambda: decodes(vae, small[:, :, None]))
-    results.case("cancelled", lambda: cancelled(vae, latent(1, 4, 16, 16), decodes, small))
-
-    results.case("too little memory", lambda: decodes(with_a_huge_estimate(vae), small))
-    results.case("room is made", lambda: room_is_made(vae, lambda short: decodes(short, small)))
-    results.case("too few rows", lambda: decodes(vae, latent(1, 4, 1, 1)))
-    circular = changed_by_a_node(vae)
-    results.case("changed", lambda: decodes(circular, small))
-    results.case("what the change does", lambda: difference(circular.decode(small), vae.decode(small)))
-    results.case("written into", lambda: written_into(vae, decodes))
-    results.case("patched", lambda: decodes(patched(vae), small))
-    results.case("another VAE's patch in its weights", lambda: decodes(shares_its_model(vae), small))
-    results.case("after that", lambda: decodes(vae, small))
+    results.case("decode Flux, no post_quant_conv", lambda: decode(image_vae(16, post_quant=False), latent(2, 16, 5, 4)))
+    results.case("decode Flux.2", lambda: decode(image_vae(32, packed=True), latent(2, 128, 3, 2)))
+    results.case("encode SD, odd size", lambda: encode(vae, 2, 45, 37))
+    results.case("encode too small", lambda: encode(vae, 1, 8, 8))
+    results.case("decode too little memory", lambda: decode(with_a_huge_estimate(vae), small))
+    results.case("decode once room is made", lambda: compares.room_is_made(vae))
+    results.case("decode written into", lambda: compares.written_into(vae))
+    results.case("decode patched", lambda: decode(patched(vae), small))
+    results.case("decode after that", lambda: decode(vae, small))
     tiny = comfy.sd.VAE(sd=randomised(comfy.taesd.taesd.TAESD(latent_channels=4)))
-    results.case("TAESD", lambda: decodes(tiny, small))
-    wan = wan_vae()
-    results.case("Wan 2.1", lambda: decodes(wan, latent(1, 16, 3, 5, 3)))
-    results.case("Wan 2.1, columns, batch 2, three ranks", lambda: decodes(wan, latent(2, 16, 2, 2, 4), "cpu,cpu,cpu"))
-    results.case("Qwen-Image, batch 2", lambda: decodes(wan, latent(2, 16, 1, 5, 4)))
-    results.case("Wan 2.2", lambda: decodes(wan22_vae(), latent(1, 48, 2, 3, 2)))
-    results.case("Wan, cancelled", lambda: cancelled(wan, latent(1, 16, 5, 16, 16), decodes, latent(1, 16, 2, 3, 3)))
-    results.case("Qwen-Image Layered", lambda: decodes(wan_vae(4), latent(1, 16, 1, 3, 3)))
-    h3 = h3_vae()
-    results.case("MiniMax H3", lambda: decodes(h3, latent(1, 24, 8, 6, 5)))
-    results.case("MiniMax H3, one frame, batch 2, three ranks", lambda: decodes(h3, latent(2, 24, 1, 5, 3), "cpu,cpu,cpu"))
-    results.case("MiniMax H3, int8", lambda: decodes(h3_vae(quantised=True), latent(1, 24, 8, 6, 5)))
-    results.case("wrong channels", lambda: decodes(vae, latent(1, 16, 4, 4)))
-    results.case("wrong devices", lambda: decodes(vae, small, "cpu,tpu"))
-    results.case("three ranks, batch 3", lambda: decodes(vae, latent(3, 4, 11, 5), "cpu,cpu,cpu"))
+    results.case("decode TAESD", lambda: decode(tiny, small))
+    wan, hunyuan, ltx, h3 = wan_vae(), hunyuan_video_vae(), ltx_vae(), h3_vae()
+    results.case("encode Wan 2.1", lambda: encode(wan, 9, 40, 24))
+    results.case("decode Wan 2.1", lambda: decode(wan, latent(1, 16, 3, 5, 3)))
+    results.case("decode Wan, cancelled", lambda: compares.cancelled(wan))
+    results.case("decode Qwen-Image Layered, three ranks", lambda: decode(wan_vae(4), latent(2, 16, 1, 5, 3), THREE))
+    results.case("encode HunyuanVideo", lambda: encode(hunyuan, 14, 40, 24))
+    results.case("decode HunyuanVideo", lambda: decode(hunyuan, latent(1, 16, 4, 5, 3)))
+    results.case("encode LTX-Video 0.9", lambda: encode(ltx, 17, 96, 64))
+    results.case("decode LTX-Video 0.9", lambda: decode(ltx, latent(1, 128, 3, 3, 2)))
+    results.case("decode noisy", lambda: decode(ltx_vae(noisy=True), latent(1, 128, 2, 3, 2)))
+    results.case("encode MiniMax H3 in tiles", lambda: encode(h3, 22, 96, 80))
+    results.case("decode MiniMax H3 in tiles", lambda: decode(h3, latent(1, 24, 8, 6, 5)))
+    results.case("decode MiniMax H3, int8", lambda: decode(h3_vae(quantised=True), latent(1, 24, 8, 6, 5)))
+    results.case("wrong channels", lambda: decode(vae, latent(1, 16, 4, 4)))
+    results.case("wrong devices", lambda: decode(vae, small, "cpu,tpu"))
     results.case("dropped", lambda: dropped([image_vae(4)]))

@@ -3,24 +3,14 @@
 `outside`: a function of the pack that a node uses, as TeaCache and WaveSpeed have them.
 """
 
-import functools
 from unittest.mock import patch
 
-import comfy.ldm.flux.model
 import torch
 from comfy.patcher_extension import PatcherInjection, WrappersMP
 
 
 def outside(executor, *arguments, **named):
     return executor(*arguments, **named)
-
-
-def attention_patch(*_arguments, **_named):
-    return None
-
-
-def attention_replacement(*_arguments, **_named):
-    return None
 
 
 def kernel(*_arguments, **_named):
@@ -45,19 +35,6 @@ class Node:
         return (clone,)
 
 
-class BlockCache(Node):
-    """As WaveSpeed's FBCache."""
-
-    def put(self, model):
-        stub, blocks = model.get_model_object("diffusion_model"), torch.nn.ModuleList()
-
-        def around(apply_model, call):
-            with patch.object(stub, "double_blocks", blocks):
-                return apply_model(call["input"], call["timestep"], **call["c"])
-
-        model.set_model_unet_function_wrapper(around)
-
-
 class ForwardCache(Node):
     """As TeaCache."""
 
@@ -72,32 +49,9 @@ class ForwardCache(Node):
         model.set_model_unet_function_wrapper(around)
 
 
-class ForwardPatch(Node):
-    """As RES4LYF's FluxOrthoCFGPatcher."""
-
-    def put(self, model):
-        model.add_object_patch("diffusion_model.forward", lambda *_arguments, **_named: None)
-
-
 class BlockCompile(Node):
     def put(self, model):
         model.add_object_patch("diffusion_model.double_blocks.0", torch.nn.Identity())
-
-
-class OtherClass(Node):
-    """As RES4LYF's older patchers."""
-
-    def put(self, model):
-        model.model.diffusion_model.__class__ = torch.nn.Identity
-
-
-class KnownClass(Node):
-    """As RES4LYF's patchers, which look at the class before they put anything."""
-
-    def put(self, model):
-        if model.model.diffusion_model.__class__ is not comfy.ldm.flux.model.Flux:
-            raise ValueError("This node is for Flux only!")
-        model.add_object_patch("diffusion_model.style", None)
 
 
 class LayerPatch(Node):
@@ -105,26 +59,10 @@ class LayerPatch(Node):
         model.model.diffusion_model.img_in.forward = torch.nn.Identity()
 
 
-class Note(Node):
-    def put(self, model):
-        model.model_options["transformer_options"]["a_note_of_its_own"] = 1
-
-
 class Nothing(Node):
     def put(self, model):
         model.model_options["transformer_options"]["a_note_of_nothing"] = None
         model.model_options["transformer_options"]["regional_conditioning_weight"] = 0.5
-
-
-class AttentionPatch(Node):
-    def put(self, model):
-        model.set_model_attn1_patch(functools.partial(attention_patch, 1))
-
-
-class AttentionReplacement(Node):
-    def put(self, model):
-        for block in range(3):
-            model.set_model_patch_replace(attention_replacement, "dit", "double_block", block)
 
 
 class OwnKernel(Node):
@@ -147,7 +85,5 @@ class BlockWrapper(Node):
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "meddling", blocks_outside)
 
 
-NODES = (BlockCache, ForwardCache, ForwardPatch, BlockCompile, OtherClass, KnownClass, LayerPatch, Note, Nothing)
-NODES += (AttentionPatch, AttentionReplacement, OwnKernel, Injection, Wrapper, BlockWrapper)
+NODES = (ForwardCache, BlockCompile, LayerPatch, Nothing, OwnKernel, Injection, Wrapper, BlockWrapper)
 NODE_CLASS_MAPPINGS = {f"Meddling{kind.__name__}": kind for kind in NODES}
-NODE_DISPLAY_NAME_MAPPINGS = {"MeddlingBlockCache": "First Block Cache"}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, random_prompts, torch
 
 FILE = "tiny.safetensors"
 
@@ -23,8 +23,7 @@ def main(results: Results) -> None:
     from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
     from parallel_backend.planning.machine import Device, Machine
 
-    g = torch.Generator().manual_seed(0)
-    prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
+    prompts = random_prompts(9, 9)
     latent = torch.zeros(1, 16, 16, 16)
     said, measured = [], []
 
@@ -85,19 +84,6 @@ def main(results: Results) -> None:
             sample(model, prompts, latent)
             return {"before": before, "chosen": chosen(model), "difference": by_hand(model), "said": said[-1]}
 
-    def tokens() -> dict:
-        """One prompt: its tokens are shared."""
-        with machine(1e12):
-            model = load()
-            sample(model, prompts, latent, cfg=1.0)
-            return {"chosen": chosen(model), "difference": by_hand(model, cfg=1.0)}
-
-    def slow_links() -> dict:
-        with machine(1e5):
-            model = load()
-            sample(model, prompts, latent, cfg=1.0)
-            return {"chosen": chosen(model), "difference": by_hand(model, cfg=1.0)}
-
     def pipefusion() -> dict:
         """Links that only PipeFusion can use."""
         with machine(5e5):
@@ -116,32 +102,6 @@ def main(results: Results) -> None:
                 "difference": by_hand(model, pipelined, cfg=1.0),
             }
 
-    def displaced() -> dict:
-        """Links that are too slow to wait for, and fast enough to use beside the computing."""
-        with machine(3e6):
-            model = load()
-            sample(pipelined(model), prompts, latent, cfg=1.0, steps=8)
-            found = chosen(model)
-            return {"chosen": found, "difference": by_hand(model, pipelined, cfg=1.0)}
-
-    def pipefusion_unused() -> dict:
-        """Applied with 4 patches, but shared tokens are faster: then nothing runs in bands."""
-        with machine(1e12):
-            model = load()
-            ours = sample(pipelined(model), prompts, latent, cfg=1.0)
-            found = chosen(model)
-            return {"chosen": found, "difference": difference(ours, sample(model, prompts, latent, cfg=1.0))}
-
-    def sampler_node() -> dict:
-        """PipeFusion Sampler puts its own wrapper on, inside ours; it says what it ran on."""
-        with machine(5e5):
-            model = load()
-            kind = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]
-            _, report = kind().sample(
-                model, 42, 8, 1.0, "euler", "simple", *prompts, {"samples": latent}, 1.0, 4, 1, True, True
-            )
-            return {"chosen": chosen(model), "report": report}
-
     def kept() -> dict:
         """Larger pictures and other nodes of the same widgets go by the first plan; unloading ends it."""
         with machine(1e12):
@@ -157,30 +117,6 @@ def main(results: Results) -> None:
             node("UnloadParallelDiT")
             sample(again, prompts, latent)
             return {"first": first, "ours": ours, "same": same, "after": chosen(again), "measured": len(measured)}
-
-    def by_hand_first() -> dict:
-        """The same file by hand is another model: its degrees are no plan."""
-        with machine(1e5):
-            same = parallel(FILE, 2, 1, "cpu,cpu", None, 1, "even")
-            sample(same, prompts, latent, cfg=1.0)
-            model = load()
-            sample(model, prompts, latent, cfg=1.0)
-            return {"chosen": chosen(model)}
-
-    def one_device() -> dict:
-        with machine(1e12, (1.0,)):
-            model = load("cpu")
-            sample(model, prompts, latent)
-            alone = load("auto")
-            return {"chosen": chosen(model), "auto": chosen(alone), "measured": len(measured)}
-
-    def ulysses_config() -> dict:
-        """Its degrees are not looked at, its attention is."""
-        with machine(1e12):
-            config = node("UlyssesConfig", 5, 1, "none", 3, "sdpa", True)
-            model = load(config=config)
-            sample(model, prompts, latent)
-            return {"chosen": chosen(model), "attention": key_of(model).attention}
 
     def for_real() -> dict:
         """Nothing is made up: two ranks are calibrated, once, and the file is kept."""
@@ -225,15 +161,6 @@ def main(results: Results) -> None:
                 stages.cleanup()  # as when another node makes room: the run has been told of
         return {"ended": ended}
 
-    def unloads() -> dict:
-        """ComfyUI's button finds the model under the degrees that were chosen."""
-        with machine(1e12):
-            model = load()
-            sample(model, prompts, latent)
-            held = registry().bytes_on(key_of(model), "cpu")
-            comfy.model_management.unload_all_models()
-            return {"held": held, "left": registry().bytes_on(key_of(model), "cpu")}
-
     def cancelled() -> dict:
         """While calibrating: the next run calibrates."""
         with machine(1e12):
@@ -249,13 +176,6 @@ def main(results: Results) -> None:
     def stages_by_hand() -> None:
         load(stage_split="3,2")
 
-    def nothing_fits() -> dict:
-        with machine(1e12), patch.object(auto, "host_memory", lambda: (1000, None)):
-            model = load()
-            sample(model, prompts, latent)
-            return {"chosen": chosen(model)}
-
     # Those of two ranks first: ranks start anew where their number changes.
-    two = (batches, tokens, displaced, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, advised)
-    for case in (*two, nothing_fits, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
+    for case in (batches, kept, cancelled, advised, for_real, pipefusion, stages_by_hand):
         results.case(case.__name__, case)
