@@ -1,7 +1,6 @@
 """The file by which ranks find each other: what removes or damages it is an error at once, and no wait without end."""
 
 import itertools
-import os
 import shutil
 import threading
 import time
@@ -52,26 +51,6 @@ def test_what_ranks_add_is_fine(path):
         store.check()
 
 
-def test_what_another_thread_sees_in_the_middle_of_a_look_is_no_harm(path, monkeypatch):
-    """The guard's thread looks while the main thread goes on from one meeting to the next."""
-    store, stat, other = StoreFile(path), os.stat, []
-
-    def interrupted(*arguments, **named):
-        if not other:
-            append(path, b"of another rank")
-            other.append("looks")
-            store.check()
-        return stat(*arguments, **named)
-
-    monkeypatch.setattr(os, "stat", interrupted)
-    store.check()
-    assert other == ["looks"]
-    monkeypatch.undo()
-    cut(path)
-    with pytest.raises(StoreError, match="was cut short"):
-        store.check()
-
-
 @pytest.mark.parametrize(("harm", "word"), [(remove, "removed"), (replace, "removed"), (cut, "cut short")])
 def test_harm_is_seen(path, harm, word):
     store = StoreFile(path)
@@ -80,11 +59,6 @@ def test_harm_is_seen(path, harm, word):
     harm(path)
     with pytest.raises(StoreError, match=f"was {word}"):
         store.check()
-
-
-def test_one_that_is_gone_at_the_start(tmp_path):
-    with pytest.raises(StoreError, match="was removed"):
-        StoreFile(tmp_path / "store")
 
 
 def test_the_store_waits_as_long_as_the_pool(path):
@@ -116,18 +90,8 @@ def test_ranks_agree_on_what_any_of_them_knows(path, own):
         assert list(threads.map(Rendezvous.is_any, ranks, ["far"] * len(ranks), own)) == [any(own)] * len(ranks)
 
 
-def test_one_rank_has_no_store(tmp_path):
-    alone = Rendezvous(tmp_path / "store", 1, timedelta(seconds=1))
-    alone.check()
-    alone.meet()
-    assert alone.is_any("far", True)
-    assert alone.store is None
-    assert not (tmp_path / "store").exists()
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("whole", [False, True], ids=["the file", "its folder"])
-def test_a_cleaner_of_temporary_files_is_named(mini_file, whole):
+def test_a_cleaner_of_temporary_files_is_named(mini_file):
     """Without the look at the file the ranks would wait in the making of the next model's groups."""
     with closing(Pool(("cpu", "cpu"))) as pool:
         given = mini.inputs()
@@ -136,9 +100,6 @@ def test_a_cleaner_of_temporary_files_is_named(mini_file, whole):
             return on_ranks(pool, mini.opened(mini_file), degrees, "fp32", "sdpa", lambda: None)
 
         load(Degrees(pipe=2)).predict(ModelCall(*given), lambda: None)
-        if whole:
-            shutil.rmtree(pool.ranks.directory)
-        else:
-            remove(pool.ranks.directory / "store")
+        shutil.rmtree(pool.ranks.directory)
         with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in loading: StoreError: the file .* was removed"):
             load(Degrees(ulysses=2))
