@@ -40,21 +40,9 @@ class Between(Tokens):
         return 0.1
 
 
-class PoolsBetween(Between):
-    def between(self, h, t):
-        return h.mean(1, keepdim=True)
-
-
 class PoolsBetweenLate(Between):
     def between(self, h, t):
         return h.mean(1, keepdim=True) if float(t[0]) < LATE else 0.1
-
-
-class PoolsWhatIsKnown(Between):
-    """The mean of finite values alone."""
-
-    def between(self, h, t):
-        return h.nanmean(1, keepdim=True)
 
 
 class ComparesBetween(Between):
@@ -64,36 +52,14 @@ class ComparesBetween(Between):
         return (h > 0).to(h.dtype).mean(1, keepdim=True)
 
 
-class LargestBetween(Between):
-    def between(self, h, t):
-        return h.nan_to_num(nan=-9.0).amax(1, keepdim=True)
-
-
 class NextTokenBetween(Between):
     def between(self, h, t):
         return h.roll(1, 1)
 
 
-class NextTokenLate(Between):
-    def between(self, h, t):
-        return h.roll(1, 1) if float(t[0]) < LATE else 0.1
-
-
 class FirstTokenBetween(Between):
     def between(self, h, t):
         return h[:, :1]
-
-
-class UpsideDownBetween(Between):
-    def between(self, h, t):
-        return h.flip(1)
-
-
-class CountsBetween(Between):
-    """How many tokens there are that it knows."""
-
-    def between(self, h, t):
-        return h.isfinite().all(-1).sum(1)[:, None, None] / 100
 
 
 class ReadsItBehindAll(Between):
@@ -108,19 +74,3 @@ class ReadsItBehindAll(Between):
     def between(self, h, t):
         self.sum = self.sum + h
         return 0.1
-
-
-class WordsInFrontLate(ChangingWords):
-    """At late times the second list has words before the picture."""
-
-    def mixed(self, h, words, emb, t):
-        if float(t[0]) >= LATE:
-            return super().mixed(h, words, emb, t)
-        picture, table = h.shape[1], rows(h.shape[1] + 2 * words.shape[1], h)
-        c = torch.cat((words, words), 1)
-        for block in self.streams:
-            c, h = block(c, h, emb, table)
-        h = torch.cat((c, h), 1)
-        for block in self.blocks:
-            h = block(h, emb, table)
-        return h[:, -picture:]

@@ -50,13 +50,6 @@ class Pairs(SoundToo):
         return h, s
 
 
-class SoundMixedIn(SoundToo):
-    """Its sound is mixed into the picture's tokens in front of the blocks."""
-
-    def both(self, h, s, emb):
-        return super().both(h + 0.1 * s.mean(1, keepdim=True), s, emb)
-
-
 class SoundMixedInLate(SoundToo):
     """Behind a comparison, so that a single change of the sound does not show."""
 
@@ -71,34 +64,12 @@ class PictureInSound(SoundToo):
         return super().both(h, s + 0.1 * h.mean(1, keepdim=True), emb)
 
 
-class SoundInTime(SoundToo):
-    """Its sound enters with every band: blocks get it in what else they read."""
-
-    def both(self, h, s, emb):
-        return super().both(h, s, emb + 0.1 * s.mean(1))
-
-
 class SoundBehind(SoundToo):
     """What the blocks make of the sound is added to the picture."""
 
     def both(self, h, s, emb):
         h, s = super().both(h, s, emb)
         return h + 0.1 * s.mean(1, keepdim=True), s
-
-
-class PictureBehindSound(SoundToo):
-    """What the blocks make of the picture is added to the sound."""
-
-    def both(self, h, s, emb):
-        h, s = super().both(h, s, emb)
-        return h, s + 0.1 * h.mean(1, keepdim=True)
-
-
-class SoundAtOnce(SoundToo):
-    """Its sound's tokens are mixed in front of the blocks, of which they have none to themselves."""
-
-    def both(self, h, s, emb):
-        return super().both(h, s + 0.1 * s.mean(1, keepdim=True), emb)
 
 
 class TakesPayload(Tokens):

@@ -35,16 +35,13 @@ class Hinted(Banded):
         return self.leaving(self.out(self.behind(h, c)), x)
 
     def between(self, h, c, emb, t):
-        table, first = rows(h.shape[1], h), self.read_by_hints(h)
+        table, first = rows(h.shape[1], h), h
         for number, block in enumerate(self.blocks):
             h = block(h, emb, table)
             if (at := self.numbers.get(number)) is not None:
                 more, c = self.hints[at](c, first, emb, table)
                 h = self.added(h, more, t)
         return h, c
-
-    def read_by_hints(self, h):
-        return h
 
     def hint(self, c, x, t):
         return c
@@ -56,25 +53,9 @@ class Hinted(Banded):
         return h
 
 
-class AddsInPlace(Hinted):
-    def added(self, h, more, t):
-        h += more
-        return h
-
-
-class NextHint(Hinted):
-    def added(self, h, more, t):
-        return h + more.roll(1, dims=1)
-
-
 class NextHintLate(Hinted):
     def added(self, h, more, t):
         return h + (more if bool((t > LATE).any()) else more.roll(1, dims=1))
-
-
-class PoolsHints(Hinted):
-    def added(self, h, more, t):
-        return h + more.mean(1, keepdim=True)
 
 
 class HintsBehindAll(Hinted):
@@ -85,27 +66,3 @@ class HintsBehindAll(Hinted):
 class LatentInHints(Hinted):
     def hint(self, c, x, t):
         return c + x.mean()
-
-
-class LatentInHintsLate(Hinted):
-    def hint(self, c, x, t):
-        return c if bool((t > LATE).any()) else c + x.mean()
-
-
-class HintsUpsideDown(Hinted):
-    """The tokens of the latent that hints read are others' than those that they are added to."""
-
-    def read_by_hints(self, h):
-        return h.flip(1)
-
-
-class FirstHintAgain(Hinted):
-    def between(self, h, c, emb, t):
-        table, start, kept = rows(h.shape[1], h), h, []
-        for number, block in enumerate(self.blocks):
-            h = block(h, emb, table)
-            if (at := self.numbers.get(number)) is not None:
-                more, c = self.hints[at](c, start, emb, table)
-                kept.append(more)
-                h = h + sum(kept)
-        return h + kept[0], c

@@ -26,11 +26,8 @@ class Numbered(Tokens):
         h = h + self.pos[:, : h.shape[1]] + self.text(context).mean(1, keepdim=True)
         emb, table = torch.tanh(self.time(timestep[:, None] / 1000.0)), rows(h.shape[1], h)
         for number, block in enumerate(self.blocks):
-            h = block(h, emb, table, self.flag(number, told))
+            h = block(h, emb, table, number in told)
         return self.out(h).transpose(1, 2).reshape(x.shape)
-
-    def flag(self, number, told):
-        return number in told
 
 
 class LeavesCallOut(Numbered):
@@ -48,13 +45,6 @@ class PoolsWhereTold(Numbered):
         def forward(self, x, emb, table, told=False):
             x = super().forward(x, emb, table, told)
             return x + x.mean(1, keepdim=True) if told else x
-
-
-class PoolsIfAlone(PoolsWhereTold):
-    """If the second block is told, and the first one is not."""
-
-    def flag(self, number, told):
-        return number == 1 and 1 in told and 0 not in told
 
 
 class MixesEntries(Numbered):

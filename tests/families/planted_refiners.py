@@ -37,24 +37,6 @@ class Refines(Banded):
         return h
 
 
-class ProjectsWords(Banded):
-    """As HiDream: words for each block, all of which the class asks for."""
-
-    depth = 6
-
-    def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device, blocks=self.depth)
-        self.of_words = nn.ModuleList(nn.Sequential(operations.Linear(WIDTH, WIDTH)) for _ in range(4))
-
-    def mixed(self, h, words, emb, t):
-        emb = emb + sum(self.of_words[number](words).mean(1) for number in range(4))
-        return super().mixed(h, words, emb, t)
-
-
-class ProjectsWordsDeep(ProjectsWords):
-    depth = 24
-
-
 class PoolsRefined(Refines):
     def between(self, h, t):
         return h + 0.1 * h.mean(1, keepdim=True)
@@ -63,28 +45,6 @@ class PoolsRefined(Refines):
 class PoolsRefinedLate(PoolsRefined):
     def between(self, h, t):
         return super().between(h, t) if float(t[0]) < LATE else h
-
-
-class ScalesRefined(Refines):
-    def between(self, h, t):
-        return h / h.abs().amax((1, 2), keepdim=True)
-
-
-class MovesRefined(Refines):
-    """To the token before."""
-
-    def between(self, h, t):
-        return h.roll(-1, 1)
-
-    def left(self, h, refined):
-        return h.roll(1, 1)
-
-
-class MixesRefined(Refines):
-    """With the token before."""
-
-    def between(self, h, t):
-        return h + 0.1 * h.roll(1, 1)
 
 
 class PoolsRefinedBehind(Refines):
@@ -99,10 +59,3 @@ class CountsRefined(Refines):
 
     def between(self, h, t):
         return h * (1 + h.isfinite().all(-1).float().mean())
-
-
-class ScalesLatentFirst(Refines):
-    """In front of its refiner."""
-
-    def latent(self, x, t):
-        return x / x.abs().amax((1, 2, 3, 4), keepdim=True)

@@ -5,7 +5,7 @@ from torch import nn
 
 from tests.families.planted_bands import Banded
 from tests.families.planted_classes import LATE, WIDTH
-from tests.families.planted_tokens import HEADS, Crossed, Double, Mixing, TwoStreams, optimized_attention, rows
+from tests.families.planted_tokens import HEADS, Crossed, Double, Mixing, TwoStreams, optimized_attention
 
 
 class ReadsWords(Crossed):
@@ -20,28 +20,6 @@ class ReadsWords(Crossed):
             x = super().forward(x, emb, table)
             k, v = self.words(words).chunk(2, dim=-1)
             return x + optimized_attention(self.q(x), k, v, HEADS)
-
-
-class Attends(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.kv = layers.Linear(WIDTH, WIDTH)
-
-    def forward(self, words):
-        k = self.kv(words)
-        return optimized_attention(k, k, k, HEADS)
-
-
-class AttendsAmongWords(Crossed):
-    """Words attend to themselves in a module of each block."""
-
-    class block(Mixing):
-        def __init__(self, layers):
-            super().__init__(layers)
-            self.words = Attends(layers)
-
-        def forward(self, x, words, emb, table):
-            return super().forward(x, emb + self.words(words).mean(1), table)
 
 
 class OfTokensLate(nn.Module):
@@ -70,25 +48,6 @@ class WritesIntoOutput(Banded):
     class block(Mixing):
         def forward(self, x, emb, table):
             return super().forward(x + self.mod(emb).mul_(1.5)[:, None].chunk(2, dim=-1)[0], emb, table)
-
-
-class TableModule(nn.Module):
-    def forward(self, h):
-        return rows(h.shape[1], h)
-
-
-class MakesTable(Banded):
-    """A module without weights makes the table of positions."""
-
-    def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device)
-        self.table = TableModule()
-
-    def mixed(self, h, words, emb, t):
-        table = self.table(h)
-        for block in self.blocks:
-            h = block(h, emb, table)
-        return h
 
 
 class WordsLayer(TwoStreams):

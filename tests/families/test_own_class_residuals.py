@@ -8,27 +8,18 @@ import torch
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import (
     AROUND,
-    KINDS,
-    PATCHED,
     TRIED_ROWS,
-    by_kind,
-    by_name,
     fitted,
     for_trial,
-    side_of,
 )
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.families.own_class.unproven import Unproven
 from tests.families.planted_classes import WIDTH
 from tests.families.test_own_class_bands import call as call_of_bands
-from tests.support.planted_comfyui import planted, planted_comfyui
+from tests.support.planted_comfyui import planted
 
-
-@pytest.fixture(autouse=True)
-def comfyui():
-    with planted_comfyui():
-        yield
+pytestmark = pytest.mark.usefixtures("comfyui")
 
 
 def controlled_call(*kinds: str) -> Call:
@@ -43,7 +34,7 @@ def proof(name: str, *kinds: str) -> Proof:
     return trial(planted(name), controlled_call(*kinds), (1.0,), bands=True)
 
 
-@pytest.mark.parametrize("name", ["Controlled", "InFront", "BehindAll", "ToPicture"])
+@pytest.mark.parametrize("name", ["Controlled", "ToPicture"])
 def test_residuals_that_ranks_get_right_are_proven(name):
     found = proof(name, "input", "output")
     assert (found.stages, found.batch, found.sequence, found.bands) == ("", "", "", "")
@@ -55,10 +46,7 @@ OTHER = "attends to other values where its tokens are cut"
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Iterated", "it does not run in a band"),
-        ("Pooled", OTHER),
         ("PooledLate", OTHER),
-        ("Reversed", OTHER),
         ("FromNeighbour", OTHER),
         ("AtTheEnd", OTHER),
     ],
@@ -103,10 +91,7 @@ def test_residuals_that_a_function_around_a_block_adds_to_all_tokens_are_proven(
 @pytest.mark.parametrize(
     ("name", "ways"),
     [
-        ("TakesNeighbours", ("sequence", "bands")),
         ("TakesNeighboursLate", ("sequence", "bands")),
-        ("TakesPooled", ("sequence", "bands")),
-        ("KeepsTaken", ("stages",)),
         ("TakesOfBatch", ("batch",)),
     ],
 )
@@ -121,18 +106,3 @@ def test_residuals_of_all_tokens_fit_them():
     assert fitted(torch.zeros(1, 5, 2), 5).shape == (1, 5, 2)
     with pytest.raises(Unproven, match="adds to 5 tokens, and there are 6"):
         fitted(torch.zeros(1, 5, 2), 6)
-
-
-def test_residuals_come_back_by_their_names():
-    one, two = torch.ones(1, 6, 3), torch.zeros(1, 6, 3)
-    none = {kind: [] for kind in (*KINDS, *PATCHED)}
-    control = none | {"input": [None, one], "output": [two, None, one], "double_block": [one]}
-    assert by_kind(by_name(control)) == control
-    assert by_kind({}) == none
-
-
-def test_the_side_of_a_token_is_found_from_a_residuals_rows():
-    assert side_of(torch.zeros(1, 12, 3), (5, 8)) == 2, "three rows of four tokens"
-    assert side_of(torch.zeros(1, 24, 3), (2, 5, 8)) == 2
-    assert side_of(torch.zeros(1, 13, 3), (5, 8)) is None
-    assert side_of(torch.zeros(1, 3, 5, 8), (5, 8)) is None
