@@ -79,14 +79,11 @@ def sampled(
     extrapolate: bool = True,
     warm_up: int = 1,
     seeds: tuple[int, ...] = (1,),
-    heun: bool = False,
     residuals: dict[str, torch.Tensor] | None = None,
-    between: Callable[[int], None] = lambda step: None,
 ) -> tuple[torch.Tensor, list[RunStats]]:
     """PipeFusion in bands along the first latent, and what each rank did.
 
-    `seeds`: of the conditionings that are called in turn. `heun`: each step asks again at its end, where the next begins.
-    `between` runs before each step of the first band.
+    `seeds`: of the conditionings that are called in turn.
     """
     whole, patching = mini.inputs(batch=1)[0], model.family.patching
     prompts = [mini.inputs(batch=1, seed=seed)[2] for seed in seeds]
@@ -102,14 +99,8 @@ def sampled(
             return sum(found) / len(found)
 
         latent = whole.narrow(dim, rows[band].start, len(rows[band]))
-        for number, (sigma, following) in enumerate(pairwise(SIGMAS)):
-            if band == 0:
-                between(number)
-            slope = velocity(latent, sigma)
-            end = latent + (following - sigma) * slope
-            if heun and following > 0:
-                end = latent + (following - sigma) * (slope + velocity(end, following)) / 2
-            latent = end
+        for sigma, following in pairwise(SIGMAS):
+            latent = latent + (following - sigma) * velocity(latent, sigma)
         return latent
 
     parts = run_bands(run, sample, nobody, nobody)
@@ -336,11 +327,7 @@ def baked_ratio(monkeypatch) -> None:
     monkeypatch.setattr(LayerBuffer, "extrapolate", by_number)
 
 
-def places_that_do_not_count(monkeypatch) -> None:
-    monkeypatch.setattr("parallel_backend.rank.micro_step_graphs.MicroStepState.addresses", lambda self: ())
-
-
-@pytest.mark.parametrize("fault", [baked_timestep, baked_ratio, places_that_do_not_count])
+@pytest.mark.parametrize("fault", [baked_timestep, baked_ratio])
 def test_a_fault_shows(fault, pools, mini_file, expected, monkeypatch):
     fault(monkeypatch)
     found, stats = sampled(load(pools(1), mini_file, Degrees(), True))

@@ -1,22 +1,14 @@
 """The file by which ranks find each other: what removes or damages it is an error at once, and no wait without end."""
 
 import itertools
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import timedelta
 
 import pytest
 
-from parallel_backend.client.call import ModelCall
-from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.rank.comm.rendezvous import Rendezvous, StoreError, StoreFile
-from testing import mini
-from testing.models import on_ranks
 
 
 @pytest.fixture
@@ -88,18 +80,3 @@ def test_ranks_agree_on_what_any_of_them_knows(path, own):
     ranks = [Rendezvous(path, 2, timedelta(seconds=30)) for _ in own]
     with ThreadPoolExecutor(len(ranks)) as threads:
         assert list(threads.map(Rendezvous.is_any, ranks, ["far"] * len(ranks), own)) == [any(own)] * len(ranks)
-
-
-@pytest.mark.processes
-def test_a_cleaner_of_temporary_files_is_named(mini_file):
-    """Without the look at the file the ranks would wait in the making of the next model's groups."""
-    with closing(Pool(("cpu", "cpu"))) as pool:
-        given = mini.inputs()
-
-        def load(degrees: Degrees) -> RemoteTransformer:
-            return on_ranks(pool, mini.opened(mini_file), degrees, "fp32", "sdpa", lambda: None)
-
-        load(Degrees(pipe=2)).predict(ModelCall(*given), lambda: None)
-        shutil.rmtree(pool.ranks.directory)
-        with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in loading: StoreError: the file .* was removed"):
-            load(Degrees(ulysses=2))

@@ -16,11 +16,9 @@ HERE = r"tests/rank/test_strict_transport\.py:\d+[^,;]*"
 ONE_AT_A_TIME, MANY = Rules(places=1, launch=ISSUE), Rules(places=8, launch=ANY)
 
 
-def said(
-    work: Callable[[StrictDistributed, int], None], rules: Rules = MANY, kind: type[Exception] = RuleBroken, size: int = 2
-) -> str:
+def said(work: Callable[[StrictDistributed, int], None], rules: Rules = MANY, kind: type[Exception] = RuleBroken) -> str:
     """What a rank that found the fault says."""
-    found = [error for error in on_ranks(size, work, rules) if type(error) is kind]
+    found = [error for error in on_ranks(2, work, rules) if type(error) is kind]
     assert found, "nothing was caught"
     return str(found[0])
 
@@ -30,9 +28,8 @@ def own_group(dist: StrictDistributed, rank: int, groups: list[list[int]]):
     return next(made for made, ranks in [(dist.new_group(ranks), ranks) for ranks in groups] if rank in ranks)
 
 
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rules", [ONE_AT_A_TIME, MANY], ids=["one at a time", "many"])
-def test_a_sound_program_gets_its_values(rules, seed):
+def test_a_sound_program_gets_its_values(rules):
     """Every kind of call, several under way at once, in groups of which each rank is in three."""
     found = [{} for _ in range(4)]
 
@@ -54,7 +51,7 @@ def test_a_sound_program_gets_its_values(rules, seed):
         dist.barrier()
         found[rank] = {"swapped": swapped, "summed": summed, "turned": turned, "passed": passed}
 
-    assert on_ranks(4, work, replace(rules, seed=seed)) == [None] * 4
+    assert on_ranks(4, work, rules) == [None] * 4
     for rank, of in enumerate(found):
         assert all((into == rank ^ 1).all() for into in of["swapped"])
         assert (of["summed"] == rank + (rank ^ 2)).all()
@@ -62,17 +59,15 @@ def test_a_sound_program_gets_its_values(rules, seed):
         assert rank < 2 or (of["passed"] == rank ^ 2).all()
 
 
-@pytest.mark.parametrize("arrived", [False, True], ids=["on its way", "has arrived"])
-def test_a_send_buffer_that_is_reused(arrived):
-    """Also where the other rank has it already, which on a GPU nobody here could know."""
+def test_a_send_buffer_that_is_reused():
+    """Though the other rank has it already, which on a GPU nobody here could know."""
 
     def work(dist, rank):
         buffer = torch.ones(4)
         transfer = dist.isend(buffer, 1) if rank == 0 else dist.irecv(buffer, 0)
-        if arrived:
-            if rank == 1:
-                transfer.wait()
-            dist.barrier()
+        if rank == 1:
+            transfer.wait()
+        dist.barrier()
         if rank == 0:
             buffer.zero_()
         transfer.wait()
@@ -111,15 +106,14 @@ def test_an_order_that_differs_names_both_places():
     assert re.search(f"order of issue differs between ranks: rank .* at {HERE}, but rank .* at {HERE}", said(work))
 
 
-def exchange(dist, rank, size=4):
-    into = torch.empty(size)
-    operations = [dist.P2POp(dist.irecv, into, 1 - rank), dist.P2POp(dist.isend, torch.ones(size), 1 - rank)]
+def exchange(dist, rank):
+    into = torch.empty(4)
+    operations = [dist.P2POp(dist.irecv, into, 1 - rank), dist.P2POp(dist.isend, torch.ones(4), 1 - rank)]
     dist.batch_isend_irecv(operations)[0].wait()
 
 
-def turn(dist, rank, own=False):
-    splits = [4 if not own or other == rank else 0 for other in range(2)]
-    dist.all_to_all_single(torch.empty(sum(splits)), torch.ones(sum(splits)), splits, splits)
+def turn(dist, rank):
+    dist.all_to_all_single(torch.empty(8), torch.ones(8), [4, 4], [4, 4])
 
 
 def pass_on(dist, rank, sender=0):
@@ -131,17 +125,10 @@ def pass_on(dist, rank, sender=0):
     [
         (turn, exchange, "batch to"),
         (exchange, turn, "all-to-all to"),
-        (lambda dist, rank: turn(dist, rank, own=True), turn, "all-to-all to"),
         (pass_on, lambda dist, rank: pass_on(dist, rank, sender=1), "transfer (to|from)"),
         (exchange, lambda dist, rank: dist.all_reduce(torch.ones(4)), "a short sum"),
-        (
-            lambda dist, rank: dist.all_reduce(torch.ones(4)),
-            lambda dist, rank: dist.all_reduce(torch.ones(4096)),
-            "a long sum",
-        ),
-        (exchange, lambda dist, rank: dist.barrier(), "a short sum"),
     ],
-    ids=["batch", "all-to-all", "own values", "the other way", "sum", "long sum", "barrier"],
+    ids=["batch", "all-to-all", "the other way", "sum"],
 )
 def test_a_connection_that_no_trial_has_opened(tried, used, first):
     """NCCL connects a pair, and for an algorithm, at the first use: hours later that would hang without a word. The control
@@ -169,19 +156,13 @@ def test_a_connection_that_no_trial_has_opened(tried, used, first):
     assert on_ranks(2, after(used), rules) == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("expected", "words"),
-    [
-        (torch.empty(5), r"sizes differ, 16 bytes are sent where 20 belong"),
-        (torch.empty(4, dtype=torch.int32), r"dtypes differ, torch.float32 is sent where torch.int32 belongs"),
-    ],
-    ids=["size", "dtype"],
-)
-def test_sizes_and_dtypes_that_differ(expected, words):
+def test_sizes_that_differ():
     def work(dist, rank):
-        (dist.isend(torch.ones(4), 1) if rank == 0 else dist.irecv(expected, 0)).wait()
+        (dist.isend(torch.ones(4), 1) if rank == 0 else dist.irecv(torch.empty(5), 0)).wait()
 
-    assert re.search(f"{words}: rank .* at {HERE}, but rank .* at {HERE}", said(work))
+    assert re.search(
+        f"sizes differ, 16 bytes are sent where 20 belong: rank .* at {HERE}, but rank .* at {HERE}", said(work)
+    )
 
 
 def test_a_cycle_over_two_communicators():

@@ -126,14 +126,6 @@ def test_batch_moves_nothing(remote):
     assert all(rank.micro_steps > 0 for rank in stats)
 
 
-@pytest.mark.parametrize(("degrees", "entries"), [(Degrees(pipe=2), 2), (Degrees(ulysses=2), 1)], ids=str)
-def test_micro_steps_are_the_schedules(remote, degrees, entries):
-    """In an exact call a pipeline takes batch entries one by one, and otherwise all at once."""
-    bands, warm_up = 3, 1
-    stats = run(remote(degrees), bands, warm_up)
-    assert [rank.micro_steps for rank in stats] == [warm_up * entries + (STEPS - warm_up) * bands] * 2
-
-
 @pytest.mark.parametrize(
     "degrees", [Degrees(pipe=2), Degrees(ring=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ring=2)], ids=str
 )

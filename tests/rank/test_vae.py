@@ -248,20 +248,6 @@ def bands_of(axis: Axis, sizes: tuple[int, ...], dim: int = banded.ROWS) -> band
     return bands
 
 
-@pytest.mark.parametrize(
-    "conv",
-    [
-        nn.Conv2d(2, 2, 4, padding=1),
-        nn.Conv2d(2, 2, 2, padding=1, stride=2),
-        nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
-    ],
-    ids=str,
-)
-def test_padding_that_no_band_can_do_is_refused(conv):
-    with bands_of(Axis("rows", 1, 0, (0,), None), (4,)), pytest.raises(AssertionError, match="a band "):
-        conv(latent(1, 2, 4, 4))
-
-
 CONVOLUTIONS = {
     "3x3": (nn.Conv2d(2, 3, 3, padding=1), None),
     "5x3, reflected": (nn.Conv2d(2, 3, (5, 3), padding=(2, 1), padding_mode="reflect"), None),

@@ -11,13 +11,10 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core import pinned
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank import loaded_stage
-from parallel_backend.rank.host_memory import host_store, page_locks, sharing
-from parallel_backend.rank.host_memory.page_locks import PageLocks
+from parallel_backend.rank.host_memory import host_store, sharing
 from parallel_backend.rank.stage.store import slots, weight_store
-from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
 from testing import mini
@@ -27,7 +24,6 @@ from testing.quantised import quantise_blocks
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
 from tests.conftest import Pools
-from tests.support import fake_cuda
 from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
@@ -122,25 +118,6 @@ def test_the_device_holds_what_it_is_told_to_and_no_more(file, whole):
     assert model.streamed_bytes() >= 3 * model.store.host_bytes
     model.engine.close()
     assert model.copies.used == 0
-
-
-def test_blocks_are_streamed_though_the_driver_page_locks_few_of_them(file, whole, monkeypatch):
-    """As under WSL 2. All of them are copied, from memory of either kind, and smaller copies have their share of it."""
-    monkeypatch.setattr(host_store, "PageLocks", lambda device: PageLocks(torch.device("cuda", 1)))
-    monkeypatch.setattr(pinned, "_forget_error", lambda device: None)  # it launches a kernel
-    blocks = [group.nbytes for name, group in whole.store._groups.items() if name != ENDS]
-    monkeypatch.setattr(page_locks, "RESERVE", max(blocks))
-    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
-        cuda.runtime.budget = sum(blocks) // 2
-        model, copies = Alone(file, 1), set()
-        copy = model.copies.copy
-        model.copies.copy = lambda into, source: copies.add(cuda.runtime.holds(source)) or copy(into, source)
-        assert torch.equal(model.output(calls=2), whole.output())
-        assert copies == {True, False}
-        assert cuda.runtime.refused == 1
-        assert sum(cuda.runtime.locked.values()) <= cuda.runtime.budget - max(blocks)
-        model.engine.close()
-        assert not cuda.runtime.locked
 
 
 def test_a_device_without_room_is_named(file, whole):
