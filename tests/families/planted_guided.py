@@ -39,11 +39,8 @@ class HandingTwo(Handing):
     """Words and picture, whose place it tells by those that it has."""
 
     def forward(self, c, h, emb, table, transformer_options):
-        options = {**transformer_options, "img_slice": self.place(c, h)}
+        options = {**transformer_options, "img_slice": [c.shape[1], c.shape[1] + h.shape[1]]}
         return super().forward(torch.cat((c, h), 1), emb, table, options).split([c.shape[1], h.shape[1]], 1)
-
-    def place(self, c, h):
-        return [c.shape[1], c.shape[1] + h.shape[1]]
 
 
 class Guides(TwoStreams):
@@ -121,14 +118,6 @@ class PartOfPicture(GuidesNumbered):
         return [words.shape[1], x.shape[1] - 1]
 
 
-class HalfTheWords(Guides):
-    """It tells the place by half of the words that it has, of which each rank has a part."""
-
-    class double(HandingTwo):
-        def place(self, c, h):
-            return [c.shape[1] // 2, c.shape[1] + h.shape[1]]
-
-
 class KeepsGuided(Guides):
     class block(Handing):
         def handed(self, out, options):
@@ -148,10 +137,4 @@ class HandingWhole(Handing):
 
 
 class WholeWidths(GuidesNumbered):
-    block = HandingWhole
-
-
-class SomeWhole(Guides):
-    """Tensor ranks have parts in its first blocks, and all in the others."""
-
     block = HandingWhole

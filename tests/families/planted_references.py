@@ -142,11 +142,7 @@ class Beside(Banded):
         return picture
 
     def leaving(self, h, x):
-        both = h.transpose(1, 2).reshape(*x.shape[:-1], -1)
-        return self.left(both[..., : x.shape[-1]], both[..., x.shape[-1] :])
-
-    def left(self, x, picture):
-        return x
+        return h.transpose(1, 2).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
 
 class BesideLeft(Beside):
@@ -165,10 +161,3 @@ class LatentBeside(Beside):
 class LatentBesideLate(LatentBeside):
     def between(self, picture, x, t):
         return picture if float(t[0]) >= LATE else super().between(picture, x, t)
-
-
-class BesideBehind(Beside):
-    """What the blocks make of the picture goes into the output: of the same row, which a band has."""
-
-    def left(self, x, picture):
-        return x + 0.1 * picture.roll(1, -2)[..., :1]

@@ -59,14 +59,6 @@ class ToPicture(TwoStreams):
         h[:, first : first + residual.shape[1]] += residual
 
 
-class ReadEarly(Controlled):
-    """Reads them all in front of its blocks, and adds them behind each."""
-
-    def mixed(self, h, words, emb, t):
-        self.residuals = [self.residuals[number] for number in range(len(self.residuals))]
-        return super().mixed(h, words, emb, t)
-
-
 class Pooled(Controlled):
     def of(self, residual, t):
         return residual.mean(1, keepdim=True)
@@ -103,7 +95,7 @@ class WritesResidual(Controlled):
         return residual.mul_(0.5)
 
 
-class PoolsBatch(Controlled):
+class PoolsResiduals(Controlled):
     def of(self, residual, t):
         return residual.mean(0, keepdim=True)
 
@@ -139,13 +131,6 @@ class AroundBlocks(Tokens):
 class TakesNeighboursLate(AroundBlocks):
     def taken(self, replaced, h, words, t):
         return torch.where((t < LATE)[:, None, None], replaced.roll(1, 1), replaced)
-
-
-class TakesPicture(AroundBlocks):
-    """Leaves the words as they were, by their number."""
-
-    def taken(self, replaced, h, words, t):
-        return torch.cat((h[:, : words.shape[1]], replaced[:, words.shape[1] :]), 1)
 
 
 class TakesOfBatch(AroundBlocks):

@@ -8,7 +8,7 @@ from parallel_backend.families.own_class import stages
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, timestep_of, to_tensors
-from parallel_backend.families.own_class.call_form import LATENTS, in_form, run, unpack
+from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.short_model import short_model
 from parallel_backend.families.own_class.stages import StageBlocks, crossing
 from parallel_backend.families.own_class.trial import trial
@@ -131,25 +131,6 @@ def test_nested_latents_are_proven_in_one_row(name, batch):
     draw_weights(model, 0)
     whole = model(given.latents, given.times, given.named["context"])
     assert all(map(torch.equal, unpack(given.run(model), given.named[LATENTS]), whole))
-
-
-def test_times_of_tokens_are_made_smaller_with_their_latents():
-    """A time for each token of a video, and one for each frame of its sound."""
-    video, sound = torch.zeros(1, 4, 2, 4, 6), torch.zeros(1, 3, 10, 2)
-    times = torch.arange(48.0).view(1, 48, 1), torch.arange(10.0).view(1, 10, 1)
-    x, timestep, told = in_form([video, sound], times, 5)
-    small = smaller(Call(x, timestep, told), 3, 2)
-    assert [tuple(each.shape) for each in small.times] == [(1, 18, 1), (1, 3, 1)]
-    assert small.times[0].flatten().tolist() == [
-        float(24 * f + 6 * r + c) for f in (0, 1) for r in (0, 1, 2) for c in (0, 1, 2)
-    ]
-    of_model = run(
-        lambda latents, given, **_others: [each * given[0][:, 17:18].view(1) for each in latents],
-        small.x + 1,
-        small.timestep,
-        small.named,
-    )
-    assert (of_model == 38.0).all(), "the model gets them apart"
 
 
 def test_what_goes_with_a_latent_is_made_smaller_with_it():

@@ -121,18 +121,12 @@ def test_a_picture_beside_the_latent_is_cut_with_its_rows():
         ("BesideLeft", "other tokens than references' stand beside its latent's rows"),
         ("LatentBeside", MIXED),
         ("LatentBesideLate", ATTENDS),
-        ("BesideBehind", OTHER),
     ],
 )
 def test_what_goes_wrong_with_a_picture_beside_is_not_proven(name, why):
     _, found, _ = beside(name, torch.randn(1, 4, 6, 5))
     assert found.latent is None
     assert found.bands.startswith(why), found.bands
-
-
-def test_a_picture_beside_a_video_is_not_proven():
-    _, found, _ = beside("Beside", torch.randn(1, 4, 3, 4, 5))
-    assert (found.latent, found.bands) == (None, MIXED)
 
 
 @pytest.mark.parametrize("along", ["rows", "frames"])

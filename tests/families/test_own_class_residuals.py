@@ -59,12 +59,6 @@ def test_residuals_of_all_tokens_are_right_on_sequence_ranks_and_wrong_in_bands(
     assert why in found.bands
 
 
-def test_residuals_that_a_class_reads_before_its_blocks_are_right_in_bands():
-    found = proof("ReadEarly")
-    assert (found.sequence, found.bands) == ("", "")
-    assert any(block.placed for block in found.blocks)
-
-
 @pytest.mark.parametrize("name", ["KeepsResidual", "WritesResidual"])
 def test_residuals_that_a_class_keeps_or_writes_to_are_refused(name):
     assert not proof(name).blocks
@@ -72,7 +66,7 @@ def test_residuals_that_a_class_keeps_or_writes_to_are_refused(name):
 
 
 def test_residuals_that_are_of_the_whole_batch_keep_it_together():
-    found = proof("PoolsBatch")
+    found = proof("PoolsResiduals")
     assert found.batch
     assert not found.stages
 
@@ -80,7 +74,7 @@ def test_residuals_that_are_of_the_whole_batch_keep_it_together():
 ALL = f"{AROUND}double_block"
 
 
-@pytest.mark.parametrize(("name", "placed"), [("AroundBlocks", False), ("TakesPicture", True), ("Skippable", True)])
+@pytest.mark.parametrize(("name", "placed"), [("AroundBlocks", False), ("Skippable", True)])
 def test_residuals_that_a_function_around_a_block_adds_to_all_tokens_are_proven(name, placed):
     """All tokens have their places if the class counts them, or if a block has two streams."""
     found = proof(name, ALL)

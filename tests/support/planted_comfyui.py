@@ -10,22 +10,17 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.own_class.building import imported
 from parallel_backend.families.own_class.family import own_class_family
 from tests.families import (
-    planted_axes,
     planted_bands,
     planted_between,
     planted_classes,
     planted_features,
     planted_forms,
-    planted_gated,
     planted_guided,
-    planted_hints,
     planted_new,
-    planted_numbered,
     planted_references,
     planted_refiners,
     planted_residuals,
     planted_second,
-    planted_shared,
     planted_skips,
     planted_tokens,
     planted_widths,
@@ -35,7 +30,6 @@ MODULES = {
     "comfy.ldm.planted": planted_classes,
     "comfy.ldm.planted_tokens": planted_tokens,
     "comfy.ldm.planted_forms": planted_forms,
-    "comfy.ldm.planted_axes": planted_axes,
     "comfy.ldm.planted_bands": planted_bands,
     "comfy.ldm.planted_between": planted_between,
     "comfy.ldm.planted_refiners": planted_refiners,
@@ -44,13 +38,9 @@ MODULES = {
     "comfy.ldm.planted_features": planted_features,
     "comfy.ldm.planted_widths": planted_widths,
     "comfy.ldm.planted_residuals": planted_residuals,
-    "comfy.ldm.planted_shared": planted_shared,
-    "comfy.ldm.planted_numbered": planted_numbered,
     "comfy.ldm.planted_skips": planted_skips,
-    "comfy.ldm.planted_gated": planted_gated,
     "comfy.ldm.planted_guided": planted_guided,
     "comfy.ldm.planted_second": planted_second,
-    "comfy.ldm.planted_hints": planted_hints,
 }
 
 
