@@ -95,15 +95,6 @@ def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -
     return explanation(answers, 9, setup, adapted, controlled, IN_FILE)
 
 
-def test_the_explanation_names_the_first_stage_of_the_first_micro_step():
-    assert "began on rank 1 (cuda:1), stage 2 of 2, in micro-step 4." in said(found(None, 4))
-    assert "began on rank 0 (cuda:0), stage 1 of 2, in micro-step 4." in said(found(4, 4))
-    assert "began on rank 1 (cuda:1), stage 2 of 2, in micro-step 3." in said(found(4, 3))
-    assert "began on rank 0 (cuda:0) and rank 1 (cuda:1) in micro-step 4." in said(found(4, 4), Degrees(ulysses=2))
-    assert "began on rank 1 (cuda:1) in micro-step 4." in said(found(4, 4, weights1=("a",)), Degrees(ulysses=2))
-    assert "in micro-step 9" in said(found(None, None))
-
-
 def test_the_explanation_says_what_to_change():
     assert "weights are not finite in a, b: the file is damaged" in said(found(None, 4, weights1=("a", "b")))
     assert "too small for them, use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")

@@ -245,12 +245,3 @@ def attention_report(pools, made: Made, degrees: Degrees) -> str:
     ranks = pools.load(made.path, degrees, own=made.own).pool.ranks
     (engine,) = ranks.workers[0].engines.values()
     return engine.stage.attention_report()
-
-
-def test_without_the_kernel_it_is_in_full(pools, made, monkeypatch):
-    """As in ComfyUI, whose node looks for it at each call."""
-    monkeypatch.undo()
-    output = of_ranks(pools, made, Degrees(ulysses=2), SETTINGS["vsa"])
-    assert difference(output, made.expected["full"]) <= TOLERANCE
-    assert "comfy-kitchen's kernel" in attention_report(pools, made, Degrees(ulysses=2))
-    assert attention_report(pools, made, Degrees(ulysses=2)) == ""

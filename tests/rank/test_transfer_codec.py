@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
 from testing import mini
@@ -119,16 +118,3 @@ def test_products_are_near_and_full_is_exact(pools, mini_file, mini_model, degre
         error = mini.relative(load(pools, mini_file, degrees, kind).predict(ModelCall(*inputs), lambda: None), expected)
         measured(f"relative error of a call, transfers in {kind}", error)
         assert 1e-4 < error < limit
-
-
-def test_in_bands(pools, mini_file, measured):
-    degrees = Degrees(ulysses=2, pipe=2)
-    noise, _, tensors = mini.inputs(height=16, width=12)
-
-    def run(transfer_dtype: str) -> torch.Tensor:
-        model = load(pools, mini_file, degrees, transfer_dtype)
-        return sample_in_bands(model, noise, linear_sigmas(4), Prompt(tensors, {}, 1.0), 3, warm_up=1)[0]
-
-    error = mini.relative(run("int8"), run("full"))
-    measured("relative error of a run in bands, transfers in int8", error)
-    assert 5e-5 < error < 2e-3

@@ -18,7 +18,7 @@ from parallel_backend.rank.stage.store import slots, weight_store
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.emulated_device import EmulatedCopies, EmulatedDevice, EmulatedOutOfMemoryError
+from testing.emulated_device import EmulatedCopies, EmulatedDevice
 from testing.models import whole_call
 from testing.quantised import quantise_blocks
 from tests.campaigns.transport import cases
@@ -118,11 +118,6 @@ def test_the_device_holds_what_it_is_told_to_and_no_more(file, whole):
     assert model.streamed_bytes() >= 3 * model.store.host_bytes
     model.engine.close()
     assert model.copies.used == 0
-
-
-def test_a_device_without_room_is_named(file, whole):
-    with pytest.raises(EmulatedOutOfMemoryError, match="out of memory: the emulated device of rank 0"):
-        Alone(file, device=part(whole, 0.7))
 
 
 def test_weights_give_way_and_come_back(file, whole):
