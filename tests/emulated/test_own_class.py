@@ -70,8 +70,7 @@ SEQUENCE = (
         ("SharedKeys", (SEQUENCE[0], Degrees(ulysses=2, ring=2), TENSOR[0])),
         ("TwoStreams", SEQUENCE[1:5:3]),
         ("JoinsFeedForward", (THREE, TENSOR[1])),
-        ("TablesByHead", (THREE, PRODUCTS[0])),
-        ("ThisMonths", (STAGES[2], SEQUENCE[4], PRODUCTS[1])),
+        ("TablesByHead", (THREE, *PRODUCTS)),
     ],
 )
 def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
@@ -161,7 +160,6 @@ DISPLACED = tuple(
         ("TwoRows", "rows", BANDS[:1]),
         ("FillsUp", "rows", BANDS[:1]),
         ("MasksKeys", "rows", DISPLACED[:2]),
-        ("ThisMonths", "rows", BANDS[3:]),
         ("WordsLayer", "rows", (TENSOR_BANDS,)),
     ],
 )
