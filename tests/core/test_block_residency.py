@@ -35,9 +35,3 @@ def test_what_is_nearest_to_what_is_streamed_now_fits_too(blocks, room, now):
     found = nearest_streamed(blocks, room, sorted(index for index in now if index < len(blocks)))
     if room >= least_bytes(blocks):
         assert device_bytes(blocks, found) <= room
-
-
-def test_a_large_block_among_those_that_are_streamed_now_is_let_go():
-    """With it streamed the slots are so large that no choice that has it fits."""
-    blocks = [8] + [1] * 9
-    assert nearest_streamed(blocks, 14, (1, 5, 8)) == streamed_blocks(blocks, 14)

@@ -6,10 +6,9 @@ import pytest
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_choice import Host, choose_devices, gpus_of, named_devices, possible_devices, why_hidden
-from tests.support.fake_cuda import AMPERE, RDNA3, fake_cuda
+from tests.support.fake_cuda import AMPERE, fake_cuda
 
 TWO = Degrees(pipe=2)
-OLD = Host(takes_all=False)
 
 
 def test_auto_takes_the_first_gpus():
@@ -17,11 +16,6 @@ def test_auto_takes_the_first_gpus():
         assert choose_devices("auto", TWO, Host()) == ("cuda:0", "cuda:1")
         assert possible_devices("", Host()) == ("cuda:0", "cuda:1", "cuda:2")
         assert choose_devices("cuda:2,cuda:2", TWO, Host()) == ("cuda:2", "cuda:2")
-
-
-def test_rocms_gpus_are_called_as_nvidias():
-    with fake_cuda(RDNA3, RDNA3):
-        assert choose_devices("auto", TWO, Host()) == ("cuda:0", "cuda:1")
 
 
 def test_comfyui_on_the_cpu_means_cpu_ranks_even_beside_gpus():
@@ -38,10 +32,7 @@ def test_comfyui_on_the_cpu_means_cpu_ranks_even_beside_gpus():
     [
         ("mps", r"an Apple GPU \(MPS\)"),
         ("xpu", r"an Intel GPU \(XPU\)"),
-        ("npu", "an Ascend NPU"),
-        ("mlu", "a Cambricon MLU"),
         ("privateuseone", "DirectML"),
-        ("something", "something"),
     ],
 )
 def test_other_accelerators_are_refused_by_name_and_never_become_cpu_ranks(kind, what):
@@ -90,13 +81,6 @@ WINDOWS_DEFAULT = {"CUDA_VISIBLE_DEVICES": "0"}
             "--disable-pinned-memory.",
         ),
         (
-            "win32",
-            Host(cuda_device="1"),
-            {"CUDA_VISIBLE_DEVICES": "1"},
-            " ComfyUI was started with --cuda-device 1, which hides all other GPUs: restart it with --cuda-device all "
-            "--disable-pinned-memory.",
-        ),
-        (
             "linux",
             Host(cuda_device="0"),
             {"CUDA_VISIBLE_DEVICES": "0"},
@@ -104,22 +88,9 @@ WINDOWS_DEFAULT = {"CUDA_VISIBLE_DEVICES": "0"}
         ),
         (
             "linux",
-            Host(cuda_device="0", takes_all=False),
-            {"CUDA_VISIBLE_DEVICES": "0"},
-            " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with no --cuda-device.",
-        ),
-        (
-            "linux",
             Host(),
             {"CUDA_VISIBLE_DEVICES": "1"},
             " CUDA_VISIBLE_DEVICES is '1' in ComfyUI's environment, which hides all other GPUs: remove it, or list the "
-            "numbers of all in it, such as 0,1, and restart ComfyUI.",
-        ),
-        (
-            "win32",
-            OLD,
-            WINDOWS_DEFAULT,
-            " CUDA_VISIBLE_DEVICES is '0' in ComfyUI's environment, which hides all other GPUs: remove it, or list the "
             "numbers of all in it, such as 0,1, and restart ComfyUI.",
         ),
         ("win32", Host(cuda_device="all"), {}, ""),

@@ -28,8 +28,6 @@ def with_ray(monkeypatch):
     [
         ("ray:cuda,cuda", None, ("ray:cuda", "ray:cuda")),
         (" Ray:CPU , cpu", None, ("ray:cpu", "ray:cpu")),
-        ("ray:cuda,ray:cuda", None, ("ray:cuda", "ray:cuda")),  # as reports write it
-        ("ray:cpu", 1, ("ray:cpu",)),
         ("ray", 3, ("ray:cuda",) * 3),
     ],
 )
@@ -38,17 +36,11 @@ def test_names_of_a_clusters_devices(with_ray, text, world, devices):
     assert ray_devices(text, world) == devices
 
 
-@pytest.mark.parametrize("text", ["ray", "ray:", "ray:cuda:0", "ray:cuda,", "ray:cuda;cuda", "ray:mps", "ray:cuda,cuda:1"])
+@pytest.mark.parametrize("text", ["ray", "ray:cuda:0", "ray:cuda,", "ray:mps", "ray:cuda,cuda:1"])
 def test_other_names_are_refused_by_widget(with_ray, text):
     assert names_ray(text)
     with pytest.raises(ValueError, match=r"^devices: .* such as ray:cuda,cuda"):
         ray_devices(text)
-
-
-def test_other_names_are_clipped_and_in_one_line(with_ray):
-    with pytest.raises(ValueError, match=r"^devices: ") as refused:
-        ray_devices("ray:cpu," + "\x1b[2J\nx" * 100_000)
-    assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("text", ["auto", "", "cuda:0,cuda:1", "cpu,cpu", "rays", "array:cuda", "cpu,ray:cpu"])

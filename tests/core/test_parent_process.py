@@ -1,6 +1,5 @@
 """Whether the process that started this one lives, as the system tells it or not."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -48,13 +47,3 @@ def test_where_the_system_does_not_tell_an_orphan_is_known_by_its_new_parent(oth
     assert not seen.has_ended()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert seen.has_ended()
-
-
-def test_a_closed_pipe_tells_too(monkeypatch):
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    reading, writing = multiprocessing.Pipe(duplex=False)
-    seen = ParentProcess(SimpleNamespace(pid=os.getppid(), sentinel=reading))
-    assert not seen.has_ended()
-    writing.close()
-    assert seen.has_ended()
-    reading.close()

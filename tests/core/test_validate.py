@@ -12,12 +12,8 @@ MODEL = {"heads": 12, "blocks": 5}
     ("degrees", "model"),
     [
         (Degrees(pipe=5), MODEL),
-        (Degrees(ulysses=12), MODEL),
-        (Degrees(tensor=12), MODEL),
-        (Degrees(tensor=5, ulysses=2), MODEL),
         (Degrees(tensor=3), MODEL | {"key_heads": 3}),
         (Degrees(tensor=3, ulysses=4), MODEL | {"key_heads": 3}),
-        (Degrees(ring=40), MODEL),
         (Degrees(batch=2, pipe=5, ulysses=12), MODEL),
     ],
     ids=str,

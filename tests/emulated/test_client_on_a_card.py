@@ -1,6 +1,6 @@
 """The client's own tensors are on a card, as ComfyUI's are, and ranks have their own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,29 +9,19 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.core.degrees import Degrees
 from testing import mini
 from testing.vaes import OnRanks, made_of, small_vae
-from tests.campaigns.transport.cases import CONFIG, PRODUCTS, Files, name, nothing
+from tests.campaigns.transport.cases import CONFIG, Files, nothing
 from tests.rank.test_vae import latent
 from tests.support.cpu_and_gpu import Both
 
 pytestmark = pytest.mark.threads
 
-QUICK = "pipe2-rank 0's card"
-DEFAULT = (QUICK,)
 
-
-def of_two() -> Iterator[pytest.param]:
-    """Every mode at two ranks, with either one's card."""
-    for degrees in PRODUCTS:
-        for own in range(2):
-            id = f"{name(degrees)}-rank {own}'s card"
-            marks = [pytest.mark.slow] * (id != QUICK) + [pytest.mark.full] * (id not in DEFAULT)
-            if degrees.world == 2:
-                yield pytest.param(degrees, own, id=id, marks=marks)
-
-
-@pytest.mark.parametrize(("degrees", "own"), of_two())
+@pytest.mark.parametrize(
+    ("degrees", "own"), [(Degrees(pipe=2), 0), pytest.param(Degrees(ulysses=2), 1, marks=pytest.mark.slow)], ids=str
+)
 def test_the_clients_tensors_are_on_a_card(both: Both, files: Files, degrees, own):
     """As ComfyUI's are: latents and prompts come from there, and results go there."""
 

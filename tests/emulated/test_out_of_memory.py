@@ -37,33 +37,20 @@ def run(pool: Pool, files: Files) -> list[torch.Tensor]:
     return [model.predict(ModelCall(x, timestep, tensors), nothing), sampled]
 
 
-PIECES = 12
-"""In which the full tier tries every allocation of each rank: of minutes each."""
-
-
-def places(step: int, *marks: pytest.MarkDecorator, first: int = 1, ranks: tuple[int, ...] = (0, 1)) -> pytest.param:
-    where = f"every {step}th from {first}, rank {' and '.join(map(str, ranks))}"
-    return pytest.param(first, step, ranks, id=where, marks=marks)
-
-
 @pytest.mark.parametrize(
-    ("first", "step", "ranks"),
+    "step",
     [
-        *(places(197), places(61, pytest.mark.slow, pytest.mark.full)),
-        *(
-            places(PIECES, pytest.mark.slow, pytest.mark.full, first=first, ranks=(rank,))
-            for rank in range(2)
-            for first in range(1, PIECES + 1)
-        ),
+        pytest.param(197, id="every 197th"),
+        pytest.param(61, id="every 61st", marks=[pytest.mark.slow, pytest.mark.full]),
     ],
 )
-def test_no_memory_at_any_allocation(both: Both, files: Files, measured, first, step, ranks):
-    """From the n-th on, of each of `ranks` in turn. Violations are of no concern: ranks end in the middle of transfers."""
+def test_no_memory_at_any_allocation(both: Both, files: Files, measured, step):
+    """From the n-th on, of each rank in turn. Violations are of no concern: ranks end in the middle of transfers."""
     pool = start(both)
     expected = run(pool, files)
     failed = 0
-    for number in count(first, step):
-        rank = ranks[failed % len(ranks)]
+    for number in count(1, step):
+        rank = failed % 2
         pool.close()
         card = both.machine.gpus[rank]
         card.allocations, card.fail_at = 0, number
@@ -82,7 +69,7 @@ def test_no_memory_at_any_allocation(both: Both, files: Files, measured, first, 
             pool = start(both)
         assert all(map(torch.equal, run(pool, files), expected))
     pool.close()
-    measured(f"allocations without memory, {places(step, first=first, ranks=ranks).id}", failed)
+    measured(f"allocations without memory, every {step}th", failed)
     assert failed > 600 // step  # the run has some 700 allocations of each rank
 
 

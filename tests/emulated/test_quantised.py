@@ -17,15 +17,11 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.campaigns.transport.cases import name, nothing
+from tests.campaigns.transport.cases import nothing
 from tests.rank.test_quantised_ranks import INPUTS, KINDS, RATIO, files, plain, plain_file  # noqa: F401 (fixtures)
 from tests.support.cpu_and_gpu import Both, both_kinds
 
 pytestmark = pytest.mark.threads
-
-MODES = (Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2))
-QUICK = ("int8, rotated", MODES[0])
-DEFAULT = (("nvfp4", MODES[1]),)
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +35,6 @@ def both() -> Iterator[Both]:
         yield made
 
 
-def of_kinds() -> list[pytest.param]:
-    return [
-        pytest.param(
-            kind,
-            degrees,
-            id=f"{kind}, {name(degrees)}",
-            marks=[pytest.mark.slow] * ((kind, degrees) != QUICK)
-            + [pytest.mark.full] * ((kind, degrees) not in (QUICK, *DEFAULT)),
-        )
-        for kind in KINDS
-        for degrees in MODES
-    ]
-
-
 def on(path, degrees: Degrees, dtype: str):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
         return [load(mini.opened(path), degrees, dtype=dtype).predict(ModelCall(*INPUTS), nothing)]
@@ -60,8 +42,12 @@ def on(path, degrees: Degrees, dtype: str):
     return run
 
 
-@pytest.mark.parametrize(("kind", "degrees"), of_kinds())
-def test_every_format(both: Both, plain, files, kind, degrees):  # noqa: F811
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [("int8, rotated", Degrees(pipe=2)), pytest.param("nvfp4", Degrees(ulysses=2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_format(both: Both, plain, files, kind, degrees):  # noqa: F811
     path = files(kind)[0]
     both.check(on(path, degrees, "fp32"))
     (alone,), (found,) = (both.on_gpu(on(path, each, "bf16")) for each in (Degrees(), degrees))

@@ -13,10 +13,6 @@ pytestmark = pytest.mark.threads
 
 QUICK = ("product pipe2", "product ulysses2")
 DEFAULT = ("product tensor2", "VAE bands on 2")
-FULL = (
-    *("product patch2", "transfers in int8", "pipe2 beside pipe2", "product ring2", "product batch2"),
-    *("transfers of changes", "cancel pipe2", "naive patches"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +23,8 @@ def both() -> Iterator[Both]:
 
 def of_shared() -> Iterator[pytest.param]:
     for case in all_of_them():
-        if case.name in (*QUICK, *DEFAULT, *FULL):
-            marks = [pytest.mark.slow] * (case.name not in QUICK) + [pytest.mark.full] * (case.name in FULL)
-            yield pytest.param(case, id=case.name, marks=marks)
+        if case.name in (*QUICK, *DEFAULT):
+            yield pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("case", of_shared())

@@ -9,11 +9,9 @@ from tests.support.emulated_gpu import emulated
 from tests.support.fake_cuda import HOPPER
 
 SOURCES = {
-    "a number": torch.tensor(3.0),
     "a vector": torch.arange(5.0),
     "a matrix of several pieces": torch.randn(60, 30),
     "columns": torch.randn(20, 40)[:, 3:17],
-    "rows above a piece": torch.randn(1, 40, 30),
     "another dtype": torch.randn(30, 30, dtype=torch.float16),
     "nothing": torch.empty(0, 4),
 }

@@ -18,15 +18,13 @@ from tests.support.cpu_and_gpu import Both
 pytestmark = pytest.mark.threads
 
 STEPS = 7
-PIPE, DISPLACED = Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced")
 
 
 @pytest.mark.parametrize(
     ("degrees", "bands"),
     [
-        pytest.param(PIPE, 2, id="PipeFusion"),
+        pytest.param(Degrees(pipe=2), 2, id="PipeFusion"),
         pytest.param(Degrees(ulysses=2), 0, id=name(Degrees(ulysses=2)), marks=pytest.mark.slow),
-        pytest.param(DISPLACED, 1, id="displaced patches", marks=[pytest.mark.slow, pytest.mark.full]),
     ],
 )
 def test_a_step_cache(both: Both, files: Files, degrees, bands):

@@ -11,7 +11,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.campaigns.transport.cases import CONFIG, PRODUCTS, Files, name, nothing
+from tests.campaigns.transport.cases import CONFIG, Files, nothing
 from tests.support.cpu_and_gpu import Both, both_kinds
 from tests.support.fake_cuda import ADA, TURING
 
@@ -27,32 +27,20 @@ def both() -> Iterator[Both]:
         yield made
 
 
-HALF = (Degrees(ring=2),)
-"""The mode that the default tier has in fp16 too: in all others the kernels that differ are called in the same way."""
-WHOLE = (*HALF, Degrees(tensor=2))
-"""Those that it has in fp32."""
-
-
 @pytest.mark.parametrize(
     ("degrees", "dtype"),
     [
-        pytest.param(
-            degrees,
-            dtype,
-            id=f"{name(degrees)}-{dtype}",
-            marks=[pytest.mark.slow] * ((degrees.ring, dtype) != (2, "fp32"))
-            + [pytest.mark.full] * (degrees not in (HALF if dtype == "fp16" else WHOLE)),
-        )
-        for degrees in PRODUCTS
-        if degrees.world == 2
-        for dtype in ("fp32", "fp16")
+        (Degrees(ring=2), "fp32"),
+        pytest.param(Degrees(ring=2), "fp16", marks=pytest.mark.slow),
+        pytest.param(Degrees(tensor=2), "fp32", marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_unequal_cards(both: Both, files: Files, degrees, dtype):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
         model = load(files.mini(), degrees, dtype=dtype)
         given = mini.inputs(CONFIG, **PADDED)
-        prompt, bands = Prompt(given[2], given[2], 1.0), 1 if degrees.displaced else 3
+        prompt, bands = Prompt(given[2], given[2], 1.0), 3
         return [
             model.predict(ModelCall(*given), nothing),
             sample_in_bands(model, given[0], linear_sigmas(3), prompt, bands, 1)[0],

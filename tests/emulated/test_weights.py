@@ -17,7 +17,7 @@ from parallel_backend.rank.stage.store import device_copies
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import on_ranks, whole_call
-from tests.campaigns.transport.cases import CONFIG, Files, name, nothing
+from tests.campaigns.transport.cases import CONFIG, Files, nothing
 from tests.support.cpu_and_gpu import Both
 
 pytestmark = pytest.mark.threads
@@ -45,38 +45,13 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
     return [model.predict(ModelCall(*GIVEN), nothing), sampled]
 
 
-def in_tiers(*cases: tuple[Degrees, bool, bool]) -> list[pytest.param]:
-    """(degrees, whether it is in the quick tier, whether in the default one)."""
-    return [
-        pytest.param(
-            degrees, id=name(degrees) or "one", marks=[pytest.mark.slow] * (not quick) + [pytest.mark.full] * (not default)
-        )
-        for degrees, quick, default in cases
-    ]
-
-
-@pytest.mark.parametrize(
-    "degrees",
-    in_tiers(
-        (Degrees(), False, False),
-        (PIPE, True, True),
-        (Degrees(ulysses=2), False, False),
-        (Degrees(tensor=2), False, False),
-        (Degrees(ring=2), False, False),
-        (DISPLACED, False, False),
-        (Degrees(batch=2), False, False),
-        (Degrees(pipe=2, ulysses=2), False, False),
-        (Degrees(batch=2, pipe=2), False, False),
-        (Degrees(ring=2, tensor=2), False, False),
-    ),
-)
-def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: Files, degrees):
+def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: Files):
     """What is to be resident changes between runs: blocks come, go, and take turns in slots."""
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        if not on_gpu(pool(degrees.world)):
-            return results(load(files.mini(DEEP), degrees)) * (1 + len(SHARES))
-        model = load(files.mini(DEEP), degrees, offload=EVERYTHING)
+        if not on_gpu(pool(2)):
+            return results(load(files.mini(DEEP), PIPE)) * (1 + len(SHARES))
+        model = load(files.mini(DEEP), PIPE, offload=EVERYTHING)
         whole = [one.total for one in model.resident.weights]
         assert all(held < total for held, total in zip(model.weight_bytes, whole, strict=True))
         found = results(model)
@@ -88,25 +63,12 @@ def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: F
     both.check(run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage_split", ["1,3", "3,1"])
-def test_streamed_weights_of_uneven_stages(both: Both, files: Files, stage_split):
-    def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        offload = {"offload": EVERYTHING} if on_gpu(pool(2)) else {}
-        return results(load(files.mini(), PIPE, stage_split=stage_split, **offload))
-
-    both.check(run)
-
-
-@pytest.mark.parametrize(
-    "degrees", in_tiers((PIPE, True, True), (Degrees(ulysses=2), False, False), (Degrees(tensor=2), False, False))
-)
-def test_weights_give_way_and_come_back(both: Both, files: Files, degrees):
+def test_weights_give_way_and_come_back(both: Both, files: Files):
     """All of a device's, between runs and between a run's opening and its first call; then a part of one device's."""
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        ranks = pool(degrees.world)
-        model = load(files.mini(), degrees)
+        ranks = pool(2)
+        model = load(files.mini(), PIPE)
 
         def in_a_run(before: Callable[[], Any]) -> torch.Tensor:
             """A call whose keys go into the run's buffer, by other kernels than one without."""
@@ -146,14 +108,11 @@ def deltas(model: RemoteTransformer, every: int, rank: int | None) -> list[Delta
 
 
 @pytest.mark.parametrize("offload", [Offload(), EVERYTHING], ids=["resident", "streamed"])
-@pytest.mark.parametrize(
-    "degrees", in_tiers((PIPE, True, True), (Degrees(tensor=2), False, False), (Degrees(ulysses=2), False, False))
-)
-def test_adapters(both: Both, files: Files, degrees, offload):
+def test_adapters(both: Both, files: Files, offload):
     """Of low rank, full, at another strength, and dropped."""
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        model = load(files.mini(), degrees, **({"offload": offload} if on_gpu(pool(degrees.world)) else {}))
+        model = load(files.mini(), PIPE, **({"offload": offload} if on_gpu(pool(2)) else {}))
         found = [model.predict(ModelCall(*GIVEN), nothing)]
         for made in (deltas(model, 3, 2), deltas(model, 9, None), [*deltas(model, 4, 3), *deltas(model, 7, None)]):
             model.adapt(object(), made, nothing)
@@ -188,29 +147,6 @@ def test_several_models_one_after_the_other_and_beside_each_other(both: Both, fi
             if on_gpu(registry.pool):
                 held = registry.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
                 assert max(each.held_bytes for each in held) < SMALL
-        finally:
-            registry.close()
-        return found
-
-    both.check(run)
-
-
-@pytest.mark.full
-def test_models_on_devices_that_overlap_take_turns(both: Both, files: Files):
-    """Through the registry: NCCL's rules hold for a part of the ranks, too, and nothing is left on any card."""
-
-    def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        registry, devices = Registry(), pool(4).devices
-        registry.start_of, registry.threads = lambda _devices: pool.start, 1
-        cases = ((devices[1:3], Degrees(tensor=2)), (devices, Degrees(pipe=2, ulysses=2)), (devices[2:], PIPE))
-        keys = [mini.setup(files.mini().path, "fp32", on, degrees, "sdpa", "even") for on, degrees in cases]
-        found = []
-        try:
-            for _ in range(2):
-                for key in keys:
-                    registry.begin_run()
-                    found += results(registry.model(key, nothing))
-            registry.unload()
         finally:
             registry.close()
         return found

@@ -1,10 +1,22 @@
-"""Small classes that work on all tokens between their blocks. Most have one thing there that goes wrong on ranks that have a
-part of the tokens."""
+"""Small classes that work on all tokens between their blocks, or have modules whose outputs bands share. Most have one thing
+there that goes wrong on ranks that have a part of the tokens."""
 
 import torch
+from torch import nn
 
-from tests.families.planted_classes import LATE
-from tests.families.planted_tokens import CountsWordsBetween, Tokens, rows
+from tests.families.planted_bands import Banded
+from tests.families.planted_classes import LATE, WIDTH
+from tests.families.planted_tokens import (
+    HEADS,
+    CountsWordsBetween,
+    Crossed,
+    Double,
+    Mixing,
+    Tokens,
+    TwoStreams,
+    optimized_attention,
+    rows,
+)
 
 
 class ChangingWords(CountsWordsBetween):
@@ -40,21 +52,9 @@ class Between(Tokens):
         return 0.1
 
 
-class PoolsBetween(Between):
-    def between(self, h, t):
-        return h.mean(1, keepdim=True)
-
-
 class PoolsBetweenLate(Between):
     def between(self, h, t):
         return h.mean(1, keepdim=True) if float(t[0]) < LATE else 0.1
-
-
-class PoolsWhatIsKnown(Between):
-    """The mean of finite values alone."""
-
-    def between(self, h, t):
-        return h.nanmean(1, keepdim=True)
 
 
 class ComparesBetween(Between):
@@ -64,36 +64,14 @@ class ComparesBetween(Between):
         return (h > 0).to(h.dtype).mean(1, keepdim=True)
 
 
-class LargestBetween(Between):
-    def between(self, h, t):
-        return h.nan_to_num(nan=-9.0).amax(1, keepdim=True)
-
-
 class NextTokenBetween(Between):
     def between(self, h, t):
         return h.roll(1, 1)
 
 
-class NextTokenLate(Between):
-    def between(self, h, t):
-        return h.roll(1, 1) if float(t[0]) < LATE else 0.1
-
-
 class FirstTokenBetween(Between):
     def between(self, h, t):
         return h[:, :1]
-
-
-class UpsideDownBetween(Between):
-    def between(self, h, t):
-        return h.flip(1)
-
-
-class CountsBetween(Between):
-    """How many tokens there are that it knows."""
-
-    def between(self, h, t):
-        return h.isfinite().all(-1).sum(1)[:, None, None] / 100
 
 
 class ReadsItBehindAll(Between):
@@ -110,17 +88,56 @@ class ReadsItBehindAll(Between):
         return 0.1
 
 
-class WordsInFrontLate(ChangingWords):
-    """At late times the second list has words before the picture."""
+class ReadsWords(Crossed):
+    """A layer of each block gets the words alone."""
+
+    class block(Mixing):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.words = layers.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x, words, emb, table):
+            x = super().forward(x, emb, table)
+            k, v = self.words(words).chunk(2, dim=-1)
+            return x + optimized_attention(self.q(x), k, v, HEADS)
+
+
+class OfTokensLate(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layer = layers.Linear(WIDTH, WIDTH)
+
+    def forward(self, h, t):
+        return self.layer(torch.where(t.min() < LATE, h, torch.zeros_like(h)))
+
+
+class SharedEarly(Banded):
+    """A module that reads the tokens at late times alone."""
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        self.late = OfTokensLate(operations)
 
     def mixed(self, h, words, emb, t):
-        if float(t[0]) >= LATE:
-            return super().mixed(h, words, emb, t)
-        picture, table = h.shape[1], rows(h.shape[1] + 2 * words.shape[1], h)
-        c = torch.cat((words, words), 1)
-        for block in self.streams:
-            c, h = block(c, h, emb, table)
-        h = torch.cat((c, h), 1)
-        for block in self.blocks:
-            h = block(h, emb, table)
-        return h[:, -picture:]
+        return super().mixed(h + self.late(h, t), words, emb, t)
+
+
+class WritesIntoOutput(Banded):
+    """Its blocks write into what a layer returns."""
+
+    class block(Mixing):
+        def forward(self, x, emb, table):
+            return super().forward(x + self.mod(emb).mul_(1.5)[:, None].chunk(2, dim=-1)[0], emb, table)
+
+
+class WordsLayer(TwoStreams):
+    """A layer of each of the first blocks gets the words' tokens alone."""
+
+    class double(Double):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.of_words = layers.Linear(WIDTH, WIDTH)
+
+        def forward(self, c, h, emb, table):
+            c, h = super().forward(c, h, emb, table)
+            return c + self.of_words(c), h

@@ -70,31 +70,6 @@ class InPlace(Right):
         return h + first
 
 
-class FusedBlock(Block):
-    """Calls its layers with activations and a residual, as classes do from ComfyUI 0.39 on."""
-
-    def forward(self, x, emb):
-        gate = self.lin(emb)[:, None]
-        hidden = self.mod(x, input_act="rms_norm", act_weight=torch.full((WIDTH,), 2.0, device=x.device), act_eps=1e-6)
-        return self.out(hidden, input_act="swiglu", residual=x, residual_scale=gate)
-
-
-class Fused(Right):
-    block = FusedBlock
-
-
-class FramePool(Block):
-    def forward(self, x, emb):
-        x = super().forward(x, emb)
-        return x + x.unflatten(1, (2, -1)).mean(1, keepdim=True).expand(-1, 2, -1, -1).flatten(1, 2)
-
-
-class PoolsFrames(Right):
-    """Pools over frames in every block, which stages and single entries do not cut."""
-
-    block = FramePool
-
-
 class Two(nn.Module):
     def __init__(self, layers: Any):
         super().__init__()
@@ -125,14 +100,6 @@ class PoolsBatch(Right):
         return super().through(h, emb - 0.1 * emb.mean(0, keepdim=True), t, x)
 
 
-class PoolsFramesOfBatch(Right):
-    """Frames of all entries in one axis, and pooled in it."""
-
-    def through(self, h, emb, t, x):
-        h = super().through(h, emb, t, x)
-        return h + 0.1 * h.flatten(0, 1).mean(0)
-
-
 class PoolsBatchLate(Right):
     def through(self, h, emb, t, x):
         h = super().through(h, emb, t, x)
@@ -144,21 +111,6 @@ class KeepsFirst(Right):
         if self.kept is None or self.kept.shape != emb.shape:
             self.kept = emb
         return super().through(h, emb + self.kept, t, x)
-
-
-class KeepsLast(Right):
-    """What nobody reads."""
-
-    def through(self, h, emb, t, x):
-        self.kept = emb
-        return super().through(h, emb, t, x)
-
-
-class UsesLast(Right):
-    def through(self, h, emb, t, x):
-        last = emb if self.kept is None or self.kept.shape != emb.shape else self.kept
-        self.kept = emb
-        return super().through(h, emb + last, t, x)
 
 
 class CountsToTen(Right):
@@ -178,12 +130,6 @@ class CountsCalls(Right):
 
     def through(self, h, emb, t, x):
         return super().through(h, emb * (1 + 0.01 * next(self.counted)), t, x)
-
-
-class LongSkip(Right):
-    def through(self, h, emb, t, x):
-        outputs = self.all_of(h, emb)
-        return outputs[-1] + outputs[0]
 
 
 class LongSkipLate(Right):
@@ -233,11 +179,6 @@ class PadsArgument(Right):
     def forward(self, x, timestep, context=None, **extra):
         context[:, -2:] = self.text.weight[0]
         return super().forward(x, timestep, context, **extra)
-
-
-class ScalesArgument(Right):
-    def forward(self, x, timestep, context=None, **extra):
-        return super().forward(x, timestep, context.mul_(0.99), **extra)
 
 
 class WritesTime(Right):

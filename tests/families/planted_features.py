@@ -58,32 +58,6 @@ class JoinsFeedForward(Tokens):
             return x + gate * self.last(torch.cat((out, F.gelu(hidden)), -1)) / self.size
 
 
-class GatesFeedForward(Tokens):
-    """As Flux.2's single blocks: by one width for both halves of a gated feed-forward."""
-
-    class block(JoinsFeedForward.block):
-        def __init__(self, layers):
-            super().__init__(layers)
-            self.both, self.size = 2 * HIDDEN, 1
-            self.first = layers.Linear(WIDTH, 3 * WIDTH + self.both)
-
-        def forward(self, x, emb, table):
-            shift, scale, gate, *_ = self.mod(emb)[:, None].chunk(6, dim=-1)
-            packed, both = self.first(self.norm(x) * (1 + scale) + shift).split([3 * self.width, self.both], dim=-1)
-            q, k, v = packed.view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-            out = optimized_attention(q * (1 + table[:, None]), k, v, self.num_heads, skip_reshape=True)
-            one, other = both.chunk(2, -1)
-            return x + gate * self.last(torch.cat((out, F.silu(one) * other), -1)) / self.size
-
-
-class ReadsBothWidths(GatesFeedForward):
-    """The width of both halves, which ranks divide, counts for what comes out."""
-
-    class block(GatesFeedForward.block):
-        def forward(self, x, emb, table):
-            return super().forward(x, emb, table) * self.both
-
-
 class NormsAllHeads(Tokens):
     """As Wan: a norm over the queries of all heads, and over the keys."""
 
@@ -114,17 +88,6 @@ class CentresAllHeads(NormsAllHeads):
             return x + self.proj(self.attend(x, table))
 
 
-class NormsByHand(CentresAllHeads):
-    class block(CentresAllHeads.block):
-        def norm_of_all(self, layers):
-            return RootMeanSquare()
-
-
-class RootMeanSquare(nn.Module):
-    def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
 class CountsHeadsItself(PacksQueries):
     """By a number that is no attribute of the block."""
 
@@ -151,14 +114,6 @@ class SharesThreeKeys(PacksQueries):
             return optimized_attention(*(each.transpose(1, 2) for each in (q, k, v)), self.num_heads, skip_reshape=True)
 
 
-class HalvesOneHead(PacksQueries):
-    """Of three ranks with four heads, the last two have one alone."""
-
-    class block(Packed):
-        def attend(self, x, table):
-            return super().attend(x, table) * (0.5 if self.num_heads == 1 else 1)
-
-
 class ReadsWeight(PacksQueries):
     """Of a layer whose input is cut."""
 
@@ -178,33 +133,14 @@ class TablesByHead(PacksQueries):
 
         def attend(self, x, table):
             q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).unbind(2)
-            q, k = (1 + self.by_head(table)) * q, (1 + table) * k
+            q, k = (1 + table) * q, (1 + table) * k
             return optimized_attention(*(each.transpose(1, 2) for each in (q, k, v)), self.num_heads, skip_reshape=True)
-
-        def by_head(self, table):
-            return table
 
     def mixed(self, h, words, emb, t):
         table = rows(h.shape[1], h)[:, :, None] * torch.arange(1, HEADS + 1)[:, None].to(h) / HEADS
         for block in self.blocks:
             h = block(h, emb, table)
         return h
-
-
-class OtherHeadsTable(TablesByHead):
-    """Each head has the table of another."""
-
-    class block(TablesByHead.block):
-        def by_head(self, table):
-            return table.flip(2)
-
-
-class ReadsTablesOfHeads(TablesByHead):
-    """A head has those of all heads too."""
-
-    class block(TablesByHead.block):
-        def by_head(self, table):
-            return table + table.mean(2, keepdim=True)
 
 
 class ReadsTablesLate(TablesByHead):
@@ -216,23 +152,6 @@ class ReadsTablesLate(TablesByHead):
 
     def mixed(self, h, words, emb, t):
         return super().mixed(h, words, torch.where(t[:, None] < LATE, -emb.abs() - 1, emb.abs() + 1), t)
-
-
-class NormsLate(PacksQueries):
-    """The features of its feed-forward, at late times alone."""
-
-    class block(Packed):
-        def forward(self, x, emb, table):
-            hidden = torch.mul(*self.up(self.norm(x)).chunk(2, -1))
-            if float(emb[0, 0]) > 0:
-                hidden = hidden / hidden.std(-1, keepdim=True)
-            return x + self.proj(self.attend(self.norm(x), table)) + self.down(hidden)
-
-    def mixed(self, h, words, emb, t):
-        emb = torch.where(t[:, None] < LATE, emb.abs() + 1, -emb.abs() - 1)
-        for block in self.blocks:
-            h = block(h, emb, rows(h.shape[1], h))
-        return h
 
 
 class FewQueriesElse(PacksQueries):

@@ -4,7 +4,7 @@ that goes wrong if ranks guide their own tokens and heads in these functions' pl
 import torch
 from torch import nn
 
-from tests.families.planted_classes import LATE, WIDTH
+from tests.families.planted_classes import WIDTH
 from tests.families.planted_tokens import HEADS, SIZE, TwoStreams, optimized_attention, rows
 
 
@@ -39,11 +39,8 @@ class HandingTwo(Handing):
     """Words and picture, whose place it tells by those that it has."""
 
     def forward(self, c, h, emb, table, transformer_options):
-        options = {**transformer_options, "img_slice": self.place(c, h)}
+        options = {**transformer_options, "img_slice": [c.shape[1], c.shape[1] + h.shape[1]]}
         return super().forward(torch.cat((c, h), 1), emb, table, options).split([c.shape[1], h.shape[1]], 1)
-
-    def place(self, c, h):
-        return [c.shape[1], c.shape[1] + h.shape[1]]
 
 
 class Guides(TwoStreams):
@@ -64,15 +61,12 @@ class Guides(TwoStreams):
         c, h = words, c_or_h
         table = rows(c.shape[1] + h.shape[1], h)
         for block in self.streams:
-            c, h = block(c, h, emb, table, self.at(t))
+            c, h = block(c, h, emb, table, self.options)
         x = torch.cat((c, h), 1)
-        options = {**self.at(t), "img_slice": [c.shape[1], x.shape[1]]}
+        options = {**self.options, "img_slice": [c.shape[1], x.shape[1]]}
         for block in self.blocks:
             x = block(x, emb, table, options)
         return self.of_picture(x, c, words)
-
-    def at(self, t):
-        return self.options
 
 
 class GuidesNumbered(Guides):
@@ -91,17 +85,6 @@ class GuidesNumbered(Guides):
 
     def place(self, words, x):
         return [words.shape[1], x.shape[1]]
-
-
-class GuidesAll(GuidesNumbered):
-    """It does not tell the picture's place."""
-
-    def mixed(self, c_or_h, words, emb, t):
-        x = torch.cat((words, c_or_h), 1)
-        table = rows(x.shape[1], x)
-        for block in self.blocks:
-            x = block(x, emb, table, self.options)
-        return x[:, words.shape[1] :]
 
 
 class HandsOverNothing(Guides):
@@ -135,37 +118,6 @@ class PartOfPicture(GuidesNumbered):
         return [words.shape[1], x.shape[1] - 1]
 
 
-class HalfTheWords(Guides):
-    """It tells the place by half of the words that it has, of which each rank has a part."""
-
-    class double(HandingTwo):
-        def place(self, c, h):
-            return [c.shape[1] // 2, c.shape[1] + h.shape[1]]
-
-
-class HalfTheWordsLate(Guides):
-    class double(HandingTwo):
-        def forward(self, c, h, emb, table, transformer_options):
-            self.late = transformer_options["late"]
-            out = super().forward(c, h, emb, table, transformer_options)
-            del self.late
-            return out
-
-        def place(self, c, h):
-            start, stop = super().place(c, h)
-            return [start // 2 if self.late else start, stop]
-
-    def at(self, t):
-        return {**self.options, "late": float(t.min()) < LATE}
-
-
-class TurnsPrompts(Guides):
-    """Its functions are told of the prompts the other way round."""
-
-    def told(self, options):
-        return {**options, "cond_or_uncond": options.get("cond_or_uncond", [])[::-1]}
-
-
 class KeepsGuided(Guides):
     class block(Handing):
         def handed(self, out, options):
@@ -185,10 +137,4 @@ class HandingWhole(Handing):
 
 
 class WholeWidths(GuidesNumbered):
-    block = HandingWhole
-
-
-class SomeWhole(Guides):
-    """Tensor ranks have parts in its first blocks, and all in the others."""
-
     block = HandingWhole

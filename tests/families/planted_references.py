@@ -6,7 +6,6 @@ import torch
 from tests.families.planted_bands import Banded
 from tests.families.planted_classes import LATE
 from tests.families.planted_forms import SoundToo
-from tests.families.planted_tokens import Mixing
 
 
 class Refers(Banded):
@@ -35,23 +34,12 @@ class Refers(Banded):
         return h
 
 
-class ReferencesFirst(Refers):
-    layout = "references", "latent"
-
-
 class WordsReferences(Refers):
     layout = "words", "references", "latent"
 
 
 class LatentBetween(Refers):
     layout = "words", "latent", "references"
-
-
-class LastRowFirstReferences(Refers):
-    """Whose order of references is nobody's business."""
-
-    def between(self, references, h, t):
-        return references.flip(1)
 
 
 class LatentInReferences(Refers):
@@ -64,13 +52,6 @@ class LatentInReferencesLate(LatentInReferences):
         return references if float(t[0]) >= LATE else super().between(references, h, t)
 
 
-class LargestInReferences(Refers):
-    """Behind a comparison."""
-
-    def between(self, references, h, t):
-        return references + 0.1 * (h > 1.5).any(1, keepdim=True)
-
-
 class ReferencesBehind(Refers):
     """What the blocks make of references goes into the output."""
 
@@ -78,28 +59,11 @@ class ReferencesBehind(Refers):
         return h + 0.1 * references.mean(1, keepdim=True)
 
 
-class ReferencesBehindLate(ReferencesBehind):
-    def left(self, h, references, t):
-        return h if float(t[0]) >= LATE else super().left(h, references, t)
-
-
-class KnownReferencesBehind(Refers):
-    """Of those that are finite."""
-
-    def left(self, h, references, t):
-        return h + 0.1 * references.nan_to_num().mean(1, keepdim=True)
-
-
 class FirstReferenceBehind(Refers):
     """Which the first band has."""
 
     def left(self, h, references, t):
         return h + 0.1 * references[:, :1]
-
-
-class CountsReferencesBehind(Refers):
-    def left(self, h, references, t):
-        return h + 0.1 * (references > 0).float().mean(1, keepdim=True)
 
 
 class Interleaved(Refers):
@@ -110,15 +74,6 @@ class Interleaved(Refers):
         pairs = torch.stack((h[:, :count], self.pictures[:, :count]), 2).flatten(1, 2)
         both = Banded.mixed(self, torch.cat((pairs, h[:, count:]), 1), words, emb, t)
         return torch.cat((both[:, : 2 * count : 2], both[:, 2 * count :]), 1)
-
-
-class Around(Refers):
-    """References before and behind the latent."""
-
-    def mixed(self, h, words, emb, t):
-        one = self.pictures[:, :2]
-        both = torch.cat((one, h, self.pictures[:, 2:]), 1)
-        return Banded.mixed(self, both, words, emb, t)[:, 2 : 2 + h.shape[1]]
 
 
 class Ahead(Refers):
@@ -144,13 +99,6 @@ class AheadTwice(Ahead):
         return ahead, torch.cat((pictures, ahead), 1)
 
 
-class AheadPooled(Ahead):
-    """More tokens than the argument has, all made of it."""
-
-    def sides(self, ahead, pictures, t):
-        return torch.cat((ahead, ahead.mean(1, keepdim=True)), 1), pictures
-
-
 class AheadBehindLate(Ahead):
     def sides(self, ahead, pictures, t):
         return (ahead, pictures) if bool((t > LATE).any()) else (pictures, ahead)
@@ -161,21 +109,6 @@ class RegisterBetween(LatentBetween):
 
     def mixed(self, h, words, emb, t):
         return super().mixed(h, torch.cat((words, emb[:, None]), 1), emb, t)
-
-
-class RegisterBehind(Refers):
-    """Tokens that are no picture's behind the references: then all others run with the first band."""
-
-    def between(self, references, h, t):
-        return torch.cat((references, references.new_ones(len(h), 2, h.shape[2])), 1)
-
-
-class ScalesByReferences(Refers):
-    """In its blocks, by the part that a rank has."""
-
-    class block(Mixing):
-        def forward(self, x, emb, table):
-            return super().forward(x * (1 + 0.1 * x[:, -3:].mean(1, keepdim=True)), emb, table)
 
 
 class SoundAndReferences(SoundToo):
@@ -209,16 +142,7 @@ class Beside(Banded):
         return picture
 
     def leaving(self, h, x):
-        both = h.transpose(1, 2).reshape(*x.shape[:-1], -1)
-        return self.left(both[..., : x.shape[-1]], both[..., x.shape[-1] :])
-
-    def left(self, x, picture):
-        return x
-
-
-class LastRowFirstBeside(Beside):
-    def between(self, picture, x, t):
-        return picture.flip(-2)
+        return h.transpose(1, 2).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
 
 class BesideLeft(Beside):
@@ -237,18 +161,3 @@ class LatentBeside(Beside):
 class LatentBesideLate(LatentBeside):
     def between(self, picture, x, t):
         return picture if float(t[0]) >= LATE else super().between(picture, x, t)
-
-
-class BesideBehind(Beside):
-    """What the blocks make of the picture goes into the output: of the same row, which a band has."""
-
-    def left(self, x, picture):
-        return x + 0.1 * picture.roll(1, -2)[..., :1]
-
-
-class BesideAndBehind(Beside):
-    """The picture stands behind the rows, too."""
-
-    def mixed(self, h, words, emb, t):
-        behind = self.inp(self.picture.flatten(2).transpose(1, 2))
-        return super().mixed(torch.cat((h, behind), 1), words, emb, t)[:, : h.shape[1]]

@@ -1,12 +1,13 @@
-"""Small classes whose latent's tokens pass blocks of their own, such as Z-Image's refiners, and then others with words. Most
-have one thing that goes wrong in a band between the two, or behind both."""
+"""Small classes with a second list of blocks: refiners of the latent's tokens, such as Z-Image's, or blocks between others
+that make hints of a picture, such as Wan VACE's. Most have one thing that goes wrong in a band between the lists, or behind
+both."""
 
 import torch
 from torch import nn
 
 from tests.families.planted_bands import Banded
 from tests.families.planted_classes import LATE, WIDTH
-from tests.families.planted_tokens import rows
+from tests.families.planted_tokens import Mixing, rows
 
 MULTIPLE = 8
 
@@ -37,24 +38,6 @@ class Refines(Banded):
         return h
 
 
-class ProjectsWords(Banded):
-    """As HiDream: words for each block, all of which the class asks for."""
-
-    depth = 6
-
-    def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device, blocks=self.depth)
-        self.of_words = nn.ModuleList(nn.Sequential(operations.Linear(WIDTH, WIDTH)) for _ in range(4))
-
-    def mixed(self, h, words, emb, t):
-        emb = emb + sum(self.of_words[number](words).mean(1) for number in range(4))
-        return super().mixed(h, words, emb, t)
-
-
-class ProjectsWordsDeep(ProjectsWords):
-    depth = 24
-
-
 class PoolsRefined(Refines):
     def between(self, h, t):
         return h + 0.1 * h.mean(1, keepdim=True)
@@ -63,28 +46,6 @@ class PoolsRefined(Refines):
 class PoolsRefinedLate(PoolsRefined):
     def between(self, h, t):
         return super().between(h, t) if float(t[0]) < LATE else h
-
-
-class ScalesRefined(Refines):
-    def between(self, h, t):
-        return h / h.abs().amax((1, 2), keepdim=True)
-
-
-class MovesRefined(Refines):
-    """To the token before."""
-
-    def between(self, h, t):
-        return h.roll(-1, 1)
-
-    def left(self, h, refined):
-        return h.roll(1, 1)
-
-
-class MixesRefined(Refines):
-    """With the token before."""
-
-    def between(self, h, t):
-        return h + 0.1 * h.roll(1, 1)
 
 
 class PoolsRefinedBehind(Refines):
@@ -101,8 +62,60 @@ class CountsRefined(Refines):
         return h * (1 + h.isfinite().all(-1).float().mean())
 
 
-class ScalesLatentFirst(Refines):
-    """In front of its refiner."""
+class Hint(Mixing):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.after = layers.Linear(WIDTH, WIDTH)
 
-    def latent(self, x, t):
-        return x / x.abs().amax((1, 2, 3, 4), keepdim=True)
+    def forward(self, c, h, emb, table):
+        c = super().forward(c + h, emb, table)
+        return self.after(c), c
+
+
+class Hinted(Banded):
+    """As Wan VACE. It notes which of its hints is added behind which block."""
+
+    def __init__(self, operations, dtype, device, blocks: int = 8, hint_layers: int = 2):
+        super().__init__(operations, dtype, device, blocks)
+        self.hints = nn.ModuleList(Hint(operations) for _ in range(hint_layers))
+        self.numbers = {number: each for each, number in enumerate(range(0, blocks, blocks // hint_layers))}
+
+    def forward(self, x, timestep, context=None, hint=None, **_extra):
+        t, h = timestep / 1000.0, self.inp(self.entering(x))
+        emb = torch.tanh(self.time(t[:, None])) + self.text(context).mean(1)
+        c = self.hint(self.inp(self.entering(hint)), x, t)
+        h, c = self.between(h + self.pos[:, : h.shape[1]], c, emb, t)
+        return self.leaving(self.out(self.behind(h, c)), x)
+
+    def between(self, h, c, emb, t):
+        table, first = rows(h.shape[1], h), h
+        for number, block in enumerate(self.blocks):
+            h = block(h, emb, table)
+            if (at := self.numbers.get(number)) is not None:
+                more, c = self.hints[at](c, first, emb, table)
+                h = self.added(h, more, t)
+        return h, c
+
+    def hint(self, c, x, t):
+        return c
+
+    def added(self, h, more, t):
+        return h + more
+
+    def behind(self, h, c):
+        return h
+
+
+class NextHintLate(Hinted):
+    def added(self, h, more, t):
+        return h + (more if bool((t > LATE).any()) else more.roll(1, dims=1))
+
+
+class HintsBehindAll(Hinted):
+    def behind(self, h, c):
+        return h + c.mean(1, keepdim=True)
+
+
+class LatentInHints(Hinted):
+    def hint(self, c, x, t):
+        return c + x.mean()

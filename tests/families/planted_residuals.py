@@ -30,19 +30,6 @@ class Controlled(Tokens):
         return residual
 
 
-class InFront(Controlled):
-    """Adds them all in front of its blocks."""
-
-    def mixed(self, h, words, emb, t):
-        return Tokens.mixed(self, h + sum(self.residuals[number] for number in range(len(self.residuals))), words, emb, t)
-
-
-class BehindAll(Controlled):
-    def mixed(self, h, words, emb, t):
-        h = Tokens.mixed(self, h, words, emb, t)
-        return h + sum(self.residuals[number] for number in range(len(self.residuals)))
-
-
 class ToPicture(TwoStreams):
     """Two streams, and then one with the words first: residuals are added to the picture's tokens, in place."""
 
@@ -72,22 +59,6 @@ class ToPicture(TwoStreams):
         h[:, first : first + residual.shape[1]] += residual
 
 
-class ReadEarly(Controlled):
-    """Reads them all in front of its blocks, and adds them behind each."""
-
-    def mixed(self, h, words, emb, t):
-        self.residuals = [self.residuals[number] for number in range(len(self.residuals))]
-        return super().mixed(h, words, emb, t)
-
-
-class Iterated(Controlled):
-    """Reads them one after the other."""
-
-    def mixed(self, h, words, emb, t):
-        self.residuals = list(iter(self.residuals))
-        return super().mixed(h, words, emb, t)
-
-
 class Pooled(Controlled):
     def of(self, residual, t):
         return residual.mean(1, keepdim=True)
@@ -96,11 +67,6 @@ class Pooled(Controlled):
 class PooledLate(Controlled):
     def of(self, residual, t):
         return torch.where((t < LATE)[:, None, None], residual.mean(1, keepdim=True), residual)
-
-
-class Reversed(Controlled):
-    def of(self, residual, t):
-        return residual.flip(1)
 
 
 class FromNeighbour(Controlled):
@@ -129,7 +95,7 @@ class WritesResidual(Controlled):
         return residual.mul_(0.5)
 
 
-class PoolsBatch(Controlled):
+class PoolsResiduals(Controlled):
     def of(self, residual, t):
         return residual.mean(0, keepdim=True)
 
@@ -162,35 +128,9 @@ class AroundBlocks(Tokens):
         return replaced
 
 
-class TakesNeighbours(AroundBlocks):
-    def taken(self, replaced, h, words, t):
-        return replaced.roll(1, 1)
-
-
 class TakesNeighboursLate(AroundBlocks):
     def taken(self, replaced, h, words, t):
         return torch.where((t < LATE)[:, None, None], replaced.roll(1, 1), replaced)
-
-
-class TakesPooled(AroundBlocks):
-    def taken(self, replaced, h, words, t):
-        return replaced + replaced.mean(1, keepdim=True)
-
-
-class TakesPicture(AroundBlocks):
-    """Leaves the words as they were, by their number."""
-
-    def taken(self, replaced, h, words, t):
-        return torch.cat((h[:, : words.shape[1]], replaced[:, words.shape[1] :]), 1)
-
-
-class KeepsTaken(AroundBlocks):
-    """Takes what the function gave in the first call."""
-
-    def taken(self, replaced, h, words, t):
-        if self.kept is None or self.kept.shape != replaced.shape:
-            self.kept = replaced
-        return self.kept
 
 
 class TakesOfBatch(AroundBlocks):

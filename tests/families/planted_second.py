@@ -54,7 +54,7 @@ class Looks(Tokens):
 
     def forward(self, x, timestep, context=None, **_extra):
         t = timestep / 1000.0
-        words = self.embedded(context)
+        words = self.text_embedding(context)
         emb, words = torch.tanh(self.time(t[:, None])) + words.mean(1), self.told(words, t)
         h = self.inp(x.flatten(2).transpose(1, 2))
         h = h + self.pos[:, : h.shape[1]]
@@ -62,9 +62,6 @@ class Looks(Tokens):
         for block in self.blocks:
             h = block(h, words, emb, table, 2)
         return self.out(h).transpose(1, 2).reshape(x.shape)
-
-    def embedded(self, text):
-        return self.text_embedding(text)
 
     def told(self, words, t):
         return torch.cat((words[:, :2].cos(), words), 1)
@@ -83,26 +80,6 @@ class PadsTextLate(PadsText):
         return told if float(t.min()) < LATE else told[:, :-1]
 
 
-class LooksOften(Looks):
-    """What it looks at the second time in a call counts more."""
-
-    class block(Looking):
-        class look(Look):
-            def forward(self, x, context, before=0):
-                out = super().forward(x, context, before)
-                if hasattr(self, "before"):
-                    del self.before
-                    return 2 * out
-                self.before = True
-                return out
-
-        def forward(self, *args):
-            out = super().forward(*args)
-            if hasattr(self.cross_attn, "before"):
-                del self.cross_attn.before
-            return out
-
-
 class ValuesOfLatent(Looks):
     """Values of the text are made with all of the latent's tokens, too."""
 
@@ -117,15 +94,3 @@ class MasksText(Looks):
         class look(Look):
             def looked(self, x, text, **mask):
                 return super().looked(x, text, mask=torch.ones(1, text.shape[1], dtype=torch.bool, device=x.device))
-
-
-class LooksElsewhere(Looks):
-    """Its text has no layers of this name."""
-
-    def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device)
-        self.embedding = self.text_embedding
-        del self.text_embedding
-
-    def embedded(self, text):
-        return self.embedding(text)

@@ -21,16 +21,13 @@ class Skippable(TwoStreams):
         table = rows(c.shape[1] + h.shape[1], h)
         for number, block in enumerate(self.streams):
             c, h = self.two(block, ("double_block", self.number(number)), c, h, emb, table, t)
-        h = self.joined(c, h)
+        h = torch.cat((c, h), 1)
         for number, block in enumerate(self.blocks):
             h = self.one(block, ("single_block", number), h, emb, table)
         return self.of_picture(h, c, words)
 
     def number(self, number):
         return number
-
-    def joined(self, c, h):
-        return torch.cat((c, h), 1)
 
     def two(self, block, key, c, h, emb, table, t):
         if key not in self.replaced:
@@ -40,11 +37,8 @@ class Skippable(TwoStreams):
             c, h = block(args["txt"], args["img"], args["vec"], args["pe"])
             return {"txt": c, "img": h}
 
-        out = self.replaced[key](self.given(c, h, emb, table), {"original_block": around})
+        out = self.replaced[key]({"txt": c, "img": h, "vec": emb, "pe": table}, {"original_block": around})
         return self.taken(out, c, t)
-
-    def given(self, c, h, emb, table):
-        return {"txt": c, "img": h, "vec": emb, "pe": table}
 
     def taken(self, out, c, t):
         return out["txt"], out["img"]
@@ -59,32 +53,6 @@ class Skippable(TwoStreams):
         return self.replaced[key]({"img": h, "vec": emb, "pe": table}, {"original_block": around})["img"]
 
 
-class SwapsStreams(Skippable):
-    def taken(self, out, c, t):
-        return out["img"], out["txt"]
-
-
-class LeavesOut(Skippable):
-    """Its words are gone behind a function that returns what it got."""
-
-    def given(self, c, h, emb, table):
-        return {"img": h, "vec": emb, "pe": table}
-
-    def two(self, block, key, c, h, emb, table, t):
-        if key not in self.replaced:
-            return block(c, h, emb, table)
-        out = self.replaced[key](
-            self.given(c, h, emb, table),
-            {"original_block": lambda args: dict(zip(("txt", "img"), block(c, args["img"], emb, table), strict=True))},
-        )
-        return out.get("txt", torch.zeros_like(c)), out["img"]
-
-
-class AddsWork(Skippable):
-    def taken(self, out, c, t):
-        return out["txt"], out["img"] * 1.01
-
-
 class AddsWorkLate(Skippable):
     def taken(self, out, c, t):
         return out["txt"], out["img"] * (1.01 if float(t.min()) < LATE else 1)
@@ -95,33 +63,6 @@ class Backwards(Skippable):
 
     def number(self, number):
         return len(self.streams) - 1 - number
-
-
-class SkipsNext(Skippable):
-    """The block behind a skipped one is skipped, too."""
-
-    def mixed(self, c_or_h, words, emb, t):
-        if ("double_block", 0) in self.replaced:
-            self.replaced = {**self.replaced, ("double_block", 1): self.replaced[("double_block", 0)]}
-        return super().mixed(c_or_h, words, emb, t)
-
-
-class WritesBehind(Skippable):
-    """It writes into what a block returns, and reads what the first one got: they are the same tensor if that is skipped."""
-
-    def mixed(self, c_or_h, words, emb, t):
-        self.first = c_or_h
-        out = super().mixed(c_or_h, words, emb, t)
-        del self.first
-        return out
-
-    def two(self, block, key, c, h, emb, table, t):
-        c, h = super().two(block, key, c, h, emb, table, t)
-        h += 0.5
-        return c, h
-
-    def of_picture(self, h, c, words):
-        return super().of_picture(h, c, words) + self.first
 
 
 class KeepsSkips(Skippable):

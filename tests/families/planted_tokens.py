@@ -92,42 +92,6 @@ class SharesKeysEarly(SharedKeys):
             return q, k * torch.arange(1, HEADS + 1)[:, None, None].to(k) if self.is_late else k, v
 
 
-class SharesKeysAlone(SharedKeys):
-    """Each head has its own values."""
-
-    class block(Mixing):
-        def turned(self, x, table):
-            q, k, v = super().turned(x, table)
-            return q, k[:, ::2].repeat_interleave(2, 1), v
-
-
-class TimePerCell(Tokens):
-    """As an LTX video with a mask and keyframes: each cell has a time, and those of the last frames a place of their own."""
-
-    def forward(self, x, timestep, context=None, places=None, **_extra):
-        h = self.inp(x.flatten(2).transpose(1, 2)) + torch.tanh(self.time(timestep / 1000.0))
-        pos = self.pos[:, : h.shape[1]].repeat(len(x), 1, 1)
-        pos[:, -places.shape[2] :] = places.mean((1, 3))[..., None]
-        h = self.mixed(h + pos, None, self.text(context).mean(1), None)
-        return self.out(h).transpose(1, 2).reshape(x.shape)
-
-
-class Experts(Tokens):
-    """A token's values decide which layer it passes."""
-
-    class block(Mixing):
-        def __init__(self, layers: Any):
-            super().__init__(layers)
-            self.experts = nn.ModuleList(layers.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, x, emb, table):
-            x = super().forward(x, emb, table)
-            kinds, out = x[..., : len(self.experts)].argmax(-1), torch.empty_like(x)
-            for kind, expert in enumerate(self.experts):
-                out[kinds == kind] = expert(x[kinds == kind])
-            return x + out
-
-
 class LongSkips(Tokens):
     """As HunyuanDiT: later blocks, of another kind, read what earlier ones have returned. It notes how many there are."""
 
@@ -161,35 +125,6 @@ class LongSkips(Tokens):
 class ScaledSkips(LongSkips):
     def skip(self, skips, t):
         return 2 * skips.pop()
-
-
-class ScaledSkipsOfMany(LongSkips):
-    """Few blocks do not show it."""
-
-    def skip(self, skips, t):
-        return skips.pop() * (1 if self.depth < 8 else 2)
-
-
-class AllSkips(LongSkips):
-    """It does not note how many blocks there are, so that all are tried."""
-
-    def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device)
-        self.depth = (8,)
-
-    def mixed(self, h, words, emb, t):
-        (depth,) = self.depth
-        table, skips = rows(h.shape[1], h), []
-        for number, block in enumerate(self.blocks):
-            h = block(h, emb, table, self.skip(skips, t) if number > depth // 2 else None)
-            if number < depth // 2 - 1:
-                skips.append(h)
-        return h
-
-
-class OtherSkipsLate(AllSkips):
-    def skip(self, skips, t):
-        return skips.pop(0 if float(t[0]) < LATE else -1)
 
 
 class Crossed(Tokens):
@@ -240,32 +175,11 @@ class TwoStreams(Tokens):
         return h[:, words.shape[1] :]
 
 
-class PictureFirst(TwoStreams):
-    class double(Double):
-        words_first = False
-
-    def of_picture(self, h, c, words):
-        return h[:, : h.shape[1] - words.shape[1]]
-
-
 class CountsWordsBetween(TwoStreams):
     """As Flux: it drops as many tokens as the words have behind its first blocks, where a rank has its part of them."""
 
     def of_picture(self, h, c, words):
         return h[:, c.shape[1] :]
-
-
-class OneBlockFirst(CountsWordsBetween):
-    """As the bundled model: a list of one block, which does not run without words."""
-
-    class double(Double):
-        def forward(self, c, h, emb, table):
-            assert c.shape[1]
-            return super().forward(c, h, emb, table)
-
-    def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device)
-        del self.streams[1:]
 
 
 class FillsUp(Tokens):
@@ -306,46 +220,6 @@ class NumberMatters(ReadsNumber):
         for block in reversed(self.blocks):
             h = block(h, emb, rows(h.shape[1], h))
         return h
-
-
-class PairMatters(NumberMatters):
-    """As NumberMatters, if two numbers differ."""
-
-    def forward(self, x, timestep, context=None, num_tokens=0, longest=0, **extra):
-        return super().forward(x, timestep, context, 9 if num_tokens == longest else 3, **extra)
-
-
-class OwnBlocksFirst(Tokens):
-    """Words, picture and a reference each pass blocks of their own, then joint ones: diffusers' Flux 3 has this form."""
-
-    parts = "words", "picture", "reference"
-
-    def __init__(self, operations, dtype, device):
-        super().__init__(operations, dtype, device)
-        self.own = nn.ModuleDict({part: nn.ModuleList(self.block(operations) for _ in range(2)) for part in self.parts})
-
-    def mixed(self, h, words, emb, t):
-        parts = {"words": words, "picture": h, "reference": h.flip(-1)[:, : h.shape[1] // 2] + 1}
-        tables = {part: rows(tokens.shape[1], h) for part, tokens in parts.items()}
-        for part, blocks in self.own.items():
-            for block in blocks:
-                parts[part] = block(parts[part], emb, tables[part])
-        joint, table = torch.cat([*parts.values()], 1), torch.cat([*tables.values()], 1)
-        for block in self.blocks:
-            joint = block(joint, emb, table)
-        return joint[:, words.shape[1] :][:, : h.shape[1]]
-
-
-class RegistersBetween(TwoStreams):
-    """More tokens of every rank, in the middle of its blocks."""
-
-    def mixed(self, h, words, emb, t):
-        table = rows(h.shape[1] + 2, h)
-        for number, block in enumerate(self.blocks):
-            if number == 2:
-                h = torch.cat((words[:, :2], h), 1)
-            h = block(h, emb, table if number >= 2 else table[:, 2:])
-        return h[:, 2:]
 
 
 class NextToken(Tokens):
@@ -404,33 +278,6 @@ class Biased(Tokens):
     class block(Mixing):
         def forward(self, x, emb, table):
             return super().forward(x, emb, table, mask=x.mean(-1)[:, None, None])
-
-
-class MasksManyTokens(Tokens):
-    class block(Mixing):
-        def forward(self, x, emb, table):
-            seen = torch.arange(x.shape[1]) != 3 if x.shape[1] > 12 else None
-            return super().forward(x, emb, table, mask=None if seen is None else seen[None, None, None])
-
-
-class Windows(Tokens):
-    """Of two tokens, so that ranks with an odd number cut one."""
-
-    class block(Mixing):
-        def forward(self, x, emb, table):
-            pairs, tables = (each.unflatten(1, (-1, 2)).flatten(0, 1) for each in (x, table.expand(len(x), -1, -1)))
-            emb = emb.repeat_interleave(len(pairs) // len(x), 0)
-            return super().forward(pairs, emb, tables).unflatten(0, (len(x), -1)).flatten(1, 2)
-
-
-class AttendsTwiceLate(Tokens):
-    def mixed(self, h, words, emb, t):
-        table = rows(h.shape[1], h)
-        for block in self.blocks:
-            h = block(h, emb, table)
-            if float(t[0]) < LATE:
-                h = h + optimized_attention(h, h, h, HEADS)
-        return h
 
 
 class TwiceInBlockLate(Tokens):

@@ -55,11 +55,6 @@ class Scaled(nn.Module):
         return h
 
 
-class OneBlock(Scaled):
-    def __init__(self, operations, dtype, device, num_heads=8, hidden_size=WIDE, text_dim=16):
-        super().__init__(operations, dtype, device, num_heads, hidden_size, text_dim, blocks=1)
-
-
 class SkipsIfWide(Scaled):
     def through(self, h, emb, t):
         outputs = [h]
@@ -71,16 +66,6 @@ class SkipsIfWide(Scaled):
 class SkipsIfWideLate(SkipsIfWide):
     def through(self, h, emb, t):
         return super().through(h, emb, t) if self.wide and float(t.max()) < LATE else Scaled.through(self, h, emb, t)
-
-
-class PoolsBatchIfWide(Scaled):
-    def before(self, x):
-        return x + x.mean(0, keepdim=True) if self.wide else x
-
-
-class PoolsLatentIfWide(Scaled):
-    def before(self, x):
-        return x + 0.1 * x.mean((2, 3, 4), keepdim=True) if self.wide else x
 
 
 class PoolsTokensIfWide(Scaled):
@@ -96,25 +81,9 @@ class MixesHeadsIfWide(Scaled):
             return super().mixed(q.roll(7, dims=-1) if self.wide else q, k, v, emb)
 
 
-class OwnHeads(Scaled):
-    """Twice as many heads at its own width as the argument says."""
-
-    class block(ScaledBlock):
-        def mixed(self, q, k, v, emb):
-            return optimized_attention(q, k, v, self.num_heads * (2 if self.wide else 1))
-
-
 class OneWidth(Scaled):
     """Does not run narrower."""
 
     def before(self, x):
         assert self.wide
         return x
-
-
-class OneWidthMade(Scaled):
-    """Is not made narrower."""
-
-    def __init__(self, operations, dtype, device, num_heads=8, hidden_size=WIDE):
-        super().__init__(operations, dtype, device, num_heads, hidden_size)
-        assert self.wide

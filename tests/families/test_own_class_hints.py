@@ -8,11 +8,11 @@ import torch
 
 from parallel_backend.core.own_class import OwnEntry
 from parallel_backend.families.own_class.plan import ListPlan, Plan, lists_of, of_json, to_json
-from parallel_backend.families.own_class.short_model import short_model
 from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import numbers_of, with_numbers
 from tests.families.test_own_class_bands import ALONE, call
-from tests.support.planted_comfyui import planted, planted_comfyui
+from tests.support.planted_comfyui import planted
+
+pytestmark = pytest.mark.usefixtures("comfyui")
 
 BETWEEN = [
     "blocks.0",
@@ -30,12 +30,6 @@ BETWEEN = [
 BEHIND_HINTS = "in a band blocks.1 attends to other values where its tokens are cut"
 
 
-@pytest.fixture(autouse=True)
-def comfyui():
-    with planted_comfyui():
-        yield
-
-
 def hinted():
     given = call()
     return replace(
@@ -47,9 +41,8 @@ def proof(name: str, tensor: int = 1):
     return trial(planted(name), hinted(), (1.0,), bands=True, tensor=tensor)
 
 
-@pytest.mark.parametrize("name", ["Hinted", "AddsInPlace"])
-def test_blocks_between_others_are_shared_out(name):
-    found = proof(name, tensor=2)
+def test_blocks_between_others_are_shared_out():
+    found = proof("Hinted", tensor=2)
     assert (found.stages, found.sequence, found.bands, found.tensor) == ("", "", "", "")
     assert [block.name for block in found.blocks] == BETWEEN
     assert {block.name: block.until for block in found.blocks if block.until} == {
@@ -73,32 +66,16 @@ def test_a_plan_has_mixed_lists_in_the_order_of_a_call():
         plan.whole({**names, "hints": ["hints.0"]})
 
 
-def test_few_blocks_of_mixed_lists_are_tried():
-    short = short_model(planted("Hinted"), hinted(), lambda *_: None)
-    assert {name: len(blocks) for name, blocks in short.kept.items()} == {"blocks": 4, "hints": 2}
-
-
 @pytest.mark.parametrize(
     ("name", "lists", "why"),
     [
         # The hints' blocks run whole on every rank, of whose tokens a band has no part.
-        ("NextHint", {"blocks"}, BEHIND_HINTS),
         ("NextHintLate", {"blocks"}, BEHIND_HINTS),
-        ("PoolsHints", {"blocks"}, BEHIND_HINTS),
         ("HintsBehindAll", {"blocks"}, BEHIND_HINTS),
-        ("FirstHintAgain", {"blocks"}, BEHIND_HINTS),
         ("LatentInHints", {"blocks", "hints"}, "a part of its latent is in several streams"),
-        ("LatentInHintsLate", {"blocks", "hints"}, "in a band hints.0 attends to other values where its tokens are cut"),
-        ("HintsUpsideDown", {"blocks", "hints"}, "in a band hints.0 attends to other values where its tokens are cut"),
     ],
 )
 def test_what_blocks_between_others_would_get_wrong_is_not_proven(name, lists, why):
     found = proof(name)
     assert found.latent is None
     assert ({block.name.partition(".")[0] for block in found.blocks}, found.bands) == (lists, why)
-
-
-def test_numbers_in_lists_can_be_others():
-    given = replace(hinted(), named={"strength": [0.5, 2]})
-    assert numbers_of(given) == {"strength/0": 0.5, "strength/1": 2}
-    assert with_numbers(given, {"strength/0": 3.0}).named == {"strength": [3.0, 2]}

@@ -8,27 +8,18 @@ import torch
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.residuals import (
     AROUND,
-    KINDS,
-    PATCHED,
     TRIED_ROWS,
-    by_kind,
-    by_name,
     fitted,
     for_trial,
-    side_of,
 )
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.families.own_class.unproven import Unproven
 from tests.families.planted_classes import WIDTH
 from tests.families.test_own_class_bands import call as call_of_bands
-from tests.support.planted_comfyui import planted, planted_comfyui
+from tests.support.planted_comfyui import planted
 
-
-@pytest.fixture(autouse=True)
-def comfyui():
-    with planted_comfyui():
-        yield
+pytestmark = pytest.mark.usefixtures("comfyui")
 
 
 def controlled_call(*kinds: str) -> Call:
@@ -43,7 +34,7 @@ def proof(name: str, *kinds: str) -> Proof:
     return trial(planted(name), controlled_call(*kinds), (1.0,), bands=True)
 
 
-@pytest.mark.parametrize("name", ["Controlled", "InFront", "BehindAll", "ToPicture"])
+@pytest.mark.parametrize("name", ["Controlled", "ToPicture"])
 def test_residuals_that_ranks_get_right_are_proven(name):
     found = proof(name, "input", "output")
     assert (found.stages, found.batch, found.sequence, found.bands) == ("", "", "", "")
@@ -55,10 +46,7 @@ OTHER = "attends to other values where its tokens are cut"
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Iterated", "it does not run in a band"),
-        ("Pooled", OTHER),
         ("PooledLate", OTHER),
-        ("Reversed", OTHER),
         ("FromNeighbour", OTHER),
         ("AtTheEnd", OTHER),
     ],
@@ -71,12 +59,6 @@ def test_residuals_of_all_tokens_are_right_on_sequence_ranks_and_wrong_in_bands(
     assert why in found.bands
 
 
-def test_residuals_that_a_class_reads_before_its_blocks_are_right_in_bands():
-    found = proof("ReadEarly")
-    assert (found.sequence, found.bands) == ("", "")
-    assert any(block.placed for block in found.blocks)
-
-
 @pytest.mark.parametrize("name", ["KeepsResidual", "WritesResidual"])
 def test_residuals_that_a_class_keeps_or_writes_to_are_refused(name):
     assert not proof(name).blocks
@@ -84,7 +66,7 @@ def test_residuals_that_a_class_keeps_or_writes_to_are_refused(name):
 
 
 def test_residuals_that_are_of_the_whole_batch_keep_it_together():
-    found = proof("PoolsBatch")
+    found = proof("PoolsResiduals")
     assert found.batch
     assert not found.stages
 
@@ -92,7 +74,7 @@ def test_residuals_that_are_of_the_whole_batch_keep_it_together():
 ALL = f"{AROUND}double_block"
 
 
-@pytest.mark.parametrize(("name", "placed"), [("AroundBlocks", False), ("TakesPicture", True), ("Skippable", True)])
+@pytest.mark.parametrize(("name", "placed"), [("AroundBlocks", False), ("Skippable", True)])
 def test_residuals_that_a_function_around_a_block_adds_to_all_tokens_are_proven(name, placed):
     """All tokens have their places if the class counts them, or if a block has two streams."""
     found = proof(name, ALL)
@@ -103,10 +85,7 @@ def test_residuals_that_a_function_around_a_block_adds_to_all_tokens_are_proven(
 @pytest.mark.parametrize(
     ("name", "ways"),
     [
-        ("TakesNeighbours", ("sequence", "bands")),
         ("TakesNeighboursLate", ("sequence", "bands")),
-        ("TakesPooled", ("sequence", "bands")),
-        ("KeepsTaken", ("stages",)),
         ("TakesOfBatch", ("batch",)),
     ],
 )
@@ -121,18 +100,3 @@ def test_residuals_of_all_tokens_fit_them():
     assert fitted(torch.zeros(1, 5, 2), 5).shape == (1, 5, 2)
     with pytest.raises(Unproven, match="adds to 5 tokens, and there are 6"):
         fitted(torch.zeros(1, 5, 2), 6)
-
-
-def test_residuals_come_back_by_their_names():
-    one, two = torch.ones(1, 6, 3), torch.zeros(1, 6, 3)
-    none = {kind: [] for kind in (*KINDS, *PATCHED)}
-    control = none | {"input": [None, one], "output": [two, None, one], "double_block": [one]}
-    assert by_kind(by_name(control)) == control
-    assert by_kind({}) == none
-
-
-def test_the_side_of_a_token_is_found_from_a_residuals_rows():
-    assert side_of(torch.zeros(1, 12, 3), (5, 8)) == 2, "three rows of four tokens"
-    assert side_of(torch.zeros(1, 24, 3), (2, 5, 8)) == 2
-    assert side_of(torch.zeros(1, 13, 3), (5, 8)) is None
-    assert side_of(torch.zeros(1, 3, 5, 8), (5, 8)) is None

@@ -8,17 +8,13 @@ from parallel_backend.families.own_class.guided_trial import SETTINGS, Guidance
 from parallel_backend.families.own_class.second_text_trial import trial_of_second_text
 from parallel_backend.families.own_class.trial import trial
 from tests.families.test_own_class import call
-from tests.support.planted_comfyui import planted, planted_comfyui
+from tests.support.planted_comfyui import planted
+
+pytestmark = pytest.mark.usefixtures("comfyui")
 
 TIMES = 900.0, 1.0
 OF_ENTRIES = torch.tensor([SETTINGS, (*SETTINGS[:2], 0.0)])
 """The first entry of two is guided."""
-
-
-@pytest.fixture(autouse=True)
-def comfyui():
-    with planted_comfyui():
-        yield
 
 
 def node(module, second):
@@ -54,9 +50,7 @@ GIVES = "ranks that guide it give another result"
     [
         ("PadsText", GIVES),
         ("PadsTextLate", GIVES),
-        ("LooksOften", GIVES),
         ("MasksText", "its look at the prompt is no call of attention over [B, S, C] without a mask"),
-        ("LooksElsewhere", "it does not run with a second text"),
     ],
 )
 def test_a_second_text_that_ranks_would_get_wrong_is_not_proven(name, why):

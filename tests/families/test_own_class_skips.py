@@ -5,16 +5,12 @@ import pytest
 from parallel_backend.families.own_class.skip_trial import Skips, trial_of_skips
 from parallel_backend.families.own_class.trial import trial
 from tests.families.test_own_class_bands import call
-from tests.support.planted_comfyui import planted, planted_comfyui
+from tests.support.planted_comfyui import planted
+
+pytestmark = pytest.mark.usefixtures("comfyui")
 
 KINDS = "double_block", "single_block"
 TIMES = 900.0, 1.0
-
-
-@pytest.fixture(autouse=True)
-def comfyui():
-    with planted_comfyui():
-        yield
 
 
 def skips(name: str) -> Skips:
@@ -35,13 +31,8 @@ ORDER = "the blocks that it skips are not a list in its order"
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("SwapsStreams", GIVES),
-        ("LeavesOut", GIVES),
-        ("AddsWork", GIVES),
         ("AddsWorkLate", GIVES),
         ("Backwards", ORDER),
-        ("SkipsNext", ORDER),
-        ("WritesBehind", "ranks give another result with a skipped block"),
         ("KeepsSkips", "it keeps something from a call with skipped blocks"),
     ],
 )

@@ -99,16 +99,6 @@ def test_a_rank_at_rest_gives_back_once(worker, device):
     assert len(made.given_back) == (1 if device == "cpu" else 0)
 
 
-def test_messages_at_equal_intervals_are_no_rest(worker):
-    """As a stage has them that waits for the others."""
-    made = worker()
-    made._interval = 60.0
-    threading.Timer(0.3, made._inbox.put, (m.Envelope(m.Unload()),)).start()
-    assert made._next() == m.Unload()
-    assert not made.given_back
-    assert made._interval < 60.0
-
-
 def test_a_gpu_gets_back_what_the_allocator_kept(worker):
     made = worker()
     made.device = torch.device("cuda:0")

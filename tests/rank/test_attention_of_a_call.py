@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_backend.acceptance import tiny_model
 from parallel_backend.client.call import ModelCall
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.attention_kernels import AttentionKernel
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
@@ -49,19 +47,7 @@ def seen(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("degrees", MODES, ids=str)
 def test_calls_with_and_without_in_turn(pools, mini_file, seen, degrees):
-    in_turn(pools.mini(mini_file, degrees, fresh=True), ModelCall(*mini.inputs()), seen)
-    pools.forget(degrees.world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degrees", MODES, ids=str)
-def test_calls_of_a_class_with_and_without_in_turn(pools, tmp_path, seen, degrees):
-    path, own = tiny_model.save(tiny_model.tiny_model(), tmp_path / "tiny.safetensors"), tiny_model.tried(degrees.tensor)
-    in_turn(pools.load(path, degrees, fresh=True, own=own), tiny_model.on_ranks(*tiny_model.call()), seen)
-    pools.forget(degrees.world)
-
-
-def in_turn(model: RemoteTransformer, call: ModelCall, seen: list[str]) -> None:
+    model, call = pools.mini(mini_file, degrees, fresh=True), ModelCall(*mini.inputs())
     plain = model.predict(call, nothing)
     assert not seen
     for kernel, formats in (("sage", {""}), ("sage.fp8_cuda", {"fp32+fp32"}), ("sage.fp8_cuda++", {"fp32+fp16"})):
@@ -71,6 +57,7 @@ def in_turn(model: RemoteTransformer, call: ModelCall, seen: list[str]) -> None:
         seen.clear()
     assert torch.equal(model.predict(call, nothing), plain)
     assert not seen
+    pools.forget(degrees.world)
 
 
 @pytest.mark.parametrize("kernel", ["comfy_kitchen", "sage.fp16_cuda"])

@@ -1,7 +1,5 @@
 """Blocks are timed with weights packed as the file has them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,16 +7,11 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.checkpoints.packed_formats import Fp8, GgufBlocks, Half
 from parallel_backend.client.measurements import probe_of
-from parallel_backend.families.own_class.example import with_example
-from parallel_backend.families.own_class.family import own_class_family
-from parallel_backend.families.own_class.trial import trial
 from parallel_backend.rank.block_probe import probe
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
 from testing import mini
 from testing.quantised import KINDS, quantise_blocks
 from tests.checkpoints.test_formats import make_gguf
-from tests.emulated.test_own_class import saved
-from tests.support.planted_comfyui import planted_comfyui
 
 PACKABLE = mini.CONFIG | {"context_width": 64, "pooled_width": 64}
 """Of sides that every format can hold."""
@@ -71,22 +64,3 @@ def test_comfyuis_formats_are_timed_as_they_are_computed(mini_file, tmp_path, mo
     save_file(quantise_blocks(load_file(mini_file), kind, 16)[0], tmp_path / "model.safetensors")
     timed(tmp_path / "model.safetensors", "fp32")
     assert used == {(KINDS[kind][0], kind != "nvfp4")}
-
-
-@pytest.mark.parametrize("name", ["TwoStreams", "Crossed"])
-def test_own_classes_are_timed_with_the_calls_of_their_trial(tmp_path, name):
-    with planted_comfyui():
-        own, given, path, _ = saved(name, tmp_path)
-        proof = trial(own, given, (1.0,), bands=True)
-        own = replace(own, blocks=proof.blocks, latent=proof.latent)
-        checkpoint = open_own_class(path, own)
-        assert probe_of(checkpoint, "fp32", (4, 1)) is None  # no call of the class is known
-        checkpoint = replace(checkpoint, family=with_example(own_class_family(own), given))
-        message, tokens = probe_of(checkpoint, "fp32", (4, 1))
-        words = 5 if name == "TwoStreams" else 0
-        assert tokens == (4 * 6 + words, 6 + words)
-        assert message.own_class == own
-        found = probe(0, open_own_class(path, own), torch.device("cpu"), "fp32", message.rows, message.calls)
-    assert found.blocks.keys() == own.lists().keys()
-    assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
-    assert all(seconds > 0 for seconds in found.ends)

@@ -5,7 +5,6 @@ from collections import defaultdict
 import pytest
 import torch
 
-from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
@@ -56,13 +55,6 @@ def test_what_does_not_change_is_reached():
     values[5] = torch.nan
     codec.add(codec.encode(values, held, 16), held, 16)
     assert not held[:16].isfinite().any() and torch.equal(held[16:], before[16:])
-
-
-def test_parts_of_another_shape_are_not_what_is_held():
-    held = Held(ChangeCodec(CHANGE_BITS), [torch.zeros(2, 1, 4, 2, 16), torch.zeros(2, 1, 3, 2, 16)])
-    shapes = [tuple(part.shape) for part in held.parts]
-    assert held.fits(shapes)
-    assert not held.fits(shapes[::-1])
 
 
 def sampled(model: RemoteTransformer, seed: int = 0, steps: int = STEPS_OF_A_RUN, guided: bool = False, warm_up: int = 1):
@@ -132,11 +124,6 @@ def test_pictures_are_near_those_of_full_transfers(load, measured):
     assert torch.equal(sampled(model, guided=True)[0], latent)
 
 
-def test_exact_steps_are_exact(load):
-    steps = STEPS_OF_A_RUN
-    assert torch.equal(sampled(load("residual"), warm_up=steps)[0], sampled(load("full"), warm_up=steps)[0])
-
-
 def test_every_exact_step_renews_what_changes_are_relative_to(load):
     """Relative to values of the first one, those of the last are farther away, and their errors larger."""
     first, last = (
@@ -144,15 +131,6 @@ def test_every_exact_step_renews_what_changes_are_relative_to(load):
         for steps in (1, 3)
     )
     assert 1e-6 < last < first
-
-
-def test_ulysses_sends_int8_beside_it(pools, mini_file):
-    inputs = mini.inputs()
-    residual, packed = (
-        load_on(pools, mini_file, Degrees(ulysses=2), kind).predict(ModelCall(*inputs), lambda: None)
-        for kind in ("residual", "int8")
-    )
-    assert torch.equal(residual, packed)
 
 
 def test_what_it_keeps_is_in_the_memory_model(load):

@@ -1,7 +1,5 @@
 """What transfers count and note: bytes that left the rank, the micro-step in which a transfer began, whose error it is."""
 
-from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +12,6 @@ from parallel_backend.rank.comm.mesh import Axis, make_mesh
 from parallel_backend.rank.comm.transfers import PeerError, Traffic
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 from testing import mini
-from tests.support.fake_cuda import ADA, FakeEvent, fake_cuda
 
 AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
 DONE = SimpleNamespace(wait=lambda: True)
@@ -27,31 +24,6 @@ def test_what_a_rank_keeps_of_an_all_to_all_is_not_sent(monkeypatch):
     assert exchange.wait().shape == (10,)
     assert traffic.report()[0] == {"ulysses": (2 + 3) * 4}
     assert traffic.report()[0] == {}
-
-
-def test_an_all_to_all_over_a_network_receives_first(monkeypatch):
-    """What a rank keeps for itself is not sent, and ranks begin with different ones."""
-    axis = replace(AXIS, far=True)
-    begun: list[tuple[str, int, int]] = []
-
-    def begin(operations: list[SimpleNamespace]) -> list[SimpleNamespace]:
-        begun.extend((each.op, each.peer, len(each.tensor)) for each in operations)
-        return [DONE]
-
-    def operation(op, tensor, peer, group):
-        return SimpleNamespace(op=op, tensor=tensor, peer=peer)
-
-    calls = SimpleNamespace(irecv="receive", isend="send", P2POp=operation, batch_isend_irecv=begin)
-    monkeypatch.setattr(collectives, "dist", calls)
-    traffic = Traffic(torch.device("cpu"))
-    x = torch.arange(12.0)
-    exchange = collectives.start_all_to_all(x, [2, 7, 3], [1, 7, 2], axis, traffic)
-    assert begun == [("receive", 0, 1), ("receive", 2, 2), ("send", 2, 3), ("send", 0, 2)]
-    assert torch.equal(exchange.wait()[1:8], x[2:9])
-    assert traffic.report()[0] == {"ulysses": (2 + 3) * 4}
-    begun.clear()
-    assert collectives.start_all_to_all(x[:7], [0, 7, 0], [0, 7, 0], axis, traffic).wait().tolist() == x[:7].tolist()
-    assert not begun
 
 
 def test_a_sum_counts_as_the_ring_moves_it(monkeypatch):
@@ -71,32 +43,6 @@ def test_a_transfer_is_of_the_micro_step_in_which_it_began_and_a_wait_of_its_own
     _, labels, lost = traffic.recorder.read()
     assert labels.tolist() == [[TRANSFER, *first], [WAIT, *second]]
     assert lost == 0
-
-
-@pytest.mark.parametrize(("at_once", "events"), [(False, 3), (True, 2)])
-def test_what_a_transfer_costs_the_host_on_a_gpu(monkeypatch, at_once, events):
-    """Points in time on the stream, each of them an event, and what is asked of them when they are read."""
-    counts = Counter()
-
-    def counted(name):
-        method = getattr(FakeEvent, name)
-        return lambda *arguments: counts.update([name]) or method(*arguments)
-
-    for name in ("record", "elapsed_time"):
-        monkeypatch.setattr(FakeEvent, name, counted(name))
-    with fake_cuda(ADA):
-        traffic = Traffic(torch.device("cuda:0"))
-        counts.clear()
-        for _ in range(10):
-            if at_once:
-                traffic.run(lambda: DONE)
-            else:
-                traffic.start(lambda: DONE).wait()
-        assert counts == {"record": 10 * events}
-        traffic.report()
-        assert counts == {"record": 10 * events, "elapsed_time": 10 * 3}  # where it ended, and both spans' lengths
-        traffic.heartbeat.ask()
-        assert traffic.heartbeat.beat(0).progress == 10 + 10 * 2  # the watchdog sees both of each one's ends
 
 
 @pytest.mark.parametrize(

@@ -50,21 +50,6 @@ def test_it_is_kept_in_the_users_cache(home):
     assert after(XDG_CACHE_HOME=other)[TORCH] == str(other / "parallel_dit" / "torch")
 
 
-def test_ranks_that_start_at_once_make_the_same_folder(home, monkeypatch, caplog):
-    exists, mine = Path.exists, home / ".cache" / "parallel_dit"
-
-    def before_another_rank_made_it(path):
-        if path == mine and not exists(path):
-            path.mkdir(mode=0o700, parents=True)
-            return False
-        return exists(path)
-
-    monkeypatch.setattr(Path, "exists", before_another_rank_made_it)
-    keep_compiled_code_private(environment := {})
-    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(mine / "torch")
-    assert not caplog.text
-
-
 def test_a_users_own_folders_stay(home, shared):
     own, made = home / "own", shared / "not there yet"
     own.mkdir(mode=0o755)
@@ -117,23 +102,6 @@ def test_what_is_above_a_folder_counts_where_all_can_write(tmp_path, shared, mon
     monkeypatch.setattr(Path, "lstat", foreign)
     assert "somebody belongs to another user (number 54321)" in not_private(inner)
     assert "link belongs to another user (number 54321)" in not_private(shared / "link" / "mine")
-
-
-def test_what_is_no_folder_is_not_used(home):
-    (home / "file").touch()
-    assert "no folder" in not_private(home / "file")
-    (home / ".cache").touch()  # nothing can be made in it
-    scratch = home / "scratch"
-    scratch.mkdir()
-    assert after(scratch)[TORCH] == str(scratch / "torch")
-
-
-def test_without_a_home_or_scratch_a_new_folder_is_made(home, shared, monkeypatch):
-    (home / ".cache").touch()
-    monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    folder = Path(after()[TORCH]).parent
-    assert folder.parent == shared
-    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.slow

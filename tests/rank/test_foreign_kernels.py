@@ -73,20 +73,6 @@ def test_a_mask_goes_to_sdpa_where_the_kernel_takes_none(package):
     assert kernel.report() == f"{title} in fp32, and torch SDPA for {lacks}"
 
 
-@pytest.mark.parametrize("package", ["sage 1"], indirect=True)
-def test_head_sizes_that_a_kernel_lacks_go_to_sdpa(package):
-    kernel, given = on_a_gpu("sage"), problem(80)
-    assert_equal([kernel.attend(*given, None, None)], [sdpa.attend(*given, None, None)])
-    assert kernel.report() == "torch SDPA in fp32: SageAttention cannot take heads of 80 in fp32"
-
-
-@pytest.mark.parametrize("package", ["comfy_kitchen"], indirect=True)
-def test_calls_without_tokens_are_never_the_packages(package):
-    kernel, (q, k, v) = on_a_gpu("comfy_kitchen"), problem()
-    assert kernel.attend(q[:, :0], k, v, None, None).shape == (2, 0, 4, 64)
-    assert kernel.report() == "comfy-kitchen's int8 attention"
-
-
 def _sage_that(change):
     """sageattn of release 2 with a fault."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.host_memory import host_store, sharing
+from parallel_backend.rank.host_memory import host_store
 from parallel_backend.rank.host_memory.host_store import HostStore
 from testing import mini
 
@@ -98,22 +98,6 @@ def test_ranks_with_the_same_weights_read_each_block_once_between_them():
 
 
 @shares
-def test_ranks_may_want_different_blocks_and_more_of_them_later():
-    """What another has written already is there without being read."""
-    blocks, wants = Blocks(), [list(SIZES)[:4], list(SIZES)[2:]]
-    first = threading.Barrier(2)
-
-    def use(store: HostStore, rank: int) -> list[str]:
-        store.fill(wants[rank])
-        first.wait(10)
-        not_wanted = set(SIZES) - set(wants[rank])
-        return [name for name in store.to_write(not_wanted)]
-
-    assert on_ranks(Degrees(ulysses=2), use, blocks) == [[], []]
-    assert blocks.reads == dict.fromkeys(SIZES, 1)
-
-
-@shares
 def test_a_rank_may_write_over_its_own_copy_and_over_no_other():
     blocks, written = Blocks(), threading.Barrier(2)
 
@@ -128,39 +112,6 @@ def test_a_rank_may_write_over_its_own_copy_and_over_no_other():
     assert not own.any()
     assert torch.equal(other, blocks.bytes("block 4"))
     assert held + rest == sum(SIZES.values()) + SIZES["block 4"]
-
-
-@shares
-def test_what_a_rank_writes_over_is_nobody_elses_block():
-    blocks, written = Blocks(), threading.Barrier(2)
-
-    def use(store: HostStore, rank: int) -> None:
-        if rank == 0:
-            assert torch.equal(store.private("block 1"), blocks.bytes("block 1"))
-            store.private("block 2", whole=True)
-            assert list(store.to_write(["block 1", "block 2"])) == []
-        written.wait(10)
-        if rank == 1:
-            assert not store.holds("block 1")
-            assert torch.equal(store.source("block 1"), blocks.bytes("block 1"))
-
-    on_ranks(Degrees(ulysses=2), use, blocks)
-    assert blocks.reads == {"block 1": 2}
-
-
-@shares
-def test_who_cannot_share_has_a_copy_of_its_own_and_says_so(monkeypatch, caplog):
-    def refused(layout, process, handle, opened=sharing.shared_arena):
-        if threading.current_thread().name == "rank 1" and not tried:
-            tried.append(handle)
-            raise PermissionError("another rank's")
-        return opened(layout, process, handle)
-
-    tried, blocks = [], Blocks()
-    monkeypatch.setattr(sharing, "shared_arena", refused)
-    on_ranks(Degrees(ulysses=2), lambda store, rank: store.fill(SIZES), blocks)
-    assert blocks.reads == dict.fromkeys(SIZES, 2)
-    assert "host memory of rank 0 cannot be shared (another rank's)" in caplog.text
 
 
 def test_without_room_a_block_is_read_anew_from_a_file_that_is_unchanged(monkeypatch, caplog):
@@ -187,17 +138,6 @@ def test_without_room_a_block_is_read_anew_from_a_file_that_is_unchanged(monkeyp
 
     on_ranks(Degrees(), use, blocks)
     assert caplog.text.count("host memory is short") == 1
-
-
-def test_a_gpus_blocks_take_memory_that_may_be_page_locked_and_no_swap(monkeypatch):
-    """A CPU rank's blocks, which the system can swap out, have more room."""
-    asked: list[str] = []
-    monkeypatch.setattr(host_store, "room_for_weights", lambda device: asked.append(str(device)) or 1 << 40)
-    store = HostStore(0, torch.device("cuda", 1), Degrees(), Blocks(), None)
-    store.allot(SIZES, Blocks().read)
-    assert list(store.to_write(["block 1"])) == ["block 1"]
-    assert asked == ["cuda:1"]
-    store.close()
 
 
 @shares

@@ -19,7 +19,7 @@ def package(tmp_path, monkeypatch):
     sys.modules.pop("installed_here", None)
 
 
-def test_it_looks_as_if_it_were_not_installed_until_the_end(package):
+def test_a_package_looks_as_if_it_were_not_installed_until_the_end(package):
     with blocked_imports(package, "not_installed_anyway"):
         assert importlib.util.find_spec(package) is None
         with pytest.raises(ImportError):
@@ -32,11 +32,6 @@ def test_an_error_within_ends_it_too(package):
     with pytest.raises(RuntimeError, match="within"), blocked_imports(package):
         raise RuntimeError("within")
     assert importlib.util.find_spec(package) is not None
-
-
-def test_what_has_been_imported_stays():
-    with blocked_imports("json"):
-        assert importlib.import_module("json") is sys.modules["json"] is not None
 
 
 @pytest.mark.slow
@@ -54,33 +49,4 @@ assert not {"torch._dynamo", "sympy", *UNUSED} & sys.modules.keys(), "imported a
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1)).item() == 1
 assert "torch._dynamo" in sys.modules
 """
-    run(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param("from torch._dynamo.utils import is_compile_supported", marks=pytest.mark.full),
-        pytest.param("import torch._dynamo.config as config; assert config.recompile_limit > 0", marks=pytest.mark.full),
-        "import torch._dynamo; assert callable(torch._dynamo.reset)",
-        pytest.param("from torch._dynamo import allow_in_graph, OptimizedModule", marks=pytest.mark.full),
-    ],
-)
-def test_who_needs_the_compiler_itself_gets_it(line):
-    """As torchvision does, and packages of attention kernels may."""
-    text = f"""
-import sys, torch
-from parallel_backend.rank.start.import_blocker import without_compiler
-with without_compiler():
-    {line}
-import torch._dynamo, torch._dynamo.utils
-assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.__spec__.name == "torch._dynamo"
-assert torch._dynamo.utils.__spec__.origin.endswith("utils.py") and not hasattr(torch._dynamo, "give_way")
-assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1)).item() == 1
-"""
-    run(text)
-
-
-def run(text: str) -> None:
     subprocess.run([sys.executable, "-c", text], check=True, cwd=Path(__file__).parents[2])

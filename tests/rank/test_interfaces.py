@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -78,31 +77,6 @@ def test_a_loopback_interface_that_is_off_is_named(on_windows, joining, monkeypa
         joining()
 
 
-SWITCHED_OFF = """
-import fcntl, socket, struct
-from parallel_backend.rank.comm.interfaces import loopback_interface
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-    for flags in (1, 0):  # SIOCSIFFLAGS with IFF_UP, and without
-        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", flags))
-try:
-    loopback_interface()
-except RuntimeError as error:
-    print(error)
-"""
-UNSHARE = ["unshare", "--net", "--map-root-user"]
-
-
-@pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], check=False).returncode != 0,
-    reason="no network namespaces for this user",
-)
-def test_a_loopback_interface_that_is_really_off_is_named():
-    done = subprocess.run(
-        [*UNSHARE, sys.executable, "-c", SWITCHED_OFF], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert re.search(r"interface lo, .* is switched off.*ip link set lo up", done.stdout)
-
-
 @pytest.mark.slow
 def test_a_gloo_without_a_transport_says_which_torch_to_take():
     """As Windows' wheels of torch 2.8 and 2.9 have it: torch's own error, brought about by a transport that is not there."""
@@ -121,15 +95,6 @@ def test_a_gloo_without_a_transport_says_which_torch_to_take():
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert re.search(r"unsupported gloo device.*2\.11.*WSL2.*One rank", done.stdout)
-
-
-def test_other_errors_of_joining_are_not_taken_for_that(joining, monkeypatch):
-    def refuse(*_arguments, **_named):
-        raise RuntimeError("Connection refused")
-
-    monkeypatch.setattr(process_group.dist, "init_process_group", refuse)
-    with pytest.raises(RuntimeError, match=r"^Connection refused$"):
-        joining()
 
 
 def test_an_interface_that_does_not_exist_is_named_with_its_variable():

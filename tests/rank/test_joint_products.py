@@ -1,13 +1,10 @@
 """Layers that are one layer in the file are multiplied together, with the bits of each by itself."""
 
-import itertools
-
 import pytest
 import torch
 
 from parallel_backend.checkpoints.packed_formats import Fp8
 from parallel_backend.checkpoints.quantised_formats import quantise_int8
-from parallel_backend.rank.stage import joint_products
 from parallel_backend.rank.stage.joint_products import JointProduct
 from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
@@ -15,13 +12,13 @@ from parallel_backend.rank.stage.quantised_products import KitchenWeight
 ROWS, COLUMNS = (64, 64, 192), 256
 
 
-def layers(kind: str, bias: bool = True, gap: int = 0) -> tuple[list[RankLinear], torch.Tensor]:
+def layers(kind: str, gap: int = 0) -> tuple[list[RankLinear], torch.Tensor]:
     """Three packed layers whose weights are in a row in memory, with `gap` bytes between them; and that memory."""
     g = torch.Generator().manual_seed(3)
     memory = torch.zeros(len(ROWS) * gap + COLUMNS * sum(ROWS), dtype=torch.uint8)
     found, at = [], 0
     for rows in ROWS:
-        layer = torch.nn.Linear(COLUMNS, rows, bias)
+        layer = torch.nn.Linear(COLUMNS, rows)
         values = torch.randn(rows, COLUMNS, generator=g)
         RankLinear.adopt(torch.nn.ModuleList([layer]))
         if kind == "int8":
@@ -56,11 +53,10 @@ def products(monkeypatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("bias", (True, False))
-@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
 @torch.inference_mode()
-def test_one_product_for_all(products, order, bias):
-    together, _ = layers("int8", bias)
+def test_one_product_for_all(products, order):
+    together, _ = layers("int8")
     x = torch.randn(2, 5, COLUMNS)
     apart = [layer(x) for layer in together]
     joined(together)
@@ -114,23 +110,3 @@ def test_what_cannot_be_joined_is_not(products, kind, gap):
     products.clear()
     assert all((layer(x) == found).all() for layer, found in zip(together, apart, strict=True))
     assert sum(ROWS) not in products
-
-
-@torch.inference_mode()
-def test_large_outputs_stay_apart(products, monkeypatch):
-    """And those of a later call, which are small, do not."""
-    together, _ = layers("int8")
-    joined(together)
-    monkeypatch.setattr(joint_products, "LARGEST", 5 * sum(ROWS) * 4)
-    for tokens in (6, 5):
-        x = torch.randn(tokens, COLUMNS)
-        for layer in together:
-            layer(x)
-    assert products == [*ROWS, sum(ROWS)]
-
-
-@torch.inference_mode()
-def test_no_tokens():
-    together, _ = layers("int8")
-    joined(together)
-    assert [layer(torch.zeros(2, 0, COLUMNS)).shape for layer in together] == [(2, 0, rows) for rows in ROWS]

@@ -44,12 +44,6 @@ def test_what_was_not_computed_is_as_it_was():
     assert torch.equal(negated, -expected)
 
 
-def test_nothing_that_was_never_written_is_read():
-    buffer = KVBuffer(TOKENS, 2, extrapolate=False, correct=False)
-    keys, _ = call(buffer, 1.0, 1.0, [(Span(0, 2), Span(0, 2))])
-    assert torch.equal(keys, values(1.0, 2))
-
-
 def test_what_other_ranks_sent_is_there_from_the_next_call_on():
     buffer = KVBuffer(TOKENS, 2, extrapolate=False, correct=False)
     call(buffer, 1.0, 1.0)
@@ -85,16 +79,6 @@ def test_two_calls_at_one_time_are_one():
     call(buffer, 0.8, 2.0)
     keys, _ = call(buffer, 0.4, 9.0, [(Span(0, 1), Span(0, 1))])
     assert torch.allclose(keys[:, 1:], values(3.0)[:, 1:], atol=1e-5)
-
-
-def test_without_extrapolation_keys_stay_and_there_is_one_set_of_them():
-    buffers = [KVBuffer(TOKENS, 2, extrapolate=extrapolate, correct=False) for extrapolate in (False, True)]
-    for buffer in buffers:
-        for time, number in ((1.2, 1.0), (0.8, 2.0)):
-            call(buffer, time, number)
-            buffer.filled = TOKENS
-    assert torch.equal(call(buffers[0], 0.4, 9.0, [(Span(0, 1), Span(0, 1))])[0][:, 1:], values(2.0)[:, 1:])
-    assert 2 * buffers[0].nbytes == buffers[1].nbytes == 2 * 2 * values(0.0).nbytes
 
 
 TEXT = 2

@@ -1,17 +1,13 @@
 """The groups of a mesh: made by every rank in the same order, with the pool's timeout; and which receives are early."""
 
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.mesh import make_mesh
-from parallel_backend.rank.comm.process_group import leave
-from parallel_backend.rank.comm.staging import staged
 from parallel_backend.rank.comm.transfers import PeerError
 from tests.support.alone import nobody
 
@@ -63,18 +59,6 @@ def test_both_ends_of_a_link_share_a_group_that_nothing_else_uses(made):
             other = meshes[after.peer].link(sends=False)
             assert (after.peer, other.peer) == (rank + 2, rank)
             assert after.group == other.group == ((rank, rank + 2), TIMEOUT, "link")
-
-
-def test_a_rank_that_is_alone_has_no_process_group_and_needs_none():
-    peers = nobody()
-    peers.join()
-    mesh = peers.enter_mesh(Degrees())
-    assert mesh.groups == [] and mesh.link(sends=True) is mesh.link(sends=False) is None
-    assert not staged(SimpleNamespace(is_cuda=True), mesh.axes["ulysses"].group)
-    assert probe_links(0, ("cpu",), (1 << 10,)).links == {}
-    peers.leave_mesh(Degrees())
-    leave()
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("moment", ["make_mesh", "close_mesh", "a measurement"])

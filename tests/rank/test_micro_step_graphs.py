@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.not_finite import NotFiniteError
@@ -29,7 +29,7 @@ from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank import micro_step_graphs
 from parallel_backend.rank.attention.kv_buffer import LayerBuffer
-from parallel_backend.rank.micro_step_graphs import Kind, MicroStepGraphs, MicroStepInputs
+from parallel_backend.rank.micro_step_graphs import MicroStepGraphs, MicroStepInputs
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.wire.sampling import RunStats
 from testing import mini
@@ -79,14 +79,11 @@ def sampled(
     extrapolate: bool = True,
     warm_up: int = 1,
     seeds: tuple[int, ...] = (1,),
-    heun: bool = False,
     residuals: dict[str, torch.Tensor] | None = None,
-    between: Callable[[int], None] = lambda step: None,
 ) -> tuple[torch.Tensor, list[RunStats]]:
     """PipeFusion in bands along the first latent, and what each rank did.
 
-    `seeds`: of the conditionings that are called in turn. `heun`: each step asks again at its end, where the next begins.
-    `between` runs before each step of the first band.
+    `seeds`: of the conditionings that are called in turn.
     """
     whole, patching = mini.inputs(batch=1)[0], model.family.patching
     prompts = [mini.inputs(batch=1, seed=seed)[2] for seed in seeds]
@@ -102,14 +99,8 @@ def sampled(
             return sum(found) / len(found)
 
         latent = whole.narrow(dim, rows[band].start, len(rows[band]))
-        for number, (sigma, following) in enumerate(pairwise(SIGMAS)):
-            if band == 0:
-                between(number)
-            slope = velocity(latent, sigma)
-            end = latent + (following - sigma) * slope
-            if heun and following > 0:
-                end = latent + (following - sigma) * (slope + velocity(end, following)) / 2
-            latent = end
+        for sigma, following in pairwise(SIGMAS):
+            latent = latent + (following - sigma) * velocity(latent, sigma)
         return latent
 
     parts = run_bands(run, sample, nobody, nobody)
@@ -151,13 +142,6 @@ def test_prompts_in_turn_and_one_run_behind_another(pools, mini_file):
         assert torch.equal(found, expected)
         assert {each.captured for each in stats} == {len(seeds) * CAPTURED}
         assert all(each.replayed >= len(seeds) * REPLAYED for each in stats)
-
-
-@pytest.mark.parametrize("settings", [{"heun": True}, {"warm_up": 0}], ids=str)
-def test_calls_at_one_timestep_and_buffers_that_fill_up(settings, pools, mini_file):
-    """A second call at a timestep finds the first one's modulation, and extrapolates nothing."""
-    stats = both(pools(1), mini_file, Degrees(), **settings)
-    assert all(each.replayed for each in stats)
 
 
 def whole_calls(model: RemoteTransformer, change: Callable[[int], None] = lambda step: None) -> torch.Tensor:
@@ -230,35 +214,8 @@ class Failing(RecordedCaptures):
         raise RuntimeError("the driver says no\nand more")
 
 
-class Refusing(RecordedCaptures):
-    """The first capture fails at the third operation of attention, when keys of two layers are written."""
-
-    def capture(self, work):
-        left = [2]
-
-        def limited():
-            with FailsAt("scaled_dot_product", left):
-                return work()
-
-        return super().capture(limited)
-
-
-class FailsAt(TorchDispatchMode):
-    def __init__(self, name: str, left: list[int]):
-        super().__init__()
-        self._name, self._left = name, left
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if self._name in str(function):
-            if not self._left[0]:
-                raise RuntimeError("the driver says no")
-            self._left[0] -= 1
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("captures", [Failing, Refusing])
-def test_a_capture_that_fails_costs_a_warning(captures, pools, mini_file, expected, monkeypatch, caplog):
-    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", captures)
+def test_a_capture_that_fails_costs_a_warning(pools, mini_file, expected, monkeypatch, caplog):
+    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", Failing)
     with caplog.at_level(logging.WARNING):
         found, stats = sampled(load(pools(1), mini_file, Degrees(), True))
     assert torch.equal(found, expected)
@@ -274,10 +231,9 @@ class Elsewhere(RecordedCaptures):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("warm_up", [0, 1])
-def test_a_kernel_that_no_capture_sees_ends_the_graphs(ranks, warm_up, pools, mini_file, monkeypatch, caplog):
+def test_a_kernel_that_no_capture_sees_ends_the_graphs(ranks, pools, mini_file, monkeypatch, caplog):
     monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", Elsewhere)
-    stats = both(pools(ranks), mini_file, Degrees(pipe=ranks), warm_up=warm_up)
+    stats = both(pools(ranks), mini_file, Degrees(pipe=ranks))
     assert counts(stats) == {(0, 0)}
     assert len(caplog.records) == ranks
     why = "a replay gave another output than the micro-step that it repeats"
@@ -294,34 +250,6 @@ def test_a_kernel_that_cannot_be_captured_is_not_tried(pools, mini_file, monkeyp
         "Parallel DiT: cuda_graphs: the model runs without, since torch SDPA cannot be captured"
     ]
     assert {each.without_graphs for each in stats} == {"torch SDPA cannot be captured"}
-
-
-def test_which_kernels_can_be_captured():
-    assert [name for name, row in KERNELS.items() if not row.graphs] == ["sage"]
-
-
-def test_several_ranks_on_rocm_capture_nothing(pools, mini_file, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert counts(both(pools(2), mini_file, Degrees(pipe=2))) == {(0, 0)}
-    assert counts(both(pools(1), mini_file, Degrees())) == {(CAPTURED, REPLAYED)}
-
-
-def test_a_size_is_compared_once_for_the_model_and_again_with_a_lora(pools, mini_file, monkeypatch):
-    compared, compare = [], MicroStepGraphs._compare
-
-    def noted(self, state, *arguments):
-        compared.append(Kind.of(state.step).size)
-        return compare(self, state, *arguments)
-
-    monkeypatch.setattr(MicroStepGraphs, "_compare", noted)
-    model = load(pools(1), mini_file, Degrees(), True)
-    for _ in range(2):
-        sampled(model, seeds=(1, 2))
-        assert len(compared) == len({*compared}) == BANDS
-    model.adapt(object(), lora(load_file(mini_file)), nobody)
-    sampled(model)
-    assert len(compared) == 2 * BANDS
-    model.adapt(None, (), nobody)
 
 
 class Asking(RecordedCaptures):
@@ -399,15 +327,7 @@ def baked_ratio(monkeypatch) -> None:
     monkeypatch.setattr(LayerBuffer, "extrapolate", by_number)
 
 
-def buffers_that_stay(monkeypatch) -> None:
-    monkeypatch.setattr("parallel_backend.rank.attention.kv_buffer.KVBuffer.follow", lambda self, layers: None)
-
-
-def places_that_do_not_count(monkeypatch) -> None:
-    monkeypatch.setattr("parallel_backend.rank.micro_step_graphs.MicroStepState.addresses", lambda self: ())
-
-
-@pytest.mark.parametrize("fault", [baked_timestep, baked_ratio, buffers_that_stay, places_that_do_not_count])
+@pytest.mark.parametrize("fault", [baked_timestep, baked_ratio])
 def test_a_fault_shows(fault, pools, mini_file, expected, monkeypatch):
     fault(monkeypatch)
     found, stats = sampled(load(pools(1), mini_file, Degrees(), True))

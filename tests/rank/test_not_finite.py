@@ -1,7 +1,6 @@
 """A NaN is an error that names where it began, in a whole call and in a band; ranks live on and the next run is right."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,23 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.client import not_finite
-from parallel_backend.client.call import ModelCall, PostedCall
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.not_finite import NotFiniteError, check_conditioning, explanation
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.setup import Setup
-from parallel_backend.core.spans import Span
 from parallel_backend.families.base.file_layout import Source
-from parallel_backend.processes import local as launch
-from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.models import conditioning_of, on_ranks, whole_call
-from tests.support import failing_rank
 
 pytestmark = pytest.mark.threads
 
@@ -40,20 +33,6 @@ def nobody() -> None:
 
 
 # What counts.
-
-
-@given(
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
-    st.lists(st.sampled_from([0.0, 1.0, -3.0, 60000.0, -60000.0]), max_size=40),
-    st.sampled_from([None, NAN, INF, -INF]),
-    st.integers(0, 40),
-)
-def test_every_value_counts(dtype, values, bad, place):
-    values = [*values]
-    if bad is not None:
-        values.insert(place, bad)
-    tensor = torch.tensor(values, dtype=dtype)
-    assert all_finite(tensor) == (bad is None) == bool(tensor.isfinite().all())
 
 
 def test_large_values_are_finite():
@@ -116,15 +95,6 @@ def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -
     return explanation(answers, 9, setup, adapted, controlled, IN_FILE)
 
 
-def test_the_explanation_names_the_first_stage_of_the_first_micro_step():
-    assert "began on rank 1 (cuda:1), stage 2 of 2, in micro-step 4." in said(found(None, 4))
-    assert "began on rank 0 (cuda:0), stage 1 of 2, in micro-step 4." in said(found(4, 4))
-    assert "began on rank 1 (cuda:1), stage 2 of 2, in micro-step 3." in said(found(4, 3))
-    assert "began on rank 0 (cuda:0) and rank 1 (cuda:1) in micro-step 4." in said(found(4, 4), Degrees(ulysses=2))
-    assert "began on rank 1 (cuda:1) in micro-step 4." in said(found(4, 4, weights1=("a",)), Degrees(ulysses=2))
-    assert "in micro-step 9" in said(found(None, None))
-
-
 def test_the_explanation_says_what_to_change():
     assert "weights are not finite in a, b: the file is damaged" in said(found(None, 4, weights1=("a", "b")))
     assert "too small for them, use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")
@@ -161,9 +131,6 @@ def in_bands(model, steps=4, bands=3, seed=1):
 WAYS = {
     "a call": lambda model: model.predict(ModelCall(*mini.inputs()), nobody),
     "a run": in_bands,
-    "a run without warm-up": lambda model: sample_in_bands(
-        model, mini.inputs()[0], linear_sigmas(3), Prompt(mini.inputs()[2], {}, 1.0), 3, 0
-    ),
 }
 
 
@@ -185,31 +152,6 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, mini_
     assert after.isfinite().all()
 
 
-def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypatch):
-    """Both have outputs that are not finite, and the first one's question must not leave the second without an answer."""
-    model, fail, errors = pools.mini(damaged_file, Degrees(pipe=2)), not_finite.fail, []
-    monkeypatch.setattr(not_finite, "fail", lambda future, error: (errors.append(error), fail(future, error)))
-    run = model.open_run()
-    x, timestep, tensors = mini.inputs()
-    patching = model.family.patching
-    grid = patching.grid(x.shape)
-    conditioning = conditioning_of(model, grid, tensors)
-    bands = [conditioning.token_order.of_rows(Span(row, row + 1)) for row in range(2)]
-    packed = patching.pack(x)
-    calls = [
-        PostedCall(packed[:, conditioning.token_order.images(band).slice], timestep, conditioning, band, not index, run)
-        for index, band in enumerate(bands)
-    ]
-    for call in calls:
-        model.post(call)
-    for call in calls:
-        with pytest.raises(NotFiniteError, match=r"began on rank 1 \(cpu\), stage 2 of 2, in micro-step"):
-            call.future.result(timeout=60)
-    assert len(errors) == 2
-    assert str(errors[0]) == str(errors[1])
-    model.close_run(run, nobody)
-
-
 @pytest.mark.parametrize(
     "degrees",
     [Degrees(ulysses=2), Degrees(ring=2), Degrees(tensor=2), Degrees(batch=2), Degrees(patch=2, patch_mode="displaced")],
@@ -225,23 +167,6 @@ def test_every_mode_finds_it(pools, damaged_file, degrees):
     assert model.pool.error is None
     with pytest.raises(NotFiniteError):
         model.predict(ModelCall(*mini.inputs()), nobody)
-
-
-def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(mini_file, process_pools, monkeypatch):
-    expected = in_bands(process_pools.mini(mini_file, Degrees(pipe=2), fresh=True))
-    monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.not_a_number)  # of ranks to come
-    ranks = Pool(("cpu", "cpu"))
-    try:
-        model = on_ranks(ranks, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
-        # Two entries one by one, then three bands: the fourth is the second band of the second step.
-        with pytest.raises(NotFiniteError, match=r"rank 1 \(cpu\), stage 2 of 2, in micro-step 4\..*weight_dtype fp32"):
-            in_bands(model)
-        again = in_bands(model)
-        assert torch.equal(again[0], expected[0])
-        assert [rank.buffer_bytes for rank in again[1]] == [rank.buffer_bytes for rank in expected[1]]
-        assert len(model._posting._conditionings) <= 1
-    finally:
-        ranks.close()
 
 
 def test_a_lora_that_is_not_finite_is_named(pools, mini_file, mini_model):
@@ -302,15 +227,3 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
         del model.pool.send
     assert m.Step not in sent
     assert model.predict(ModelCall(*mini.inputs()), nobody).isfinite().all()
-
-
-def test_a_late_finding_harms_nobody(remote, mini_model):
-    """An answer that comes when its call was given up, and a question to ranks whose model is gone."""
-    model = remote(Degrees(pipe=2))
-    answers = model.pool.ask(m.FindNotFinite(0, 10**9), m.NotFiniteFound).result(timeout=60)
-    assert [replace(answer, rank=0) for answer in answers] == [m.NotFiniteFound(0, None, (), ())] * 2
-    given = mini.inputs()
-    call = whole_call(model, *given)
-    call.future.set_result(None)
-    model._posting._causes.fail(call, 1, 1)
-    assert mini.relative(model.predict(ModelCall(*given), nobody), mini.reference(mini_model, *given)) < 1e-5

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from parallel_backend.rank import numa, worker
 from parallel_backend.wire.rank_settings import RankSettings
@@ -59,13 +58,9 @@ LISTS = ["0-3,8-11", "4-7,12-15"]
         ("cuda:0", [0, 1, 1], LISTS, ALL, NEAR, 5),
         ("cuda:2", [0, 1, 1], LISTS, ALL, FAR, 4),  # two ranks share the node's eight cores
         ("cuda:0", [0, 0, 0], LISTS, ALL, NEAR, 2),
-        ("cuda:0", [0, 1, 1], LISTS, NEAR | {4}, NEAR, 5),
         ("cuda:0", [0, 1, 1], LISTS, NEAR, NEAR, 5),  # bound already, by taskset or a container
         ("cuda:0", [0, 1, 1], LISTS, {0, 1, 4, 5}, {0, 1, 4, 5}, 5),  # some of each node: somebody's choice
-        ("cuda:0", [0, 1, 1], LISTS, FAR, FAR, 5),
-        ("cuda:0", [-1, 1, 1], LISTS, ALL, ALL, 5),
         ("cuda:0", [0, 0, 0], ["0-15"], ALL, ALL, 5),  # one node
-        ("cuda:0", [1, 1, 1], ["0-15", ""], ALL, ALL, 5),  # a node of memory alone
         ("cuda:0", [], LISTS, ALL, ALL, 5),  # where the GPU is is not known
         ("cpu", [0, 1, 1], LISTS, ALL, ALL, 5),
     ],
@@ -75,12 +70,6 @@ def test_a_rank_runs_near_its_gpu_and_nowhere_that_it_may_not(machine, device, n
     seen.allowed = set(allowed)
     assert numa.bind_to_gpu(device, ("cuda:0", "cuda:1", "cuda:2"), 5) == threads
     assert seen.allowed == cores
-
-
-def test_torch_says_where_a_gpu_is(machine, monkeypatch):
-    place = {"pci_domain_id": 1, "pci_bus_id": 0xC1, "pci_device_id": 2}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(**place))
-    assert numa.bus_place("cuda:0") == "0001:c1:02.0"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

@@ -44,17 +44,6 @@ def test_a_model_that_the_driver_refuses_leaves_page_locked_memory_to_small_copi
     assert not cuda.runtime.locked
 
 
-def test_a_second_model_does_not_keep_what_the_first_has_left(cuda):
-    first, second = PageLocks(CUDA), PageLocks(CUDA)
-    weights = {locks: blocks(20, MB) for locks in (first, second)}
-    for locks, of_model in weights.items():
-        for block in of_model:
-            locks.add(block)
-    assert [sum(map(cuda.runtime.holds, of_model)) for of_model in weights.values()] == [6, 0]
-    first.close()
-    second.close()
-
-
 def test_a_block_is_page_locked_once_and_not_while_another_is_copied(cuda):
     """What the device still reads stays locked until it has read it."""
     locks, (large, other) = PageLocks(CUDA), blocks(2, 5 * MB)
@@ -66,13 +55,3 @@ def test_a_block_is_page_locked_once_and_not_while_another_is_copied(cuda):
     locks.add(other)  # refused, so the first goes too
     assert not cuda.runtime.locked
     assert cuda.done[1] == 1.0
-
-
-def test_blocks_without_bytes_and_blocks_of_cpu_ranks_are_left_alone(cuda):
-    locks, here = PageLocks(CUDA), PageLocks(torch.device("cpu"))
-    locks.add(torch.empty(0, dtype=torch.uint8))
-    here.add(torch.empty(MB, dtype=torch.uint8))
-    here.close()
-    locks.close()
-    assert cuda.runtime.devices == []
-    assert cuda.waits == 0

@@ -64,9 +64,7 @@ def nccl2_device(rank: int) -> torch.device:
     ("devices", "rank", "wrong"),
     [
         (("cuda:0", "cuda:1"), 1, None),
-        (("cuda:1", "cuda:2"), 0, "cuda:0"),
         (("cuda:1", "cuda:0"), 0, "cuda:0"),
-        (("cuda:1", "cuda:0"), 1, "cuda:1"),
         (("ray:cuda", "ray:cuda"), 0, None),
     ],
 )
@@ -86,11 +84,6 @@ def test_a_communicator_on_another_gpu_than_the_rank_is_refused(environment, mon
         else:
             with pytest.raises(process_group.CardError, match=f"devices: .* run on {devices[rank]}, .* on {wrong}. Unset"):
                 join(rank, devices)
-
-
-def test_a_rank_whose_current_gpu_is_another_is_refused():
-    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA), pytest.raises(process_group.CardError, match="computes on c"):
-        process_group.check_card("cuda:1")
 
 
 DEFAULTS = {

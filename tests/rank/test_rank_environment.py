@@ -15,7 +15,6 @@ from parallel_backend.rank.start.environment import set_rank_environment
 ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 ASYNC, SEGMENTS = "backend:cudaMallocAsync", "expandable_segments:True"
-ROUNDED = "roundup_power2_divisions:[256:1,512:2,>:4]"
 
 
 def after(given: dict[str, str], device: str = "cuda:0") -> dict[str, str]:
@@ -43,12 +42,8 @@ def on(monkeypatch):
         ({}, {OLD: SEGMENTS}),
         ({OLD: ASYNC}, {OLD: SEGMENTS}),  # as ComfyUI sets it
         ({OLD: f"max_split_size_mb:512,{ASYNC}"}, {OLD: f"max_split_size_mb:512,{SEGMENTS}"}),
-        ({OLD: f"{ROUNDED}, backend: cudaMallocAsync"}, {OLD: f"{ROUNDED},{SEGMENTS}"}),
         ({OLD: f"expandable_segments:False,{ASYNC}"}, {OLD: "expandable_segments:False"}),  # the user's own choice
         ({NEW: "max_split_size_mb:64", OLD: ASYNC}, {NEW: f"max_split_size_mb:64,{SEGMENTS}"}),
-        ({NEW: ASYNC}, {OLD: SEGMENTS}),
-        ({OLD: "backend:native"}, {OLD: f"backend:native,{SEGMENTS}"}),
-        ({"HOME": "/home/somebody"}, {"HOME": "/home/somebody", OLD: SEGMENTS}),
     ],
 )
 def test_ranks_set_their_own_allocator_and_keep_what_the_user_has_set(on, given, expected):

@@ -1,23 +1,14 @@
 """The file by which ranks find each other: what removes or damages it is an error at once, and no wait without end."""
 
 import itertools
-import os
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import timedelta
 
 import pytest
 
-from parallel_backend.client.call import ModelCall
-from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.rank.comm.rendezvous import Rendezvous, StoreError, StoreFile
-from testing import mini
-from testing.models import on_ranks
 
 
 @pytest.fixture
@@ -52,26 +43,6 @@ def test_what_ranks_add_is_fine(path):
         store.check()
 
 
-def test_what_another_thread_sees_in_the_middle_of_a_look_is_no_harm(path, monkeypatch):
-    """The guard's thread looks while the main thread goes on from one meeting to the next."""
-    store, stat, other = StoreFile(path), os.stat, []
-
-    def interrupted(*arguments, **named):
-        if not other:
-            append(path, b"of another rank")
-            other.append("looks")
-            store.check()
-        return stat(*arguments, **named)
-
-    monkeypatch.setattr(os, "stat", interrupted)
-    store.check()
-    assert other == ["looks"]
-    monkeypatch.undo()
-    cut(path)
-    with pytest.raises(StoreError, match="was cut short"):
-        store.check()
-
-
 @pytest.mark.parametrize(("harm", "word"), [(remove, "removed"), (replace, "removed"), (cut, "cut short")])
 def test_harm_is_seen(path, harm, word):
     store = StoreFile(path)
@@ -80,11 +51,6 @@ def test_harm_is_seen(path, harm, word):
     harm(path)
     with pytest.raises(StoreError, match=f"was {word}"):
         store.check()
-
-
-def test_one_that_is_gone_at_the_start(tmp_path):
-    with pytest.raises(StoreError, match="was removed"):
-        StoreFile(tmp_path / "store")
 
 
 def test_the_store_waits_as_long_as_the_pool(path):
@@ -114,31 +80,3 @@ def test_ranks_agree_on_what_any_of_them_knows(path, own):
     ranks = [Rendezvous(path, 2, timedelta(seconds=30)) for _ in own]
     with ThreadPoolExecutor(len(ranks)) as threads:
         assert list(threads.map(Rendezvous.is_any, ranks, ["far"] * len(ranks), own)) == [any(own)] * len(ranks)
-
-
-def test_one_rank_has_no_store(tmp_path):
-    alone = Rendezvous(tmp_path / "store", 1, timedelta(seconds=1))
-    alone.check()
-    alone.meet()
-    assert alone.is_any("far", True)
-    assert alone.store is None
-    assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("whole", [False, True], ids=["the file", "its folder"])
-def test_a_cleaner_of_temporary_files_is_named(mini_file, whole):
-    """Without the look at the file the ranks would wait in the making of the next model's groups."""
-    with closing(Pool(("cpu", "cpu"))) as pool:
-        given = mini.inputs()
-
-        def load(degrees: Degrees) -> RemoteTransformer:
-            return on_ranks(pool, mini.opened(mini_file), degrees, "fp32", "sdpa", lambda: None)
-
-        load(Degrees(pipe=2)).predict(ModelCall(*given), lambda: None)
-        if whole:
-            shutil.rmtree(pool.ranks.directory)
-        else:
-            remove(pool.ranks.directory / "store")
-        with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in loading: StoreError: the file .* was removed"):
-            load(Degrees(ulysses=2))

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import os
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,8 +16,6 @@ from parallel_backend.rank.comm import mesh, peers, self_test
 from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.mesh import Axis, LinkEnd
 from parallel_backend.rank.comm.peers import Peers
-from parallel_backend.rank.comm.process_group import join
-from parallel_backend.rank.comm.rendezvous import Rendezvous
 from parallel_backend.rank.comm.self_test import LinkError, advice, rounds, try_link, try_sum
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.rank_settings import RankSettings, SelfTest
@@ -151,25 +148,3 @@ def test_what_to_try(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "was off already" in advice("nccl", True)
     assert "NCCL" not in advice("gloo", True) and "GLOO_SOCKET_IFNAME" in advice("gloo", True)
-
-
-@pytest.mark.parametrize("p2p", [True, False])
-@pytest.mark.parametrize("debug", [None, "INFO"])
-@pytest.mark.parametrize("priority", [None, "0"])
-def test_what_nccl_is_told(tmp_path, p2p, debug, priority):
-    """It warns into the rank's log, and its streams go before those that compute. No device is bound: all transfers of two
-    ranks would share a communicator."""
-    (tmp_path / "store").touch()
-    second = timedelta(seconds=1)
-    settings = {"NCCL_DEBUG": debug, "TORCH_NCCL_HIGH_PRIORITY": priority}
-    chosen = {name: value for name, value in settings.items() if value is not None}
-    others = {name: value for name, value in os.environ.items() if "NCCL_" not in name}
-    with (
-        mock.patch.dict(os.environ, others | chosen, clear=True),
-        mock.patch.object(torch.distributed, "init_process_group") as init,
-    ):
-        join(0, ("cpu", "cpu"), Rendezvous(tmp_path / "store", 2, second), second, p2p)
-        assert os.environ["NCCL_DEBUG"] == (debug or "WARN")
-        assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == (priority or "1")
-        assert os.environ.get("NCCL_P2P_DISABLE") == (None if p2p else "1")
-    assert init.call_args.kwargs["timeout"] == second and "device_id" not in init.call_args.kwargs

@@ -61,10 +61,3 @@ def test_the_order_is_that_of_the_micro_step_before():
         runner.step(names)
         runner.step(names)  # blocks may get other slots, so that neighbours have different ones
         assert [runner.step(names) for _ in range(2)] == [(copied, 0)] * 2
-
-
-def test_a_block_that_runs_twice_stays_for_it():
-    runner = Runner("abc")
-    for _ in range(2):
-        runner.step("aabcb")
-    assert [runner.step("aabcb") for _ in range(2)] == [(2, 0)] * 2

@@ -20,7 +20,6 @@ from parallel_backend.families.own_class import adapters
 from parallel_backend.families.own_class.attention_calls import attention_by
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import to_tensors
-from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
 from tests.support.planted_comfyui import planted, planted_comfyui
@@ -42,7 +41,7 @@ SETTINGS = {
     "sol": SparseAttention(tau=0.5, sinks=KEYS_AND_ROWS, **WHERE),
     "some blocks": SparseAttention(kept=0.3, cubes=True, full=("blocks.1", "blocks.3"), **WHERE),
 }
-DEGREES = [Degrees(), Degrees(ulysses=2), Degrees(ulysses=3), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2, pipe=2)]
+DEGREES = [Degrees(), Degrees(ulysses=3), Degrees(tensor=2), Degrees(ulysses=2, pipe=2)]
 
 
 @pytest.fixture(autouse=True)
@@ -246,23 +245,3 @@ def attention_report(pools, made: Made, degrees: Degrees) -> str:
     ranks = pools.load(made.path, degrees, own=made.own).pool.ranks
     (engine,) = ranks.workers[0].engines.values()
     return engine.stage.attention_report()
-
-
-def test_without_the_kernel_it_is_in_full(pools, made, monkeypatch):
-    """As in ComfyUI, whose node looks for it at each call."""
-    monkeypatch.undo()
-    output = of_ranks(pools, made, Degrees(ulysses=2), SETTINGS["vsa"])
-    assert difference(output, made.expected["full"]) <= TOLERANCE
-    assert "comfy-kitchen's kernel" in attention_report(pools, made, Degrees(ulysses=2))
-    assert attention_report(pools, made, Degrees(ulysses=2)) == ""
-
-
-def test_calls_of_sparse_and_full_attention_in_turn(pools, made):
-    for name in ("full", "vsa", "full", "sol", "vsa"):
-        output = of_ranks(pools, made, Degrees(ulysses=2), SETTINGS.get(name))
-        assert difference(output, made.expected[name]) <= TOLERANCE
-
-
-def test_tensor_ranks_have_their_part_of_the_gate(made):
-    plan = own_class_family(made.own).tensor_plan
-    assert all(f"blocks.{number}.attn.to_gate_compress" in plan for number in range(4))

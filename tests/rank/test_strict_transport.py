@@ -1,18 +1,13 @@
 """The stand-in with NCCL's rules catches what it is there for: one planted fault each, and no fault in a sound program."""
 
 import contextlib
-import itertools
 import re
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import DistStoreError
 
-from tests.support.strict import fabric
 from tests.support.strict.distributed import StrictDistributed
 from tests.support.strict.planted import on_ranks
 from tests.support.strict.rules import ANY, ISSUE, Deadlock, RuleBroken, Rules
@@ -21,11 +16,9 @@ HERE = r"tests/rank/test_strict_transport\.py:\d+[^,;]*"
 ONE_AT_A_TIME, MANY = Rules(places=1, launch=ISSUE), Rules(places=8, launch=ANY)
 
 
-def said(
-    work: Callable[[StrictDistributed, int], None], rules: Rules = MANY, kind: type[Exception] = RuleBroken, size: int = 2
-) -> str:
+def said(work: Callable[[StrictDistributed, int], None], rules: Rules = MANY, kind: type[Exception] = RuleBroken) -> str:
     """What a rank that found the fault says."""
-    found = [error for error in on_ranks(size, work, rules) if type(error) is kind]
+    found = [error for error in on_ranks(2, work, rules) if type(error) is kind]
     assert found, "nothing was caught"
     return str(found[0])
 
@@ -35,9 +28,8 @@ def own_group(dist: StrictDistributed, rank: int, groups: list[list[int]]):
     return next(made for made, ranks in [(dist.new_group(ranks), ranks) for ranks in groups] if rank in ranks)
 
 
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rules", [ONE_AT_A_TIME, MANY], ids=["one at a time", "many"])
-def test_a_sound_program_gets_its_values(rules, seed):
+def test_a_sound_program_gets_its_values(rules):
     """Every kind of call, several under way at once, in groups of which each rank is in three."""
     found = [{} for _ in range(4)]
 
@@ -59,7 +51,7 @@ def test_a_sound_program_gets_its_values(rules, seed):
         dist.barrier()
         found[rank] = {"swapped": swapped, "summed": summed, "turned": turned, "passed": passed}
 
-    assert on_ranks(4, work, replace(rules, seed=seed)) == [None] * 4
+    assert on_ranks(4, work, rules) == [None] * 4
     for rank, of in enumerate(found):
         assert all((into == rank ^ 1).all() for into in of["swapped"])
         assert (of["summed"] == rank + (rank ^ 2)).all()
@@ -67,33 +59,20 @@ def test_a_sound_program_gets_its_values(rules, seed):
         assert rank < 2 or (of["passed"] == rank ^ 2).all()
 
 
-@pytest.mark.parametrize("arrived", [False, True], ids=["on its way", "has arrived"])
-def test_a_send_buffer_that_is_reused(arrived):
-    """Also where the other rank has it already, which on a GPU nobody here could know."""
+def test_a_send_buffer_that_is_reused():
+    """Though the other rank has it already, which on a GPU nobody here could know."""
 
     def work(dist, rank):
         buffer = torch.ones(4)
         transfer = dist.isend(buffer, 1) if rank == 0 else dist.irecv(buffer, 0)
-        if arrived:
-            if rank == 1:
-                transfer.wait()
-            dist.barrier()
+        if rank == 1:
+            transfer.wait()
+        dist.barrier()
         if rank == 0:
             buffer.zero_()
         transfer.wait()
 
     assert re.search(f"sent was changed before .* rank 0's transfer to 1 on link 0-1 of group 0 at {HERE}", said(work))
-
-
-def test_a_receive_buffer_that_is_written():
-    def work(dist, rank):
-        buffer = torch.ones(4)
-        transfer = dist.isend(buffer, 1) if rank == 0 else dist.irecv(buffer, 0)
-        if rank == 1:
-            buffer[2] = 5.0
-        transfer.wait()
-
-    assert "received into was written before the operation was waited for: rank 1's transfer from 0" in said(work)
 
 
 def test_a_missing_wait():
@@ -127,31 +106,14 @@ def test_an_order_that_differs_names_both_places():
     assert re.search(f"order of issue differs between ranks: rank .* at {HERE}, but rank .* at {HERE}", said(work))
 
 
-@pytest.mark.parametrize("meets", [0, 1], ids=["as torch does", "TORCH_DIST_INIT_BARRIER=1"])
-def test_groups_that_are_made_in_another_order(monkeypatch, meets):
-    """torch's own new_group notices nothing, unless the user wants it to wait: then ranks wait for each other at its use."""
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_is_barrier_after_init", lambda: meets)
-
-    def work(dist, rank):
-        groups = [dist.new_group(ranks) for ranks in ([[0, 1], [0]] if rank == 0 else [[0], [0, 1]])]
-        dist.all_reduce(torch.ones(2), group=groups[rank])
-
-    if meets:
-        assert re.search(r"ranks meet for different things: .* for a group of \[0(, 1)?\] at", said(work))
-    else:
-        words = said(work, kind=DistStoreError, rules=replace(MANY, store_seconds=0.3))
-        assert re.search(r"rank (0|1) came to communicator 0-1 of group \d at .*, rank (0|1) did not", words)
-
-
-def exchange(dist, rank, size=4):
-    into = torch.empty(size)
-    operations = [dist.P2POp(dist.irecv, into, 1 - rank), dist.P2POp(dist.isend, torch.ones(size), 1 - rank)]
+def exchange(dist, rank):
+    into = torch.empty(4)
+    operations = [dist.P2POp(dist.irecv, into, 1 - rank), dist.P2POp(dist.isend, torch.ones(4), 1 - rank)]
     dist.batch_isend_irecv(operations)[0].wait()
 
 
-def turn(dist, rank, own=False):
-    splits = [4 if not own or other == rank else 0 for other in range(2)]
-    dist.all_to_all_single(torch.empty(sum(splits)), torch.ones(sum(splits)), splits, splits)
+def turn(dist, rank):
+    dist.all_to_all_single(torch.empty(8), torch.ones(8), [4, 4], [4, 4])
 
 
 def pass_on(dist, rank, sender=0):
@@ -163,17 +125,10 @@ def pass_on(dist, rank, sender=0):
     [
         (turn, exchange, "batch to"),
         (exchange, turn, "all-to-all to"),
-        (lambda dist, rank: turn(dist, rank, own=True), turn, "all-to-all to"),
         (pass_on, lambda dist, rank: pass_on(dist, rank, sender=1), "transfer (to|from)"),
         (exchange, lambda dist, rank: dist.all_reduce(torch.ones(4)), "a short sum"),
-        (
-            lambda dist, rank: dist.all_reduce(torch.ones(4)),
-            lambda dist, rank: dist.all_reduce(torch.ones(4096)),
-            "a long sum",
-        ),
-        (exchange, lambda dist, rank: dist.barrier(), "a short sum"),
     ],
-    ids=["batch", "all-to-all", "own values", "the other way", "sum", "long sum", "barrier"],
+    ids=["batch", "all-to-all", "the other way", "sum"],
 )
 def test_a_connection_that_no_trial_has_opened(tried, used, first):
     """NCCL connects a pair, and for an algorithm, at the first use: hours later that would hang without a word. The control
@@ -201,32 +156,13 @@ def test_a_connection_that_no_trial_has_opened(tried, used, first):
     assert on_ranks(2, after(used), rules) == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("expected", "words"),
-    [
-        (torch.empty(5), r"sizes differ, 16 bytes are sent where 20 belong"),
-        (torch.empty(4, dtype=torch.int32), r"dtypes differ, torch.float32 is sent where torch.int32 belongs"),
-    ],
-    ids=["size", "dtype"],
-)
-def test_sizes_and_dtypes_that_differ(expected, words):
+def test_sizes_that_differ():
     def work(dist, rank):
-        (dist.isend(torch.ones(4), 1) if rank == 0 else dist.irecv(expected, 0)).wait()
+        (dist.isend(torch.ones(4), 1) if rank == 0 else dist.irecv(torch.empty(5), 0)).wait()
 
-    assert re.search(f"{words}: rank .* at {HERE}, but rank .* at {HERE}", said(work))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "words"),
-    [
-        (torch.ones(4, 4)[:, :2], r"a tensor \(4, 2\) with strides \(4, 1\), not contiguous"),
-        (torch.ones(2, dtype=torch.complex64), "torch.complex64, which NCCL does not know"),
-    ],
-    ids=["not contiguous", "complex"],
-)
-def test_a_tensor_that_nccl_does_not_take(tensor, words):
-    assert re.search(f"rank .: all-reduce of {words}, at {HERE}", said(lambda dist, rank: dist.all_reduce(tensor)))
-    assert re.search(f"rank 0: transfer of {words}", said(lambda dist, rank: dist.isend(tensor, 1) if rank == 0 else None))
+    assert re.search(
+        f"sizes differ, 16 bytes are sent where 20 belong: rank .* at {HERE}, but rank .* at {HERE}", said(work)
+    )
 
 
 def test_a_cycle_over_two_communicators():
@@ -245,53 +181,3 @@ def test_a_cycle_over_two_communicators():
         place = rf"on communicator 0-1 of group {under_way} at {HERE}; queued: .* group {queued} at"
         assert re.search(f"Rank {rank}: host waits for .*; under way: rank {rank}'s all-reduce {place}", words)
     assert on_ranks(2, work, MANY) == [None, None]
-
-
-def test_sends_wait_for_their_receive():
-    """As a buffered transport would not notice."""
-
-    def work(dist, rank):
-        dist.send(torch.ones(2), 1 - rank)
-        dist.recv(torch.empty(2), 1 - rank)
-
-    assert "order of issue differs" in said(work)  # two calls that both send are no pair
-
-    def ring(dist, rank):
-        dist.send(torch.ones(2), (rank + 1) % 3)
-        dist.recv(torch.empty(2), (rank - 1) % 3)
-
-    words = said(ring, kind=DistStoreError, size=3, rules=replace(MANY, store_seconds=0.3))
-    assert re.search(rf"rank . came to link .-. of group 0 at {HERE}, rank . did not", words)
-
-
-def test_the_first_use_of_a_communicator_needs_all_its_ranks():
-    """Also of a batch in which a rank has no part."""
-
-    def work(dist, rank):
-        if rank < 2:
-            tensor = torch.ones(2)
-            operation = dist.P2POp(dist.isend if rank == 0 else dist.irecv, tensor, 1 - rank)
-            dist.batch_isend_irecv([operation])[0].wait()
-
-    words = said(work, kind=DistStoreError, size=3, rules=replace(MANY, store_seconds=0.3))
-    assert re.search(f"rank . came to communicator 0-1-2 of group 0 at {HERE}, rank 2 did not", words)
-
-    def after_a_first_use(dist, rank):
-        dist.barrier()
-        work(dist, rank)
-
-    assert on_ranks(3, after_a_first_use) == [None] * 3
-
-
-def test_what_may_start_meanwhile_is_not_slept_over(monkeypatch):
-    """Time goes on between the look at what may start and the reckoning of how long to wait for it."""
-    clock, waits = itertools.count(10.0, 0.001), []
-    monkeypatch.setattr(fabric, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    one_rank = fabric.Fabric(1, MANY)
-    operation = SimpleNamespace(launched=False, ready=0.0, rank=0, unmoved=())
-    one_rank._queues[0]["a communicator"] = deque([operation])
-    monkeypatch.setattr(one_rank._changed, "wait", waits.append)
-    with one_rank._changed:
-        operation.ready = next(clock) + 0.0025  # after the next look, and before the reckoning
-        one_rank._until(lambda: operation.launched, 0, "a test")
-    assert waits and max(waits) < 0.01

@@ -1,6 +1,5 @@
 """A VAE in bands of rows equals the whole one, each of its exchanges is needed, and a trial refuses what no band can do."""
 
-import copy
 import functools
 import os
 import signal
@@ -12,25 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_backend.client import shared_tensors
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.vae import Made, NotExact, TooLittleMemory
-from parallel_backend.core import device_copies
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import RankError
-from parallel_backend.processes.pool_part import PoolPart
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.vae import banded_layers as banded
-from parallel_backend.rank.vae import part as vae_part
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
 from testing import mini, tiny
 from testing.vae_class import PooledVAE, SmallVAE, WideVAE
 from testing.vaes import OnRanks, made_of, small_vae
-from tests.support import fake_cuda
-from tests.support.emulated_gpu import emulated
-from tests.support.on_card import CopyToHost, OnCard
 
 LIMIT = 1e-5
 """Of the largest difference in fp32, as a part of the largest pixel."""
@@ -63,8 +55,8 @@ def remote_decoder(pools):
     return lambda ranks, vae, name="vae": OnRanks(pools(ranks), name, lambda: made_of(vae))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("shape", [(1, 4, 8, 6), (2, 4, 7, 3), (1, 16, 5, 6), (1, 4, 4, 1)], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("shape", [(1, 4, 8, 6), (2, 4, 7, 3), (1, 4, 4, 1)], ids=str)
 def test_bands_equal_the_whole(remote_decoder, ranks, shape, measured):
     vae, x = autoencoder(shape[1]), latent(*shape)
     found = remote_decoder(ranks, vae, f"{shape[1]} channels").run(x, lambda: None)
@@ -99,53 +91,6 @@ def test_a_class_that_fails_on_one_rank_alone_leaves_no_rank_waiting(remote_deco
         remote_decoder(2, autoencoder(kind=WideVAE), "wide").run(latent(1, 4, 9, 6), lambda: None)
 
 
-def test_repeats_bit_for_bit(remote_decoder):
-    decoder, x = remote_decoder(3, autoencoder()), latent(1, 4, 9, 6)
-    assert torch.equal(decoder.run(x, lambda: None), decoder.run(x, lambda: None))
-
-
-def test_bands_and_weights_over_pipes_are_those_in_shared_memory(remote_decoder, monkeypatch):
-    x = latent(1, 4, 5, 4)
-    shared = remote_decoder(2, autoencoder(), "shared").run(x, lambda: None)
-    monkeypatch.setattr(shared_tensors, "sharing_possible", lambda: False)
-    assert torch.equal(remote_decoder(2, autoencoder(), "sent").run(x, lambda: None), shared)
-
-
-def test_half_precision_is_as_near_as_the_whole_in_it(pools):
-    """Rows at the seams are rounded once, like all others."""
-    exact, x = autoencoder(), latent(1, 4, 9, 6)
-    half = copy.deepcopy(exact).to(torch.bfloat16)
-    found = OnRanks(pools(3), "bf16", lambda: made_of(half), dtype=torch.bfloat16).run(x, lambda: None)
-    expected = whole(exact, x)
-    assert found.dtype == torch.bfloat16
-    assert largest(found, expected) <= 1.5 * largest(whole(half, x.bfloat16()), expected)
-
-
-def test_a_rank_sends_rows_statistics_and_keys(remote_decoder):
-    """Per 3x3 convolution a row to each neighbour, per GroupNorm two numbers for each group, keys and values to all."""
-    vae, x, ranks = autoencoder(), latent(1, 4, 8, 6), 3
-    row, norms = 0, 0
-
-    def note(module: nn.Module, inputs: tuple[torch.Tensor], _output: torch.Tensor) -> None:
-        nonlocal row, norms
-        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
-            row += inputs[0].shape[1] * inputs[0].shape[3] * 4
-        norms += isinstance(module, nn.GroupNorm)
-
-    hooks = [module.register_forward_hook(note) for module in vae.decoder.modules()]
-    whole(vae, x)
-    for hook in hooks:
-        hook.remove()
-    decoder = remote_decoder(ranks, vae)
-    decoder.run(x, lambda: None)
-    everywhere = (ranks - 1) * norms * 2 * 32 * 4
-    keys = [(ranks - 1) * 2 * rows * x.shape[3] * 64 * 4 for rows in (3, 3, 2)]
-    assert row > 0 < norms
-    assert decoder.bytes_sent == [
-        {"rows": neighbours * row + everywhere + own} for neighbours, own in zip((1, 2, 1), keys, strict=True)
-    ]
-
-
 def test_weights_are_sent_once_until_another_decoder_takes_their_place_or_all_is_unloaded(pools, remote):
     sent = []
 
@@ -172,18 +117,6 @@ def test_weights_are_sent_once_until_another_decoder_takes_their_place_or_all_is
     assert sent == ["a", "b", "a", "a"]
 
 
-def test_a_part_of_the_ranks_and_all_of_them_take_turns(pools):
-    """Each has bands of its own, also where others' weights were dropped by a part alone."""
-    x, vae = latent(1, 4, 9, 6), autoencoder()
-    expected = {ranks: OnRanks(pools(ranks), "vae", lambda: made_of(vae)).run(x, lambda: None) for ranks in (2, 3)}
-    part = PoolPart(pools(3), (0, 2))
-    for turn, pool in enumerate((part, pools(3), part, pools(3), PoolPart(pools(3), (1, 2)), pools(3))):
-        decoder = OnRanks(pool, "vae", lambda: made_of(vae))
-        assert torch.equal(decoder.run(x, lambda: None), expected[len(pool.devices)])
-        if turn == 3:
-            part.tell(m.DropVAE())
-
-
 def test_too_little_memory_is_said_before_anything_is_computed(remote_decoder):
     decoder, x = remote_decoder(2, autoencoder()), latent(1, 4, 4, 4)
     assert free_bytes(torch.device("cpu")) < 2**60
@@ -191,42 +124,6 @@ def test_too_little_memory_is_said_before_anything_is_computed(remote_decoder):
         decoder.run(x, lambda: None, bytes_needed=2**60)
     assert 2**60 < short.value.missing["cpu"] < 2**61  # both ranks', of one memory
     assert largest(decoder.run(x, lambda: None, bytes_needed=2**20), whole(autoencoder(), x)) <= LIMIT
-
-
-def test_ranks_of_one_memory_have_to_share_it(remote_decoder):
-    """A band of 0.7 of what is free fits on one rank, and not on two."""
-    x, band = latent(1, 4, 4, 4), int(0.7 * free_bytes(torch.device("cpu")))
-    remote_decoder(1, autoencoder()).run(x, lambda: None, bytes_needed=band)
-    with pytest.raises(TooLittleMemory) as short:
-        remote_decoder(2, autoencoder()).run(x, lambda: None, bytes_needed=band)
-    assert 0.1 * band < short.value.missing["cpu"] < band
-
-
-def test_other_parts_make_way_for_a_band(remote_decoder, pools, monkeypatch):
-    """Before a model has to. The decoder itself stays."""
-    decoder, x = remote_decoder(2, autoencoder()), latent(1, 4, 4, 4)
-    decoder.run(x, lambda: None)
-    told, tell = [], pools(2).tell
-    monkeypatch.setattr(pools(2), "tell", lambda message: told.append(message) or tell(message))
-    with pytest.raises(TooLittleMemory):
-        decoder.run(x, lambda: None, bytes_needed=2**60)
-    decoder.run(x, lambda: None)
-    assert told == [m.DropVAE(keep="decoder"), m.EndVAE("decoder")]
-
-
-def test_weights_are_not_put_where_there_is_no_room_for_them(remote_decoder, pools):
-    """Other parts make way first. What has made way is sent again."""
-    small, x = autoencoder(), latent(1, 4, 4, 4)
-    decoder = remote_decoder(2, small)
-    decoder.run(x, lambda: None)
-    asked: list[int] = []
-    large = OnRanks(pools(2), "huge", lambda: Made("{}", {"weight": torch.zeros(1).expand(2**58)}))
-    large.remote.make_room = asked.append
-    with pytest.raises(TooLittleMemory, match="that its part of the VAE needs") as short:
-        large.run(x, lambda: None, bytes_needed=2**20)
-    assert asked == [2**60 + 2**20]
-    assert 2**59 < short.value.missing["cpu"] < 2**60 + 2**22  # the weights once for both ranks
-    assert largest(decoder.run(x, lambda: None), whole(small, x)) <= LIMIT
 
 
 def test_cancel_leaves_ranks_that_work(remote_decoder):
@@ -243,24 +140,6 @@ def test_cancel_leaves_ranks_that_work(remote_decoder):
         assert largest(decoder.run(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
 
 
-def test_cancel_while_weights_are_sent_leaves_ranks_that_agree(remote_decoder, pools):
-    """All have the weights, or none: a rank that had not would leave the others waiting in the next picture."""
-    pressed, x = threading.Event(), latent(1, 4, 5, 4)
-
-    def ask() -> Made:
-        pressed.set()
-        return made_of(autoencoder())
-
-    def poll() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    remote_decoder(2, autoencoder()).run(x, lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        OnRanks(pools(2), "being sent", ask).run(latent(1, 4, 64, 64), poll)
-    assert largest(remote_decoder(2, autoencoder()).run(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
-
-
 def test_a_rank_killed_while_decoding_is_named(remote_decoder, pools):
     decoder = remote_decoder(2, autoencoder())
     pid = pools(2).pids[1]
@@ -270,12 +149,6 @@ def test_a_rank_killed_while_decoding_is_named(remote_decoder, pools):
             decoder.run(latent(1, 4, 48, 48), lambda: None)
     x = latent(1, 4, 4, 4)
     assert largest(remote_decoder(2, autoencoder()).run(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
-
-
-def test_an_error_in_a_rank_says_that_it_was_decoding(remote_decoder):
-    remote_decoder(2, autoencoder()).run(latent(1, 4, 4, 4), lambda: None)
-    with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in running the VAE: RuntimeError"):
-        remote_decoder(2, autoencoder()).run(latent(1, 3, 4, 4), lambda: None)
 
 
 @dataclass
@@ -347,44 +220,6 @@ def test_each_exchange_is_needed(threads, without, equal, measured):
     assert largest(found, whole(vae, x)) <= LIMIT if equal else largest(found, whole(vae, x)) > WRONG
 
 
-def test_a_band_leaves_a_gpu_through_page_locked_memory_for_its_rows_of_a_picture(monkeypatch):
-    """Part by part: torch keeps such memory, so a long video's band may not take it whole."""
-    copies: list[CopyToHost] = []
-    picture, band = torch.zeros(1, 3, 5, 10, 5), torch.randn(1, 3, 5, 4, 5).bfloat16()
-    message = m.RunVAE("decoder", band, (3, 2), False, picture)
-    monkeypatch.setattr(vae_part, "PART_BYTES", 2 * band[:, :, 0].nbytes)
-    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
-
-        def host_buffer(shape: torch.Size, dtype: torch.dtype, _device: torch.device) -> torch.Tensor:
-            buffers.append(torch.empty(shape, dtype=dtype))
-            cuda.runtime.cudaHostRegister(buffers[-1].data_ptr(), buffers[-1].nbytes, 1)
-            return buffers[-1]
-
-        buffers: list[torch.Tensor] = []
-        monkeypatch.setattr(device_copies, "host_buffer", host_buffer)
-        part = VAEPart(put_of(made_of(autoencoder())), 1, (0, 1), torch.device("cpu"))
-        monkeypatch.setattr(part, "_computed", lambda *_: OnCard.of(band, cuda, copies))
-        part.run(message)
-        assert cuda.waits == 3
-    assert copies == [CopyToHost(asynchronous=True, page_locked=True, contiguous=True)] * 3
-    assert [len(buffer[0, 0]) for buffer in buffers] == [2, 2, 1]
-    assert torch.equal(picture[:, :, :, 6:], band.float())
-    assert not picture[:, :, :, :6].any()
-
-
-def test_weights_and_bands_come_to_the_device_without_a_stop_of_the_host():
-    """And an output leaves it with one."""
-    given = made_of(autoencoder())
-    with emulated(fake_cuda.HOPPER) as gpus:
-        weights = {name: tensor.pin_memory() for name, tensor in given.tensors.items()}  # as ranks page-lock what they read
-        part = VAEPart(put_of(Made(given.recipe, weights)), 0, (0,), torch.device("cuda:0"))
-        gpus.record.stops[:] = [stop for stop in gpus.record.stops if "recorder.py" not in stop]  # the clock begins once
-        assert not gpus.record.stops
-        found = part.run(m.RunVAE("decoder", latent(1, 4, 8, 6).pin_memory(), (8,), False, None))
-        assert len(gpus.record.stops) == 1, gpus.record.stops
-    assert found.band.device.type == "cpu"
-
-
 @pytest.mark.parametrize("offset", [0, 300])
 def test_a_group_norm_loses_no_digits_to_a_large_mean(threads, offset):
     """Bands of very different means too: as near to float64 as torch's own is."""
@@ -413,30 +248,12 @@ def bands_of(axis: Axis, sizes: tuple[int, ...], dim: int = banded.ROWS) -> band
     return bands
 
 
-@pytest.mark.parametrize(
-    "conv",
-    [
-        nn.Conv2d(2, 2, 4, padding=1),
-        nn.Conv2d(2, 2, 2, padding=1, stride=2),
-        nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
-    ],
-    ids=str,
-)
-def test_padding_that_no_band_can_do_is_refused(conv):
-    with bands_of(Axis("rows", 1, 0, (0,), None), (4,)), pytest.raises(AssertionError, match="a band "):
-        conv(latent(1, 2, 4, 4))
-
-
 CONVOLUTIONS = {
     "3x3": (nn.Conv2d(2, 3, 3, padding=1), None),
-    "3x3, with gaps": (nn.Conv2d(2, 3, 3, padding=2, dilation=2), None),
     "5x3, reflected": (nn.Conv2d(2, 3, (5, 3), padding=(2, 1), padding_mode="reflect"), None),
     "3x3x3, repeated": (nn.Conv3d(2, 3, 3, padding=(0, 1, 1), padding_mode="replicate"), None),
-    "3x3x3": (nn.Conv3d(2, 3, 3, padding=1), None),
     "half, zeros behind": (nn.Conv2d(2, 3, 3, stride=2), nn.ZeroPad2d((0, 1, 0, 1))),
     "half, reflected behind": (nn.Conv3d(2, 3, 3, stride=(1, 2, 2)), nn.ReflectionPad3d((0, 1, 0, 1, 0, 0))),
-    "half, zeros around": (nn.Conv2d(2, 3, 3, stride=2, padding=1), None),
-    "quarter": (nn.Conv2d(2, 3, 4, stride=4), None),
 }
 
 
@@ -457,11 +274,3 @@ def test_a_convolution_of_bands_is_that_of_the_whole(threads, kind, columns):
     found = torch.cat(threads(3).run(part), dim)
     assert found.shape == expected.shape
     assert largest(found, expected) <= LIMIT
-
-
-def test_code_that_goes_by_memory_does_the_same_on_all_ranks(threads):
-    def part(axis: Axis) -> int:
-        with bands_of(axis, (3, 2)):
-            return torch.zeros(1, 4, (6, 4)[axis.index], 5).numel()
-
-    assert threads(2).run(part) == [120, 120]

@@ -1,36 +1,29 @@
 """Weights that come to an emulated device block by block give what weights on the device give, bit for bit."""
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core import pinned
-from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank import loaded_stage
-from parallel_backend.rank.host_memory import host_store, page_locks, sharing
-from parallel_backend.rank.host_memory.page_locks import PageLocks
+from parallel_backend.rank.host_memory import host_store, sharing
 from parallel_backend.rank.stage.store import slots, weight_store
-from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.emulated_device import EmulatedCopies, EmulatedDevice, EmulatedOutOfMemoryError
+from testing.emulated_device import EmulatedCopies, EmulatedDevice
 from testing.models import whole_call
 from testing.quantised import quantise_blocks
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
 from tests.conftest import Pools
-from tests.support import fake_cuda
 from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
@@ -41,8 +34,7 @@ LARGE = 1 << 30
 CONFIG = mini.CONFIG | {"double_blocks": 2, "single_blocks": 6, "context_width": 64, "pooled_width": 64}
 """Of sides that every format can hold."""
 LAST = "single_blocks.5"
-KINDS = ("int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8", "fp8")
-QUICK = ("product pipe2", "product tensor2", "product patch2")
+CASES = ("product pipe2", "product tensor2", "product patch2")
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +59,8 @@ def files(tmp_path_factory) -> cases.Files:
     return cases.Files(tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full)
-        for case in cases.all_of_them()
-        if not case.rare and not case.name.startswith("transfers")  # loaded by means of their own
-    ],
-)
-def test_every_mode_and_family(case, files, thread_pools, emulated, streamed):
+@pytest.mark.parametrize("case", [case for case in cases.all_of_them() if case.name in CASES], ids=lambda case: case.name)
+def test_modes_of_streamed_weights(case, files, thread_pools, emulated, streamed):
     """A slot's bytes are another block's by the time that the block after it runs, so nothing reads them too late."""
 
     def opened(load: Callable[..., RemoteTransformer]) -> Callable[..., RemoteTransformer]:
@@ -98,10 +83,10 @@ class Alone(OneRank):
         super().__init__(path, dtype, () if resident is None else (resident,), copies=self.copies)
         self.store = self.stage.store
 
-    def output(self, changes: BlockChanges = UNCHANGED, calls: int = 1) -> torch.Tensor:
+    def output(self, calls: int = 1) -> torch.Tensor:
         """The last of so many exact calls."""
         x, timestep, tensors = mini.inputs(CONFIG, batch=1)
-        self.put(x, tensors, changes=changes)
+        self.put(x, tensors)
         for _ in range(calls):
             found = self.step(x, timestep)
         return found
@@ -135,44 +120,6 @@ def test_the_device_holds_what_it_is_told_to_and_no_more(file, whole):
     assert model.copies.used == 0
 
 
-def test_weights_leave_into_memory_that_is_page_locked_already(file, whole, monkeypatch):
-    """A copy from a GPU into other memory is several times as slow."""
-    monkeypatch.setattr(host_store, "PageLocks", lambda device: PageLocks(torch.device("cuda", 1)))
-    model, copies = Alone(file), []
-    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
-        copy = model.copies.copy
-        model.copies.copy = lambda into, source: copies.append(cuda.runtime.holds(into)) or copy(into, source)
-        model.engine.set_resident(part(whole, 0.5))
-        assert copies
-        assert all(copies)
-        model.engine.close()
-        assert not cuda.runtime.locked
-
-
-def test_blocks_are_streamed_though_the_driver_page_locks_few_of_them(file, whole, monkeypatch):
-    """As under WSL 2. All of them are copied, from memory of either kind, and smaller copies have their share of it."""
-    monkeypatch.setattr(host_store, "PageLocks", lambda device: PageLocks(torch.device("cuda", 1)))
-    monkeypatch.setattr(pinned, "_forget_error", lambda device: None)  # it launches a kernel
-    blocks = [group.nbytes for name, group in whole.store._groups.items() if name != ENDS]
-    monkeypatch.setattr(page_locks, "RESERVE", max(blocks))
-    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
-        cuda.runtime.budget = sum(blocks) // 2
-        model, copies = Alone(file, 1), set()
-        copy = model.copies.copy
-        model.copies.copy = lambda into, source: copies.add(cuda.runtime.holds(source)) or copy(into, source)
-        assert torch.equal(model.output(calls=2), whole.output())
-        assert copies == {True, False}
-        assert cuda.runtime.refused == 1
-        assert sum(cuda.runtime.locked.values()) <= cuda.runtime.budget - max(blocks)
-        model.engine.close()
-        assert not cuda.runtime.locked
-
-
-def test_a_device_without_room_is_named(file, whole):
-    with pytest.raises(EmulatedOutOfMemoryError, match="out of memory: the emulated device of rank 0"):
-        Alone(file, device=part(whole, 0.7))
-
-
 def test_weights_give_way_and_come_back(file, whole):
     """By as many blocks as have to, and what has once been copied to the host is not copied there again."""
     model, expected = Alone(file), whole.output()
@@ -199,28 +146,6 @@ def test_weights_give_way_and_come_back(file, whole):
     assert torch.equal(model.output(calls=2), expected)
 
 
-@pytest.mark.parametrize("before", [1.0, 0.7], ids=["all resident", "some streamed"])
-def test_what_is_not_about_to_compute_gives_one_block_for_one_byte_and_its_slots(file, whole, before):
-    model, expected = Alone(file, part(whole, before)), whole.output()
-    assert torch.equal(model.output(), expected)
-    there, slots, copied = model.store.device_bytes, model.store._slots.nbytes, []
-    copy = model.copies.copy
-    model.copies.copy = lambda destination, source: copied.append(source.nbytes) or copy(destination, source)
-    held = model.engine.set_resident(there - slots - 1, working=False)
-    block = there - slots - held.device_bytes
-    assert 0 < block <= model.store._groups[LAST].nbytes
-    assert model.copies.used == held.device_bytes
-    with pytest.raises(RuntimeError, match="parked in host memory"):
-        model.output()
-    assert model.engine.set_resident(there, working=False) == held  # nothing comes back before it is needed
-    copied.clear()
-    model.engine.set_resident(there)
-    assert (copied, model.store.device_bytes) == ([block], there)
-    assert torch.equal(model.output(), expected)
-    assert model.engine.set_resident(there, working=False).device_bytes == there - slots  # for others on the same pool
-    assert slots or torch.equal(model.output(), expected)
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["shared with other ranks", "of its own"])
 def test_without_host_memory_the_file_is_read_in_micro_steps_and_between_them(file, whole, monkeypatch, shared):
     def refused() -> int:
@@ -242,47 +167,6 @@ def test_a_buffer_for_the_file_is_not_read_into_before_the_copy_from_it_is_over(
     """Without host memory all blocks come through one buffer. Copies take longer here than reading does."""
     monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
     assert torch.equal(Alone(file, 1, rate=1e8).output(calls=2), whole.output())
-
-
-def test_the_emulated_copy_reads_its_source_at_its_end():
-    """The control of all that this file says about copies under way."""
-    copies = EmulatedCopies(0, EmulatedDevice(LARGE, 1e4))
-    source, destination = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
-    ticket = copies.copy(destination, source)
-    source.fill_(1)
-    ticket.wait()
-    assert destination.eq(1).all()
-
-
-def test_nothing_lies_in_memory_that_was_given_back(file, whole):
-    """A real device would not have it free, and more is taken next."""
-    model, given_back = Alone(file, 1), []
-    allocate, release = model.copies.allocate, model.copies.release
-
-    def take(nbytes: int) -> torch.Tensor:
-        until = time.monotonic() + 2
-        while not all(storage.expired() for storage in given_back) and time.monotonic() < until:
-            time.sleep(0.01)  # the copies' thread lets go a little later
-        assert all(storage.expired() for storage in given_back)
-        return allocate(nbytes)
-
-    def give_back(memory: torch.Tensor) -> None:
-        given_back.append(StorageWeakRef(memory.untyped_storage()))
-        release(memory)
-
-    model.copies.allocate, model.copies.release = take, give_back
-    for share in (0.7, 0.0, 0.7, 1.0, 0.0):
-        model.engine.set_resident(part(whole, share))
-    take(0)
-    assert len(given_back) > 10
-
-
-def test_no_more_blocks_move_than_have_to(file, whole):
-    model = Alone(file, part(whole, 0.8))
-    before = {name for name in model.store._groups if name in model.store._slots}
-    model.engine.set_resident(part(whole, 0.7))
-    after = {name for name in model.store._groups if name in model.store._slots}
-    assert before < after
 
 
 ADDED = {
@@ -355,52 +239,7 @@ def test_a_merge_leaves_memory_alone_until_the_copy_from_it_is_over(file):
         assert torch.equal(into, before)
 
 
-def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_them(file, whole, monkeypatch):
-    """All that others need go, and a later request takes them along, once there is room."""
-    room = [-1]
-    monkeypatch.setattr(host_store, "room_for_weights", lambda device: room[0])
-    model = Alone(file)
-    adapt(model, instead=True)
-    groups, expected = model.store._groups, model.output()
-    kept = groups[LAST].nbytes + groups[ENDS].nbytes
-    assert model.engine.set_resident(0).device_bytes == model.copies.used == kept
-    with pytest.raises(RuntimeError, match="parked in host memory"):
-        model.output()
-    streaming = model.engine.set_resident(1).device_bytes
-    assert kept < streaming == model.copies.used < whole.store.device_bytes
-    assert torch.equal(model.output(calls=2), expected)
-    room[0] = 1 << 40
-    assert model.engine.set_resident(0).device_bytes == model.copies.used == 0
-    model.engine.set_resident(whole.store.device_bytes)
-    assert torch.equal(model.output(), expected)
-
-
-def test_a_merge_into_streamed_weights_without_host_memory_is_an_error_that_says_so(file, monkeypatch):
-    monkeypatch.setattr(host_store, "room_for_weights", lambda device: -1)
-    with pytest.raises(MemoryError, match=f"GB of host memory for the merged weights of {LAST} are not free"):
-        adapt(Alone(file, 1), instead=True)
-
-
-def test_skipped_blocks_are_passed_by(file, whole):
-    changes = BlockChanges(("double_blocks.1", LAST))
-    model = Alone(file, 1)
-    assert torch.equal(model.output(changes, calls=2), whole.output(changes))
-    assert torch.equal(model.output(), whole.output())
-
-
-def test_weights_that_are_not_finite_are_found_wherever_they_are(file, tmp_path):
-    state = load_file(file)
-    for key in ("single_blocks.5.linear2.bias", "double_blocks.0.img_mlp.0.bias"):
-        state[key][0] = torch.nan
-    save_file(state, tmp_path / "bad.safetensors")
-    model = Alone(tmp_path / "bad.safetensors", 1)
-    found = model.engine.find_not_finite(m.FindNotFinite(0, 0)).weights
-    assert found == ("double_blocks.0.img_mlp.0.bias", f"{LAST}.linear2.bias")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in KINDS[:2] else pytest.mark.full) for kind in (*KINDS, "weight_dtype")]
-)
+@pytest.mark.parametrize("kind", ["int8, rotated", "nvfp4", "weight_dtype"])
 def test_every_format(file, tmp_path, kind):
     dtype, path = "fp32", file
     if kind == "weight_dtype":

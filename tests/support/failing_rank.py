@@ -37,17 +37,6 @@ def out_of_memory(settings: RankSettings, connection: Connection) -> None:
     _run(settings, connection, fail)
 
 
-def not_a_number(settings: RankSettings, connection: Connection) -> None:
-    """Of one value alone."""
-
-    def spoil(result):
-        result = result.clone()
-        result.view(-1)[3] = float("nan")
-        return result
-
-    _run(settings, connection, spoil)
-
-
 def leaking(settings: RankSettings, connection: Connection) -> None:
     """Keeps 1 MB of every run."""
     from parallel_backend.rank.engine import Engine
