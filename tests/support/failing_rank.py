@@ -48,15 +48,3 @@ def not_a_number(settings: RankSettings, connection: Connection) -> None:
     _run(settings, connection, spoil)
 
 
-def leaking(settings: RankSettings, connection: Connection) -> None:
-    """Keeps 1 MB of every run."""
-    from parallel_backend.rank.engine import Engine
-
-    close_run, kept = Engine.close_run, []
-
-    def closed(engine, run):
-        kept.append(bytearray(range(250)) * 4000)
-        return close_run(engine, run)
-
-    Engine.close_run = closed
-    main(settings, connection)
