@@ -64,7 +64,7 @@ TWO_EVENTS = (
         CLIENT + "call.py",
         "(self.layout, self.changes) != (layout, call.changes)",
         "(self.layout.grid, self.changes) != (layout.grid, call.changes)",
-        ("tests/client/test_call.py",),
+        ("tests/client/test_micro_step_queue.py",),
     ),
     Mutant(
         "another model that loads ends the allowance for compiling",
