@@ -36,8 +36,6 @@ def sleep(_call: int) -> None:
         time.sleep(3600)
 
 
-
-
 def end(_call: int) -> None:
     sys.stdout.write("last words\n")
     os._exit(3)

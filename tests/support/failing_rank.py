@@ -46,5 +46,3 @@ def not_a_number(settings: RankSettings, connection: Connection) -> None:
         return result
 
     _run(settings, connection, spoil)
-
-
