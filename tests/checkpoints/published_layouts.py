@@ -172,46 +172,19 @@ LAYOUTS = (
     ),
     # header fields
     Layout("flux config no JSON", FLUX, texts={"config": "made by hand"}),
-    Layout("flux config of others", FLUX, texts={"config": '{"transformer": {"model_type": "x"}}'}),
     Layout("wan animate 2 gguf", "wan-animate-2", ending=".gguf"),
     # GGUF and endings
     Layout("flux gguf", FLUX, ending=".gguf"),
-    Layout("flux gguf prefixed", FLUX, under(WHOLE), ending=".gguf"),
-    Layout("flux capital", FLUX, ending=".SAFETENSORS"),
     Layout("flux sft", FLUX, ending=".sft"),
     # diffusers' names
     Layout("flux diffusers", FLUX, diffusers, by_comfyui=True),
-    Layout("flux diffusers prefixed", FLUX, one_after_the_other(diffusers, under(WHOLE)), by_comfyui=True),
     # quantised
     Layout("flux fp8", FLUX, fp8),
     Layout("flux scaled_fp8", FLUX, scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})),
-    Layout(
-        "flux scaled_fp8 last.up",
-        FLUX,
-        one_after_the_other(
-            scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(1, dtype=E4M3)}),
-            lambda tensors: tensors | {"last.up.weight": torch.zeros(4, 2, dtype=E4M3)},
-        ),
-        unused=("last.up.weight",),
-    ),
     Layout("flux comfy_quant", FLUX, scaled_fp8("weight_scale", _said)),
-    Layout("flux comfy_quant all in one", FLUX, one_after_the_other(scaled_fp8("weight_scale", _said), ALL_IN_ONE)),
     Layout("flux nunchaku", FLUX, nunchaku, refused=r"quantised by Nunchaku", native=False),
     Layout("flux nf4", FLUX, nf4, refused=r"quantised by bitsandbytes", native=False),
     # other kinds of files
     Layout("lora", FLUX, instead("a.lora_down.weight", "a.lora_up.weight"), refused="It is a LoRA", native=False),
-    Layout(
-        "VAE alone",
-        FLUX,
-        instead("decoder.conv_in.weight", "encoder.conv_in.weight"),
-        refused="It is a VAE",
-        native=False,
-    ),
-    Layout(
-        "text encoder",
-        FLUX,
-        instead("text_model.encoder.layers.0.mlp.fc1.weight"),
-        refused="It is a text encoder",
-        native=False,
-    ),
+    Layout("VAE alone", FLUX, instead("decoder.conv_in.weight"), refused="It is a VAE", native=False),
 )

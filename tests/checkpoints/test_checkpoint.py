@@ -4,12 +4,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parallel_backend.checkpoints import class_check
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.stage.linear import PackedLinear
 from testing import mini
+from testing.cases import all_cases
+from testing.real_sizes import REAL_MODELS
 from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
@@ -68,15 +70,6 @@ def test_files_that_cannot_be_run_are_refused_by_name(mini_file, tmp_path, case,
         open_own_class(tmp_path / "broken.safetensors", mini.proven())
 
 
-def test_a_file_that_was_cut_short_after_it_was_looked_at_is_named_by_the_rank(mini_file, tmp_path):
-    path = tmp_path / "later.safetensors"
-    path.write_bytes(mini_file.read_bytes())
-    checkpoint = mini.opened(path)
-    truncate(path, mini_file)
-    with pytest.raises(ValueError, match=r"^model_name: later.safetensors has changed on disk"):
-        checkpoint.check_unchanged()
-
-
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_another_dtype_is_the_rounded_weights(mini_file, mini_model, dtype, torch_dtype):
     rounded = OneRank(mini_file, dtype).stage.model.state_dict()
@@ -93,9 +86,31 @@ def test_fp8_is_a_quarter_in_memory_and_close(pools, mini_file, mini_model, stag
     assert 1e-4 < error < 0.1
 
 
-def test_fp8_weights_are_the_rounded_ones(mini_file, mini_model):
-    expected = mini_model.state_dict()
-    for name, layer in OneRank(mini_file, "fp8_e4m3fn").stage.model.named_modules():
-        if isinstance(layer, torch.nn.Linear):
-            assert isinstance(layer, PackedLinear), name
-            assert torch.equal(layer.weight, expected[f"{name}.weight"].to(torch.float8_e4m3fn).float()), name
+# The class that is to compute it is built on the client, before a rank starts.
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    case = all_cases()[0]
+    return case.save(case.model(), tmp_path_factory.mktemp("file") / "model.safetensors")
+
+
+def test_a_class_takes_its_own_checkpoint(monkeypatch, file):
+    ran = []
+    monkeypatch.setattr(class_check, "_run", lambda *each, run=class_check._run: ran.append(run(*each)))
+    class_check._class_shapes.cache_clear()
+    open_checkpoint(file)
+    assert ran
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_published_sizes_are_taken(tmp_path, name):
+    open_checkpoint(REAL_MODELS[name].save(tmp_path / "model.safetensors"))
+
+
+def test_torchs_generator_stays_where_it_is(file):
+    class_check._class_shapes.cache_clear()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    open_checkpoint(file)
+    assert torch.equal(before, torch.get_rng_state()), "a sampler's noise would be another one"

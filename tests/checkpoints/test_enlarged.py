@@ -14,15 +14,11 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
 from testing.cases import wan_animate
 
-FIRST = {  # case, key of the first layer, its name on the ranks
-    "wan-animate": (wan_animate.CASES[0], "patch_embedding.weight", "patch_embedding.video.weight"),
-}
 
-
-@pytest.fixture(params=FIRST)
-def opened(request, tmp_path):
+@pytest.fixture
+def opened(tmp_path):
     """(checkpoint, key and name of its first layer, the layer's larger shape)."""
-    case, key, name = FIRST[request.param]
+    case, key, name = wan_animate.CASES[0], "patch_embedding.weight", "patch_embedding.video.weight"
     checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "model.safetensors"))
     rows, columns, *rest = checkpoint.shape(name)
     return checkpoint, key, name, (rows, 2 * columns, *rest)

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import struct
 import time
 import traceback
@@ -137,12 +136,6 @@ def test_the_name_of_a_file_is_escaped_too(tmp_path):
         plain(tmp_path / f"{said} none.safetensors", "does not exist")
 
 
-@pytest.mark.parametrize("text", ["f{a}", "%s %d", "\\x1b"])
-def test_other_names_are_shown_as_they_are(tmp_path, text):
-    save_file({text: torch.zeros(1)}, tmp_path / "a.safetensors")
-    plain(tmp_path / "a.safetensors", re.escape(text))
-
-
 def test_tensors_without_values_are_refused(tmp_path, mini_shapes):
     """In a file of no size they could have any shape, and the model any width."""
     shapes = mini_shapes | {"img_in.weight": [2**40, 0]}
@@ -151,28 +144,9 @@ def test_tensors_without_values_are_refused(tmp_path, mini_shapes):
     refused(sparse(path, content, size=sum(4 * torch.Size(shape).numel() for shape in shapes.values())), "has no values")
 
 
-@pytest.mark.parametrize(
-    ("key", "shape"),
-    [
-        ("img_in.weight", [8192]),
-        ("img_in.weight", []),
-        ("txt_in.weight", [24]),
-        ("double_blocks.0.img_attn.norm.query_norm.scale", [2**20]),
-        ("final_layer.linear.weight", []),
-        ("vector_in.in_layer.weight", [3]),
-    ],
-)
-def test_shapes_of_another_kind_are_refused(tmp_path, mini_shapes, key, shape):
-    shapes = mini_shapes | {key: shape}
-    size = sum(4 * torch.Size(each).numel() for each in shapes.values())
-    refused(sparse(tmp_path / "a.safetensors", header(shapes), size=size), "of the shape")
-
-
 DEEP = "[" * 100_000
 SAID = {
     "a list": "[]",
-    "a text": '"a"',
-    "nothing": "null",
     "no JSON": "{",
     "deep": DEEP,
     "layers that are a list": '{"layers": []}',
@@ -195,9 +169,7 @@ def test_a_layers_format_is_a_few_bytes(tmp_path, size):
     refused(path, "what it says of txt_in")
 
 
-@pytest.mark.parametrize(
-    "name", ["a.ckpt", "a.pt", "a.pth", "a.bin", "a.pkl", "a", "a.safetensors.ckpt", "a.SAFETENSORS.pt"]
-)
+@pytest.mark.parametrize("name", ["a.ckpt", "a.bin", "a", "a.SAFETENSORS.pt"])
 def test_pickles_are_refused_by_their_name(tmp_path, name):
     torch.save({"a": torch.zeros(1)}, tmp_path / name)
     refused(tmp_path / name, "pickled checkpoints are never opened")
@@ -214,7 +186,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".sft", ".gguf"])
-@pytest.mark.parametrize("kind", ["zip", *range(2, 6)])
+@pytest.mark.parametrize("kind", ["zip", 2, 5])
 def test_pickles_under_another_name_are_refused_and_not_opened(tmp_path, ending, kind):
     path, trap = tmp_path / f"a{ending}", str(tmp_path / "sprung")
     if kind == "zip":
@@ -247,30 +219,19 @@ def gguf_with(*fields: bytes, tensors: int = 0, count: int | None = None) -> byt
 GGUF = {
     "a list of bytes that fills the file": (gguf_with(field(b"a", 9, struct.pack("<IQ", 0, 2**33))), 2**34, "damaged"),
     "a list of texts that fills the file": (gguf_with(field(b"a", 9, struct.pack("<IQ", 8, 2**30))), 2**34, "damaged"),
-    "as many texts as a header has room for": (
-        gguf_with(field(b"a", 9, struct.pack("<IQ", 8, 2**21 - 64))),
-        2**34,
-        "lacks img_in.weight",
-    ),
     "lists in lists": (gguf_with(field(b"a", 9, struct.pack("<IQ", 9, 1) * 10_000)), 100, "damaged"),
     "as many tensors as can be": (gguf_with(tensors=2**64 - 1), 2**34, "more than any model"),
     "as many fields as can be": (gguf_with(count=2**64 - 1), 2**34, "more than any model"),
     "a name without end": (gguf_with(field(b"a", 8, b""), count=2)[:-17] + struct.pack("<Q", 2**64 - 1), 2**34, "damaged"),
     "no alignment": (gguf_with(field(b"general.alignment", 4, struct.pack("<I", 0))), 100, "alignment is 0"),
-    "an odd alignment": (gguf_with(field(b"general.alignment", 4, struct.pack("<I", 33))), 100, "alignment is 33"),
-    "a text for it": (gguf_with(field(b"general.alignment", 8, struct.pack("<Q", 0))), 100, "alignment is of the type"),
     "a field twice": (gguf_with(*[field(b"a", 4, bytes(4))] * 2), 100, "comes twice"),
     "an unknown type": (gguf_with(field(b"a", 77, bytes(4))), 100, "damaged"),
     "the other byte order": (struct.pack(">IIQQ", 0x47475546, 3, 0, 0), 100, "byte order"),
     "nothing at all": (b"", 0, "damaged"),
-    "a magic number alone": (b"GGUF", 0, "damaged"),
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.full] * (case == "as many texts as a header has room for")) for case in GGUF],
-)
+@pytest.mark.parametrize("case", GGUF)
 def test_gguf_headers_are_believed_within_bounds(tmp_path, case):
     content, size, words = GGUF[case]
     refused(gguf(tmp_path / "a.gguf", content, size), words)
@@ -280,7 +241,6 @@ TENSOR = struct.pack("<Q", 1) + b"a"
 GGUF_TENSORS = {
     "sides whose product is beyond all": TENSOR + struct.pack("<I4QIQ", 4, *[2**62] * 4, 0, 0),
     "beyond the end": TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 2**62),
-    "a place between": TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 7),
     "many axes": TENSOR + struct.pack("<I", 2**32 - 1),
     "no values": TENSOR + struct.pack("<I2QIQ", 2, 0, 2**60, 0, 0),
     "an unknown kind": TENSOR + struct.pack("<I1QIQ", 1, 8, 999, 0),
@@ -340,8 +300,3 @@ def test_pipes_are_no_files(tmp_path):
     """Whoever opens one waits until somebody writes to it."""
     os.mkfifo(tmp_path / "a.safetensors")
     refused(tmp_path / "a.safetensors", "does not exist")
-
-
-def test_symbolic_links_are_followed(tmp_path, mini_file):
-    (tmp_path / "link.safetensors").symlink_to(mini_file)
-    assert mini.opened(tmp_path / "link.safetensors").dtype == "fp32"

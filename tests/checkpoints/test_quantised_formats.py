@@ -18,16 +18,9 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.checkpoints.quantised_formats import (
     FORMATS,
-    ROTATIONS,
-    Layer,
-    ScalePlace,
-    cut_scale,
-    hadamard,
-    quantise_int8,
     rotate,
 )
 from parallel_backend.checkpoints.reader import reading
-from parallel_backend.checkpoints.scale_tiles import tiled, tiled_shape, untiled
 from parallel_backend.checkpoints.scale_values import check_scales
 from parallel_backend.client.loading import load_model
 from parallel_backend.core.degrees import Degrees
@@ -52,18 +45,6 @@ def opened(path: Path, tensor: int = 1) -> Checkpoint:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return load_file(mini.save(mini.random_model(CONFIG), tmp_path_factory.mktemp("whole") / "whole.safetensors"))
-
-
-@pytest.mark.parametrize("kind", ["fp8", "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8, no codebook", "w4a16"])
-def test_the_weights_take_no_more_than_the_file(whole, tmp_path, kind):
-    """What converters leave in 16 bits too, even where it is computed in float32: a fifth of a tiny nvfp4 file."""
-    path = tmp_path / "model.safetensors"
-    stored = quantise_blocks(whole, kind)[0].items()
-    save_file({key: value.bfloat16() if value is whole.get(key) else value for key, value in stored}, path)
-    for dtype, most in (("bf16", 1.0), ("fp32", 1.02)):  # biases and norms are in float32 then
-        model = loaded(path, dtype)
-        scales = sum(layer.packing.nbytes for layer in model.modules() if isinstance(layer, PackedLinear))
-        assert scales + sum(p.nbytes for p in model.parameters()) <= most * path.stat().st_size
 
 
 @pytest.fixture(scope="module")
@@ -162,36 +143,8 @@ def test_a_layers_product_is_comfy_kitchens_own(files, request, kind, forced):
         assert (mini.relative(layer(x), F.linear(x, layer.weight, layer.bias)) > 1e-3) == rounds
 
 
-def test_what_is_beside_the_product(whole, tmp_path, as_on_a_gpu):
-    """Scales of inputs, a layer that is to multiply in full, and inputs that are smoothed before they are rounded."""
-    proj, mlp, x = PROJ, "double_blocks.1.img_mlp.0", torch.randn(5, 256)
-    smoothing = 0.5 + torch.rand(256)
-    tensors, values = quantise_blocks(whole, "fp8")
-    tensors |= {f"{proj}.input_scale": torch.tensor([0.03]), f"{mlp}.comfy_quant": marked(settings("fp8"))}
-    tensors |= {f"{mlp}.comfy_quant": marked(settings("fp8", full_precision_matrix_mult=True))}
-    save_file(tensors, tmp_path / "fp8.safetensors")
-    layers = packed_layers(loaded(tmp_path / "fp8.safetensors"))
-    layer = layers[PROJ]
-    rounded = QuantizedTensor.from_float(x, "TensorCoreFP8Layout", scale=torch.tensor(0.03))
-    assert torch.equal(layer(x), F.linear(rounded, as_comfyui(tmp_path / "fp8.safetensors", proj, "fp8"), layer.bias))
-    full = layers[mlp]
-    assert torch.equal(full(x), F.linear(x, values[f"{mlp}.weight"], full.bias))
-
-    tensors, values = quantise_blocks(whole, "nvfp4")
-    tensors |= {f"{proj}.input_scale": torch.tensor(0.002), f"{proj}.pre_quant_scale": smoothing}
-    save_file(tensors, tmp_path / "nvfp4.safetensors")
-    layer = packed_layers(loaded(tmp_path / "nvfp4.safetensors"))[PROJ]
-    rounded = QuantizedTensor.from_float(x * smoothing, "TensorCoreNVFP4Layout", scale=torch.tensor(0.002))
-    assert torch.equal(layer(x), F.linear(rounded, as_comfyui(tmp_path / "nvfp4.safetensors", proj, "nvfp4"), layer.bias))
-    assert torch.equal(layer.weight, values[f"{proj}.weight"] * smoothing)
-
-
-KERNEL = {"fp8": (comfy_kitchen.tensor.fp8, "_fp8_scaled_mm"), "nvfp4": (comfy_kitchen, "scaled_mm_nvfp4")}
-"""Kind -> where the function is that its product calls."""
-
-
-@pytest.mark.parametrize("kind", KERNEL)
-def test_a_product_that_comfy_kitchen_falls_back_from_is_called_no_product(files, monkeypatch, kind):
+@pytest.mark.parametrize("broken", [RuntimeError, ValueError, None])
+def test_a_product_that_comfy_kitchen_falls_back_from_is_called_no_product(files, monkeypatch, broken):
     """A kernel that raises is a line in the log to comfy-kitchen, at every product, and a rounded input for nothing.
 
     torch's own refusal of shapes and scales is a ValueError, from which comfy-kitchen does not fall back.
@@ -205,24 +158,15 @@ def test_a_product_that_comfy_kitchen_falls_back_from_is_called_no_product(files
         return torch.zeros(len(rows), 256)
 
     monkeypatch.setattr(quantised_products, "_obstacle", lambda *_: "")
-    monkeypatch.setattr(*KERNEL[kind], kernel)
-    x, words = torch.randn(5, 256), []
-    for broken in (RuntimeError, ValueError, None):
-        quantised_products.trial.cache_clear()
-        layer = loaded(files(kind)[0]).get_submodule(PROJ)
-        words.append(layer.arithmetic.word)
-        assert len(calls) == 1  # one trial for all layers
-        with torch.inference_mode():
-            assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias)) == (broken is not None)
-        assert len(calls) == (2 if broken is None else 1)
-        calls.clear()
+    monkeypatch.setattr(comfy_kitchen, "scaled_mm_nvfp4", kernel)
     quantised_products.trial.cache_clear()
-    format = KINDS[kind][0]
-    assert words == [
-        f"{format} expanded to float32: comfy-kitchen's product fails here (the rank's log says why)",
-        f"{format} expanded to float32: comfy-kitchen's product fails here (ValueError: cublasLt: not supported)",
-        f"{format} multiplied by comfy-kitchen",
-    ]
+    layer, x = loaded(files("nvfp4")[0]).get_submodule(PROJ), torch.randn(5, 256)
+    assert len(calls) == 1  # one trial for all layers
+    with torch.inference_mode():
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias)) == (broken is not None)
+    assert len(calls) == (2 if broken is None else 1)
+    assert layer.arithmetic.word.startswith(f"nvfp4 {'multiplied' if broken is None else 'expanded'} ")
+    quantised_products.trial.cache_clear()
 
 
 def test_without_the_package_weights_are_expanded(files, monkeypatch):
@@ -285,71 +229,6 @@ def test_six_bits_are_read_without_a_comfy_kitchen_that_knows_them(whole, tmp_pa
     assert opened(path, tensor=2).tensor_degrees == {1}
 
 
-@pytest.mark.parametrize(
-    ("without", "how", "why"),
-    [
-        ("weight_s_channel", {}, "lacks .*weight_s_channel"),
-        ("", {"group_size": 8}, "has group_size 8"),
-        ("", {"convrot_groupsize": 100}, "has convrot_groupsize 100"),
-    ],
-)
-def test_damaged_six_bits_are_refused(whole, tmp_path, without, how, why):
-    tensors = {key: tensor for key, tensor in six_bits(**how)[0].items() if key != f"{PROJ}.{without}"}
-    save_file(whole | tensors, path := tmp_path / "six.safetensors")
-    with pytest.raises(ValueError, match=why):
-        opened(path)
-
-
-def test_scales_of_16_bits_stay_so_and_are_computed_in(whole, tmp_path):
-    """awq_w4a16's, of which there are two for 64 values: comfy-kitchen multiplies in their dtype, and so does ComfyUI."""
-    stored, values = quantise_blocks(whole, "w4a16")
-    groups = (".weight_scale", ".weight_zeros")
-    stored = {key: value.bfloat16() if key.endswith(groups) else value for key, value in stored.items()}
-    path, name = tmp_path / "half.safetensors", PROJ
-    save_file(stored, path)
-    layer, checkpoint = loaded(path).get_submodule(name), opened(path)
-    assert layer.nbytes == checkpoint.nbytes(f"{name}.weight", "fp32") == 256 * 256 // 2 + 2 * 2 * 256 * 4
-    weight, x = as_comfyui(path, PROJ, "w4a16"), torch.randn(5, 256)
-    with torch.inference_mode():
-        assert torch.equal(layer(x), F.linear(x, weight, layer.bias).float())
-        assert layer(x.bfloat16()).dtype == torch.bfloat16
-    assert mini.relative(layer.weight, values["double_blocks.1.img_attn.proj.weight"]) < 2e-2
-
-
-def test_large_weights_are_expanded_piece_by_piece(files, monkeypatch):
-    monkeypatch.setattr("parallel_backend.checkpoints.quantised_formats.CHUNK_VALUES", 5 * 256)
-    for kind in ("nvfp4", "w4a8", "w4a16", "int8, rotated"):
-        path, values = files(kind)
-        layer = packed_layers(loaded(path))[PROJ]
-        assert torch.equal(layer.weight, values["double_blocks.1.img_attn.proj.weight"])
-
-
-def test_our_own_pieces_are_comfy_kitchens():
-    from comfy_kitchen.float_utils import from_blocked, to_blocked
-    from comfy_kitchen.tensor.int8_utils import _build_hadamard
-
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((1, 1), (128, 4), (130, 5), (300, 17)):
-        scales = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        assert torch.equal(tiled(scales), to_blocked(scales, flatten=False))
-        assert tiled(scales).shape == tiled_shape(*shape)
-        assert torch.equal(untiled(tiled(scales), *shape), from_blocked(tiled(scales), *shape))
-    # The last rows, which do not fill a tile, at the end and elsewhere.
-    scales = torch.randint(0, 256, (200, 16), dtype=torch.uint8, generator=generator)
-    for spans in ([Span(0, 128), Span(128, 200)], [Span(128, 200), Span(0, 128)]):
-        found = cut_scale(tiled(scales), ScalePlace.TILED, Layer("nvfp4", block=16), (200, 256), spans, [Span(0, 256)])
-        assert torch.equal(found, tiled(torch.cat([scales[span.slice] for span in spans])))
-    for size in ROTATIONS:
-        assert torch.equal(hadamard(size, CPU), _build_hadamard(size))
-    weight = torch.randn(40, 256, generator=generator)
-    packed, made = quantise_int8(weight)
-    theirs = QuantizedTensor.from_float(
-        weight, "TensorWiseINT8Layout", per_channel=True, convrot=True, convrot_groupsize=256
-    )
-    assert torch.equal(packed.view(torch.int8), theirs._qdata)
-    assert torch.equal(made.scales["weight_scale"], theirs._params.scale)
-
-
 def drop(leaf: str):
     return lambda tensors: {key: value for key, value in tensors.items() if key != f"{LAYER}.{leaf}"}
 
@@ -371,38 +250,18 @@ INT8, FP4, FP8, W4A4, W4A8, W4A16 = "int8, rotated", "nvfp4", "mxfp8", "w4a4", "
 BROKEN = {
     "int8, no scale": (INT8, drop("weight_scale"), "lacks .*qkv.weight_scale"),
     "int8, half of the scales": (INT8, half("weight_scale"), r"holds .*weight_scale as fp32 of shape \[384, 1\]"),
-    "int8, integer scales": (INT8, put("weight_scale", torch.ones(768, 1, dtype=torch.int8)), "weight_scale as I8"),
     "int8, another rotation": (INT8, says(INT8, convrot_groupsize=32), "has convrot_groupsize 32"),
-    "int8, a rotation that does not divide": (INT8, says(INT8, convrot_groupsize=1024), "has convrot_groupsize 1024"),
-    "int8, a rotation that is no whole number": (INT8, says(INT8, convrot_groupsize=64.0), "has convrot_groupsize 64.0"),
     "int8, a rotation that is a list": (INT8, says(INT8, convrot_groupsize=[64]), r"has convrot_groupsize \[64\]"),
-    "int8, in floats": (INT8, put("weight", torch.ones(768, 256)), "format int8_tensorwise, but holds it as fp32"),
-    "int8, half of the rows": (INT8, half("weight"), r"holds .*weight_scale as .* beside a weight of shape \[384, 256\]"),
-    "nvfp4, no scales of blocks": (FP4, drop("weight_scale"), "lacks .*qkv.weight_scale"),
     "nvfp4, no scale of all": (FP4, drop("weight_scale_2"), "lacks .*qkv.weight_scale_2"),
     "nvfp4, half of the scales": (FP4, half("weight_scale"), r"holds .*weight_scale as fp8_e4m3fn of shape \[384, 16\]"),
-    "nvfp4, a scale by row": (FP4, put("weight_scale_2", torch.ones(768)), "holds .*weight_scale_2 as fp32"),
-    "nvfp4, in fp8": (FP4, put("weight", torch.ones(768, 128).to(torch.float8_e4m3fn)), "nvfp4, but holds it as fp8_e4m3fn"),
     "mxfp8, no scales": (FP8, drop("weight_scale"), "lacks .*qkv.weight_scale"),
-    "mxfp8, scales of nvfp4": (FP8, put("weight_scale", torch.ones(768, 16, dtype=torch.uint8)), "weight_scale as U8"),
-    "w4a4, no scale": (W4A4, drop("weight_scale"), "lacks .*qkv.weight_scale"),
-    "w4a4, one scale": (W4A4, put("weight_scale", torch.ones(1)), "holds .*weight_scale as fp32"),
-    "w4a4, another rotation": (W4A4, says(W4A4, convrot_groupsize=48), "has convrot_groupsize 48"),
     "w4a4, another product": (W4A4, says(W4A4, linear_dtype="int2"), "linear_dtype int2"),
-    "w4a8, no group scales": (W4A8, drop("weight_s_rel"), "lacks .*qkv.weight_s_rel"),
-    "w4a8, no row scales": (W4A8, drop("weight_s_channel"), "lacks .*qkv.weight_s_channel"),
-    "w4a8, half of the scales": (W4A8, half("weight_s_rel"), "holds .*weight_s_rel as fp8_e4m3fn"),
     "w4a8, other groups": (W4A8, says(W4A8, group_size=32), "holds .*weight_s_rel as fp8_e4m3fn"),
-    "w4a8, groups of no size": (W4A8, says(W4A8, group_size=0), "has group_size 0"),
     "w4a8, a codebook of eight": (W4A8, put("weight_codebook", torch.ones(8)), "holds .*weight_codebook as fp32"),
-    "w4a8, a codebook of one": (W4A8, put("weight_codebook", torch.ones(1)), "holds .*weight_codebook as fp32"),
     "w4a16, no scales": (W4A16, drop("weight_scale"), "lacks .*qkv.weight_scale"),
-    "w4a16, no zeros": (W4A16, drop("weight_zeros"), "lacks .*qkv.weight_zeros"),
     "w4a16, other groups": (W4A16, says(W4A16, group_size=128), r"holds .*weight_scale as fp32 of shape \[4, 768\]"),
-    "w4a16, scales of rows first": (W4A16, put("weight_zeros", torch.ones(768, 4)), r"holds .*weight_zeros as fp32"),
     "a format that is no text": (INT8, put("comfy_quant", marked({"format": ["int8_tensorwise"]})), "in the format \\["),
     "an unknown format": (INT8, put("comfy_quant", marked({"format": "svdquant_w4a4"})), "in the format svdquant_w4a4"),
-    "another scale": (INT8, put("weight_scale_2", torch.ones(())), "holds .*weight_scale_2"),
 }
 
 
@@ -427,19 +286,11 @@ SCALES = {
 def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tmp_path, kind):
     leaf, scale = SCALES[kind]
     path, pool = tmp_path / "broken.safetensors", mock.Mock(devices=("cpu",))
-    sound = load_file(files(kind)[0])
-    for tensors, words in (
-        (sound, None),
-        (put(leaf, scale)(sound), rf"^model_name: broken\.safetensors holds {LAYER}\.{leaf}, a "),
-    ):
-        save_file(tensors, path)
-        checkpoint = opened(path)
-        if words is None:
-            check_scales(checkpoint)
-            continue
-        with pytest.raises(ValueError, match=words):
-            load_model(pool, checkpoint, Setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
-        assert not pool.method_calls, "a rank has heard of it"
+    check_scales(opened(files(kind)[0]))
+    save_file(put(leaf, scale)(load_file(files(kind)[0])), path)
+    with pytest.raises(ValueError, match=rf"^model_name: broken\.safetensors holds {LAYER}\.{leaf}, a "):
+        load_model(pool, opened(path), Setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
+    assert not pool.method_calls, "a rank has heard of it"
 
 
 def test_every_format_has_a_damaged_file():

@@ -127,6 +127,10 @@ def run_all(run, sample, poll=lambda: None):
     return ends(run_bands, run, sample, lambda: None, poll)
 
 
+def band_call(run, band: int, at: float = 1.0, number: int = 0) -> ModelCall:
+    return ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([at]), text(number))
+
+
 def start(model, count: int = 3, warm_up: bool = False) -> BandedRun:
     return BandedRun(model, cut_rows(SHAPE, count, PATCHING), SHAPE, warm_up)
 
@@ -150,7 +154,7 @@ def shuffled(run, exact, seed=0, conditionings=1):
     return sample
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("exact", [[False] * 4, [True] * 3, [True, False, False], [True, False, True, False]])
 def test_the_order_is_the_schedules_whatever_the_timing(model, exact, seed):
     run = start(model)
@@ -184,13 +188,11 @@ def test_an_answer_does_not_wait_for_a_call_that_is_being_made(model):
 
     model.post = answering
     run = start(model, 2)
-    run_all(
-        run, lambda band: run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.ones(1), text()), False)
-    )
+    run_all(run, lambda band: run.predict(band, band_call(run, band), False))
     assert waited == [False]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_odd_sizes_get_their_own_rows_back(seed):
     model = FakeModel(seed)
     shape = (1, 16, 11, 5)
@@ -253,24 +255,21 @@ def test_conditioning_that_had_no_call_at_a_timestep_is_exact_again(model):
 
     def sample(band):
         for time_, number in calls:
-            own = noise()[:, :, run.rows[band].slice]
-            run.predict(band, ModelCall(own, torch.tensor([time_]), text(number)), False)
+            run.predict(band, band_call(run, band, time_, number), False)
 
     run_all(run, sample)
     exact = [(round(p.timestep, 1), p.conditioning - 1) for p in model.posted if len(p.tokens) == 12]
     assert exact == [(0.9, 0), (0.9, 1), (0.6, 1)]
 
 
-@pytest.mark.parametrize(
-    ("short", "exact", "extra"),
-    [case for case in itertools.product([0, 1, 2], [False, True], [1, 2])],
-)
-def test_bands_that_make_different_numbers_of_calls_are_not_local(model, short, exact, extra):
+@pytest.mark.parametrize("short", [0, 1, 2])
+@pytest.mark.parametrize("exact", [False, True])
+def test_bands_that_make_different_numbers_of_calls_are_not_local(model, short, exact):
     run = start(model)
 
     def sample(band):
-        for call in range(2 + (0 if band == short else extra)):
-            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([1.0 - call / 10]), text()), exact)
+        for call in range(2 + (band != short)):
+            run.predict(band, band_call(run, band, 1.0 - call / 10), exact)
 
     with pytest.raises(NotLocal, match="number of model calls"):
         run_all(run, sample)
@@ -284,59 +283,11 @@ def test_bands_at_different_timesteps_are_not_local(model, other, exact):
     def sample(band):
         for call in range(3):
             timestep = 1.0 - call / 10 - (0.01 if call == 1 and band == other else 0)
-            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([timestep]), text()), exact)
+            run.predict(band, band_call(run, band, timestep), exact)
 
     with pytest.raises(NotLocal, match="different timesteps"):
         run_all(run, sample)
     assert model.abandoned == [1]
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_abort_unblocks_every_band_and_refuses_later_calls(model, exact):
-    model.mute = True
-    run = start(model)
-    errors = []
-
-    def work(band):
-        try:
-            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.ones(1), text()), exact)
-        except KeyError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(band,), daemon=True) for band in range(3)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)
-    assert all(thread.is_alive() for thread in threads)  # the control: they do wait
-    run.abort(KeyError("stop"))
-    run.abort(ValueError("only the first counts"))
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert len(errors) == 3
-    with pytest.raises(KeyError):
-        run.predict(0, ModelCall(noise()[:, :, run.rows[0].slice], torch.ones(1), text()), exact)
-    assert model.abandoned == [1]
-
-
-def test_a_late_answer_after_abort_is_dropped(model):
-    model.mute = True
-    run = start(model)
-    calls = []
-    model.post = calls.append
-
-    def work():
-        with pytest.raises(KeyError):
-            run.predict(0, ModelCall(noise()[:, :, :4], torch.ones(1), text()), False)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not calls:
-        time.sleep(0.001)
-    run.abort(KeyError("stop"))
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-    calls[0].future.set_result(calls[0].x)  # raises if the callback set the answered future again
-    assert calls[0].future.exception() is None
 
 
 @pytest.mark.parametrize("band", [0, 1, 2])
@@ -348,17 +299,10 @@ def test_an_exception_in_one_band_ends_all(model, band, exact):
         for call in range(50):
             if (me, call) == (band, 2):
                 raise KeyError("the sampler's own")
-            run.predict(me, ModelCall(noise()[:, :, run.rows[me].slice], torch.tensor([1.0 - call / 100]), text()), exact)
+            run.predict(me, band_call(run, me, 1.0 - call / 100), exact)
 
     with pytest.raises(KeyError, match="the sampler's own"):
         run_all(run, sample)
-
-
-def test_a_failure_of_the_model_reaches_the_caller(model):
-    model.error = OSError("rank 1 is gone")
-    run = start(model)
-    with pytest.raises(OSError, match="rank 1 is gone"):
-        run_all(run, shuffled(run, [False] * 3))
 
 
 class Cancelled(BaseException):
@@ -436,20 +380,3 @@ def test_the_first_band_has_fewer_rows_for_the_text_that_it_carries(rows, count,
     assert max(others) - min(others) <= 1
     for other in range(-(-rows // (2 * len(bands))), rows - len(others) + 1):
         assert most <= max(other + text / row, -(-(rows - other) // len(others))) + 1e-9
-
-
-def test_flux_at_1024_pixels_has_even_micro_steps():
-    """64 rows of 64 tokens, and 512 of text: 8 rows' worth."""
-    bands = {count: [len(span) // 2 for span in cut_rows((1, 16, 128, 128), count, PATCHING, 512)] for count in (1, 2, 4, 8)}
-    assert bands == {1: [64], 2: [28, 36], 4: [10, 18, 18, 18], 8: [4, 9, 9, 9, 9, 8, 8, 8]}
-
-
-def test_the_fake_is_called_as_the_client_would_be():
-    """The fake's signatures are the client's, so that these tests speak of the class that production uses."""
-    import inspect
-
-    from parallel_backend.client.remote_transformer import RemoteTransformer
-
-    for name in ("open_run", "watch_memory", "conditioning", "post", "abandon"):
-        real, fake = (inspect.signature(getattr(cls, name)).parameters for cls in (RemoteTransformer, FakeModel))
-        assert list(real) == list(fake), name

@@ -1,6 +1,5 @@
 """Calls of different conditioning under way together, on replicas of their own: the same bits as one after the other."""
 
-import contextlib
 import itertools
 
 import pytest
@@ -12,7 +11,6 @@ from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.sampling import linear_sigmas
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from testing.models import conditioning_of
 
 pytestmark = pytest.mark.threads
 
@@ -41,14 +39,6 @@ def test_a_call_begins_on_its_home_replica(remote, mini_model, batch, first_repl
     assert mini.relative(output, mini.reference(mini_model, x, timestep, tensors)) <= 1e-5
 
 
-@pytest.mark.parametrize(("first_replica", "shares"), [(0, [2, 1]), (1, [1, 2]), (2, [2, 1])])
-def test_the_larger_share_goes_to_the_home_replica(remote, first_replica, shares):
-    model = remote(Degrees(batch=2))
-    x, _, (tensors, _) = prompts(3)
-    conditioning = conditioning_of(model, model.family.patching.grid(x.shape), tensors, first_replica)
-    assert [len(entries) for entries in conditioning.shares(2)] == shares
-
-
 def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remote):
     model = remote(Degrees(batch=2))
     x, timestep, (short, long) = prompts()
@@ -75,22 +65,6 @@ def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remot
     assert torch.equal(first, apart[0])
     assert torch.equal(outputs[0], apart[1])
     assert micro_steps(model) == [1, 1]
-
-
-def test_what_is_raised_meanwhile_ends_the_call(remote):
-    model = remote(Degrees(batch=2))
-    x, timestep, (short, long) = prompts()
-    expected = model.predict(ModelCall(x, timestep, long), lambda: None)
-
-    class Cancelled(BaseException):
-        pass
-
-    def cancel() -> None:
-        raise Cancelled
-
-    with pytest.raises(Cancelled):
-        model.predict(ModelCall(x, timestep, short), lambda: None, on_posted=cancel)
-    assert torch.equal(model.predict(ModelCall(x, timestep, long, first_replica=1), lambda: None), expected)
 
 
 def guided_in_bands(model, together: bool, warm_up: int, steps: int = 4, bands: int = 2) -> tuple[torch.Tensor, list[int]]:
@@ -139,39 +113,3 @@ def test_bands_with_two_calls_a_step(remote, batch, warm_up):
     assert torch.equal(found, expected)
     assert sum(together) == sum(apart)
     assert set(together) == {apart[0] // batch}
-
-
-def test_ending_a_run_with_two_calls_of_a_band_unanswered(remote, monkeypatch):
-    """Both waits of each band end, with what ended the run."""
-    model = remote(Degrees(pipe=2))
-
-    class Cancelled(BaseException):
-        pass
-
-    calls = []
-
-    def poll() -> None:
-        if len(calls) == 2:
-            raise Cancelled
-
-    x, timestep, (short, long) = prompts()
-    rows = cut_rows(tuple(x.shape), 2, model.family.patching)
-    run = BandedRun(model, rows, tuple(x.shape), True)
-    monkeypatch.setattr(model, "post", lambda call: None)
-    ends = []
-
-    def sample(band: int) -> None:
-        latent = model.family.patching.rows(x, rows[band])
-
-        def second() -> None:
-            calls.append(band)
-            with contextlib.suppress(Cancelled):
-                run.predict(band, ModelCall(latent, timestep, long), True)
-            ends.append(band)
-
-        run.predict(band, ModelCall(latent, timestep, short), True, on_posted=second)
-
-    with pytest.raises(Cancelled):
-        run_bands(run, sample, lambda: None, poll)
-    assert sorted(ends) == [0, 1]
-    model.discard_run(run.run)

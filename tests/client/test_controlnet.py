@@ -13,14 +13,11 @@ import pytest
 import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
-from parallel_backend.client.pipefusion.banded_run import NotLocal, cut_rows
+from parallel_backend.client.pipefusion.banded_run import cut_rows
 from parallel_backend.families.base.patching import Patching
-from tests.support.emulated_gpu import emulated
-from tests.support.fake_cuda import HOPPER
 
 pytestmark = pytest.mark.threads
 
-TOLERANCE = 1e-5
 PATIENCE = 20.0
 """Seconds after which a run that should have ended counts as hanging."""
 
@@ -134,25 +131,6 @@ def test_it_sees_band_0_as_it_is_and_the_others_as_they_were(shape, exact_above)
     assert len(net.seen) == TURNS
 
 
-def test_on_a_device_it_is_given_all_there_and_its_answer_is_on_the_host():
-    """Bands are sampled on the host, a ControlNet is where ComfyUI has it. One copy of each output, none of what repeats."""
-    shape = SHAPES[1]
-    expected = run_control(shared_control(shape, 0.85)[1], shape)
-    with emulated(HOPPER) as gpus:
-        net, shared = shared_control(shape, 0.85, device=torch.device("cuda:0"))
-        gpus.record.stops.clear()
-        got, stops = run_control(shared, shape), list(gpus.record.stops)
-    assert {seen.device.type for seen in net.seen} == {"cuda"}
-    for mine, others in zip(expected, got, strict=True):
-        for one, other in zip(mine, others, strict=True):
-            assert (one is None) == (other is None)
-            pairs = zip(one["input"] + one["output"], other["input"] + other["output"], strict=True) if one else ()
-            assert all(a is b or torch.equal(a, b) for a, b in pairs)
-    assert got[0][0]["input"][0] is got[0][0]["input"][2]
-    answers = TURNS - 1  # the third call has none
-    assert len(stops) == answers, stops  # one wait for all copies of an answer
-
-
 TIMES = {"euler": (1.0, 0.8, 0.7, 0.5, 0.3), "heun": (1.0, 0.8, 0.8, 0.7, 0.7, 0.5, 0.5)}
 
 
@@ -177,33 +155,6 @@ def test_it_sees_the_others_moved_on_to_the_present_time(shape, times, extrapola
         assert torch.allclose(seen, now, atol=1e-5) == known, turn
 
 
-def test_each_conditionings_calls_are_counted_apart():
-    shape = SHAPES[0]
-    net, shared = shared_control(shape, float("inf"))
-    calls = [(turn, call) for turn in range(3) for call in ("negative", "positive")] + [(3, "a later one")]
-
-    def sample(band):
-        for turn, call in calls:
-            ask(shared, band, latent_of(shape, band, turn), 0.5, call)
-
-    assert run_control(shared, shape, sample) == [None] * BANDS
-    for seen, (turn, call) in zip(net.seen, calls, strict=True):
-        others = turn if call == "a later one" else max(turn - 1, 0)  # a first call is of this step in all bands
-        expected = [latent_of(shape, band, turn if band == 0 else others) for band in range(BANDS)]
-        assert torch.equal(seen, torch.cat(expected, -2)), (turn, call)
-
-
-@pytest.mark.parametrize("turn", [0, 1, 3])
-@pytest.mark.parametrize("exact_above", [-1.0, float("inf")])
-def test_an_error_inside_reaches_every_band(turn, exact_above):
-    def fail(now):
-        if now == turn:
-            raise KeyError("the ControlNet's own")
-
-    _, shared = shared_control(SHAPES[0], exact_above, fail)
-    assert [type(result) for result in run_control(shared, SHAPES[0])] == [KeyError] * BANDS
-
-
 @pytest.mark.parametrize("band", range(BANDS))
 @pytest.mark.parametrize("exact_above", [-1.0, float("inf")])
 def test_a_band_that_fails_elsewhere_leaves_none_waiting(band, exact_above):
@@ -219,30 +170,3 @@ def test_a_band_that_fails_elsewhere_leaves_none_waiting(band, exact_above):
     assert isinstance(results[band], KeyError)
     assert all(result is None or isinstance(result, KeyError) for result in results)
     assert isinstance(results[0], KeyError)  # it waits for all others
-
-
-@pytest.mark.parametrize("short", range(BANDS))
-def test_bands_that_make_different_numbers_of_calls_are_not_local(short):
-    _, shared = shared_control(SHAPES[0], -1.0)
-
-    def sample(me):
-        for turn in range(2 if me == short else 4):
-            ask(shared, me, latent_of(SHAPES[0], me, turn), 0.5)
-
-    assert any(isinstance(result, NotLocal) for result in run_control(shared, SHAPES[0], sample))
-
-
-def test_nobody_is_held_up_while_it_computes():
-    """Other bands take earlier answers, and may end the run, while the ControlNet is at work."""
-    ended = []
-
-    def during(turn):
-        if turn == 1:
-            thread = threading.Thread(target=shared.close, args=(KeyError("cancelled"),), daemon=True)
-            thread.start()
-            thread.join(PATIENCE / 4)
-            ended.append(not thread.is_alive())
-
-    _, shared = shared_control(SHAPES[0], float("inf"), during)
-    assert [type(result) for result in run_control(shared, SHAPES[0])] == [KeyError] * BANDS
-    assert ended == [True]

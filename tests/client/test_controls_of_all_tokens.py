@@ -12,44 +12,28 @@ from testing.cases import all_cases, qwen_image21
 pytestmark = pytest.mark.threads
 
 TOLERANCE = 1e-5
-NAMES = ("qwen-image-2.1-edit", "qwen-image-2.1")
-CASES = {case.name: case for case in all_cases() if case.name in NAMES}
-MODES = (
-    Degrees(),
-    Degrees(ulysses=2),
-    Degrees(ulysses=3),
-    Degrees(ring=2),
-    Degrees(pipe=2),
-    Degrees(pipe=3),
-    Degrees(tensor=2),
-    Degrees(batch=2),
-    Degrees(pipe=2, ulysses=2),
-    Degrees(patch=2, patch_mode="displaced"),
-)
+CASE = next(case for case in all_cases() if case.name == "qwen-image-2.1-edit")
+DISPLACED = Degrees(patch=2, patch_mode="displaced")
+MODES = (Degrees(), Degrees(ulysses=3), Degrees(ring=2), Degrees(pipe=3), Degrees(tensor=2), Degrees(batch=2), DISPLACED)
 CONTROLLED = (0, 2)
 """Blocks that have an addition, of three. The second of three stages has none."""
 
 
-@pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.full)])
-def case(request):
-    return CASES[request.param]
-
-
 @pytest.fixture(scope="module")
-def made(case, tmp_path_factory):
+def made(tmp_path_factory):
     """(the class with random weights, its file)."""
-    model = case.model()
-    return model, case.save(model, tmp_path_factory.mktemp(case.name) / "model.safetensors")
+    model = CASE.model()
+    return model, CASE.save(model, tmp_path_factory.mktemp("controlled") / "model.safetensors")
 
 
 class Added:
     """Additions as the client sends them, and as the reference takes them."""
 
-    def __init__(self, case, x, tensors, seed: int = 5):
-        grid = case.row.patching.grid(tuple(x.shape))
-        self.picture, self.text = torch.Size(grid).numel(), case.row.text_tokens(grid, 0, tensors)
+    def __init__(self, x, tensors, seed: int = 5):
+        grid = CASE.row.patching.grid(tuple(x.shape))
+        self.picture, self.text = torch.Size(grid).numel(), CASE.row.text_tokens(grid, 0, tensors)
         generator = torch.Generator().manual_seed(seed)
-        size = (len(x), self.picture + self.text, case.row.sizes.hidden(case.config))
+        size = (len(x), self.picture + self.text, CASE.row.sizes.hidden(CASE.config))
         self.of_blocks = {index: torch.randn(size, generator=generator) * 0.5 for index in CONTROLLED}
 
     def sent(self) -> dict[str, torch.Tensor]:
@@ -77,24 +61,24 @@ def nothing() -> None:
     [*(pytest.param(each, "whole", id=str(each)) for each in MODES), (Degrees(pipe=3), "odd"), (Degrees(ulysses=2), "odd")],
     ids=str,
 )
-def test_equals_the_model_s_forward_with_the_additions(case, made, degrees, size, pools, measured):
+def test_equals_the_model_s_forward_with_the_additions(made, degrees, size, pools, measured):
     model, file = made
-    given = case.inputs(batch=1, latent=case.latent if size == "whole" else case.odd)
-    added, remote = Added(case, given[0], given[2]), pools.load(file, degrees)
+    given = CASE.inputs(batch=1, latent=CASE.latent if size == "whole" else CASE.odd)
+    added, remote = Added(given[0], given[2]), pools.load(file, degrees)
     found = remote.predict(ModelCall(*given, residuals=added.sent()), nothing)
     error = mini.relative(found, expected(model, given, added))
-    measured(f"relative error with a control of all tokens, {case.name}", error)
+    measured(f"relative error with a control of all tokens, {CASE.name}", error)
     assert error <= TOLERANCE
     plain = remote.predict(ModelCall(*given), nothing)
     assert mini.relative(found, plain) > 0.05  # the additions show
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=3), Degrees(ulysses=2)], ids=str)
-def test_a_kept_text_is_not_the_controlled_one(case, made, degrees, pools):
+def test_a_kept_text_is_not_the_controlled_one(made, degrees, pools):
     """A control has a start and an end: calls with it and without it alternate in one conditioning."""
     model, file = made
-    given = case.inputs(batch=1)
-    first, second = (Added(case, given[0], given[2], seed) for seed in (5, 6))
+    given = CASE.inputs(batch=1)
+    first, second = (Added(given[0], given[2], seed) for seed in (5, 6))
     remote = pools.load(file, degrees)
     plain = remote.predict(ModelCall(*given), nothing)
     for added in (first, None, second, first, None):

@@ -9,7 +9,6 @@ from parallel_backend.client.giving_way import give_way, hand_over
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
 from parallel_backend.placement.model_sizes import RankWeights
-from parallel_backend.placement.residency import ALL
 from parallel_backend.wire import messages as m
 
 DEVICES = ("cuda:0", "cuda:1", "cuda:0")
@@ -84,22 +83,6 @@ def test_what_adapters_add_stays_in_the_middle_of_a_call(busy):
     assert ("drop" in ranks.asked) is not busy
 
 
-def test_slots_are_kept_in_the_middle_of_a_run_alone():
-    ranks = Ranks()
-    give_way(ranks, ranks.weights, None, "cuda:0", 200, nobody)
-    assert ranks.weights.working and not ranks.weights.parked
-    ranks.give_way(300)
-    assert ranks.weights.parked and ranks.weights.limits[1] == ALL
-    limits = list(ranks.weights.limits)
-    give_way(ranks, ranks.weights, None, "cuda:0", 400, nobody)  # a run has begun, of which no call is made yet
-    assert ranks.weights.parked
-    before = ranks.weights.expected()
-    assert hand_over(ranks.weights, [0, 2], 1, False, False) == before[0] + before[2]
-    assert ranks.weights.parked and ranks.weights.expected() == [0, 1000, 0]
-    ranks.weights.wake()
-    assert not ranks.weights.parked and 0 not in ranks.weights.limits != limits
-
-
 @pytest.mark.parametrize(
     ("whole", "working", "left"), [(False, False, 0), (False, True, 2 * BLOCK), (True, True, 0)], ids=str
 )
@@ -108,9 +91,3 @@ def test_a_model_that_is_called_again_in_a_run_keeps_what_it_needs_to_compute(wh
     assert hand_over(ranks.weights, [0, 2], 1490, whole, working) == 1500 - 2 * left
     assert ranks.weights.expected() == [left, 1000, left]
     assert ranks.weights.parked == (not left)
-
-
-def test_what_is_where_it_should_be_is_not_asked_for():
-    ranks = Ranks()
-    ranks.weights.set(HELD, nobody)
-    assert ranks.asked == []

@@ -19,7 +19,6 @@ from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.residency import ALL
-from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
 from testing import mini
 
@@ -33,16 +32,15 @@ def nobody() -> None:
 class Guarded:
     """A guard over a rank that has as much memory as `room`, and what it had checked. `asked`: how often the rank was
     asked for its memory. `told`: limits of weights that it was given. `host`: of its memory, see DeviceMemoryReport.
-    `vae`: what parts of VAEs have of `room`. `working`: what the device says of a micro-step."""
+    `working`: what the device says of a micro-step."""
 
     def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
-        self.checked, self.asked, self.told, self.room, self.host, self.vae = [], 0, [], room, host, 0
-        self.working = 0
+        self.checked, self.asked, self.told, self.room, self.host, self.working = [], 0, [], room, host, 0
         setup, checkpoint = mini.setup(path, "fp32", ("cpu",), Degrees(), "auto", offload=offload), mini.opened(path)
         self.check = MemoryCheck(checkpoint, setup, even_stages(8, 1), 1)
         check, self.check.check = self.check.check, self._checked
         self._check = check
-        ranks = SimpleNamespace(devices=("cpu",), ask=self._ask, tell=self._tell)
+        ranks = SimpleNamespace(devices=("cpu",), ask=self._ask)
         self.guard = MemoryGuard(ranks, self.check, checkpoint.family)
         (self.weights,) = self.check.weights()
 
@@ -75,15 +73,9 @@ class Guarded:
         else:
             self.asked += 1
             held = self.guard.resident.device_bytes[0]
-            free = self.room - held - self.vae
-            report = (0, "here", free, held, 0, None, self.host, 10 * GB, 25e9, self.vae, self.working)
+            report = (0, "here", self.room - held, held, 0, None, self.host, 10 * GB, 25e9, 0, self.working)
             future.set_result([m.DeviceMemoryReport(*report)])
         return future
-
-    def _tell(self, message) -> None:
-        assert message == m.DropVAE()
-        self.told.append(message)
-        self.vae = 0
 
 
 def conditioning(number: int, rows: int = 4) -> Conditioning:
@@ -99,24 +91,6 @@ def test_a_run_counts_what_it_keeps_of_every_conditioning(mini_file, extrapolate
     assert [len(requests) for requests in guarded.checked] == [1, 2]
     assert all((request.kept, request.bands) == (kept, 4) for request in guarded.checked[-1])
     assert guarded.asked == 1
-
-
-def test_an_exact_call_keeps_nothing_and_is_asked_about_once_in_a_run(mini_file):
-    guarded = Guarded(mini_file)
-    for _ in range(2):
-        guarded.guard.admit(conditioning(1), nobody)
-    assert [request.kept for (request,) in guarded.checked] == [0]
-    guarded.guard.refresh()
-    guarded.guard.admit(conditioning(1), nobody)
-    assert (len(guarded.checked), guarded.asked) == (2, 2)
-
-
-def test_a_run_that_is_over_is_not_looked_at(mini_file):
-    guarded = Guarded(mini_file)
-    guarded.guard.watch(3, 4, True, nobody)
-    guarded.guard.forget(3)
-    guarded.guard.check(3, conditioning(1))
-    assert not guarded.checked
 
 
 def test_what_a_step_took_is_what_the_next_run_is_expected_to_take(mini_file):
@@ -201,84 +175,6 @@ def test_where_nothing_is_streamed_the_same_run_is_refused(mini_file, host, offl
     assert guarded.told == []
 
 
-def test_weights_that_gave_way_come_back_at_the_next_call(mini_file):
-    guarded = Guarded(mini_file, host="a machine")
-    guarded.load()
-    guarded.run(4)
-    guarded.guard.resident.set((0,), nobody)
-    guarded.guard.check(1, conditioning(0))
-    assert guarded.told == [0, ALL]
-
-
-def test_a_model_that_rested_with_all_of_its_weights_is_told_to_compute(mini_file):
-    guarded = Guarded(mini_file, host="a machine")
-    guarded.load()
-    guarded.guard.resident.set((ALL,), nobody, working=False)
-    assert guarded.guard.resident.parked
-    guarded.run(4)
-    assert (guarded.told, guarded.guard.resident.parked) == ([ALL, ALL], False)
-
-
-def test_what_somebody_else_took_in_the_middle_of_a_run_is_not_taken_for_free(mini_file):
-    guarded = Guarded(mini_file, host="a machine")
-    guarded.load()
-    run, weights, asked = run_bytes(guarded, 4), guarded.weights, []
-    guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
-    guarded.room = int((run + weights.least) / USABLE_MEMORY) + 1 + weights.total
-    guarded.run(4)
-    assert (guarded.told, asked, guarded.guard.in_run) == ([], [], True)
-    guarded.guard.resident.set((0,), nobody)
-    guarded.guard.gave_way()
-    guarded.guard.check(1, conditioning(0))
-    assert weights.on_device(guarded.told[-1]) == weights.least
-    assert asked[0] > weights.total - weights.least  # it was wanted back
-
-
-def test_parts_of_vaes_make_way_for_weights_and_for_runs_before_anyone_is_asked(mini_file):
-    guarded, asked = Guarded(mini_file), []
-    guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
-    guarded.vae = GB
-    guarded.load()
-    assert guarded.told == []  # beside the weights there is room for them
-    guarded.vae = guarded.room - guarded.weights.total
-    guarded.run(4)
-    assert (guarded.told, asked) == ([m.DropVAE()], [])
-    guarded.vae = guarded.room
-    guarded.load()
-    assert (guarded.told, asked) == ([m.DropVAE()] * 2, [])
-    guarded.vae, guarded.room = GB, guarded.weights.total - 1
-    with pytest.raises(ValueError, match=r"the weights of .* MB is free"):
-        guarded.load()
-    assert asked[0] > 0  # what they had was not enough, and was asked for no more
-
-
-def test_weights_that_are_to_be_whole_come_back_only_where_there_is_room(mini_file):
-    guarded = Guarded(mini_file, host="a machine", offload=Offload(streams=False))
-    guarded.load()
-    guarded.run(4)
-    guarded.guard.resident.set((0,), nobody)
-    asked, guarded.room = [], guarded.weights.total - 1
-    guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
-    with pytest.raises(ValueError, match="where 0 MB is free beside"):
-        guarded.run(4)
-    assert (guarded.told, asked[0] > 0) == ([0], True)
-    guarded.guard.make_room = lambda device, missing: missing
-    guarded.run(4)
-    assert guarded.told == [0, ALL]
-
-
-def test_room_is_asked_for_before_parked_weights_come_back_for_a_lora(mini_file):
-    guarded = Guarded(mini_file, host="a machine")
-    guarded.load()
-    guarded.guard.wake(nobody)
-    guarded.guard.resident.set((0,), nobody)
-    asked, guarded.room = [], 0
-    guarded.guard.make_room = lambda device, missing: asked.append(missing) or missing
-    guarded.guard.wake(nobody)
-    assert asked[0] >= guarded.weights.total
-    assert guarded.told == [0, guarded.weights.least]
-
-
 def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(mini_file):
     """They would end the ranks. Models that are used in the same run need not give up what they compute with."""
     guarded = Guarded(mini_file, host="a machine")
@@ -288,15 +184,6 @@ def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(mini_file)
     with pytest.raises(ValueError, match=r"^model_name: of the weights of .* at least .* have to be on cpu"):
         guarded.guard.wake(nobody)
     assert guarded.told == [0]
-
-
-def test_after_memory_ran_out_gb_to_leave_free_are_named(mini_file):
-    guarded = Guarded(mini_file, host="a machine", offload=Offload(leave_free=GB))
-    guarded.run(4)
-    assert "set offload to 2, which leaves so many GB free" in guarded.check.advice()
-    kept = Guarded(mini_file, host="a machine", offload=Offload(streams=False))
-    kept.run(4)
-    assert "set offload" not in kept.check.advice()
 
 
 def test_gb_to_leave_free_are_left_free(mini_file):
@@ -316,10 +203,3 @@ def test_a_run_counts_bands_along_the_axis_that_they_cut(along, dim):
     tensors = {"context": torch.zeros(1, 7, 8)}
     given = Conditioning(1, TokenLayout(grid, along), family.token_order(grid, 0, along), 7, 1, tensors)
     assert request_of(given, family).band_dim == dim
-
-
-@pytest.mark.parametrize(("is_short", "lines"), [(False, 1), (True, 2)])
-def test_a_killed_rank_is_explained_by_memory_only_if_the_run_needed_much(is_short, lines):
-    check = SimpleNamespace(is_short=lambda: is_short, advice=lambda: "It would fit with weight_dtype fp8_e4m3fn.")
-    killed = RankError("rank 1 (cpu) was killed by signal 9")
-    assert len(str(MemoryGuard.explained(SimpleNamespace(memory_check=check), killed)).splitlines()) == lines

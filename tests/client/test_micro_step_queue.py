@@ -1,10 +1,13 @@
 """Micro-steps go out in the order of their calls, a window of them at a time, and what comes back is put in its place."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from parallel_backend.client.call import Conditioning, PostedCall, TokenLayout
+from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, TokenLayout
 from parallel_backend.client.micro_step_queue import MicroSteps
+from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
@@ -74,20 +77,6 @@ def test_of_a_call_that_cannot_be_sent_nothing_is_left():
     assert complete
 
 
-def test_calls_go_out_one_after_the_other():
-    queue = Queue(Degrees())
-    calls = [call(2) for _ in range(4)]
-    for each in calls:
-        queue.steps.post(each)
-    order = []
-    for seq in range(1, 5):
-        assembly, complete, _ = queue.answer(seq, 0, 2, 0.0)
-        assert complete
-        order.append(id(assembly.call))
-    assert order == list(map(id, calls))
-    assert [seq for _, seq, _ in queue.sent] == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(("first_replica", "shares"), [(0, {0: 2, 1: 1}), (1, {0: 1, 1: 2})])
 def test_the_first_replica_has_the_first_entries(first_replica, shares):
     queue = Queue(Degrees(batch=2))
@@ -126,3 +115,15 @@ def test_a_run_that_is_forgotten_sends_no_more():
         queue.answer(seq, 0, 1, 0.0)
     assert [seq for _, seq, _ in queue.sent] == [1, 2, 4]
     assert [each.run for each in queue.steps.end()] == [3]
+
+
+def test_another_sound_and_whatever_else_ranks_were_told_is_another_conditioning():
+    layout, tensors = TokenLayout((2, 3), companion_tokens=2), {"context": torch.zeros(1, 7, 8)}
+    known = Conditioning(1, layout, TokenOrder(6, 3), 9, 1, tensors)
+    call = ModelCall(torch.zeros(1), torch.zeros(1), {"context": torch.zeros(1, 7, 8)})
+    assert known.matches(call, layout, ["context"])
+    assert not known.matches(call, replace(layout, companion_tokens=4), [])
+    assert not known.matches(call, replace(layout, grid=(3, 2)), [])
+    assert not known.matches(replace(call, changes=BlockChanges(("blocks.1",))), layout, [])
+    assert not known.matches(replace(call, tensors={}), layout, [])
+    assert not known.matches(replace(call, tensors={"context": torch.ones(1, 7, 8)}), layout, ["context"])

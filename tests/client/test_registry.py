@@ -1,6 +1,5 @@
 """Which ranks and models the registry keeps, and which it ends, without any."""
 
-import contextlib
 import gc
 import os
 import threading
@@ -10,9 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import save_file
 
-from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client import p2p_verdicts, pools, prompt_files, read_ahead
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
@@ -20,14 +17,10 @@ from parallel_backend.client.models_on_ranks import MOST_MODELS
 from parallel_backend.client.p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.own_class.building import build
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import SELF_TEST
 from tests.support.fake_cuda import ADA, fake_cuda
-from tests.support.planted_comfyui import planted, planted_comfyui
 
 DEVICES = ("cpu", "cpu")
 SIZE = 50
@@ -42,11 +35,14 @@ class FakePool:
     def __init__(self, devices, self_test, threads, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
         self.self_test, self.threads, self.asked, self.process = self_test, threads, [], os.getpid()
-        self.whole, self.segments, self.part_ranks = self, (), ()
+        self.whole, self.segments, self.part_ranks, self.cleared = self, (), (), 0
         if backend := self.down.get("Gloo" if self_test.gloo else self_test.p2p):
             self.ready.set_exception(LinksDown("the self-test failed", backend))
         else:
             self.ready.set_result([])
+
+    def clear(self, why):
+        self.cleared += 1
 
     def close(self, politely=True):
         self.closed, self.politely = True, politely
@@ -156,12 +152,6 @@ def nobody() -> None:
     pass
 
 
-def test_working_ranks_are_kept(registry):
-    pool = registry.pool_for(DEVICES, nobody)
-    assert registry.pool_for(DEVICES, nobody) is registry.pool_for(None, nobody) is registry.pool is pool
-    assert not pool.closed
-
-
 def test_nothing_of_models_of_failed_ranks_is_kept_beside_the_next_model(loaded):
     """Their owner, a node's model, holds weights in host memory."""
 
@@ -178,19 +168,15 @@ def test_nothing_of_models_of_failed_ranks_is_kept_beside_the_next_model(loaded)
     assert [each() for each in left] == [None, None]
 
 
-@pytest.mark.parametrize("devices", [DEVICES, None], ids=["the same devices", "any devices"])
-def test_failed_ranks_are_ended_and_not_given_out_again(registry, loaded, devices):
+def test_failed_ranks_are_ended_and_not_given_out_again(registry, loaded):
     failed = loaded("one")[1].pool
     failed.error = RankError("rank 1 (cpu) was killed by signal 9")
     assert registry.present() is registry.pool is None
-    pool = registry.pool_for(devices, nobody)
+    pool = registry.pool_for(DEVICES, nobody)
     assert failed.closed
-    if devices is None:
-        assert pool is None
-    else:
-        assert pool is not failed
-        assert pool.error is None
-        assert loaded("one")[1].pool is pool
+    assert pool is not failed
+    assert pool.error is None
+    assert loaded("one")[1].pool is pool
 
 
 @pytest.mark.parametrize(
@@ -198,7 +184,6 @@ def test_failed_ranks_are_ended_and_not_given_out_again(registry, loaded, device
     [
         (("cpu", "cpu"), ("cpu",), ("cpu", "cpu")),
         (("cpu",), ("cpu", "cpu"), ("cpu", "cpu")),
-        (("cuda:0", "cuda:1"), ("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
         (("cuda:1", "cuda:2"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:1", "cuda:2")),
         (("cuda:1", "cuda:0"), ("cuda:1", "cuda:2"), ("cuda:1", "cuda:0", "cuda:2")),  # in each set's own order
     ],
@@ -233,40 +218,6 @@ def test_devices_that_cannot_have_one_pool_end_each_other(registry, loaded, firs
     assert pool.closed
 
 
-def test_ranks_that_cannot_start_together_start_alone(loaded, monkeypatch, caplog):
-    first = loaded("first", "cuda:0", "cuda:1")[1].pool
-    made = []
-
-    def pool(devices, **settings):
-        made.append(devices)
-        one = FakePool(devices, **settings)
-        if len(devices) == 3:
-            one.ready = Future()
-            one.ready.set_exception(RankError("rank 2 (cuda:2) did not start"))
-        return one
-
-    def load_model(pool, *given, **named):
-        pool.ready.result()
-        return FakeModel(pool, *given, **named)
-
-    monkeypatch.setattr(registry_module, "Pool", pool)
-    monkeypatch.setattr(registry_module, "load_model", load_model)
-    for _ in range(2):
-        assert loaded("then", "cuda:1", "cuda:2")[1].pool.devices == ("cuda:1", "cuda:2")
-    assert made == [("cuda:0", "cuda:1", "cuda:2"), ("cuda:1", "cuda:2")] and first.closed
-    assert "rank 2 (cuda:2) did not start" in caplog.text
-    loaded("first", "cuda:0", "cuda:1")  # what has failed is not tried again
-    assert made[2:] == [("cuda:0", "cuda:1")]
-
-
-def test_a_part_of_cpu_ranks_has_the_cores_of_all(registry, loaded, monkeypatch):
-    monkeypatch.setattr("parallel_backend.client.pools.usable_cores", lambda: 8)
-    assert loaded("all", *("cpu",) * 4)[1].pool.threads == 2
-    assert loaded("two", *("cpu",) * 2)[1].pool.threads == 4
-    registry.threads = 3
-    assert loaded("one", "cpu")[1].pool.threads == 2  # as started: 3 are for ranks to come
-
-
 def test_ranks_that_were_begun_are_those_of_the_next_use(registry, loaded):
     registry.begin(DEVICES)
     begun = registry.pool
@@ -289,101 +240,22 @@ def test_files_are_read_ahead_until_a_model_is_asked_for(registry, loaded, monke
     monkeypatch.setattr(read_ahead, "ReadAhead", Reading)
     one, other = {Path("one")}, {Path("other")}
     registry.begin(DEVICES, one)
-    registry.begin(DEVICES, one)
-    assert (begun, stopped) == ([one], [])
     registry.begin(DEVICES, other)
     assert (begun, stopped) == ([one, other], [one])
     loaded("other")
     assert stopped == [one, other]
     registry.begin(DEVICES, other)  # its values are on the ranks
     assert begun == [one, other]
-    registry.begin(DEVICES)
-    assert begun == [one, other]
 
 
-def test_ranks_are_not_begun_where_others_are(registry, loaded):
-    used = loaded("one")[1].pool
-    registry.begin(("cpu",))
-    assert registry.pool is used
-    assert not used.closed
-
-
-@pytest.mark.parametrize("exits", [False, True], ids=["other ranks", "exit"])
-def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(registry, exits):
+def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(registry):
     """A rank that starts reads no messages: to ask it would take seconds."""
     registry.begin(DEVICES)
     begun = registry.pool
     begun.ready = Future()
-    if exits:
-        registry.exit()
-    else:
-        registry.pool_for((*DEVICES, "cpu"), nobody)
+    registry.pool_for((*DEVICES, "cpu"), nobody)
     assert begun.closed
     assert not begun.politely
-
-
-def test_ranks_are_not_begun_during_a_load_nor_at_exit(registry):
-    with in_another_thread(registry):
-        registry.begin(DEVICES)
-    assert registry.pool is None
-    registry.exit()
-    registry.begin(DEVICES)
-    assert registry.pool is None
-
-
-def in_another_thread(registry):
-    """Context in which another thread holds the registry's lock, as it does while it loads a model."""
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with registry._lock:
-            held.set()
-            done.wait()
-
-    @contextlib.contextmanager
-    def holding():
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
-    return holding()
-
-
-def test_ranks_that_were_begun_and_failed_are_tried_without_p2p_by_their_first_use(registry, monkeypatch):
-    """Their failure is not found a second time, which may take a minute."""
-    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
-    made = []
-    monkeypatch.setattr(registry_module, "Pool", lambda *given, **named: made.append(FakePool(*given, **named)) or made[-1])
-    registry.begin(DEVICES)
-    made[0].error = made[0].ready.exception()
-    assert not registry.pool_for(DEVICES, nobody).self_test.p2p
-    assert [pool.self_test.p2p for pool in made] == [True, False]
-
-
-def test_models_on_devices_that_are_apart_stay_both(registry, loaded):
-    first_key, first = loaded("positive", "cuda:0", "cuda:1")
-    second_key, second = loaded("negative", "cuda:2")
-    third = loaded("third", "cpu:0", "cpu:1")[1]
-    assert loaded("positive", "cuda:0", "cuda:1")[1] is first is registry.present()
-    assert loaded("negative", "cuda:2")[1] is second is registry.present()
-    assert [registry.bytes_on(first_key, device) for device in ("cuda:0", "cuda:2")] == [SIZE, 0]
-    assert registry.runs_on(first_key.devices)
-    assert registry.runs_on(second_key.devices)
-    registry.unload(first_key)
-    assert (first.unloaded, second.unloaded) == (True, False)
-    assert registry.bytes_on(first_key, "cuda:0") == 0
-    assert not first.pool.closed
-    assert loaded("positive", "cuda:0", "cuda:1")[1].pool is first.pool
-    registry.unload()
-    assert (first.pool.asked[-1], second.pool.asked[-1], third.pool.asked[-1]) == ("Unload",) * 3
-    registry.close()
-    assert all(model.pool.closed for model in (first, second, third))
 
 
 def test_ranks_beside_end_where_their_devices_are_wanted_or_they_have_failed(loaded):
@@ -399,12 +271,6 @@ def test_ranks_beside_end_where_their_devices_are_wanted_or_they_have_failed(loa
     assert third.pool.whole.closed
     loaded("five", "cuda:3")
     assert on_ray.pool.closed
-
-
-def test_cpu_ranks_beside_each_other_share_the_cores(loaded, monkeypatch):
-    monkeypatch.setattr(pools, "usable_cores", lambda: 16)
-    threads = [loaded("a", *devices)[1].pool.threads for devices in (("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"), ("cuda:0",))]
-    assert threads == [8, 4, None]
 
 
 def test_models_stay_beside_each_other_and_only_that_of_the_key_is_unloaded(registry, loaded):
@@ -461,28 +327,6 @@ def test_a_file_that_changes_in_a_prompt_is_read_by_the_next_one(registry, loade
     assert loaded("a")[1] is again
 
 
-def test_an_own_class_is_opened_again_when_its_blocks_are_proven(registry, monkeypatch, tmp_path):
-    """What has been opened for the trial has none."""
-    with planted_comfyui():
-        own = planted("Right")
-        save_file(build(own).to_empty(device="cpu").state_dict(), path := tmp_path / "own.safetensors")
-        setup = Setup(path, "fp32", DEVICES, Degrees(), "sdpa", own_class=own)
-        opened = registry.checkpoint("one", setup, open_own_class(path, own))
-        proven = setup.with_blocks((OwnBlock("blocks.0", ("0",), True),))
-        for _ in range(2):
-            assert registry._files.of(proven, None, opened).family.own == proven.own_class
-        path.write_bytes(path.read_bytes())
-        with pytest.raises(ValueError, match="has changed on disk"):
-            registry._files.of(setup.with_blocks(()), None, opened)
-
-
-def test_nodes_of_no_prompt_read_a_changed_file_at_their_next_run(registry, loaded, monkeypatch):
-    key, model = loaded("a")
-    registry.checkpoint(None, key, model.checkpoint)
-    monkeypatch.setattr(FakeCheckpoint, "on_disk", "new")
-    assert registry.checkpoint(None, key, model.checkpoint).file_state == "new"
-
-
 @pytest.mark.parametrize("on_disk", ["new", "away"])
 def test_a_model_read_again_in_a_prompt_is_that_of_its_beginning(registry, loaded, monkeypatch, on_disk):
     """Another model took its memory, or its ranks were killed: with the new file a run would be of two models."""
@@ -537,27 +381,6 @@ def test_where_the_host_has_no_room_the_model_that_was_parked_first_is_unloaded(
     assert [name for name, model in models.items() if not model.unloaded] == left
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_the_host_is_asked_for_room_for_weights_of_that_kind_of_device(registry, loaded, monkeypatch, device):
-    """Those of GPUs are page-locked, and have less."""
-    asked: list[str] = []
-    monkeypatch.setattr(registry_module, "room_for_weights", lambda of: asked.append(of.type) or SIZE)
-    loaded("a", device, device)
-    assert loaded("b", device, device)[1].make_room(device, SIZE) == SIZE
-    assert asked == [device.partition(":")[0]]
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_model_that_comes_back_is_not_unloaded_to_make_room_for_itself(registry, loaded, monkeypatch, copied):
-    """The other one is, where its weights have no place in host memory; where they are there already nothing is unloaded."""
-    first, second = loaded("a")[1], loaded("b")[1]
-    first.held, second.copied = dict.fromkeys(DEVICES, 0), copied
-    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: 0)
-    assert first.make_room("cpu", SIZE) == SIZE
-    assert not first.unloaded
-    assert second.unloaded is not copied
-
-
 def test_models_that_take_turns_in_a_run_take_from_each_other_once(registry, loaded):
     for name in ("a", "b", "idle"):
         loaded(name)
@@ -588,33 +411,9 @@ def test_what_was_used_again_in_one_run_is_used_for_the_first_time_in_the_next(r
     assert loaded("a")[1].make_room("cpu", 10) == 10
 
 
-def test_room_for_something_else_comes_from_all_models(registry, loaded):
-    first, second = loaded("a")[1], loaded("b")[1]
-    assert registry.held_on(first.pool, "cpu") == 2 * SIZE
-    assert registry.make_way(first.pool, "cpu", 80) == 80
-    assert registry.held_on(first.pool, "cpu") == 2 * SIZE - 80
-    assert (first.asked, second.asked) == ([80], [30])
-
-
-def test_ranks_whose_links_fail_under_nccl_are_tried_once_more_without_p2p(registry, monkeypatch):
-    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
-    second = registry.pool_for(DEVICES, nobody).self_test
-    assert not second.p2p
-    assert SELF_TEST.seconds + second.seconds <= 90
-    registry.close()
-    assert not registry.pool_for(DEVICES, nobody).self_test.p2p  # as is known now
-    monkeypatch.setattr(FakePool, "down", {})
-    assert registry.pool_for(("cuda:0", "cuda:1"), nobody).self_test.p2p  # of these nothing is known
-
-
-@pytest.mark.parametrize("p2p_disable", [None, "1"])
-def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch, p2p_disable):
-    if p2p_disable is not None:
-        monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_disable)
+def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch):
     monkeypatch.setattr(FakePool, "down", {True: "nccl", False: "nccl"})
-    tries = 3 if p2p_disable is None else 2  # without P2P NCCL has been tried already
-    assert [starts(), starts()] == [(BY_GLOO, tries), (BY_GLOO, 1)]
+    assert [starts(), starts()] == [(BY_GLOO, 3), (BY_GLOO, 1)]
     monkeypatch.setattr(FakePool, "down", {"Gloo": "gloo"})
     with pytest.raises(LinksDown):
         starts()
@@ -697,10 +496,9 @@ def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, change
     [
         lambda path: path.write_bytes(b"\xff\x00{"),
         lambda path: path.write_text('{"verdicts": [{"cards": []}]}'),
-        lambda path: path.write_text("[" * 10**5),
         lambda path: (path.unlink(), path.mkdir()),
     ],
-    ids=["no text", "something else", "too long", "a folder"],
+    ids=["no text", "something else", "a folder"],
 )
 def test_a_damaged_file_of_verdicts_is_ignored_with_a_word_and_written_anew(starts, tmp_path, caplog, damage):
     path = tmp_path / "parallel_dit/without_p2p.json"
@@ -718,38 +516,9 @@ def test_links_that_fail_without_p2p_too_are_tried_with_it_at_the_next_start(sta
     assert [starts(), starts()] == [(BY_GLOO, 2), (WITH_P2P, 1)]
 
 
-def test_p2p_stays_on_where_a_second_try_was_given_up(registry, monkeypatch):
+@pytest.mark.parametrize("down", [{True: "gloo"}, {True: "nccl", False: "nccl", "Gloo": "gloo"}], ids=str)
+def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begins_anew(registry, monkeypatch, down):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
-
-    def use(pool) -> None:
-        if pool.self_test.p2p:
-            raise LinksDown("the self-test failed", "nccl")
-        raise KeyboardInterrupt  # Cancel
-
-    with pytest.raises(KeyboardInterrupt):
-        registry._pools.use(DEVICES, use)
-    registry.close()
-    monkeypatch.setattr(FakePool, "down", {})
-    assert registry.pool_for(DEVICES, nobody).self_test.p2p
-
-
-@pytest.mark.parametrize(
-    ("down", "p2p_disable"),
-    [
-        ({True: "gloo"}, None),
-        ({True: "nccl", False: "nccl", "Gloo": "gloo"}, None),
-        ({True: "nccl", "Gloo": "gloo"}, "1"),
-    ],
-    ids=["Gloo", "without P2P and by Gloo too", "P2P was off"],
-)
-def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begins_anew(
-    registry, monkeypatch, down, p2p_disable
-):
-    if p2p_disable is None:
-        monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    else:
-        monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_disable)
     monkeypatch.setattr(FakePool, "down", down)
     with pytest.raises(LinksDown, match="the self-test failed"):
         registry.pool_for(DEVICES, nobody)
@@ -758,15 +527,13 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
     assert registry.pool_for(DEVICES, nobody).self_test.p2p
 
 
-@pytest.mark.parametrize("is_ready", [True, False])
-def test_ranks_that_were_begun_and_have_died_are_started_anew(registry, loaded, is_ready):
+def test_ranks_that_were_begun_and_have_died_are_started_anew(registry, loaded):
     """As while the prompt's text is encoded: the prompt has lost nothing."""
     registry.begin(DEVICES)
     begun = registry.pool
     begun.error = RankError("rank 1 (cpu) was killed by signal 9")
-    if not is_ready:
-        begun.ready = Future()
-        begun.ready.set_exception(begun.error)
+    begun.ready = Future()
+    begun.ready.set_exception(begun.error)
     model = loaded("a")[1]
     assert model.pool is not begun
     assert begun.closed
@@ -817,14 +584,11 @@ def test_exit_does_not_wait_for_a_load(registry):
         registry.pool_for((*DEVICES, "cpu"), lambda: None)
 
 
-def test_exit_asks_ranks_that_do_not_load(registry):
-    pool = registry.pool_for(DEVICES, lambda: None)
-    registry.exit()
-    assert (pool.closed, pool.politely) == (True, True)
-
-
-def test_exit_of_a_forked_process_ends_no_ranks(registry, monkeypatch):
-    pool = registry.pool_for(DEVICES, lambda: None)
-    monkeypatch.setattr(pool, "process", os.getppid())
-    registry.exit()
-    assert not pool.closed
+def test_borrowed_ranks_lose_their_models_and_end_with_a_failure(registry):
+    with registry.borrow(DEVICES) as pool:
+        assert pool.cleared == 1
+    assert pool.cleared == 2  # of what the borrower has left
+    with pytest.raises(KeyboardInterrupt), registry.borrow(DEVICES) as again:
+        assert again is pool
+        raise KeyboardInterrupt
+    assert pool.closed

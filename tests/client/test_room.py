@@ -11,13 +11,11 @@ import torch
 
 from parallel_backend.client.call import Conditioning, TokenLayout
 from parallel_backend.client.memory_guard import MemoryGuard
-from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
 from parallel_backend.core.token_order import TokenOrder
-from parallel_backend.placement.balance import divide, even_stages, timed_rows
+from parallel_backend.placement.balance import divide, even_stages
 from parallel_backend.placement.expected_request import expected_request
-from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONNECTION, CONTEXT, WORKSPACES
+from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONNECTION, CONTEXT
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
@@ -128,81 +126,7 @@ def test_the_same_run_is_refused_where_room_is_made_for_the_weights_alone(flux):
         assert "stage_split 15,42" in str(refused.value)  # the second card has room for more of the blocks
 
 
-def test_a_run_with_room_asks_for_none(flux):
-    with fake_cuda(ADA, ADA) as cuda:
-        host = Host(cuda, flux, 0)
-        host.load()
-        host.run()
-        assert host.asked == []
-
-
-def test_room_is_asked_for_the_whole_run_where_it_is_known_at_loading(flux):
-    expected = expected_request(flux, LATENT, 1, PROMPT, KV_COPIES, 4)
-    with fake_cuda(ADA, ADA) as cuda:
-        host = Host(cuda, flux, TEXT_ENCODER)
-        host.guard.make_room_for((expected,), nobody)
-        ((device, missing),) = host.asked
-        free = ADA.memory - 2 * CONTEXT - WORLD - TEXT_ENCODER
-        assert device == "cuda:0"
-        assert missing == pytest.approx(host.check.memory((expected,))[0].total / USABLE_MEMORY - free, abs=1)
-        host.load()
-        host.run()
-        assert len(host.asked) == 1
-
-
-@pytest.mark.parametrize(("free", "asked"), [(10**12, []), (40 * 10**9, ["cpu"])])
-def test_cpu_ranks_ask_for_what_their_machine_lacks(flux, free, asked):
-    found = []
-    check = MemoryCheck(flux, Setup(flux.path, "fp32", ("cpu", "cpu"), TWO, "auto"), even_stages(57, 2), 2)
-    answers: Future = Future()
-    answers.set_result([m.DeviceMemoryReport(rank, "here", free, 0, 0, None) for rank in range(2)])
-    pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: answers)
-    MemoryGuard(pool, check, flux.family, lambda device, _missing: found.append(device) or 0).make_room_for((), nobody)
-    assert found == asked
-
-
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(pipe=3, ulysses=2), Degrees(tensor=2)], ids=str)
-def test_a_gpus_libraries_count_and_a_cpus_do_not(flux, degrees):
-    request = expected_request(flux, LATENT, 1, PROMPT)
-    spans = even_stages(57, degrees.pipe)
-    for rank in range(degrees.world):
-        gpu, cpu = (
-            memory_of(model_sizes(flux, "bf16", device), degrees, spans, rank, (request,)) for device in ("cuda:0", "cpu")
-        )
-        peers = CONNECTION * connections(degrees, rank)
-        assert gpu.communicators == COMMUNICATOR * communicators(degrees, rank) + peers
-        assert gpu.workspaces == WORKSPACES
-        assert (gpu.staging > 0) == (degrees.pipe > 1)
-        assert gpu.total == cpu.total + gpu.communicators + gpu.workspaces + gpu.staging
-        assert gpu.total == gpu.loaded + gpu.run
-
-
-def test_a_packed_weight_is_expanded_beside_the_others(flux):
-    request, spans = expected_request(flux, LATENT, 1, PROMPT), even_stages(57, 2)
-    plain, packed = (
-        memory_of(model_sizes(flux, dtype, "cuda:0"), TWO, spans, 0, (request,)) for dtype in ("bf16", "fp8_e4m3fn")
-    )
-    assert packed.activations - plain.activations == 2 * 3072 * 7 * 3072  # the first layer of a single block
-
-
 # What blocks are timed with and cut by.
-
-
-@pytest.mark.parametrize(
-    ("side", "degrees", "rows"),
-    [
-        (32, TWO, (32, 8)),  # 256 tokens do not fill a GPU
-        (128, TWO, (128, 32)),  # 1,024 x 1,024
-        (128, Degrees(pipe=2, ulysses=2), (64, 16)),
-        (130, TWO, (136, 34)),  # 65 x 65 tokens: a whole number of rows, and of quarters
-        (1024, TWO, (512, 128)),  # no more
-    ],
-)
-def test_blocks_are_timed_with_the_tokens_of_the_run(flux, side, degrees, rows):
-    expected = expected_request(flux, (1, 16, side, side), 1, PROMPT)
-    assert timed_rows(expected, degrees, on_gpus=True) == rows
-    assert timed_rows(expected, degrees, on_gpus=False) == (32, 8)
-    assert timed_rows(None, degrees, on_gpus=True) == (32, 8)
 
 
 def test_a_stage_leaves_room_for_what_the_run_keeps(flux):

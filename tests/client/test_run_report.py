@@ -54,16 +54,6 @@ def test_bytes_are_of_all_ranks_by_axis():
     assert "rank 1: 8 micro-steps, computing 3.00 s, K/V buffers 5.0 MB, peak memory 2.00 GB" in text
 
 
-def test_it_says_which_calls_were_exact():
-    assert report().what == "1 model call exact (warm-up), 3 pipelined in 4 bands with keys one step old"
-    video = dataclasses.replace(report(), along="frames")
-    assert video.what == "1 model call exact (warm-up), 3 pipelined in 4 bands of frames with keys one step old"
-    assert report(calls=None, reason="of a mask").what == "all model calls exact, since of a mask"
-    displaced = report(Degrees(patch=2, patch_mode="displaced"))
-    assert displaced.what == "1 model call exact (warm-up), 3 in displaced patches with keys one step old"
-    assert "never see each other" in report(Degrees(patch=2, patch_mode="naive")).what
-
-
 @pytest.mark.parametrize(
     ("run", "how"),
     [
@@ -83,22 +73,6 @@ def test_the_node_shows_how_and_how_long(run, how):
     assert all(len(line) <= 38 for line in (f"Parallel DiT: {shown[0]}", how)), "what a sampler's node shows of a line"
 
 
-def test_what_several_gpus_gained_takes_the_place_of_a_steps_seconds():
-    run = dataclasses.replace(report(), gained="1.7 x one GPU")
-    assert run.shown[0] == "2.0 s, 1.7 x one GPU"
-    assert len(f"Parallel DiT: {run.shown[0]}") <= 38
-    assert "2.00 s, 0.500 s per step, about 1.7 x one GPU" in str(run)
-
-
 def test_the_node_shows_what_a_user_should_know_on_lines_of_its_own():
     run = dataclasses.replace(report(calls=None, reason="of a mask"), cache="step cache: 3 of 4", notes=("P2P off",))
     assert run.shown[2:] == ("not in bands: of a mask", "step cache: 3 of 4", "P2P off")
-
-
-def test_what_is_to_be_known_of_the_ranks_is_below_the_summary():
-    text = str(dataclasses.replace(report(), notes=("P2P off",)))
-    assert text.splitlines()[:2] == [report().summary, "P2P off"]
-
-
-def test_a_run_that_moved_nothing():
-    assert "moved between ranks: nothing" in str(report(Degrees(), ranks=(rank(0),)))

@@ -1,7 +1,6 @@
 """Several models on the same ranks: each computes as if it were alone, whatever the others do meanwhile."""
 
 import functools
-import os
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
-from parallel_backend.processes.pool import RankError
-from parallel_backend.rank.comm import peers
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.emulated_device import EmulatedDevice
@@ -102,29 +99,6 @@ def test_a_run_that_was_given_up_is_over(two):
     assert not model._memory.in_run
 
 
-def test_a_model_that_is_not_beside_the_others_takes_their_place(two, pools, mini_file):
-    models = two(PIPE, PIPE)
-    third = on_ranks(models[0].pool, mini.opened(mini_file), PIPE, "fp32", "sdpa", nothing)
-    for model in models:
-        with pytest.raises(RuntimeError, match="another model has been loaded"):
-            model.predict(ModelCall(*GIVEN), nothing)
-    assert third.predict(ModelCall(*GIVEN), nothing).isfinite().all()
-
-
-def test_models_of_equal_degrees_share_their_groups(two, monkeypatch):
-    made, ended, make, close = [], [], peers.make_mesh, peers.close_mesh
-    monkeypatch.setattr(peers, "make_mesh", lambda degrees, *rest: (made.append(degrees), make(degrees, *rest))[1])
-    monkeypatch.setattr(peers, "close_mesh", lambda mesh, *rest: (ended.append(mesh), close(mesh, *rest))[1])
-    first, second = two(PIPE, PIPE)
-    assert made == [PIPE, PIPE]  # by two ranks
-    ended.clear()  # what earlier tests left
-    first.unload().result(timeout=60)
-    assert not ended
-    assert second.predict(ModelCall(*GIVEN), nothing).isfinite().all()
-    second.unload().result(timeout=60)
-    assert len(ended) == 2
-
-
 # What the registry keeps, on ranks.
 
 SIZES = mini.CONFIG | {"double_blocks": 2, "single_blocks": 4}
@@ -198,10 +172,8 @@ def test_three_models_with_room_for_two_are_read_once_and_answer_as_alone(regist
 
 OVERLAPPING = {
     "within the other's": ((0, 1), Degrees(ulysses=2), (0, 1, 2, 3), Degrees(pipe=2, ulysses=2)),
-    "not the first ranks": ((1, 3), PIPE, (0, 1, 2, 3), Degrees(pipe=4)),
     "in part": ((0, 1), Degrees(tensor=2), (1, 2), Degrees(ring=2)),
     "of displaced patches": ((2, 3), Degrees(patch=2, patch_mode="displaced"), (0, 1, 2, 3), Degrees(ring=2, tensor=2)),
-    "one rank": ((2,), Degrees(), (0, 1, 2), Degrees(pipe=3)),
 }
 
 
@@ -233,34 +205,6 @@ def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries,
     assert [sum(map(bool, model.weights)) for model in shown.models] == [len(few), len(many)]
 
 
-def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registries, files, opened, monkeypatch):
-    keys = [key_of(file, Degrees(ulysses=2)) for file in files[:2]]
-    given, registry = mini.inputs(SIZES), registries(EmulatedDevice(3 * LARGEST // 2, 1e9))
-    expected = sampled(registries(), *keys)
-    sampled(registry, *keys)
-    pool, moved = registry.pool, []
-    send = pool.send
-
-    def noting(rank, message, *rest):
-        if rank == 0 and isinstance(message, m.SetResident):
-            moved.append(message)
-        send(rank, message, *rest)
-
-    opened.clear()
-    moves = 0
-    monkeypatch.setattr(pool, "send", noting)
-    for _ in range(2):
-        registry.begin_run()
-        for step in range(4):
-            moved.clear()
-            found = [registry.model(key, nothing).predict(ModelCall(*given), nothing) for key in keys]
-            assert all(map(torch.equal, found, expected))
-            assert bool(moved) <= (step < 2)
-            moves += len(moved)
-    assert moves  # the control: there was no room for both
-    assert not opened
-
-
 def test_what_is_added_to_an_idle_model_makes_way_for_another_one_and_comes_back(registries, files):
     """Or the other one would be streamed, or refused, for a LoRA that is not in use."""
     keys = [key_of(file, Degrees(ulysses=2)) for file in files[:2]]
@@ -283,42 +227,3 @@ def test_what_is_added_to_an_idle_model_makes_way_for_another_one_and_comes_back
     held = zip(second.weight_bytes, second.resident.weights, strict=True)
     assert all(here >= weights.total for here, weights in held)
     assert torch.equal(of_first(), expected)
-
-
-def test_pools_of_other_ranks_and_the_same_model_at_other_degrees_stay(registries, files, opened):
-    registry = registries()
-    keys = [
-        key_of(files[0], PIPE),
-        key_of(files[0], Degrees(ulysses=2)),
-        key_of(files[0], Degrees(batch=2), ("cpu:2", "cpu:3")),
-        key_of(files[0], Degrees(), ("cpu:4",)),
-    ]
-    first = sampled(registry, *keys)
-    assert all(mini.relative(each, first[0]) <= 1e-5 for each in first)
-    opened.clear()
-    assert all(map(torch.equal, sampled(registry, *keys), first))
-    assert not opened
-
-
-def test_a_file_that_was_replaced_is_read_again_in_the_next_prompt(registries, files, tmp_path):
-    path, registry = tmp_path / "model.safetensors", registries()
-    path.write_bytes(files[0].read_bytes())
-    opened, before = mini.opened(path), sampled(registry, key_of(path, PIPE))[0]
-    path.write_bytes(files[1].read_bytes())
-    os.utime(path, ns=(1, 1))  # the very same size, and another time of change
-    assert sampled(registry, key_of(path, PIPE))[0].equal(before)
-    registry.checkpoint("the next prompt", key_of(path, PIPE), opened)
-    after = sampled(registry, key_of(path, PIPE), key_of(files[1], PIPE))
-    assert after[0].equal(after[1]) and not after[0].equal(before)
-
-
-def test_ranks_that_fail_take_all_their_models_along_and_the_next_prompt_of_each_is_right(registries, files):
-    registry = registries()
-    keys = [key_of(file, PIPE) for file in files[:2]]
-    expected, failed = sampled(registry, *keys), registry.pool
-    failed.refuse(0, "something")
-    with pytest.raises(RankError):
-        failed.send(0, m.Unload())
-    assert registry.present() is None
-    assert all(map(torch.equal, sampled(registry, *keys), expected))
-    assert registry.pool is not failed

@@ -1,7 +1,6 @@
 """Which calls the step cache forecasts, and that every mode and any timing of bands comes to the same decisions."""
 
 import random
-import threading
 import time
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.client.step_cache import FIRST_COMPUTED, LONGEST_ROW, Computed, Forecast, StepCache
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.client.test_banded_run import PATCHING, PATIENCE, SHAPE, FakeModel, noise, run_all, start, text
+from tests.client.test_banded_run import PATCHING, SHAPE, FakeModel, band_call, noise, run_all, start, text
 
 Output = Callable[[float], torch.Tensor]
 BANDED_FIRST = FIRST_COMPUTED + 1
@@ -99,99 +98,6 @@ def test_errors_add_up_to_the_next_computed_call(monkeypatch):
     assert ".." in follow(StepCache(0.2), line, TIMES)[0]
 
 
-def test_a_line_that_breaks_is_computed_from_there():
-    log, _ = follow(StepCache(0.05), lambda at: line(at) if at > 0.52 else -20 * line(at), TIMES)
-    broken = next(number for number, at in enumerate(TIMES) if at <= 0.52)
-    computed = log.index("#", broken)
-    assert log[computed : computed + 2] == "##"  # the first says that it broke, the next what holds now
-    assert "." in log[FIRST_COMPUTED:broken]
-
-
-def test_calls_that_are_not_allowed_are_computed():
-    log, _ = follow(StepCache(0.01), line, TIMES, lambda at: at < 0.6)
-    assert "." not in "".join(mark for mark, at in zip(log, TIMES, strict=True) if at >= 0.6)
-    assert "." in log
-
-
-def test_a_short_line_is_not_extended_far():
-    """The base is as long as the way at least twice over, where there are calls enough."""
-    cache = StepCache(1e9)
-    log, _ = follow(cache, line, [1.0, 0.95, 0.9, 0.85])
-    forecast = cache.call(1, 0.8, True)
-    assert log == "###."
-    assert [round(call.time, 2) for _, call in forecast.terms] == [0.9, 1.0]
-    assert [round(weight, 3) for weight, _ in forecast.terms] == [2.0, -1.0]
-    assert isinstance(cache.call(1, 0.75, True), Computed)  # further than the base is long
-
-
-def test_two_calls_at_one_time():
-    """heun's: the second of a step and the first of the next differ a little, and that is measured too."""
-    times = [time for time in TIMES for _ in range(2)][1:]
-    outputs = iter([line(at) * (1 + 0.03 * (number % 2)) for number, at in enumerate(times)])
-    log, got = follow(StepCache(0.01), lambda at: next(outputs), times)
-    assert all(torch.isfinite(output).all() for output in got)
-    assert "." not in log  # 3 % between calls at one time
-    outputs = iter([line(at) * (1 + 0.001 * (number % 2)) for number, at in enumerate(times)])
-    assert follow(StepCache(0.01), lambda at: next(outputs), times)[0].count(".") > 10
-
-
-def test_prompts_of_one_evaluation_are_decided_on_together():
-    """Two prompts, one call each: the second is smooth, the first is not."""
-    generator = torch.Generator().manual_seed(0)
-    for outputs, forecast in (((line, line), True), ((lambda at: torch.randn(2, generator=generator), line), False)):
-        cache = StepCache(0.05)
-        log = decisions(cache)
-        for at in TIMES:
-            for prompt, output in enumerate(outputs):
-                entry = cache.call(prompt, at, True)
-                if isinstance(entry, Computed):
-                    entry.outputs[0] = (output(at),)
-        pairs = set(zip(log[::2], log[1::2], strict=True))
-        assert pairs == ({("#", "#"), (".", ".")} if forecast else {("#", "#")})
-
-
-def test_a_prompt_that_is_new_is_computed():
-    cache = StepCache(0.05)
-    log = decisions(cache)
-    for number, at in enumerate(TIMES):
-        entry = cache.call(number >= 10, at, True)
-        if isinstance(entry, Computed):
-            entry.outputs[0] = (line(at),)
-    assert log[10 : 10 + FIRST_COMPUTED] == ["#"] * FIRST_COMPUTED
-    assert "." in log[:10]
-    assert "." in log[10:]
-
-
-def test_a_cache_that_outlives_its_run_would_be_noticed():
-    cache = StepCache(0.05)
-    first, _ = follow(cache, line, TIMES)
-    assert first.startswith("#" * FIRST_COMPUTED)
-    again, _ = follow(cache, line, TIMES)
-    assert not again.startswith("#" * FIRST_COMPUTED)
-
-
-def test_in_bands_the_last_calls_outputs_do_not_count():
-    """They may have arrived or not: what is decided must not depend on it."""
-    logs = []
-    for late in (False, True):
-        cache, waiting = StepCache(0.02, bands=2), []
-        log = decisions(cache)
-        for at in TIMES:
-            entry = cache.call(1, at, True)
-            for computed, then in waiting:
-                computed.outputs[1] = (parabola(then),)
-            waiting.clear()
-            if isinstance(entry, Computed):
-                entry.outputs[0] = (parabola(at),)
-                if late:
-                    waiting.append((entry, at))
-                else:
-                    entry.outputs[1] = (parabola(at),)
-        logs.append("".join(log))
-    assert logs[0] == logs[1]
-    assert 0 < logs[0].count(".") < len(TIMES) - FIRST_COMPUTED
-
-
 def cached(model, bands: int, seed: int, steps: int = 12, threshold: float = 0.2, warm_up: int = 1):
     """Euler on the fake model, bands at random times: what was posted, decided and sampled."""
     cache = StepCache(threshold, bands)
@@ -227,28 +133,6 @@ def test_bands_decide_the_same_whatever_the_timing(bands):
         assert torch.equal(other[2], sample)
 
 
-def test_a_band_does_not_wait_for_another_at_a_forecast_call():
-    """Band 0 goes on to the next computed call while band 1 has not asked for the forecast one."""
-    model = FakeModel(delay=0.0)
-    cache = StepCache(1e9, 2)
-    log = decisions(cache)
-    run = BandedRun(model, cut_rows(SHAPE, 2, PATCHING), SHAPE, False, cache=cache)
-    beyond = threading.Event()
-
-    def sample(band):
-        x = noise()[:, :, run.rows[band].slice]
-        for step in range(BANDED_FIRST + LONGEST_ROW + 1):
-            if step == BANDED_FIRST and band == 1:
-                assert beyond.wait(PATIENCE)
-            run.predict(band, ModelCall(x, torch.tensor([1 - step / 20]), text()), False)
-            if step == BANDED_FIRST + LONGEST_ROW and band == 0:
-                beyond.set()
-
-    run_all(run, sample)
-    assert "".join(log) == "#" * BANDED_FIRST + "." * LONGEST_ROW + "#"
-    model.close()
-
-
 @pytest.mark.parametrize("short", [0, 1, 2])
 def test_bands_that_make_different_numbers_of_forecast_calls_are_not_local(short):
     model = FakeModel(delay=0.0)
@@ -257,24 +141,9 @@ def test_bands_that_make_different_numbers_of_forecast_calls_are_not_local(short
 
     def sample(band):
         for step in range(BANDED_FIRST + (1 if band == short else 2)):
-            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([1 - step / 20]), text()), False)
+            run.predict(band, band_call(run, band, 1 - step / 20), False)
 
     with pytest.raises(NotLocal, match="number of model calls"):
-        run_all(run, sample)
-    model.close()
-
-
-def test_bands_at_different_times_at_a_forecast_call_are_not_local():
-    model = FakeModel(delay=0.0)
-    run = start(model)
-    run.cache = StepCache(1e9, 3)
-
-    def sample(band):
-        for step in range(BANDED_FIRST + 1):
-            at = 1 - step / 20 - (0.01 if band == 2 and step == BANDED_FIRST else 0)
-            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([at]), text()), False)
-
-    with pytest.raises(NotLocal, match="different timesteps"):
         run_all(run, sample)
     model.close()
 
@@ -316,15 +185,6 @@ def test_exact_modes_decide_and_give_the_same(remote, problem, alone, degrees):
     assert mini.relative(sample, alone[1]) <= 1e-5
 
 
-def test_forecasts_leave_a_trace_and_no_cache_leaves_none(remote, problem, alone):
-    model = remote(Degrees())
-    uncached = sampled(model, problem, threshold=0)[1]
-    assert 1e-6 < mini.relative(alone[1], uncached) < 0.1
-    log, sample = sampled(model, problem, threshold=1e-9)
-    assert log == "#" * STEPS
-    assert torch.equal(sample, uncached)
-
-
 def test_pipefusion_decides_the_same_for_two_and_four_stages(remote, problem):
     log, sample = sampled(remote(Degrees(pipe=2)), problem, bands=4)
     assert 1 < log.count(".") < STEPS - BANDED_FIRST
@@ -338,15 +198,6 @@ def test_pipefusion_decides_the_same_for_two_and_four_stages(remote, problem):
     assert log == "#" * STEPS
     assert torch.equal(uncached, sampled(remote(Degrees(pipe=2)), problem, bands=4, threshold=0)[1])
     assert 1e-6 < mini.relative(sample, uncached) < 0.1
-
-
-def test_displaced_patches_repeat(remote, problem):
-    model = remote(Degrees(patch=2, patch_mode="displaced"))
-    log, sample = sampled(model, problem, bands=1)
-    assert 1 < log.count(".") < STEPS - BANDED_FIRST
-    again, repeated = sampled(model, problem, bands=1)
-    assert again == log
-    assert torch.equal(repeated, sample)
 
 
 class EverySecond(StepCache):

@@ -9,23 +9,20 @@ import pytest
 import torch
 
 from parallel_backend.client.call import ModelCall
-from parallel_backend.client.registry import Registry
 from parallel_backend.client.reports.run_report import RunReport
-from parallel_backend.client.reports.trace import SPAN, RankTrace, Trace, lanes, read_trace, total, write_chrome_trace
+from parallel_backend.client.reports.trace import Trace, read_trace, total, write_chrome_trace
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.recorder import Recorder
-from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
+from parallel_backend.wire.timeline_kinds import OUTSIDE, WAIT, WORK
 from testing import mini
 
 STEPS = 4
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
 MODES = {
     "pipe": (Degrees(pipe=2), 3),
-    "ulysses": (Degrees(ulysses=2), 1),
     "displaced": (DISPLACED, 1),
     "pipe x ulysses": (Degrees(pipe=2, ulysses=2), 2),
-    "batch": (Degrees(batch=2), 2),
     "one rank": (Degrees(), 1),
 }
 
@@ -68,56 +65,12 @@ def test_sums_are_those_of_the_report(ran):
         assert said in str(trace)
 
 
-def test_spans_are_ordered_and_within_the_run(ran):
-    trace, _, (started, stopped) = ran
-    assert started <= trace.zero <= trace.zero + trace.seconds <= stopped
-    assert min(rank.spans["start"].min() for rank in trace.ranks) == 0
-    for rank in trace.ranks:
-        spans = rank.spans
-        assert (spans["start"] <= spans["stop"]).all()
-        assert (np.diff(spans["start"]) >= 0).all()
-        for alone in (rank.work, rank.waits, rank.computing):
-            assert (alone["start"][1:] >= alone["stop"][:-1]).all()
-        assert (np.diff(rank.work["step"]) > 0).all()
-
-
-def test_computing_is_work_without_its_waits(ran):
-    trace, _, _ = ran
-    for rank in trace.ranks:
-        inside = rank.waits[rank.waits["step"] != 0]
-        assert len(rank.computing) == len(rank.work) + len(inside)
-        assert total(rank.computing) == pytest.approx(total(rank.work) - total(inside), abs=1e-9)
-        both = np.sort(np.concatenate((rank.computing, inside)), order=["start", "stop"])
-        assert (both["start"][1:] >= both["stop"][:-1] - 1e-12).all()
-        for span in rank.work:
-            parts = both[both["step"] == span["step"]]
-            assert (parts["start"].min(), parts["stop"].max()) == (span["start"], span["stop"])
-            assert set(parts["exact"]) == {span["exact"]}
-
-
 def test_waits_lie_in_transfers(ran):
     trace, _, _ = ran
     for rank in trace.ranks:
         assert len(rank.waits) == len(rank.transfers)
         ends = {round(stop, 9): start for start, stop in zip(rank.transfers["start"], rank.transfers["stop"], strict=True)}
         assert all(ends[round(wait["stop"], 9)] <= wait["start"] for wait in rank.waits)
-
-
-def test_exact_steps_and_bands_are_the_schedules(remote):
-    trace, _, _ = run(remote(Degrees(pipe=2)), 3)
-    for rank in trace.ranks:
-        # Two batch entries go through the pipeline one by one in the warm-up call, and together in a band.
-        assert trace.band(rank.work).tolist() == [-1] * 2 + [0, 1, 2] * (STEPS - 1)
-    assert trace.bands.tolist() == sorted({int(span["first"]) for span in trace.ranks[0].work[2:]})
-
-
-def test_displaced_steps_are_whole_and_not_exact(remote):
-    trace, _, _ = run(remote(DISPLACED), 1)
-    assert all(trace.band(rank.work).tolist() == [-1] + [0] * (STEPS - 1) for rank in trace.ranks)
-    assert trace.title.endswith("patch_degree 2 (displaced)")
-    exact, _, _ = run(remote(Degrees(ulysses=2)), 1)
-    assert all((rank.work["exact"] == 1).all() for rank in exact.ranks)
-    assert len(exact.bands) == 0
 
 
 def test_only_the_last_run_is_shown(remote):
@@ -148,12 +101,6 @@ def test_where_nothing_has_run_it_says_so(remote):
     model.begin_timeline()
     with pytest.raises(ValueError, match=r"^after: "):
         read_trace(model, poll)
-
-
-def test_a_registry_that_has_loaded_nothing_starts_nothing():
-    registry = Registry()
-    assert registry.present() is None
-    assert registry.pool is None
 
 
 class Short(Recorder):
@@ -220,80 +167,26 @@ def test_stream_times_become_the_hosts(monkeypatch):
     assert recorder.read()[0].tolist() == [pytest.approx((150.0, 150.002), abs=1e-9)]
 
 
-def spans(*rows: tuple[int, float, float, int, tuple[int, int], bool]) -> np.ndarray:
-    """(kind, start, stop, step, tokens, exact) of each."""
-    made = [(start, stop, kind, step, *tokens, exact) for kind, start, stop, step, tokens, exact in rows]
-    return np.array(sorted(made), SPAN)
-
-
-def bars(*pairs: tuple[float, float]) -> np.ndarray:
-    return spans(*((WORK, start, stop, index + 1, (0, 8), True) for index, (start, stop) in enumerate(pairs)))
-
-
-def made_trace() -> Trace:
-    """Two stages: an exact second, two bands, half a second of waiting on the second rank, and idle to the 10th second."""
-    whole, halves = (0, 8), ((0, 4), (4, 8))
-    first = [(WORK, 0, 1, 1, whole, True), (WORK, 2, 3, 2, halves[0], False), (WORK, 3, 4, 3, halves[1], False)]
-    first.append((TRANSFER, 1, 4, 1, whole, True))
-    second = [(WORK, 0.5, 2, 1, whole, True), (WAIT, 0.5, 1, 1, whole, True), (TRANSFER, 0.5, 1, 1, whole, True)]
-    second += [(WORK, 3, 4, 2, halves[0], False), (WORK, 4, 5, 3, halves[1], False), (WORK, 9.5, 10, 3, halves[1], False)]
-    ranks = tuple(
-        RankTrace(rank, "cpu", f"stage {rank + 1} of 2", spans(*rows), 0) for rank, rows in enumerate((first, second))
-    )
-    return Trace("made", Degrees(pipe=2), ranks, 1e6)
-
-
-def test_figures_of_a_known_timeline():
-    text = str(made_trace())
-    assert "made, pipefusion_degree 2: 10.000 s from the first micro-step to the last" in text
-    assert "86 % of the transfers' time was hidden" in text  # 0.5 s of 3.5 s were waited for
-    assert "rank 0 (cpu, stage 1 of 2): 3 micro-steps, computing 3.000 s (30 %), waiting 0.000 s (0 %), idle 7.000 s" in text
-    assert "s (70 %), 100 % of its transfers' time hidden" in text
-    assert "rank 1 (cpu, stage 2 of 2): 4 micro-steps, computing 3.500 s (35 %), waiting 0.500 s (5 %), idle 6.000 s" in text
-    assert "s (60 %), 0 % of its transfers' time hidden" in text
-
-
-def test_lost_spans_are_owned_up_to():
-    made = made_trace()
-    shortened = Trace("made", made.degrees, tuple(RankTrace(r.rank, "cpu", "", r.spans, 7) for r in made.ranks), 0.0)
-    assert "rank 1: 7 earlier spans were not kept" in str(shortened)
-    assert "not kept" not in str(made)
-
-
-@pytest.mark.parametrize("case", ["made", "pipe", "displaced"])
+@pytest.mark.parametrize("case", ["pipe", "displaced"])
 def test_chrome_trace(case, remote, tmp_path):
     """Complete and metadata events of the Trace Event Format, as chrome://tracing and Perfetto read them."""
-    trace = made_trace() if case == "made" else run(remote(MODES[case][0]), MODES[case][1])[0]
+    trace = run(remote(MODES[case][0]), MODES[case][1])[0]
     write_chrome_trace(trace, tmp_path / "trace.json")
     content = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     events = content["traceEvents"]
     assert content["otherData"]["hidden share of transfers"] == trace.hidden
     assert {event["ph"] for event in events} == {"X", "M"}
-    assert all(type(event["pid"]) is int and type(event["tid"]) is int and event["name"] for event in events)
-    names = {(event["name"], event["pid"], event["tid"]): event["args"] for event in events if event["ph"] == "M"}
+    names = {(event["name"], event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
     timed = [event for event in events if event["ph"] == "X"]
     assert len(timed) == sum(len(rank.spans) for rank in trace.ranks)
     assert max(event["ts"] + event["dur"] for event in timed) == pytest.approx(trace.seconds * 1e6, abs=0.01)
-    for rank in trace.ranks:
-        assert f"rank {rank.rank} (cpu" in names["process_name", rank.rank, 0]["name"]
-        own = [event for event in timed if event["pid"] == rank.rank]
-        assert {("thread_name", rank.rank, event["tid"]) for event in own} <= names.keys()
-        for kind, category in ((rank.work, "compute"), (rank.waits, "wait"), (rank.transfers, "transfer")):
-            found = [event for event in own if event["cat"] == category]
-            assert {event["tid"] == 0 for event in found} <= {category != "transfer"}
-            assert sum(event["dur"] for event in found) == pytest.approx(total(kind) * 1e6, abs=0.01 * len(found) + 0.01)
-        for thread in {event["tid"] for event in own}:
-            open_until = []
-            for event in sorted((e for e in own if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
-                while open_until and open_until[-1] <= event["ts"] + 1e-3:
-                    open_until.pop()
-                assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 2e-3  # nested, never half over
-                open_until.append(event["ts"] + event["dur"])
+    for pid, tid in {(event["pid"], event["tid"]) for event in timed}:
+        assert {("process_name", pid, 0), ("thread_name", pid, tid)} <= names
+        own, open_until = [event for event in timed if (event["pid"], event["tid"]) == (pid, tid)], []
+        for event in sorted(own, key=lambda event: (event["ts"], -event["dur"])):
+            while open_until and open_until[-1] <= event["ts"] + 1e-3:
+                open_until.pop()
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 2e-3  # nested, never half over
+            open_until.append(event["ts"] + event["dur"])
     if case == "displaced":  # the keys of all layers are under way at once
         assert max(event["tid"] for event in timed) > 1
-
-
-def test_lanes_hold_no_two_at_once():
-    rows = bars((0, 4), (1, 2), (1, 3), (2, 5), (4, 6), (6, 7))
-    assert lanes(rows) == [0, 1, 2, 1, 0, 0]
-    assert lanes(rows[:0]) == []

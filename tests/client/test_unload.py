@@ -1,23 +1,18 @@
 """Unloading gives the ranks' memory back and keeps the ranks; loading says how far it is, and Cancel ends it at once."""
 
-import gc
 import threading
 import time
-import weakref
 
 import psutil
 import pytest
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
 from parallel_backend.processes import pool as pool_module
-from parallel_backend.processes.pool import RankError
 from testing import mini
 from testing.host_memory import held_bytes
-from testing.models import conditioning_of, whole_call
+from testing.models import whole_call
 from tests.system.test_memory import CONFIG, write_random
 
 LARGE = CONFIG | {"double_blocks": 1, "single_blocks": 4}
@@ -31,10 +26,6 @@ pytestmark = pytest.mark.processes
 
 class Cancelled(BaseException):
     """As ComfyUI's own, which is no Exception."""
-
-
-class Owner:
-    """Stands for whoever is to free the weights."""
 
 
 def nobody() -> None:
@@ -66,13 +57,6 @@ def small(mini_file):
     return mini.setup(mini_file, "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
 
 
-def leave_buffers(model: RemoteTransformer, x, timestep, tensors) -> None:
-    """K/V buffers of an open run and conditioning, which unloading has to find."""
-    call = whole_call(model, x, timestep, tensors, model.open_run())
-    model.post(call)
-    call.future.result(timeout=120)
-
-
 def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, key, small, measured):
     given = mini.inputs(LARGE, batch=1, height=48, width=48)
     registry.model(small, nobody).predict(ModelCall(*mini.inputs()), nobody)  # what is imported at first use
@@ -83,7 +67,7 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
 
     model = registry.model(key, nobody)
     first = model.predict(ModelCall(*given), nobody)
-    leave_buffers(model, *given)
+    model.post(whole_call(model, *given, model.open_run()))  # buffers of an open run, which unloading has to find
     weights = sum(model.weight_bytes)
     loaded = held_bytes(pids) - before
     assert 0.95 * large[1] < weights <= loaded
@@ -95,67 +79,12 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
     measured("memory left on two ranks / their weights", left / weights)
     assert left < LEFT * weights
     assert loaded - left >= (1 - LEFT) * weights
-    assert all(psutil.pid_exists(pid) for pid in pids)
     assert registry.bytes_on(key, "cpu") == 0
-    registry.unload()  # nothing to do
 
     again = registry.model(key, nobody)
     assert again.pool.pids == pids
     assert held_bytes(pids) - before >= 0.95 * weights
     assert again.predict(ModelCall(*given), nobody).equal(first)
-
-
-def test_what_is_left_of_an_unloaded_model_says_so_and_harms_no_rank(registry, small):
-    given = mini.inputs()
-    model = registry.model(small, nobody)
-    expected = model.predict(ModelCall(*given), nobody)
-    run = model.open_run()
-    registry.unload()
-    uses = (
-        lambda: model.predict(ModelCall(*given), nobody),
-        lambda: conditioning_of(model, (8, 6), given[2]),
-        lambda: model.adapt("a LoRA", (), nobody),
-        model.open_run,
-        lambda: model.close_run(run, nobody),
-    )
-    for use in uses:
-        with pytest.raises(RuntimeError, match="unloaded from its ranks"):
-            use()
-    model.discard_run(run)
-    again = registry.model(small, nobody)
-    assert again is not model
-    assert again.pool is model.pool
-    assert again.predict(ModelCall(*given), nobody).equal(expected)
-
-
-def test_only_the_model_of_the_key_is_unloaded(registry, key, small):
-    model = registry.model(small, nobody)
-    registry.unload(key)
-    assert registry.model(small, nobody) is model
-    registry.unload(small)
-    assert registry.model(small, nobody) is not model
-
-
-def test_the_owner_lives_as_long_as_the_weights_or_until_another_takes_its_place(registry, key, small):
-    def owned(by: Setup):
-        owner = Owner()
-        registry.model(by, nobody, owner=owner)
-        return weakref.ref(owner)
-
-    def alive(owner) -> bool:
-        gc.collect()
-        return owner() is not None
-
-    first = owned(small)
-    assert alive(first)
-    second = owned(small)  # the same weights under another patcher
-    assert (alive(first), alive(second)) == (False, True)
-    third = owned(key)
-    assert (alive(second), alive(third)) == (True, True)
-    registry.unload(key)
-    assert alive(third)  # it may be what unloads
-    registry.model(small, nobody)
-    assert (alive(second), alive(third)) == (False, False)
 
 
 def test_loading_says_how_far_it_is_on_the_thread_that_waits(registry, key):
@@ -167,9 +96,6 @@ def test_loading_says_how_far_it_is_on_the_thread_that_waits(registry, key):
     assert loading == sorted(loading)
     assert any(0 < fraction < 1 for fraction in loading)  # how many are seen depends on how fast the file is read
     assert told[-1][:2] == ("0.5 GB of weights on 2 ranks", 1.0)
-    count = len(told)
-    registry.model(key, nobody, lambda *said: told.append(said))
-    assert len(told) == count  # nothing was loaded
 
 
 @pytest.mark.parametrize("phase", ["starting 2 ranks", "loading"])
@@ -199,16 +125,3 @@ def test_cancel_before_the_first_call_ends_ranks_that_do_not_listen(registry, la
     assert (len(gone), alive) == (2, [])
     given = mini.inputs()
     assert registry.model(small, nobody).predict(ModelCall(*given), nobody).isfinite().all()
-
-
-def test_a_rank_that_fails_while_it_unloads_is_replaced(registry, small):
-    given = mini.inputs()
-    model = registry.model(small, nobody)
-    expected = model.predict(ModelCall(*given), nobody)
-    psutil.Process(model.pool.pids[0]).kill()
-    registry.unload()
-    with pytest.raises(RankError):
-        model.pool.send(0, None)
-    again = registry.model(small, nobody)
-    assert again.pool is not model.pool
-    assert again.predict(ModelCall(*given), nobody).equal(expected)

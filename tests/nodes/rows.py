@@ -4,7 +4,7 @@ A row of a name that ComfyUI does not have, and a name without a row, fail a tes
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -157,51 +157,9 @@ ENTRIES = rows(
 """Entries of a conditioning by which ComfyUI evaluates it."""
 ENTRIES_IN_NO_BANDS = ("area", "default", "gligen", "hooks")
 
-PIXEL_WISE, WHOLE, NO_BANDS, AROUND = "pixel by pixel", "for the whole latent", "no bands", "around all bands"
+PIXEL_WISE, NO_BANDS = "pixel by pixel", "no bands"
 
 
-def in_bands(**by_way: str) -> Rows:
-    """`pixel_wise="one other"` and so on -> rows of functions and classes, as `name_of` has them."""
-    ways = {"pixel_wise": PIXEL_WISE, "whole": WHOLE, "no_bands": NO_BANDS, "around": AROUND}
-    return {name: ways[way] for way, names in by_way.items() for name in names.split()}
-
-
-GUIDANCE_IN_BANDS = in_bands(
-    pixel_wise="nodes_cfg.CFGNorm.execute.<locals>.cfg_norm nodes_cfg.CFGNorm.execute.<locals>.cfg_norm_pre "
-    "nodes_custom_sampler.CFGOverride.execute.<locals>.predict_noise_wrapper "
-    "nodes_differential_diffusion.DifferentialDiffusion.execute.<locals>.<lambda> "
-    "nodes_eps.EpsilonScaling.execute.<locals>.epsilon_scaling_function "
-    "nodes_eps.TemporalScoreRescaling.execute.<locals>.temporal_score_rescaling "
-    "nodes_lt.LTXVModalityGuidance.execute.<locals>.post_cfg_function "
-    "nodes_lt.LTXVReferenceAudio.execute.<locals>.post_cfg_function "
-    "nodes_lt.LTXVSpatioTemporalGuidance.execute.<locals>.post_cfg_function "
-    "nodes_pag.PerturbedAttentionGuidance.execute.<locals>.post_cfg_function "
-    "nodes_slg.SkipLayerGuidanceDiTSimple.execute.<locals>.calc_cond_batch_function "
-    "nodes_video_model.VideoLinearCFGGuidance.patch.<locals>.linear_cfg "
-    "nodes_video_model.VideoTriangleCFGGuidance.patch.<locals>.linear_cfg",
-    whole="nodes_apg.APG.execute.<locals>.pre_cfg_function nodes_cfg.CFGZeroStar.execute.<locals>.cfg_zero_star "
-    "nodes_fresca.FreSca.execute.<locals>.custom_cfg_function "
-    "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function "
-    "nodes_lumina2.RenormCFG.execute.<locals>.renorm_cfg_func nodes_mahiro.Mahiro.execute.<locals>.mahiro_normd "
-    "nodes_model_advanced.RescaleCFG.patch.<locals>.rescale_cfg nodes_perpneg.PerpNeg.execute.<locals>.cfg_function "
-    "nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function "
-    "nodes_tcfg.TCFG.execute.<locals>.tangential_damping_cfg",
-    around="nodes_easycache.easycache_sample_wrapper "
-    "nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper",
-    no_bands="nodes_easycache.easycache_calc_cond_batch_wrapper nodes_easycache.easycache_forward_wrapper "
-    "nodes_easycache.lazycache_predict_noise_wrapper "
-    # Of models that no family computes, and of UNets.
-    "nodes_chroma_radiance.ChromaRadianceOptions.execute.<locals>.model_function_wrapper "
-    "nodes_hidream_o1.HiDreamO1PatchSeamSmoothing.execute.<locals>.smoothing_wrapper "
-    "nodes_model_patch.SUPIRApply.execute.<locals>.restore_cfg_function "
-    "nodes_sag.SelfAttentionGuidance.execute.<locals>.post_cfg_function",
-)
-GUIDERS_IN_BANDS = in_bands(
-    pixel_wise="samplers.CFGGuider nodes_custom_sampler.Guider_Basic nodes_custom_sampler.Guider_DualCFG "
-    "nodes_lt.Guider_LTXAVDualCFG",
-    whole="nodes_perpneg.Guider_PerpNeg",
-    no_bands="nodes_custom_sampler.Guider_DualModel nodes_train.TrainGuider",
-)
 _PIXEL_WISE_STEPS = (
     "cfgpp_ud10_ab ddpm deis dpm_2 dpm_2_ancestral dpm_2_ancestral_RF dpm_fast dpmpp_2m dpmpp_2m_cfg_pp dpmpp_2m_sde "
     "dpmpp_2m_sde_gpu dpmpp_2m_sde_heun dpmpp_2m_sde_heun_gpu dpmpp_2s_ancestral dpmpp_2s_ancestral_RF "
@@ -210,12 +168,13 @@ _PIXEL_WISE_STEPS = (
     "gradient_estimation_cfg_pp heun heunpp2 ipndm ipndm_v lcm lms res_multistep res_multistep_ancestral "
     "res_multistep_ancestral_cfg_pp res_multistep_cfg_pp sa_solver sa_solver_pece seeds_2 seeds_3"
 )
-SAMPLERS_IN_BANDS = in_bands(
-    pixel_wise=" ".join(f"sampling.sample_{name}" for name in _PIXEL_WISE_STEPS.split())
-    + " uni_pc.sample_unipc uni_pc.sample_unipc_bh2",
-    no_bands="sampling.sample_dpm_adaptive sampling.sample_ar_video",
-)
-"""ComfyUI's own functions. Under PipeFusion they are run for each band, or for the whole latent, or the run is not cut."""
+SAMPLERS_IN_BANDS = {
+    **{f"sampling.sample_{name}": PIXEL_WISE for name in _PIXEL_WISE_STEPS.split()},
+    **dict.fromkeys(("uni_pc.sample_unipc", "uni_pc.sample_unipc_bh2"), PIXEL_WISE),
+    **dict.fromkeys(("sampling.sample_dpm_adaptive", "sampling.sample_ar_video"), NO_BANDS),
+}
+"""ComfyUI's own functions. Under PipeFusion they are run for each band, or the run is not cut. Guidance that is not known
+is never cut, so that it needs no rows."""
 
 ALWAYS = rows(
     passed="c_crossattn",
@@ -251,17 +210,11 @@ TABLES: Mapping[str, Rows] = {
     "entries": ENTRIES,
 }
 """Kind of names, as in the files of names -> rows. Setters, native options and conditioning have tests of their own."""
-IN_BANDS: Mapping[str, Rows] = {
-    "guidance": GUIDANCE_IN_BANDS,
-    "guiders": GUIDERS_IN_BANDS,
-    "samplers": SAMPLERS_IN_BANDS,
-}
-"""Kind of names -> rows of ComfyUI's own functions and classes, all of which are computed."""
 
 
 def without_a_row(names: Mapping[str, Any]) -> list[str]:
     """The names of one ComfyUI for which there is no row, as "kind: name"."""
-    tables = TABLES | IN_BANDS
+    tables = TABLES | {"samplers": SAMPLERS_IN_BANDS}
     found = [(kind, name) for kind, table in tables.items() for name in names.get(kind, ()) if name not in table]
     entries = PATCHES | REPLACEMENTS | OPTIONS | MODEL_OPTIONS
     for method, strings in names["setters"].items():
@@ -274,13 +227,3 @@ def without_a_row(names: Mapping[str, Any]) -> list[str]:
         found += [(f"read by {kind}", name) for name in native["options"] if name not in known]
         found += [(f"patches of {kind}", name) for name in native["patches"] if name not in family.blocks.native_patches]
     return [f"{kind}: {name}" for kind, name in found]
-
-
-def all_rows() -> Iterator[tuple[str, str, str]]:
-    """(kind, name, outcome) of every row."""
-    tables = TABLES | {"setters": SETTERS, "conditioning": ALWAYS}
-    tables |= {f"conditioning of {family}": table for family, table in CONDITIONING.items()}
-    tables |= {f"read {option}": table for option, table in READ.items()}
-    tables |= {f"read beside {option}": {kind: PASSED} for option, kind in READ_BESIDE.items()}
-    for kind, table in tables.items():
-        yield from ((kind, name, outcome) for name, outcome in table.items())

@@ -1,11 +1,12 @@
 """Kernels that other nodes put on a MODEL: known by the names of their functions, which are made here as the nodes do."""
 
 import functools
+import types
 from types import SimpleNamespace
 
 import pytest
 
-from parallel_backend.core.attention_kernels import KERNELS, SAGE_VARIANTS
+from parallel_backend.core.attention_kernels import SAGE_VARIANTS
 from parallel_backend.families.own_class.family import own_class_family
 from testing import mini
 
@@ -32,49 +33,22 @@ def by_core(name):
     return in_module(optimized_attention_override, "comfy.model_patcher", where)
 
 
+def calling(name, *texts):
+    """A function whose closure has the package's function of this name, which it calls with these texts."""
+
+    def packages(): ...
+
+    def function():
+        return packages
+
+    code = function.__code__.replace(co_freevars=(name,), co_consts=(None, *texts))
+    return types.FunctionType(code, {}, closure=function.__closure__)
+
+
 def by_kj(mode):
     """As Patch Sage Attention of KJNodes: a function of the package behind two closures and two decorators."""
-    if mode == "auto":
-
-        def sageattn(): ...
-
-        def sage_func(q):
-            return sageattn(q, is_causal=False)
-
-    elif mode == "fp16_triton":
-
-        def sageattn_qk_int8_pv_fp16_triton(): ...
-
-        def sage_func(q):
-            return sageattn_qk_int8_pv_fp16_triton(q)
-
-    elif mode == "fp16_cuda":
-
-        def sageattn_qk_int8_pv_fp16_cuda(): ...
-
-        def sage_func(q):
-            return sageattn_qk_int8_pv_fp16_cuda(q, pv_accum_dtype="fp32")
-
-    elif mode == "fp8_cuda":
-
-        def sageattn_qk_int8_pv_fp8_cuda(): ...
-
-        def sage_func(q):
-            return sageattn_qk_int8_pv_fp8_cuda(q, pv_accum_dtype="fp32+fp32")
-
-    elif mode == "fp8_cuda++":
-
-        def sageattn_qk_int8_pv_fp8_cuda(): ...
-
-        def sage_func(q):
-            return sageattn_qk_int8_pv_fp8_cuda(q, pv_accum_dtype="fp32+fp16")
-
-    else:
-
-        def sageattn3_blackwell(): ...
-
-        def sage_func(q):
-            return sageattn3_blackwell(q)
+    name, options = SAGE_VARIANTS.get(mode, ("sageattn" if mode == "auto" else mode, {}))
+    sage_func = calling(name, *options.values())
 
     @functools.wraps(sage_func)
     def uncompiled(*args):
@@ -128,7 +102,9 @@ def test_patch_flash_attention(module):
     assert (chosen(flash_by_kj(), "auto"), chosen(flash_by_kj(), "auto/sage")) == ("", "flash")
 
 
-@pytest.mark.parametrize("other", [by_kj("sageattn3"), lambda func, *args: func(*args), "text", by_core("attention3_sage")])
+@pytest.mark.parametrize(
+    "other", [by_kj("sageattn3_blackwell"), lambda func, *args: func(*args), "text", by_core("attention3_sage")]
+)
 def test_another_one_is_left_to_be_refused(module, other):
     patches = module("model.patches.block_patches")
     assert module("model.patches.attention_choice").chosen_attention(other, "auto") is None
@@ -143,10 +119,6 @@ def test_a_known_one_becomes_the_calls_kernel(module):
     changes, left = module("model.patches.block_patches").block_changes(FAMILY, CONFIG, options, 1, "auto")
     assert changes.attention == "sage.fp8_cuda"
     assert not list(module("model.patches.reach").unread(options | left, FAMILY))
-
-
-def test_every_native_kernel_has_its_row(module):
-    assert set(module("model.patches.attention_choice").NATIVE.values()) <= set(KERNELS)
 
 
 @pytest.mark.parametrize(

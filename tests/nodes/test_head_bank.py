@@ -89,16 +89,6 @@ def test_a_step_computes_with_the_mean_of_the_heads_that_it_spans(bank, weights,
     on_ranks.adapt(None, (), lambda: None)
 
 
-def test_strengths_are_shares_of_the_parts_between_two_sigmas(module):
-    strengths = module("model.lora.head_bank").head_strengths
-    sigmas = torch.tensor([1.0, 0.97, 0.5, 0.0])
-    for sigma in (1.0, 0.971, 0.5, 0.0):
-        video, sound = torch.tensor(strengths(HEADS, sigma, sigmas, (12.0, 3.0))).view(2, HEADS - 1)
-        assert torch.equal(video > 0, sound > 0), "both streams span the same heads"
-        assert (video.sum() <= 1 + 1e-6) and (sigma == 1.0 or float(video.sum()) == pytest.approx(1.0))
-    assert strengths(1, 0.5, sigmas, (12.0, 3.0)) == ()
-
-
 def test_heads_that_do_not_fit_each_other_are_refused(bank, weights, mini_file):
     patches = lora(load_file(mini_file))
     del patches["diffusion_model.final_layer.linear.bias"]
@@ -106,8 +96,3 @@ def test_heads_that_do_not_fit_each_other_are_refused(bank, weights, mini_file):
         ValueError, match=r"the output heads of this PDD acceleration LoRA do not fit each other.*turbo LoRA"
     ):
         bank.heads_of(weights, patches)
-
-
-def test_a_sampler_without_sigmas_is_refused(module):
-    with pytest.raises(ValueError, match="needs the sampler's sigmas"):
-        module("model.lora.head_bank").strengths_in_call(HEADS, torch.tensor([1000.0]), {})

@@ -15,10 +15,6 @@ def unread(module, family, name, value):
 
 VALUES = {
     "rope_options": {"scale_x": 2.0},
-    "run_vx": False,
-    "run_ax": False,
-    "a2v_cross_attn": False,
-    "v2a_cross_attn": False,
     "patches": {"double_block": [print]},
     "patches_replace": {"dit": {("double_block", 0): print}},
 }
@@ -47,17 +43,10 @@ def test_the_table_of_readers_has_the_native_models_that_read_an_entry(module):
     }
 
 
-@pytest.mark.parametrize("name", [name for name, table in rows.READ.items() if PASSED in table.values()])
-def test_an_entry_that_is_passed_decides_the_tensors_for_the_ranks(name):
-    for kind, outcome in rows.READ[name].items():
-        if outcome == PASSED and name in ("sigmas", "sample_sigmas"):
-            assert passes(KINDS[kind], name), kind
-        elif outcome == PASSED:
-            config, call = next(with_(KINDS[kind], ""))
-            value = {"stg_self_attn_blocks": [1], "rope_options": {"shift_x": 2.0}}.get(
-                name, False if "attn" in name else 5.0
-            )
-            assert tensors(KINDS[kind], config, call) != tensors(KINDS[kind], config, call | {name: value}), kind
+def test_rope_options_decide_the_tensors_for_the_ranks():
+    family = KINDS[rows.ROPE_PASSED]
+    config, call = next(with_(family, ""))
+    assert tensors(family, config, call) != tensors(family, config, call | {"rope_options": {"shift_x": 2.0}})
 
 
 def test_an_unknown_entry_is_refused_by_its_name(module):
@@ -123,20 +112,3 @@ def refusing(reach, family, name):
         return
     with pytest.raises(ValueError, match=f"'{name}' conditioning"):
         reach.refuse_what_does_not_reach_the_ranks({}, [name], family)
-
-
-@pytest.mark.parametrize(
-    ("family", "setting", "stored"),
-    [
-        ("qwen-image-2.1", {"device": "auto", "dtype": "int8"}, "int8"),
-        ("qwen-image-2.1", {"device": "cpu", "dtype": "int4"}, "int4"),
-        ("qwen-image-2.1", {"device": "auto", "dtype": "default"}, ""),
-        ("qwen-image-2.1", {"device": "off", "dtype": "int8"}, ""),  # nothing is kept natively
-        ("seedvr2", {"device": "auto", "dtype": "int8"}, ""),
-    ],
-)
-def test_the_node_for_a_kept_text_decides_how_it_is_stored(module, family, setting, stored):
-    config = {"num_layers": 1, "num_single_layers": 1}
-    options = {"qwen_image21_cache": setting}
-    changes, _ = module("model.patches.block_patches").block_changes(FAMILIES[family], config, options, 1, "auto")
-    assert changes.kept_text == stored

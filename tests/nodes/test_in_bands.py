@@ -15,10 +15,6 @@ def sample_function(*_arguments):
     """What a node has put there."""
 
 
-def test_a_plain_sampling_runs_in_bands(why_not_banded):
-    assert why_not_banded() is None
-
-
 @every(rows.WRAPPERS_IN_BANDS)
 def test_wrappers_in_bands(module, why_not_banded, name, outcome):
     options = {"transformer_options": {"wrappers": {name: {"key": [sample_function]}}}}
@@ -74,49 +70,49 @@ def test_entries_of_a_conditioning_in_bands(why_not_banded, name, outcome):
     assert reason is None or outcome == COMPUTED
 
 
-def named(name, operation=None, rescaling_scale=1.0):
+def named(name, operation=None):
     """A function of this name, whose closure has the variables that the pack looks at."""
 
     def function():
-        return operation, rescaling_scale
+        return operation
 
     module, _, function.__qualname__ = name.partition(".")
     function.__module__ = f"comfy.k_diffusion.{module}" if module in ("sampling", "uni_pc") else module
     return function
 
 
-SHARPEN = "nodes_latent.LatentOperationSharpen.execute.<locals>.sharpen"
-MASKS = ("nodes_differential_diffusion.DifferentialDiffusion.execute.<locals>.<lambda>",)
+LATENT_OPERATION = "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function"
 
 
-@every(rows.GUIDANCE_IN_BANDS)
-def test_guidance_of_comfyui_in_bands(module, name, outcome):
-    known, function = module("sampling.known_local"), named(name, operation=named(SHARPEN))
-    if name in MASKS:
-        assert (name in known.PIXEL_WISE_MASKS) == (outcome == rows.PIXEL_WISE)
-        return
-    assert known.is_known_guidance(function) == (outcome in (rows.PIXEL_WISE, rows.WHOLE))
-    assert known.looks_at_the_whole(function) == (outcome == rows.WHOLE)
+@pytest.mark.parametrize(
+    ("function", "is_known", "whole"),
+    [
+        (named("nodes_cfg.CFGNorm.execute.<locals>.cfg_norm"), True, False),
+        (named("nodes_apg.APG.execute.<locals>.pre_cfg_function"), True, True),
+        (named("nodes_sag.SelfAttentionGuidance.execute.<locals>.post_cfg_function"), False, False),
+        (named(LATENT_OPERATION, named("nodes_latent.LatentOperationSharpen.execute.<locals>.sharpen")), True, True),
+        (named(LATENT_OPERATION, named("a_pack.operation")), False, True),
+    ],
+)
+def test_guidance_in_bands(module, function, is_known, whole):
+    known = module("sampling.known_local")
+    assert (known.is_known_guidance(function), known.looks_at_the_whole(function)) == (is_known, whole)
 
 
-def test_guidance_that_calls_an_unknown_function_is_unknown(module):
-    function = named("nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function", named("a_pack.operation"))
-    assert not module("sampling.known_local").is_known_guidance(function)
-
-
-def test_skip_layer_guidance_without_rescaling_is_pixel_wise(module):
-    function = named("nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function", rescaling_scale=0.0)
-    assert not module("sampling.known_local").looks_at_the_whole(function)
-
-
-@every(rows.GUIDERS_IN_BANDS)
-def test_guiders_of_comfyui_in_bands(module, sampling, name, outcome):
-    file, _, kind = name.partition(".")
+@pytest.mark.parametrize(
+    ("file", "kind", "in_bands", "whole"),
+    [
+        ("samplers", "CFGGuider", True, False),
+        ("nodes_perpneg", "Guider_PerpNeg", True, True),
+        ("nodes_train", "TrainGuider", False, False),
+    ],
+)
+def test_guiders_in_bands(module, sampling, file, kind, in_bands, whole):
     found = sampling()
     found.guider.__class__ = type(kind, (CFGGuider,), {"__module__": file})
     eligibility = module("sampling.eligibility")
-    assert (eligibility.why_not_banded(found) is not None) == (outcome == rows.NO_BANDS)
-    assert eligibility.needs_the_whole(found) == (outcome == rows.WHOLE)
+    assert (eligibility.why_not_banded(found) is None) == in_bands
+    assert eligibility.needs_the_whole(found) == whole
 
 
 @every(rows.SAMPLERS_IN_BANDS)

@@ -90,14 +90,6 @@ def test_another_version_of_a_package_is_tried_again(module, kept, own, monkeypa
     assert kept(own)[1]
 
 
-@pytest.mark.parametrize("names", [(), ("num_tokens",)])
-def test_another_number_is_tried_again_if_it_matters(kept, own, names):
-    proof = dataclasses.replace(PROOF, numbers=names)
-    assert kept(own, proof=proof, num_tokens=40) == (proof, True)
-    assert kept(own, proof=proof, num_tokens=40) == (proof, False)
-    assert kept(own, proof=proof, num_tokens=41) == (proof, not names)
-
-
 @pytest.mark.parametrize("way", ["sequence", "bands", "tensor"])
 def test_a_refusal_of_a_small_call_is_none_of_a_large_one(kept, own, way):
     refusal = dataclasses.replace(PROOF, **{way: "it lacks tokens"})
@@ -115,10 +107,3 @@ def test_a_damaged_file_is_not_believed(kept, own, tmp_path, damage):
     path.write_text(whole.replace("why not", "") if damage == "unproven" else damage)
     assert kept(own) == (PROOF, True)
     assert path.read_text() == whole
-
-
-def test_a_folder_that_cannot_be_written_to_costs_a_warning(module, own, tmp_path, caplog):
-    kept_proof = module("model.loading.kept_proofs").kept_proof
-    (tmp_path / "file").write_text("")
-    assert kept_proof(tmp_path / "file", own, "two", lambda: PROOF, {}) == PROOF
-    assert "could not be kept" in caplog.text

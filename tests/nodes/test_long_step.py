@@ -42,19 +42,6 @@ def test_a_first_step_is_told_each_second_once_it_takes_long(watched):
     assert len(said) == 2
 
 
-def test_a_later_step_is_not(watched):
-    _, poll_of, said = watched
-    poll_of(first=False)(0.0, 10.0, 20.0)
-    assert said == []
-
-
-def test_streamed_weights_are_the_reason(watched):
-    model, poll_of, said = watched
-    model.streamed_bytes = [9.2e9, 3e9]
-    poll_of(first=True)(0.0, 6.0)
-    assert said == ["Parallel DiT: first step (each step copies 12.2 GB of weights to the devices), 6 s"]
-
-
 def test_a_rank_that_compiles_is_told_in_any_step_from_its_beginning(watched):
     model, poll_of, said = watched
     poll = poll_of(first=False)

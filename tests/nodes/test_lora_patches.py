@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.stand_in_comfyui import LoRAAdapter
 
@@ -107,11 +106,6 @@ def test_a_lora_for_another_model_is_refused(patcher, width, told):
     assert told == []
 
 
-def test_a_lora_of_which_comfyui_knows_no_name_is_said(patcher, told):
-    assert with_lora(patcher, {}).patches == {}
-    assert told == ["Parallel DiT: this LoRA has no layer that this model has, and changes nothing"]
-
-
 def test_a_lora_that_is_added_layer_by_layer_is_not_refused(patcher, width, told):
     """As some packs do it: the adapter tells how many tensors its file has."""
     patched = patcher.clone()
@@ -121,18 +115,6 @@ def test_a_lora_that_is_added_layer_by_layer_is_not_refused(patcher, width, told
     assert told == [
         "Parallel DiT: double_blocks.1.img_attn.proj.weight of this LoRA does not fit this model and is left out"
     ]
-
-
-def test_what_is_carried_over_is_what_comfyui_applies(module, patcher, width, told):
-    source = types.SimpleNamespace(**vars(patcher))
-    fits, narrow = (1.0, lora(width, width), 1.0, None, None), (1.0, lora(width, width // 2), 1.0, None, None)
-    source.patches, source.hook_patches = {PROJ: [fits, narrow], OTHER: [narrow]}, {"hook": {PROJ: [narrow, fits]}}
-    source.get_all_callbacks = lambda _kind: []
-    source.object_patches = source.weight_wrapper_patches = source.attachments = source.additional_models = {}
-    source.callbacks = source.wrappers = source.injections = {}
-    module("model.carry_over").carry_over(source, target := patcher.clone())
-    assert target.patches == {PROJ: [fits]} and target.hook_patches == {"hook": {PROJ: [fits]}}
-    assert [line.split(" layers")[0] for line in told] == ["Parallel DiT: 2 of 3", "Parallel DiT: 1 of 2"]
 
 
 def test_a_layers_second_patch_is_for_the_weight_that_the_first_one_enlarges(module, patcher, width, told):
@@ -156,10 +138,3 @@ def test_a_lora_in_bypass_mode_beside_another(module, patcher, width):
     for unfit in (lora(width, width // 2), lora(width, 2 * width, reshape=[width, 2 * width])):
         with pytest.raises(ValueError, match=r"a LoRA in bypass mode for double_blocks.*, which is of another"):
             patcher.clone().set_injections("bypass_lora", bypass({layer: unfit}))
-
-
-def test_a_patch_without_strength_may_weaken_the_weight_whatever_it_has(patcher, mini_file):
-    weakened = patcher.clone()
-    weakened.add_patches({PROJ: (None,)}, 0.0, 0.75)
-    [delta] = weakened.stub.weights.deltas(weakened.patches)
-    assert delta.instead and torch.equal(delta.up, 0.75 * load_file(mini_file)[delta.key].float())

@@ -1,20 +1,14 @@
 """A prompt's text passes the native model's layers for it once for all that they are given."""
 
 import importlib
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from parallel_backend.checkpoints.own_class import open_own_class
-from parallel_backend.core.spans import Span
-from parallel_backend.families.own_class import adapters
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.tried_calls import draw_weights
-from parallel_backend.placement.model_sizes import ends_bytes
-from parallel_backend.rank.stage.own_class import build_own_stage
-from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 TEXT, IDS, FACTORS = torch.randn(1, 5, 16), torch.arange(4)[None], torch.ones(1, 4, 1)
@@ -36,10 +30,8 @@ def native_text(module):
         (None, (TEXT + 1, IDS), {"t5xxl_weights": FACTORS}),
         (None, (TEXT, IDS + 1), {"t5xxl_weights": FACTORS}),
         (None, (TEXT, IDS), {"t5xxl_weights": 2 * FACTORS}),
-        (None, (TEXT, IDS), {}),
-        (None, (TEXT.double(), IDS), {"t5xxl_weights": FACTORS}),
     ],
-    ids=["patches", "text", "tokens", "weights", "no weights", "dtype"],
+    ids=["patches", "text", "tokens", "weights"],
 )
 def test_what_was_given_again_is_kept_and_anything_else_is_computed(native_text, name, given, named):
     first = native_text.preprocess({}, None, TEXT, IDS, t5xxl_weights=FACTORS)
@@ -77,18 +69,3 @@ def test_an_own_class_computes_text_with_the_weights_that_it_needs(module, tmp_p
         }
         found = native_text.preprocess(patches, "patched", text)
         assert (found - model.preprocess_text_embeds(text)).abs().max() < 1e-6
-
-
-def test_no_rank_has_weights_that_text_alone_passes(tmp_path, monkeypatch):
-    monkeypatch.setitem(adapters.ADAPTERS, "Planted", adapters.Adapter("blocks", {}, of_text=("refiner",)))
-    with planted_comfyui():
-        model, loaded = build(own := planted("RefinesText")), []
-        draw_weights(model, 1)
-        save_file(state := model.state_dict(), path := tmp_path / "own.safetensors")
-        plan = TensorPlan({}, 1, 1, SimpleNamespace(size=1))
-        given = open_own_class(path, own), Span(0, 0), torch.device("cpu"), "fp32", plan
-        stage = build_own_stage(*given, lambda weights, _kept: loaded.extend(weights.targets), None)
-        assert list(stage.model.refiner.parameters()) == []
-        kept = {name: value for name, value in state.items() if not name.startswith("refiner.")}
-        assert set(loaded) == kept.keys() < state.keys()
-        assert ends_bytes(given[0], "fp32") == (0, 0, sum(value.nbytes for value in kept.values()))

@@ -40,39 +40,6 @@ def test_each_open_panel_is_told_at_once_and_then_of_changes_alone(panels):
     asyncio.run(run())
 
 
-def test_nothing_runs_for_closed_panels_and_pages_that_are_gone(panels):
-    open_panels, server, sent, state = panels
-
-    async def run():
-        open_panels.open("a")
-        open_panels.open("b")
-        await asyncio.sleep(0.1)
-        open_panels.close("a")
-        del server.sockets["b"]
-        await asyncio.sleep(0.1)
-        told = len(sent)
-        state["pools"] = [1]
-        await asyncio.sleep(0.1)
-        assert len(sent) == told
-        assert len(asyncio.all_tasks()) == 1
-        open_panels.open("a")
-        await asyncio.sleep(0.1)
-        assert len(sent) == told + 1
-
-    asyncio.run(run())
-
-
-def test_small_changes_of_memory_are_no_news(module, monkeypatch):
-    panel = module("ranks_panel")
-    seen = []
-    for free in (10**9, 10**9 + 10**6):
-        pool = SimpleNamespace(free=free)
-        monkeypatch.setattr(panel, "asdict", lambda each: {"ranks": [{"free": each.free}]})
-        monkeypatch.setattr(panel, "registry", lambda pool=pool: SimpleNamespace(overview=lambda: [pool]))
-        seen.append(panel.shown())
-    assert seen[0] == seen[1]
-
-
 @pytest.fixture
 def unloading(module, monkeypatch):
     """(Unloading, its registry, the prompts that run)"""
@@ -105,23 +72,5 @@ def test_unload_waits_for_the_prompts_end_and_is_done_once(unloading):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert (ranks.unloaded, len(asyncio.all_tasks())) == (2, 1)
-
-    asyncio.run(run())
-
-
-def test_unloads_take_no_thread_of_comfyuis_page(module, unloading):
-    """One is under way, one waits, and others are refused."""
-    panel, ranks, _ = unloading
-    busy = module("ui.long_work").Busy
-
-    async def run():
-        ranks.may.clear()
-        asked = [asyncio.create_task(panel.asked()) for _ in range(8)]
-        await asyncio.sleep(0.1)
-        refused, waiting = [each for each in asked if each.done()], [each for each in asked if not each.done()]
-        assert [type(each.exception()) for each in refused] == [busy] * 6
-        assert not [each for each in threading.enumerate() if each.name.startswith("asyncio_")]
-        ranks.may.set()
-        assert await asyncio.gather(*waiting) == [True, True]
 
     asyncio.run(run())

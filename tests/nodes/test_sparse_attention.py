@@ -10,7 +10,7 @@ from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families.own_class import adapters
 from parallel_backend.families.own_class.family import own_class_family
 from testing import mini
-from tests.nodes.test_attention_choice import by_core, in_module
+from tests.nodes.test_attention_choice import in_module
 
 SETTINGS = {
     "tau": 1.3,
@@ -79,26 +79,3 @@ def test_segments_of_a_class_come_with_the_settings(module, monkeypatch):
     assert found == replace(EXPECTED, kept=0.1, cubes=True, segments=segments, grid=(1, 4, 4))
     assert of(module, override_of(patch)) is None
     assert of(module, override_of(patch), block_patch_of(patch), sigma=0.8) is None
-
-
-def test_the_kernel_below_it_is_that_of_calls_in_full(module):
-    patch, kernel_of = SimpleNamespace(**SETTINGS), module("model.patches.block_patches").kernel_of_call
-    assert kernel_of(override_of(patch), "auto", "") == ("", None)
-    assert kernel_of(override_of(patch, by_core("attention_sage")), "auto", "") == ("sage", None)
-    assert of(module, override_of(patch, override_of(patch))) == EXPECTED
-    other = by_core("attention_of_a_newer_comfyui")
-    assert kernel_of(override_of(patch, other), "auto", "") == ("", other)
-
-
-@pytest.mark.parametrize(("gate", "has_gate"), [("proj", True), ("to_gate_compress", False)])
-def test_the_node_finds_whether_a_block_has_vsas_gate(module, monkeypatch, gate, has_gate):
-    """It warns if there is none, and VSA goes on without it."""
-    monkeypatch.setattr(adapters, "ADAPTERS", {mini.proven().kind: adapters.Adapter("", {}, gate=f"img_attn.{gate}")})
-    own_class_family.cache_clear()
-    checkpoint = SimpleNamespace(family=own_class_family(mini.proven()), config={})
-    own_class_family.cache_clear()
-    tensors = {name: torch.empty(2, 2, device="meta") for name in checkpoint.family.parameters}
-    block = module("model.native.native_names").NativeNames(checkpoint, tensors, "").at("double_blocks")[0]
-    assert (getattr(block.img_attn, gate) is not None) == has_gate
-    with pytest.raises(AttributeError, match=r"double_blocks\.0\.img_attn\.other"):
-        _ = block.img_attn.other

@@ -54,18 +54,3 @@ def test_a_node_names_the_options_that_ranks_do_not_follow(started, dtype, left_
     line = options(**started).options_line(dtype, "cuda")
     start = "ranks do not follow these start options of ComfyUI: "
     assert line == (start + left_out if left_out else "")
-
-
-@pytest.mark.parametrize("feature", Feature)
-def test_features_are_asked_by_name(feature):
-    module = options(fast={feature})
-    assert [module.is_fast(one.value) for one in Feature] == [one is feature for one in Feature]
-
-
-def test_fp16_accumulation_has_models_computed_in_fp16_where_comfyui_does():
-    prefers, usual = options(prefers_fp16=True).wanted_halves, options().wanted_halves
-    both, allowed = ("bf16", "fp16"), ("bf16", "fp16")
-    assert prefers(both, allowed, "default") == ("fp16",)
-    for other in (prefers(both, allowed, "bf16"), prefers(both, ("bf16",), "default"), usual(both, allowed, "default")):
-        assert other == both
-    assert prefers(("bf16",), allowed, "default") == ("bf16",)

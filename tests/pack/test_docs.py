@@ -75,15 +75,6 @@ def test_no_page_is_long_but_those_that_a_command_makes(page):
     assert len(page.read_text(encoding="utf-8").splitlines()) <= LONGEST or maker(page)
 
 
-def test_pages_that_a_command_makes_name_one_that_is_there():
-    commands = [command for command in map(maker, PAGES) if command]
-    assert commands
-    for command in commands:
-        module, script = re.fullmatch(r"python (?:-m ([\w.]+)|(\S+\.py))(?: .*)?", command).groups()
-        path = ROOT / script if script else ROOT.joinpath(*module.split("."))
-        assert any(file.is_file() for file in (path, path.with_suffix(".py"), path / "__main__.py")), command
-
-
 def test_every_page_of_docs_is_in_the_index():
     index = ROOT / "docs" / "README.md"
     listed = {(index.parent / link).resolve() for link in links(index)}

@@ -227,13 +227,6 @@ def test_messages_that_a_page_quotes_are_in_the_sources(node, language):
         assert found == quoted(page(node, "en").read_text(encoding="utf-8"))
 
 
-def test_a_message_that_nobody_shows_is_noticed():
-    assert quoted("# x\n## a\n## b\n## c\n- `no: such\n  … message` (here): `x`\n- Words: `y`\n") == ["no: such … message"]
-    assert "no: such … message" not in messages()
-    assert all(quoted(page("ParallelDiTLoader", language).read_text(encoding="utf-8")) for language in LANGUAGES)
-    assert "devices: … needs … GPUs, this machine has …" in messages()
-
-
 @pytest.mark.parametrize("node", NODES)
 def test_inputs_that_a_page_names_exist(defined, node):
     """A `name_with_underscores` in prose is some node's input, or a value, file or device that is named so."""
@@ -242,39 +235,3 @@ def test_inputs_that_a_page_names_exist(defined, node):
     for language in LANGUAGES:
         spans = re.findall("`([a-z0-9]+(?:_[a-z0-9]+)+)`", page(node, language).read_text(encoding="utf-8"))
         assert set(spans) <= known | others
-
-
-def test_comfyui_is_told_where_the_pages_are():
-    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
-    (value,) = (
-        node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "WEB_DIRECTORY"
-    )
-    assert (ROOT / value / "docs") == page(NODES[0], "en").parent
-
-
-AVOIDED = {
-    "图块": "分片",
-    "您": "你",
-    "去噪": "降噪",
-    "潜空间": "latent",
-    "检查点": "Checkpoint",
-    "加载扩散模型": "UNet加载器",
-    "加载 CLIP": "加载CLIP",
-    "加载 VAE": "加载VAE",
-    "加载 LoRA": "LoRA加载器（仅模型）",
-    "“帮助”": "“节点信息”",
-    "本插件": "本节点包",
-    "并行追踪": "并行时间线",
-}
-"""Words that no Chinese text has -> the one in their place: ComfyUI's own where it has one."""
-
-
-def test_chinese_texts_use_one_word_for_one_thing():
-    folders = (("web", "*.md"), ("web", "*.js"), ("locales", "*.json"), ("docs", "*.md"), ("workflows", "*.json"))
-    paths = [ROOT / "README.zh.md", *(path for folder, names in folders for path in (ROOT / folder).rglob(names))]
-    found = [
-        (path.relative_to(ROOT).as_posix(), word) for path in paths for word in AVOIDED if word in path.read_text("utf-8")
-    ]
-    assert found == []

@@ -28,12 +28,6 @@ def test_too_old(monkeypatch, version):
         check_comfyui()
 
 
-def test_one_that_says_no_version_is_too_old(monkeypatch):
-    monkeypatch.setitem(sys.modules, "comfyui_version", None)
-    with pytest.raises(RuntimeError, match="does not say its version"):
-        check_comfyui()
-
-
 def test_the_registry_is_told_the_same():
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert tables["tool"]["comfy"]["requires-comfyui"] == ">=" + ".".join(map(str, OLDEST))
@@ -65,12 +59,6 @@ def test_an_older_diffusers_is_refused_by_its_version(monkeypatch, version):
         check_diffusers()
 
 
-def test_without_diffusers(monkeypatch):
-    installed(monkeypatch, None)
-    with pytest.raises(RuntimeError, match=r"needs diffusers 0\.38 to 0\.42, which is not installed\. Install"):
-        check_diffusers()
-
-
 @pytest.mark.parametrize("version", ["0.43.0", "0.50.2", "1.0.0", "0.43.0.dev0"])
 def test_a_newer_diffusers_is_warned_of(monkeypatch, caplog, version):
     installed(monkeypatch, version)
@@ -78,11 +66,6 @@ def test_a_newer_diffusers_is_warned_of(monkeypatch, caplog, version):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"tested with diffusers 0.38 to 0.42, and {version} is installed" in record.getMessage()
-
-
-def test_the_diffusers_here_is_one_that_it_is_tested_with(caplog):
-    check_diffusers()
-    assert caplog.messages == []
 
 
 def test_pip_is_told_the_same_diffusers():

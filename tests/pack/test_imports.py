@@ -40,19 +40,6 @@ print(all(importlib.util.find_spec(name) for name in {COMFYUI}))
 """
 """Then all of the backend, where ComfyUI's modules are there to be found."""
 
-STARTED_RANK = """
-import importlib.util, sys, types
-from datetime import timedelta
-stub = sys.modules["parallel_backend.rank.worker"] = types.ModuleType("worker")
-stub.run = lambda settings, connection, make_worker: None
-from parallel_backend.rank.start import entry
-from parallel_backend.wire import rank_settings
-entry.main(rank_settings.RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1)), None)
-del sys.modules["parallel_backend.rank.worker"]
-import parallel_backend.rank.worker, diffusers.models.transformers.transformer_flux
-print([name for name in ("scipy.stats", "transformers") if name in sys.modules], bool(importlib.util.find_spec("scipy")))
-"""
-"""As entry.main does it, up to the class of a model."""
 
 WITHOUT_TORCH = """
 import runpy, sys
@@ -81,11 +68,6 @@ def test_a_rank_imports_the_models_and_neither_comfyui_nor_the_nodes(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     assert run(RANK_SIDE, tmp_path) == ["", "True True", "", "True"]
-
-
-@pytest.mark.slow
-def test_a_rank_starts_without_what_only_pipelines_want_although_it_is_installed():
-    assert run(STARTED_RANK) == ["[] True"]
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [(["--help"], 0, "--devices"), ([], 2, "torch is not installed")])

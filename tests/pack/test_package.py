@@ -3,15 +3,11 @@
 import ast
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from packaging.requirements import Requirement
 
 from scripts.comfyui_server import PACK
-from scripts.requirements import constraints, installed
 from tests.support.package_files import packaged
 
 
@@ -53,34 +49,6 @@ def test_requirements_are_loose_and_bring_no_torch(project):
     assert not [line for line in required if "==" in line]
 
 
-def requirements(project) -> list[str]:
-    """The pack's own and those of all extras."""
-    own = project["project"]
-    return [*own["dependencies"], *(line for extra in own["optional-dependencies"].values() for line in extra)]
-
-
-def test_what_the_pack_requires_has_bounds(project):
-    unbound = [line for line in project["project"]["dependencies"] if not re.fullmatch(r"[\w-]+>=[\d.]+,<[\d.]+", line)]
-    assert unbound == []
-
-
-def test_constraints_name_what_the_tests_install_in_versions_that_are_allowed(project):
-    allowed = {each.name: each.specifier for each in map(Requirement, requirements(project)) if each.name != "torch"}
-    assert constraints().keys() == allowed.keys()
-    assert [name for name, version in constraints().items() if version not in allowed[name]] == []
-
-
-def test_what_a_script_has_to_install(monkeypatch):
-    versions = {"diffusers": "0.42.1", "numpy": "1.24.0", "einops": "0.8.1"}
-    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
-    assert installed("diffusers>=0.38,<0.43", None)
-    assert not installed("numpy>=1.25,<3", None)
-    assert installed("einops>=0.7,<1", None)
-    assert not installed("einops>=0.7,<1", "0.8.2")
-    monkeypatch.setattr("importlib.metadata.version", mock.Mock(side_effect=PackageNotFoundError))
-    assert not installed("einops>=0.7,<1", None)
-
-
 def test_pip_installs_the_backend_alone(project):
     """ComfyUI imports the nodes from the pack's folder; tests and benchmarks need the repository."""
     setup = project["tool"]["setuptools"]
@@ -103,10 +71,3 @@ def test_only_tests_import_tests(folder):
                 named.add(("tests", path))
     assert [path for top, path in named if top == "tests"] == []
     assert named
-
-
-def test_no_code_is_made_from_text_and_nothing_installs_itself(project):
-    assert {"S102", "S307"} <= set(project["tool"]["ruff"]["lint"]["select"])
-    for path in packaged():
-        if path.suffix == ".py":
-            assert not re.search(r"\bsubprocess\b|\bos\.system\b", (PACK / path).read_text()), path

@@ -9,8 +9,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 400
 """Lines of a module, beyond which it has more than one job."""
-MOST_AT_THE_TOP = 2
-"""Modules beside the rooms of parallel_backend: a newcomer is to look into rooms."""
 
 
 def test_no_import_leads_upward_or_round_in_a_circle():
@@ -21,19 +19,8 @@ def test_no_import_leads_upward_or_round_in_a_circle():
     assert "0 broken" in done.stdout
 
 
-def test_rooms_rather_than_modules_stand_at_the_top():
-    assert len(list((ROOT / "parallel_backend").glob("*.py"))) <= MOST_AT_THE_TOP
-
-
 @pytest.mark.parametrize("folder", ["parallel_backend", "nodes"])
 def test_no_module_is_too_long_to_be_read(folder):
     lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert lengths
     assert {str(path): length for path, length in lengths.items() if length > LONGEST} == {}
-
-
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in (ROOT / "parallel_backend").rglob("*.py")}), ids=lambda folder: folder.name
-)
-def test_every_room_says_what_it_holds(folder):
-    assert (folder / "__init__.py").read_text().startswith('"""')

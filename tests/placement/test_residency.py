@@ -1,17 +1,13 @@
 """How much of the weights stays on devices that do not hold them all, and what a micro-step then takes."""
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import ALLOWED, Offload
-from parallel_backend.placement.balance import cut_blocks, spill_seconds
-from parallel_backend.placement.memory_model import Request
+from parallel_backend.placement.balance import cut_blocks
 from parallel_backend.placement.model_sizes import RankWeights
-from parallel_backend.placement.pipeline_model import StageCost, choose_bands
 from parallel_backend.placement.residency import offload_of, share_out, shared_bytes
 from parallel_backend.placement.streaming_model import streamed_seconds
 
@@ -67,16 +63,6 @@ def test_copies_hide_behind_computing_as_far_as_there_is_some():
     assert streamed_seconds([1.0] * 10, [2.0] * 10, gap=2.0) == pytest.approx(18)  # copies go on between micro-steps
 
 
-@given(st.integers(3, 30), st.floats(0.1, 10), st.floats(0, 5), st.randoms(use_true_random=False))
-def test_a_micro_step_takes_no_less_than_computing_or_copies_and_no_more_than_both(count, pace, gap, rng: random.Random):
-    compute = [rng.random() for _ in range(count)]
-    copies = [pace * rng.random() if rng.random() < 0.5 else 0.0 for _ in range(count)]
-    found = streamed_seconds(compute, copies, gap)
-    assert found >= sum(compute) - 1e-9
-    assert found + gap >= sum(copies) - 1e-9
-    assert found <= sum(compute) + sum(copies) + 1e-9
-
-
 def test_stages_are_cut_with_their_copies_in_view():
     """Blocks of one speed, of which the first ones are larger. Two alike devices hold half of them."""
     sizes, costs = [30] * 4 + [10] * 8, [1.0] * 12
@@ -86,18 +72,3 @@ def test_stages_are_cut_with_their_copies_in_view():
     assert fast == [6, 6]  # copies cost nothing: by speed
     assert slow == [3, 9]  # 20 and 40 bytes are left over: no other cut copies less on the stage that copies most
     assert [len(span) for span in cut_blocks([costs] * 2, sizes, [200, 200], [1.0] * 2)] == [6, 6]  # all fits
-
-
-def test_bands_pay_for_the_weights_of_each():
-    exact, banded = Request((8, 8), 0, 0, 2), Request((8, 8), 0, 0, 2, kept=2, bands=4)
-    assert spill_seconds([2.0, 4.0], exact) == [0.5, 0.25]
-    assert spill_seconds([2.0, 4.0], banded) == [1.0, 0.5]  # four bands of two entries
-    assert spill_seconds([2.0, 0.0], exact) == spill_seconds([], exact) == []  # somewhere nothing can be streamed
-
-
-def test_fewer_bands_are_chosen_where_weights_are_streamed():
-    resident, streamed = StageCost(0.0, 1.0), StageCost(0.0, 1.0, copies=0.5)
-    hop = choose_bands(2, 64, 20, [StageCost(0.0, 0.02)] * 2)
-    assert hop > 2  # a quick model: more bands hide the way through the sampler
-    assert choose_bands(2, 64, 20, [StageCost(0.0, 0.02, copies=0.01)] * 2) == 2
-    assert choose_bands(2, 64, 20, [streamed] * 2) == choose_bands(2, 64, 20, [resident] * 2) == 2

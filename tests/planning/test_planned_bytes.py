@@ -17,7 +17,6 @@ pytestmark = pytest.mark.threads
 
 TEXT = 8
 NO_MACHINE = Calibration(Machine((), Links({})), ())
-DISPLACED = {"patch": 2, "patch_mode": "displaced"}
 MODES = {
     "qwen-image-2.1": [Degrees(ring=2)],
     "wan-animate-2": [Degrees(ulysses=2)],  # twice as wide between blocks as in its attention

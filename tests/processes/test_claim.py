@@ -2,10 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,14 +10,13 @@ import psutil
 import pytest
 
 from parallel_backend.processes import claim, rank_log
-from parallel_backend.processes.claim import CLAIM, UNLOCKED, Claim, is_claimed, remove_abandoned
+from parallel_backend.processes.claim import CLAIM, Claim, is_claimed, remove_abandoned
 from parallel_backend.processes.local import FOLDER_PREFIX, LocalRanks
 from parallel_backend.processes.rank_log import KEPT, LogFolder
 from parallel_backend.wire.rank_settings import StartSettings
 from tests.processes.test_forked import comfyui, ranks_of
 from tests.support.idle_rank import idle
 
-ROOT = Path(__file__).resolve().parents[2]
 START = StartSettings(("cpu",), 1, timedelta(minutes=1))
 
 
@@ -37,17 +33,6 @@ def test_a_claim_is_there_until_it_is_released(tmp_path):
     mark.release()
     assert not is_claimed(tmp_path)
     assert names(tmp_path) == []
-
-
-def test_a_folder_that_cannot_be_locked_is_used_without_a_claim(tmp_path, monkeypatch):
-    def fail(_handle):
-        raise OSError("no locks on this drive")
-
-    monkeypatch.setattr(claim, "_lock", fail)
-    mark = Claim(tmp_path)
-    assert names(tmp_path) == []
-    mark.release()
-    assert not (tmp_path / UNLOCKED).exists()
 
 
 def test_only_folders_whose_process_is_gone_are_removed(tmp_path, monkeypatch):
@@ -73,14 +58,6 @@ def test_only_folders_whose_process_is_gone_are_removed(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert names(tmp_path) == ["foreign", "link", "living", "unmarked"]
     mark.release()
-
-
-def test_a_folder_that_goes_while_it_is_looked_at_does_not_hinder_a_start(tmp_path):
-    """As when another process removes its own, or the same one."""
-    (killed := tmp_path / "killed").mkdir()
-    (killed / CLAIM).touch()
-    remove_abandoned([tmp_path / "gone", killed])
-    assert names(tmp_path) == []
 
 
 @pytest.mark.processes
@@ -122,39 +99,3 @@ def test_each_pool_has_its_own_logs_and_old_ones_go(tmp_path, monkeypatch):
     assert {*names(logs)} == {first.path.name, last.path.name, *kept, "rank-0.log", "notes"}
     first.release()
     last.release()
-
-
-@pytest.mark.processes
-def test_logs_of_two_comfyuis_on_one_folder_stay_apart(tmp_path):
-    """However many pools the one has started, the other's stay while it lives."""
-    code = (
-        "import sys; from pathlib import Path; from parallel_backend.processes.rank_log import LogFolder\n"
-        "folder = LogFolder(Path(sys.argv[1])); print(folder.path, flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        others = Path(other.stdout.readline().strip())
-        for _ in range(KEPT + 2):
-            LogFolder(tmp_path).release()
-        assert others.exists()
-        other.stdin.close()
-        other.wait(30)
-        for _ in range(KEPT + 2):
-            LogFolder(tmp_path).release()
-        assert not others.exists()
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("spawned")
-def test_the_end_of_a_log_is_that_of_the_ranks_own(tmp_path):
-    first, second = LocalRanks(replace(START, logs=tmp_path), idle), None
-    try:
-        second = LocalRanks(replace(START, logs=tmp_path), idle)
-        assert first.logs != second.logs
-        (second.logs / "rank-0.log").write_text("CUDA out of memory")
-        (first.logs / "rank-0.log").write_text("all is well")
-        assert first.log_tail(0) == "all is well"
-    finally:
-        for ranks in filter(None, (first, second)):
-            ranks.kill()
-    assert first.logs.is_dir() and second.logs.is_dir()

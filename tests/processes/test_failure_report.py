@@ -70,14 +70,6 @@ def test_where_nothing_else_is_known_the_rank_that_lost_its_peer_is_named(at_onc
     assert str(found.root_cause()).startswith("Parallel DiT: rank 1 (cuda:0) lost its peer: ValueError: of 1")
 
 
-def test_a_connection_that_ended_is_waited_for_and_then_named(monkeypatch):
-    found = report(Ranks())
-    found.note_cut_off(2)
-    assert found.root_cause() is None
-    monkeypatch.setattr(failure_report, "ROOT_CAUSE_SECONDS", -1.0)
-    assert str(found.root_cause()).startswith("Parallel DiT: rank 2 (cuda:1) closed its connection")
-
-
 def test_links_that_failed_are_told_by_all_their_ends_unless_a_rank_died(at_once):
     def links(rank: int) -> m.Failure:
         return m.Failure(rank, "loading", True, f"the link of {rank} did not end. Try: something", "traceback", "nccl")

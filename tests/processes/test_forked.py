@@ -7,15 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
-
-from parallel_backend.processes.local import LocalRanks
-from parallel_backend.wire.rank_settings import StartSettings
-from tests.support.idle_rank import idle
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,58 +111,3 @@ def test_ranks_outlive_the_end_of_a_fork(tmp_path):
         said, errors = process.communicate(timeout=60)
     assert said.strip() == "0 [None, None] True"
     assert "Traceback" not in errors
-
-
-def test_a_fork_asks_ranks_of_its_own_to_end(tmp_path):
-    """multiprocessing's function at exit would kill them while the threads that watch them run."""
-    then = (
-        "sys.stdout.flush()\n"
-        "if os.fork() == 0:\n"
-        "    own = registry()._pools.use(('cuda:0',), lambda pool: pool)\n"
-        "    log = own.ranks.directory / 'rank-0.log'\n"
-        "    while not (log.exists() and log.read_text()):\n"
-        "        time.sleep(0.01)\n"
-        "    registry().exit()\n"
-        "    print(own.error, own.watchdog.turns > 0, own._receiver.is_alive(), flush=True)\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-        "os._exit(0)"
-    )
-    with comfyui(tmp_path, then) as process:
-        said, errors = process.communicate(timeout=60)
-    assert said.strip() == "Parallel DiT: the ranks were ended True False"
-    assert "Traceback" not in errors
-
-
-@pytest.mark.usefixtures("spawned")
-def test_a_fork_has_no_end_of_a_ranks_connection(tmp_path):
-    start = StartSettings(("cpu",), 1, timedelta(minutes=1), tmp_path)
-    ranks = LocalRanks(start, idle)
-    try:
-        child = os.fork()
-        if child == 0:
-            held = not ranks.channels[0].connection.closed or ranks._claim._handle or ranks._log_folder._claim._handle
-            os._exit(1 if held else 0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert not ranks.channels[0].connection.closed
-    finally:
-        ranks.kill()
-
-
-def test_a_load_does_not_hold_up_the_end_of_comfyui(tmp_path):
-    """Ctrl-C while ranks start or load, which these go on doing for ever."""
-    then = (
-        "def load():\n"
-        "    registry().pool_for(('cpu', 'cpu'), lambda: waiting.set())\n"
-        "waiting = threading.Event()\n"
-        "threading.Thread(target=load, daemon=True).start()\n"
-        "waiting.wait()\n"
-        "print(*pool.pids, pool.ranks.directory, flush=True)\n"
-        "raise KeyboardInterrupt"
-    )
-    with comfyui(tmp_path, then) as process:
-        said, _ = process.communicate(timeout=60)
-    *pids, directory = said.split()
-    assert len(pids) == 2
-    assert all(gone(int(pid)) for pid in pids)
-    assert not Path(directory).exists()

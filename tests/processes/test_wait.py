@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from unittest import mock
 
 import pytest
 
@@ -31,11 +32,12 @@ def test_whoever_waits_may_give_up():
     assert looked == [threading.current_thread()] * 3
 
 
-def test_what_is_there_is_not_waited_for():
-    future = Future()
-    future.set_result(3)
-
-    def poll() -> None:
-        raise Cancelled
-
-    assert wait_for(future, poll) == 3
+@pytest.mark.parametrize("outcome", ["there", TimeoutError("its own")], ids=str)
+def test_a_result_that_comes_as_the_wait_for_it_times_out_is_a_result(outcome):
+    late = mock.Mock(done=lambda: True)
+    late.result.side_effect = [TimeoutError(), outcome]
+    if outcome == "there":
+        assert wait_for(late, lambda: None) == outcome
+    else:
+        with pytest.raises(TimeoutError, match="its own"):
+            wait_for(late, lambda: None)

@@ -5,9 +5,7 @@ import ctypes
 import multiprocessing
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,18 +18,14 @@ import pytest
 import torch
 
 from parallel_backend.client.call import ModelCall
-from parallel_backend.core import compile_check
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.processes.local import LocalRanks
-from parallel_backend.rank import allocator
-from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.rank.start import parent_watch
 from parallel_backend.wire.rank_settings import StartSettings
 from testing import mini
-from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
 
 pytestmark = pytest.mark.threads
 
@@ -58,31 +52,11 @@ def test_memory_is_asked_of_the_system(monkeypatch):
     assert DeviceCopies(torch.device("cpu")).peak_bytes == 1 << 30
 
 
-def test_glibc_is_not_looked_for():
-    allocator.keep_freed()
-    allocator.give_back()
-
-
 def test_a_rank_that_hangs_is_not_asked_for_its_stack(monkeypatch):
     monkeypatch.setattr(os, "kill", None)
     ranks = LocalRanks.__new__(LocalRanks)
     ranks._processes = [SimpleNamespace(pid=1)]
     ranks.dump(0)
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        (0xC0000005, "ended with exit code 3221225477 (0xc0000005)"),  # an access violation
-        (1, "ended with exit code 1"),
-        (-15, "was killed by signal 15"),  # as Python tells of TerminateProcess
-        (None, None),
-    ],
-)
-def test_how_a_rank_ended(code, said):
-    ranks = LocalRanks.__new__(LocalRanks)
-    ranks._processes = [SimpleNamespace(exitcode=code)]
-    assert ranks.how_ended(0) == said
 
 
 def test_a_rank_ends_with_its_parent(monkeypatch, tmp_path):
@@ -104,42 +78,11 @@ def test_ranks_are_joined_by_gloo():
     assert backend_for(("cuda:0", "cuda:1")) == "gloo"
 
 
-def test_links_are_measured_without_looking_at_other_gpus(monkeypatch):
-    """Which a rank's process does not see there: torch would call their numbers invalid."""
-    monkeypatch.setattr(link_probe, "_to_and_fro", lambda size, *_others: (size, 1.0))
-    monkeypatch.setattr(link_probe, "_all_at_once", lambda *_others: 1.0)
-    calls = SimpleNamespace(barrier=lambda **_named: None, get_backend=lambda: "gloo")
-    monkeypatch.setattr(link_probe, "dist", calls)
-    with fake_cuda(ADA):
-        found = link_probe.probe_links(1, ("cuda:0", "cuda:1"), (1024,))
-    assert (found.name, found.peers) == (ADA.name, {})
-    monkeypatch.setattr(sys, "platform", "linux")
-    with fake_cuda(ADA, ADA):
-        assert link_probe.probe_links(1, ("cuda:0", "cuda:1"), (1024,)).peers == {0: True}
-
-
 def test_a_torch_that_ranks_cannot_use_is_named_before_any_starts(monkeypatch):
     """As AMD's wheels for Windows were."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"built without torch\.distributed.*newer torch.*WSL2"):
         LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1)))
-
-
-def test_rocm_is_said_to_be_untried(monkeypatch, caplog):
-    monkeypatch.setattr(LocalRanks, "_start", lambda *_arguments: None)
-    for card, times in ((ADA, 0), (RDNA3, 1)):
-        with fake_cuda(card):
-            LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1))).kill()
-        assert caplog.text.count("ROCm) have never been tried") == times
-
-
-def test_compiling_names_windows_own_triton(monkeypatch):
-    monkeypatch.setattr(compile_check.importlib.util, "find_spec", lambda _name: None)
-    with fake_cuda(ADA), pytest.raises(ValueError, match=r"^compile: .*package triton-windows"):
-        compile_check.check_compile(("cuda:0",))
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
-    with pytest.raises(ValueError, match=r"^compile: .*compiler cl,"):
-        compile_check.check_compile(("cpu",))
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,20 +104,6 @@ def test_no_module_needs_what_windows_lacks_to_be_imported():
         naming |= {path.name} if POSIX_NAMES.search(text) else set()
     assert not needing
     assert naming == BEHIND_A_BRANCH
-
-
-def test_a_log_is_written_without_signals(tmp_path):
-    code = (
-        "import faulthandler, signal, sys\n"
-        "from pathlib import Path\n"
-        "from parallel_backend.rank.start.log import write_log\n"
-        "del faulthandler.register, signal.SIGUSR1\n"
-        "write_log(Path(sys.argv[1]), 'rank 0')\n"
-        "print('a word')\n"
-    )
-    path = tmp_path / "rank-0.log"
-    subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, check=True)
-    assert "a word" in path.read_text()
 
 
 def test_a_model_runs_on_two_ranks(remote, mini_model, monkeypatch):

@@ -36,11 +36,6 @@ def sleep(_call: int) -> None:
         time.sleep(3600)
 
 
-def slow_down(call: int) -> None:
-    """Each block twice as much as the one before: 4.8 s in the last one of a tiny model."""
-    time.sleep(0.3 * 2**call)
-
-
 def end(_call: int) -> None:
     sys.stdout.write("last words\n")
     os._exit(3)
@@ -66,4 +61,4 @@ def speak(_call: int) -> None:
     os.write(2, b"written by native code\n")
 
 
-ACTS = {"sleep": sleep, "slow_down": slow_down, "end": end, "crash": crash, "run_out": run_out, "speak": speak}
+ACTS = {"sleep": sleep, "end": end, "crash": crash, "run_out": run_out, "speak": speak}

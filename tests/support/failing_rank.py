@@ -35,17 +35,3 @@ def out_of_memory(settings: RankSettings, connection: Connection) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     _run(settings, connection, fail)
-
-
-def leaking(settings: RankSettings, connection: Connection) -> None:
-    """Keeps 1 MB of every run."""
-    from parallel_backend.rank.engine import Engine
-
-    close_run, kept = Engine.close_run, []
-
-    def closed(engine, run):
-        kept.append(bytearray(range(250)) * 4000)
-        return close_run(engine, run)
-
-    Engine.close_run = closed
-    main(settings, connection)

@@ -18,12 +18,7 @@ from testing import mini
 from testing.host_memory import held_bytes
 from testing.models import on_ranks
 
-CONFIG = mini.CONFIG | {
-    "double_blocks": 4,
-    "single_blocks": 16,
-    "width": 8 * 128,
-    "axes": (16, 56, 56),
-}
+CONFIG = mini.CONFIG | {"double_blocks": 4, "single_blocks": 16, "width": 8 * 128, "axes": (16, 56, 56)}
 RANKS = 4
 COPY, LIMIT = 1.1, 1.3
 """Of the file's size: when it is loaded, and after a call."""
@@ -48,15 +43,7 @@ def write_random(path: Path, config: dict) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(psutil.virtual_memory().available < 8e9, reason="needs 8 GB of free memory")
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        Degrees(pipe=RANKS),
-        Degrees(ulysses=2, tensor=2),
-        *(pytest.param(degrees, marks=pytest.mark.full) for degrees in (Degrees(tensor=RANKS), Degrees(batch=2, pipe=2))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("degrees", [Degrees(pipe=RANKS), Degrees(ulysses=2, tensor=2)], ids=str)
 def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degrees):
     path = tmp_path / "large.safetensors"
     size = write_random(path, CONFIG)

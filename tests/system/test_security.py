@@ -3,7 +3,6 @@
 import ast
 import os
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,9 @@ import pytest
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from testing.models import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp", "subprocess"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {
     "torch": {"load"},
@@ -57,12 +55,8 @@ def forbidden(source: str) -> list[str]:
     return found
 
 
-def sources() -> list[Path]:
-    return [ROOT / "__init__.py", *(ROOT / "nodes").rglob("*.py"), *(ROOT / "parallel_backend").rglob("*.py")]
-
-
 def test_nothing_is_unpickled_or_made_into_code():
-    files = sources()
+    files = [ROOT / "__init__.py", *(ROOT / "nodes").rglob("*.py"), *(ROOT / "parallel_backend").rglob("*.py")]
     assert len(files) > 100
     for file in files:
         assert forbidden(file.read_text()) == [], file
@@ -75,16 +69,9 @@ def test_nothing_is_unpickled_or_made_into_code():
         "from pickle import loads",
         "import torch\ntorch.load('a')",
         "from torch import load",
-        "import numpy as np\nnp.load('a', allow_pickle=True)",
         "eval('1')",
-        "exec('1')",
-        "__import__('os')",
-        "import marshal",
-        "import yaml\nyaml.load('a')",
         "import torch.distributed as dist\ndist.broadcast_object_list([])",
-        "import torch\ntorch.distributed.all_gather_object([], 1)",
         "from torch.distributed import all_gather_object",
-        "self.connection.recv()",
         "channel.connection.send(1)",
     ],
 )
@@ -92,20 +79,9 @@ def test_the_search_finds_what_it_looks_for(source):
     assert forbidden(source)
 
 
-def test_the_search_leaves_others_alone():
-    assert not forbidden("import json\njson.load(file)\nchannel.send(1)\nself.connection.recv_bytes(1)\nmodel.eval()")
-
-
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-MODES = [
-    Degrees(pipe=2),
-    Degrees(batch=2),
-    Degrees(ulysses=2),
-    Degrees(ring=2),
-    Degrees(tensor=2),
-    Degrees(patch=2, patch_mode="displaced"),
-    Degrees(patch=2, patch_mode="naive"),
-]
+DISPLACED = Degrees(patch=2, patch_mode="displaced")
+MODES = [Degrees(pipe=2), Degrees(batch=2), Degrees(ulysses=2), Degrees(ring=2), Degrees(tensor=2), DISPLACED]
 
 
 def listening(pids) -> set[str]:
@@ -127,31 +103,6 @@ def test_in_every_mode_ranks_listen_on_loopback_and_the_client_nowhere(pools, mi
     assert heard  # the control: Gloo does listen, so there is something to see
     assert heard <= LOOPBACK
     assert listening([os.getpid()]) == before
-
-
-def test_measuring_listens_on_loopback_too(pools, mini_file):
-    """stage_split auto, the doctor and the planner make no store or group of their own elsewhere."""
-    from parallel_backend.processes.pool import wait_for
-    from parallel_backend.wire import messages as m
-
-    pool = pools(2)
-    pools.forget(2)
-    wait_for(pool.ask(m.ProbeLinks((1024,)), m.LinksProbed), lambda: None)
-    on_ranks(pool, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, "auto")
-    assert listening(pool.pids) <= LOOPBACK
-
-
-def test_a_socket_that_anybody_can_reach_would_be_seen():
-    with socket.socket() as open_to_all:
-        open_to_all.bind(("0.0.0.0", 0))
-        open_to_all.listen()
-        assert "0.0.0.0" in listening([os.getpid()])
-
-
-def test_the_store_of_the_rendezvous_is_the_users_alone(pools):
-    directory = pools(2).ranks.directory
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert directory.stat().st_uid == os.getuid()
 
 
 @pytest.mark.parametrize("given", [None, "eth7"])

@@ -31,7 +31,6 @@ TENSORS = {
     "bool": torch.tensor([True, False, True]),
     "empty": torch.empty(2, 0, 5),
     "scalar": torch.tensor(0.5),
-    "scalar bf16": torch.tensor(0.5, dtype=torch.bfloat16),
     "transposed": torch.arange(6.0).view(2, 3).T,
     "a slice": torch.arange(20.0).view(4, 5)[1:3, ::2],
 }
@@ -59,7 +58,6 @@ MESSAGES = [
     m.AdaptersSent(),
     m.Adapted(1, 2**40, 7),
     m.PutConditioning(7, (8, 6), 0, 3, 2, TENSORS),
-    m.PutConditioning(8, (8, 6), 12, 0, 1, {}),
     m.PutConditioning(
         9,
         (8, 6),
@@ -87,7 +85,6 @@ MESSAGES = [
     m.BeginVAE("ü-1", "encoder", 2**40),
     m.VAEBegun(1, True, True, 2**40, "why"),
     m.DropVAE(),
-    m.RunVAE("decoder", TENSORS["bf16"], (3, 2), True, None),
     m.RunVAE("decoder", TENSORS["bf16"], (), False, TENSORS["fp32"]),
     m.VAEOutput(1, TENSORS["bf16"], {"rows": 2**40}),
     m.VAEOutput(0, None, {}),
@@ -101,7 +98,6 @@ MESSAGES = [
     m.NotFiniteFound(1, 2**40, ("a.weight",), ()),
     m.NotFiniteFound(0, None, (), ("a", "b")),
     m.Failure(1, "loading", True, "OSError: ü", 'Traceback\n  File "a"'),
-    m.Failure(1, "micro-step 12", False, "", ""),
     m.BeginTimeline(),
     m.ReadTimeline(),
     m.Timeline(1, TENSORS["fp64"], TENSORS["int64"], 2**40),
@@ -126,9 +122,17 @@ def equal(a, b) -> bool:
     return type(a) is type(b) and a == b
 
 
+@pytest.fixture
+def ends():
+    """A sender and a receiver."""
+    ends = [Channel(end) for end in Pipe(duplex=True)]
+    yield ends
+    for each in ends:
+        each.close()
+
+
 def through_a_pipe(*messages):
-    ours, theirs = Pipe(duplex=True)
-    sender, receiver = Channel(ours), Channel(theirs)
+    sender, receiver = (Channel(end) for end in Pipe(duplex=True))
     thread = threading.Thread(target=lambda: [sender.send(message) for message in messages])
     thread.start()
     received = [receiver.receive().message for _ in messages]
@@ -138,11 +142,6 @@ def through_a_pipe(*messages):
         receiver.receive()
     receiver.close()
     return received
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_round_trip(message):
-    assert equal(through_a_pipe(message)[0], message)
 
 
 @pytest.mark.parametrize("model", [None, 3])
@@ -163,7 +162,7 @@ def test_many_in_a_row_stay_in_step():
     assert equal(tuple(through_a_pipe(*MESSAGES)), tuple(MESSAGES))
 
 
-def test_a_message_whose_tensor_has_no_bytes_is_not_begun(monkeypatch):
+def test_a_message_whose_tensor_has_no_bytes_is_not_begun(ends, monkeypatch):
     """Such as one of torch.compile's while it traces: were the header sent before, it would take its bytes from the next."""
     whole, bytes_of = m.Output(1, 5, TENSORS["fp32"]), channel._bytes
 
@@ -173,20 +172,17 @@ def test_a_message_whose_tensor_has_no_bytes_is_not_begun(monkeypatch):
         return bytes_of(tensor)
 
     monkeypatch.setattr(channel, "_bytes", bytes_but_of_integers)
-    ours, theirs = Pipe(duplex=True)
-    sender, receiver = Channel(ours), Channel(theirs)
+    sender, receiver = ends
     with pytest.raises(RuntimeError, match="no storage"):
         sender.send(m.PutConditioning(7, (8, 6), 0, 3, 2, {"a": TENSORS["fp32"], "b": TENSORS["int64"]}))
     assert sender.begun == 0
     sender.send(whole)
     assert equal(receiver.receive().message, whole)
-    sender.close()
-    receiver.close()
 
 
-def test_nothing_follows_a_message_that_was_cut_short(monkeypatch):
-    ours, theirs = Pipe(duplex=True)
-    sender, receiver = Channel(ours), Channel(theirs)
+def test_nothing_follows_a_message_that_was_cut_short(ends, monkeypatch):
+    sender, receiver = ends
+    ours, theirs = sender.connection, receiver.connection
     frames, write = [], ours.send_bytes
 
     def send_bytes(frame):
@@ -205,19 +201,11 @@ def test_nothing_follows_a_message_that_was_cut_short(monkeypatch):
         receiver.receive()
     theirs.send_bytes(b"still heard")
     assert ours.recv_bytes() == b"still heard"
-    sender.close()
-    receiver.close()
 
 
 def test_every_type_is_tried():
     types = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls)} - {Span}
     assert {type(message) for message in MESSAGES} == types
-
-
-def test_the_comparison_sees_a_difference():
-    assert not equal(m.Output(1, 5, torch.zeros(2)), m.Output(1, 5, torch.zeros(2, dtype=torch.bfloat16)))
-    load = next(message for message in MESSAGES if isinstance(message, m.Load))
-    assert not equal(load, dataclasses.replace(load, stage_blocks=(Span(0, 3), Span(3, 9))))
 
 
 def refused_or_read(header: bytes) -> None:
@@ -234,24 +222,16 @@ def test_any_damaged_header_is_refused_or_read(rng):
     refused_or_read(messages.header(rng, MESSAGES))
 
 
-def test_deep_nesting_is_refused():
-    with pytest.raises(m.BadMessage):
-        m.decode_header(b"[" * 100_000 + b"]" * 100_000)
-
-
 def output(dtype, shape) -> bytes:
     return json.dumps(["Output", 0, 1, [dtype, shape]]).encode()
 
 
-@pytest.mark.parametrize("shape", [[2**34], [2**16, 2**16, 2**16], [2**70], [-1], [-1, -1], [1.5], ["1"], [True], 7, None])
+EMPTY = [0, 2**65], [0, 2**62, 2**62], [2**62, 2**62, 0], [0] * 9
+"""They have no bytes, so no limit on bytes sees them; torch raises a RuntimeError for their strides."""
+
+
+@pytest.mark.parametrize("shape", [*EMPTY, [2**34], [2**16, 2**16, 2**16], [2**70], [-1], [-1, -1], [1.5], ["1"], [True], 7])
 def test_tensors_too_large_or_of_no_size_are_refused(shape):
-    with pytest.raises(m.BadMessage, match="Output: "):
-        m.decode_header(output("float32", shape))
-
-
-@pytest.mark.parametrize("shape", [[0, 2**65], [0, 2**62, 2**62], [2**62, 2**62, 0], [0] * 9])
-def test_empty_tensors_with_axes_beyond_torchs_are_refused(shape):
-    """They have no bytes, so no limit on bytes sees them; torch raises a RuntimeError for their strides."""
     with pytest.raises(m.BadMessage):
         m.decode_header(output("float32", shape))
 
@@ -272,39 +252,22 @@ def test_a_message_is_bounded_as_a_whole():
         m.decode_header(decoder(*([],) * (encoding.MAX_TENSORS + 1)))
 
 
-def test_a_header_alone_takes_no_memory_for_tensors():
-    (message, *_), (pending,) = m.decode_header(output("float32", [2**31]))
-    assert pending.nbytes == 2**33
-    assert message.value is pending.tensor
-    assert pending.tensor.untyped_storage().nbytes() == 0
-
-
 WRONG = {
     "text for a number": ["Ready", "0"],
     "a truth value for a number": ["Ready", True],
-    "a number for a truth value": ["OpenRun", 1, 1],
     "a float for a whole number": ["Ready", 0.0],
     "below 0": ["Ready", -1],
     "beyond 128 bits": ["Ready", 2**128],
     "not finite": ["Loading", 0, float("nan")],
-    "endless": ["Loading", 0, float("inf")],
     "nothing for something": ["DropConditioning", None],
     "a field too few": ["Loading", 0],
     "a field too many": ["Ready", 0, 0],
-    "no list of fields": ["Ready"],
     "a span that ends before it starts": ["Span", 3, 2],
-    "a span of three": ["Span", 1, 2, 3],
-    "a pair of one": ["Probe", "a", "fp32", [32]],
     "a key twice": ["Probed", 0, [["a", [1.0]], ["a", [1.0]]], [1.0, 1.0], None, 0.0],
-    "an object for a dict": ["Probed", 0, {"a": [1.0]}, [1.0, 1.0], None, 0.0],
     "a tensor for a number": ["Ready", ["float32", [1]]],
     "a number for a tensor": ["Output", 0, 1, 3],
     "a dtype that is none": ["Output", 0, 1, ["object", [1]]],
-    "a dtype that no message has": ["Output", 0, 1, ["float8_e4m3fn", [1]]],
     "no such type": ["Unready", 0],
-    "a type that is no message": ["object"],
-    "no name": [0, 0],
-    "nothing": [],
     "an object": {"$type": "Ready", "rank": 0},
     "a text": "Ready",
 }
@@ -314,31 +277,6 @@ WRONG = {
 def test_every_field_is_held_to_its_type(header):
     with pytest.raises(m.BadMessage):
         m.decode_header(json.dumps(header).encode())
-
-
-SOUND = {"0": ["Ready", 0], "None": ["Probed", 0, [["a", [1.0]]], [1.0, 1.0], None, 0.0], "span": ["Span", 2, 2]}
-
-
-@pytest.mark.parametrize("header", SOUND.values(), ids=SOUND)
-def test_the_same_forms_with_sound_values_are_read(header):
-    m.decode_header(json.dumps(header).encode())
-
-
-UNSENT = [
-    m.Ready(True),
-    m.Ready(-1),
-    m.Loading(0, float("nan")),
-    m.OpenRun(1, 1),
-    m.Output(0, 1, torch.zeros(1, dtype=torch.complex64)),
-    m.Output(0, 1, None),
-    m.Probe("a", "fp32", (1, 2, 3)),
-]
-
-
-@pytest.mark.parametrize("message", UNSENT, ids=repr)
-def test_what_would_be_refused_is_not_sent(message):
-    with pytest.raises(AssertionError, match="cannot cross processes"):
-        m.encode(message)
 
 
 @pytest.mark.parametrize(
@@ -355,36 +293,19 @@ def test_what_is_too_large_is_not_sent(message):
         m.encode(message)
 
 
-def test_a_type_that_has_no_encoding_is_no_message():
-    @dataclasses.dataclass(frozen=True)
-    class Anything:
-        value: object
-
-    with pytest.raises(TypeError, match="cannot be the type of a message's field"):
-        encoding.Encoding([Anything])
-
-
 def test_a_tensor_of_several_frames_arrives_whole():
     large = torch.arange(FRAME_BYTES // 2 + 3, dtype=torch.int32)
     assert large.nbytes > 2 * FRAME_BYTES
     assert equal(through_a_pipe(m.Output(0, 1, large))[0], m.Output(0, 1, large))
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        3,
-        16,
-    ],
-)
-def test_a_tensor_of_the_wrong_length_is_refused(sent):
-    ours, theirs = Pipe(duplex=True)
-    ours.send_bytes(m.encode(m.Output(0, 1, torch.zeros(2)))[0])
-    ours.send_bytes(bytes(sent))
+@pytest.mark.parametrize("sent", [3, 16])
+def test_a_tensor_of_the_wrong_length_is_refused(ends, sent):
+    sender, receiver = ends
+    sender.connection.send_bytes(m.encode(m.Output(0, 1, torch.zeros(2)))[0])
+    sender.connection.send_bytes(bytes(sent))
     with pytest.raises(m.BadMessage):
-        Channel(theirs).receive()
-    ours.close()
-    theirs.close()
+        receiver.receive()
 
 
 def test_a_header_too_long_is_refused():
@@ -401,8 +322,3 @@ def test_a_header_too_long_is_refused():
     theirs.close()
     thread.join()
     ours.close()
-
-
-def test_what_is_no_plain_value_does_not_cross():
-    with pytest.raises(AssertionError, match="cannot cross processes"):
-        m.encode(m.Ready(object()))

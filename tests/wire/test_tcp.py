@@ -3,18 +3,16 @@
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import pickle
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
-from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -66,6 +64,11 @@ def receive(reception: Listener, seconds: float = 30.0):
     return reception.receive(seconds, lambda: None)
 
 
+def close(callers, ranks) -> None:
+    for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
+        connection.close()
+
+
 def listening() -> list[int]:
     return [c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
@@ -91,8 +94,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(reception, key):
     callers = receive(reception)
     assert isinstance(wrong.join().error, AuthenticationError)
     assert all(rank.join().connection is not None for rank in right)
-    for connection in (*(caller.connection for caller in callers), *(rank.connection for rank in right)):
-        connection.close()
+    close(callers, right)
 
 
 def test_a_stranger_that_goes_on_after_its_refusal_is_not_let_in(reception, key):
@@ -110,8 +112,7 @@ def test_a_stranger_that_goes_on_after_its_refusal_is_not_let_in(reception, key)
             assert stranger.poll(5), "it was let in"
             stranger.recv_bytes()
         ranks = [Rank(reception.address, key, rank) for rank in (0, 1)]
-        for connection in (*(caller.connection for caller in callers.result()), *(rank.join().connection for rank in ranks)):
-            connection.close()
+        close(callers.result(), ranks)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,7 @@ def test_garbage_is_refused_and_ranks_still_get_in(reception, key, said):
         with contextlib.suppress(ConnectionError):
             while stranger.recv(1 << 16):  # the challenge, then it is hung up on
                 pass
-    for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
-        connection.close()
+    close(callers, ranks)
 
 
 @pytest.mark.parametrize("silent", [3, dialling.MAX_UNAUTHENTICATED], ids=["a few", "as many as may"])
@@ -152,8 +152,7 @@ def test_silent_callers_are_hung_up_on_and_ranks_get_in(reception, key, monkeypa
             with contextlib.suppress(ConnectionError):
                 while stranger.recv(1 << 16):
                     pass
-    for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
-        connection.close()
+    close(callers, ranks)
 
 
 def is_hung_up_on(connection) -> bool:
@@ -203,8 +202,7 @@ def test_pickles_are_no_messages(reception, key):
     ranks[0].join().connection.send({"a": "pickle"})
     with pytest.raises(BadMessage):
         Channel(callers[0].connection).receive()
-    for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
-        connection.close()
+    close(callers, ranks)
 
 
 def test_giving_up_and_closing_leave_no_socket(key):
@@ -230,94 +228,10 @@ def test_giving_up_and_closing_leave_no_socket(key):
         dial((HOST, port), key, 1)
 
 
-def test_the_end_shows_once_all_is_read():
-    ours, theirs = multiprocessing.Pipe()
-    assert not is_closed(ours)
-    theirs.send_bytes(b"last words")
-    theirs.close()
-    assert not is_closed(ours)
-    assert ours.recv_bytes() == b"last words"
-    assert is_closed(ours)
-    ours.close()
-    assert is_closed(ours)
-
-
-def test_packets_go_out_at_once(reception, key):
-    ranks = [Rank(reception.address, key, rank) for rank in (0, 1)]
-    callers = receive(reception)
-    ends = [*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)]
-    for connection in ends:
-        with dialling.socket_of(connection) as ours:
-            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        connection.close()
-
-
-def test_hanging_up_lets_go_who_is_blocked_in_a_send(reception, key):
-    """As to a rank that is stopped, whose buffers are full."""
-    ranks = [Rank(reception.address, key, rank) for rank in (0, 1)]
-    callers = receive(reception)
-    ended = threading.Event()
-
-    def send():
-        with contextlib.suppress(OSError):
-            callers[0].connection.send_bytes(bytes(64 << 20))
-        ended.set()
-
-    threading.Thread(target=send, daemon=True).start()
-    assert not ended.wait(0.3)
-    dialling.shutdown(callers[0].connection)
-    assert ended.wait(30)
-    for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
-        connection.close()
-
-
-class Full:
-    """A listening socket in whose process there is no room for a connection: `times` callers are not taken."""
-
-    def __init__(self, listening: socket.socket, times: int):
-        self._listening, self.times = listening, times
-
-    def accept(self):
-        if self.times:
-            self.times -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self._listening.accept()
-
-    def close(self) -> None:
-        self._listening.close()
-
-
-def test_callers_wait_while_no_more_files_may_be_open(reception, key, caplog):
-    full = reception._socket = Full(reception._socket, 3)
-    ranks = [Rank(reception.address, key, rank) for rank in (0, 1)]
-    callers = receive(reception)
-    assert not full.times
-    assert caplog.text.count("a rank's connection has to wait: Too many open files") == 1
-    for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
-        connection.close()
-
-
 def test_the_limit_of_open_files_is_named_if_it_lasts(reception):
-    reception._socket = Full(reception._socket, 1000)
+    reception._socket = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(TimeoutError, match=r"no word from rank 0, 1 within 0 s.*Too many open files.*ulimit -n"):
         receive(reception, 0.3)
-
-
-def test_other_errors_of_the_listening_socket_are_raised(reception):
-    reception._socket.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        receive(reception, 5.0)
-    assert reception._strangers._value == dialling.MAX_UNAUTHENTICATED - 1
-
-
-def test_a_stranger_that_calls_without_end_does_not_fill_the_log(reception, caplog, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(dialling, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
-    for number in range(1000):
-        clock[0] = 100.0 + number / 400
-        reception._warn("refused")
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["refused", *["refused (and 399 more like it or others)"] * 2]
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["silent", "half a proof"])
