@@ -5,6 +5,7 @@ docs/planner.md has the formulas in one place.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
@@ -16,9 +17,10 @@ from parallel_backend.placement.model_sizes import ModelSizes
 
 from .machine import Machine
 from .modes import Mode
-from .prediction import AROUND, Sent, StepCost, StepKind
 from .workload import SUMS, Workload, list_of
 
+AROUND = ""
+"""In place of a block's name: all computing outside the blocks."""
 LEAST_GROWTH = 0.05
 """The least part of the longer timed sequence's seconds that counts as growing with the tokens."""
 
@@ -80,9 +82,33 @@ class Calibration:
     """Seconds from a model call's output to the next call's start."""
 
 
+class StepKind(Enum):
+    """Micro-steps of one kind cost the same."""
+
+    EXACT = "exact"
+    """The whole latent. On a pipeline one batch entry of it."""
+    FIRST_BAND = "first band"
+    """The first band, with the text; or the whole latent with displaced patches. All batch entries."""
+    OTHER_BAND = "other band"
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a micro-step. Figures by rank are in the order of the mode's ranks."""
+
+    blocks: Mapping[str, tuple[float, ...]]
+    """Kind of block -> by rank, seconds of one such block, with its transfers."""
+    around: tuple[float, ...]
+    """By rank, seconds outside the blocks."""
+
+
+Sent = Mapping[str, Mapping[str, Sequence[float]]]
+"""Kind of block, or AROUND -> mesh axis other than pipe -> bytes that each rank sends."""
+
+
 @dataclass(frozen=True)
 class CalibratedCosts:
-    """The Costs of a workload."""
+    """The costs of a workload on a machine, from which `predict` predicts a run."""
 
     calibration: Calibration
     workload: Workload
@@ -92,6 +118,7 @@ class CalibratedCosts:
         return self.calibration.machine
 
     def by_device(self, mode: Mode) -> StepCost:
+        """Of a whole call: the costs by which stages are cut."""
         costs, tokens = [self.calibration.costs[device] for device in mode.devices], self.workload.tokens
         return StepCost(
             {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kept},
@@ -121,9 +148,10 @@ class CalibratedCosts:
                 for rank in ranks:
                     seconds[rank] = max(slowest + waits, overlapped)
         around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
-        return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around, self.calibration.hop)
+        return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around)
 
     def sent(self, mode: Mode, exact: bool) -> Sent:
+        """In a whole step, with all micro-steps of its call."""
         kinds = [StepKind.EXACT] if exact else [StepKind.FIRST_BAND, *[StepKind.OTHER_BAND] * (mode.bands - 1)]
         entries = mode.entries(self.workload)
         axes = [axis for axis in (*SEQUENCE_AXES, "tensor") if getattr(mode.degrees, axis) > 1]
@@ -146,9 +174,6 @@ class CalibratedCosts:
                 gathered[axis] = [own * (count - 1)] * degrees.world
                 own *= count
         return gathered
-
-    def activations(self, mode: Mode) -> Sequence[int | None]:
-        return [None] * mode.degrees.world
 
     def _tokens(self, mode: Mode, kind: StepKind) -> tuple[float, int]:
         """Tokens of one batch entry in a micro-step: of the image (on average over other bands), and of the text."""

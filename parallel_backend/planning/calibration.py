@@ -78,9 +78,7 @@ def calibration_of(
     probes: Sequence[Probed],
     tokens: tuple[int, int],
 ) -> Calibration:
-    """The ranks' measurements as a calibration. A GPU counts with all of its memory, as its free memory may change.
-
-    `tokens`: of the longer and the shorter timed sequence."""
+    """The ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
     share = functools.partial(checkpoint.family.attention_share, checkpoint.config)
     costs = tuple(
         DeviceCost(
@@ -90,9 +88,13 @@ def calibration_of(
         )
         for probed in without_noise(block_lists(checkpoint), probes)
     )
-    machine = machine_of(devices, links, memories)
+    return Calibration(machine_of(devices, links, memories), costs, HOP_SECONDS)
+
+
+def lasting(calibration: Calibration) -> Calibration:
+    """The calibration for later runs: a GPU counts with all of its memory, as its free memory may change."""
     usable = tuple(
         replace(device, memory=None if device.total is None else max(0, device.total - contexts(device.name)), total=None)
-        for device in machine.devices
+        for device in calibration.machine.devices
     )
-    return Calibration(replace(machine, devices=usable), costs, HOP_SECONDS)
+    return replace(calibration, machine=replace(calibration.machine, devices=usable))

@@ -48,6 +48,8 @@ LINES = (
     "pipefusion_degree 2, 4 patches would take about 8.1 s (see Parallel Doctor)",
     "ulysses_degree 2 would take about 8.1 s (see Parallel Doctor)",
     "one GPU would take about 8.1 s (see Parallel Doctor)",
+    "trying ulysses_degree 2 for a few steps",
+    "trying pipefusion_degree 2, 4 patches for a few steps, 3 s",
     "trying skipped blocks of AuraFlow, ComfyUI's own class",
     "trying skipped blocks of AuraFlow, ComfyUI's own class, 45 %, 12 s",
     "trying NAG of Flux, ComfyUI's own class",

@@ -1,45 +1,40 @@
-"""Parallel Doctor: what it works out from measurements, by hand and against real runs, and what it says."""
+"""Parallel Doctor: what it says of machines that are made up, against real runs, and what it rehearses on real ranks."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
-from torch import nn
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import JOINT, StreamKeys
+from parallel_backend.families.base.blocks import JOINT
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
-from parallel_backend.placement.pipeline_model import StageCost, finish_times
-from parallel_backend.planning.doctor import examine, measure
+from parallel_backend.planning import rehearsal
+from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost
+from parallel_backend.planning.calibration import calibrate
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
-from parallel_backend.planning.planner import plan
-from parallel_backend.planning.prediction import AROUND, StepCost, cut_model, predict, step_bytes
-from parallel_backend.planning.rehearsal import CallKind, Rehearsed, rehearse
-from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, banded_call, needed
-from parallel_backend.planning.report import compare, describe_rehearsed, settings, verdict
+from parallel_backend.planning.planner import Plan, plan
+from parallel_backend.planning.prediction import cut_model, predict, step_bytes
+from parallel_backend.planning.report import describe, settings, verdict
 from parallel_backend.planning.workload import Workload, workload_of
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.pool import DeviceFull, Pool
 from testing import mini
-from testing.cases import all_cases
 from testing.models import on_ranks
 
 GB = 10**9
 NVLINK, PCIE, ETHERNET = Link(1e-5, 200e9), Link(2e-5, 12e9), Link(1e-4, 0.3e9)
-DISPLACED = Degrees(patch=2, patch_mode="displaced")
 
 
 def workload(heads: int = 24, count: int = 57, **changes) -> Workload:
@@ -80,56 +75,14 @@ def machine(speeds: Sequence[float], link: Link = NVLINK, free: float | Sequence
     return Machine(tuple(devices), Links(alike(world, link)), peers=peers)
 
 
-def rehearsed(what: Workload, on: Machine, kind: CallKind, block: float = 0.02) -> Rehearsed:
-    """By the textbook (docs/modes.md): a block takes `block` seconds, its transfers what their bytes need on the link.
-
-    Ring and old keys travel beside the computing. A smaller micro-step is a little less efficient.
-    """
-    cut, world = kind.degrees, len(on.devices)
-    link = on.links.link(0, 1) if world > 1 else Link(0.0, 1.0)
+def costs(what: Workload, on: Machine) -> CalibratedCosts:
+    """A block takes 20 ms for the whole picture on a GPU of speed 1."""
     speeds = [float(device.kind.removeprefix("GPU ")) for device in on.devices]
-    share = 1 / (cut.world * kind.bands)
-    activations = kind.entries * what.tokens * what.sizes.token_bytes / kind.bands
-    sent = {
-        "ulysses": 4 * activations * (cut.ulysses - 1) / cut.ulysses / cut.world,
-        "ring": 2 * activations * (cut.ring - 1) / cut.world,
-        "tensor": 4 * activations * (cut.tensor - 1) / cut.world,
-        "patch": 2 * activations * (cut.patch - 1) / cut.world,
-    }
-    latencies = {"ulysses": 2, "ring": cut.ring - 1, "tensor": 4, "patch": 1}
-    hidden = {"ring", *(["patch"] if kind.stale else [])}
-
-    def seconds(group: range) -> float:
-        compute = kind.entries * block * (share + 0.005) / min(speeds[rank] for rank in group)
-        on_the_way = {axis: latencies[axis] * link.latency + size / link.bandwidth for axis, size in sent.items() if size}
-        overlapped = sum(on_the_way[axis] for axis in on_the_way if axis in hidden)
-        return max(compute, overlapped) + sum(on_the_way[axis] for axis in on_the_way if axis not in hidden)
-
-    groups = [range(rank - rank % cut.world, rank - rank % cut.world + cut.world) for rank in range(world)]
-    cost = StepCost({"blocks.0": tuple(seconds(group) for group in groups)}, (0.004,) * world, 0.002)
-    moved = {axis: (round(size * kind.bands),) * world for axis, size in sent.items() if size}
-    return Rehearsed(cost, cost, {"blocks.0": moved, AROUND: {}}, (2 * GB,) * world)
-
-
-def costs(what: Workload, on: Machine) -> RehearsedCosts:
-    modes, _ = possible(what, len(on.devices)) if len(on.devices) > 1 else ([], {})
-    return RehearsedCosts(what, on, {kind: rehearsed(what, on, kind) for kind in needed(modes, what)})
-
-
-def changed(known: RehearsedCosts, kind: CallKind, **fields) -> RehearsedCosts:
-    """The same, but for what was found for one kind of call."""
-    return dataclasses.replace(
-        known, rehearsed=known.rehearsed | {kind: dataclasses.replace(known.rehearsed[kind], **fields)}
+    of_devices = (
+        DeviceCost({"blocks": BlockCost(1e-4, 0.02 / speed / what.tokens, 0.0)}, BlockCost(0.004, 0.0, 0.0))
+        for speed in speeds
     )
-
-
-def test_of_two_rehearsals_the_less_disturbed_counts():
-    one = rehearsed(workload(), machine([1.0, 1.0]), CallKind(Degrees(), 1))
-    two = dataclasses.replace(one, first=StepCost({"blocks.0": (0.01, 9.0)}, (9.0, 0.001), 9.0))
-    best = one.quicker(two)
-    assert best.first == StepCost({"blocks.0": (0.01, one.first.blocks["blocks.0"][1])}, (0.004, 0.001), 0.002)
-    assert (best.other, best.sent) == (one.other, one.sent)
-    assert two.quicker(one).first == best.first
+    return CalibratedCosts(Calibration(on, tuple(of_devices), 0.002), what)
 
 
 def test_a_line_through_transfers():
@@ -140,49 +93,9 @@ def test_a_line_through_transfers():
     assert 0 <= noisy.latency <= 5e-5
 
 
-@pytest.mark.parametrize(("stages", "bands", "hop"), [(2, 2, 0.0), (2, 4, 0.1), (3, 6, 0.3), (4, 4, 0.05)])
-def test_a_pipeline_goes_through_the_schedule(stages, bands, hop):
-    """Its stages' seconds are those of their blocks, and half of what is around them."""
-    known = costs(workload(entries=1, warm_up=3), machine([1.0] * stages, Link(0.0, 1e18)))
-    mode = Mode(Degrees(pipe=stages), bands)
-    for kind in (CallKind(Degrees(), 1, buffered=True), banded_call(mode, known.workload)):
-        call = known.rehearsed[kind].first
-        part = 1 / kind.bands
-        cost = StepCost({"blocks.0": (part * 0.02,) * stages}, (part * 0.004,) * stages, hop)
-        assert set(call.blocks) == set(cost.blocks)
-        known = changed(known, kind, first=cost, other=cost)
-    sizes = [len(span) for span in cut_model(known, mode).stage_blocks]
-    stage_costs = [StageCost(0.0, 0.02 * size + 0.002) for size in sizes]
-    expected = finish_times([step < 3 for step in range(28)], bands, stage_costs, hop)[-1] + hop
-    assert predict(known, mode).seconds == pytest.approx(expected)
-
-
-def test_whole_calls_by_hand():
-    """Ulysses over two devices: 57 blocks and what is around them, slowest rank, and the hop, 28 times."""
-    at = costs(workload(entries=1), machine([1.0, 1.0]))
-    call = at.rehearsed[CallKind(Degrees(ulysses=2), 1)]
-    expected = 28 * (0.002 + 0.004 + 57 * call.first.blocks["blocks.0"][0])
-    assert predict(at, Mode(Degrees(ulysses=2))).seconds == pytest.approx(expected)
-    stale = at.rehearsed[CallKind(DISPLACED, 1, buffered=True, stale=True)]
-    exact = at.rehearsed[CallKind(DISPLACED, 1, buffered=True)]
-    steps = [0.006 + 57 * call.first.blocks["blocks.0"][0] for call in (exact, stale)]
-    assert predict(at, Mode(DISPLACED)).seconds == pytest.approx(steps[0] + 27 * steps[1])
-
-
 def on_cpus(on: Machine, host_free: int | None = None) -> Machine:
     """The same with CPU ranks."""
     return dataclasses.replace(on, devices=tuple(Device("cpu", device.kind) for device in on.devices), host_free=host_free)
-
-
-def test_one_cpu_rank_is_quicker_where_the_others_are_idle():
-    at = costs(workload(), on_cpus(machine([1.0, 1.0])))
-    at = changed(at, ALONE, first=StepCost({"blocks.0": (0.01, 0.0)}, (0.003, 0.0), 0.002))
-    assert predict(at, Mode(Degrees(), device=0)).seconds == pytest.approx(28 * (0.002 + 2 * (0.003 + 57 * 0.01)))
-    gpu = costs(workload(), machine([1.0, 0.5]))
-    busy = gpu.rehearsed[CallKind(Degrees(), 2)].first
-    for device in range(2):
-        expected = 28 * (0.002 + 0.004 + 57 * busy.blocks["blocks.0"][device])
-        assert predict(gpu, Mode(Degrees(), device=device)).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -249,41 +162,7 @@ def test_more_memory_never_removes_a_mode():
     assert Mode(Degrees(ulysses=4)) in fitting
     found = plan(costs(workload(), machine([1.0] * 4, free=4 * GB)))
     assert found.best is None
-    assert "nothing fits these devices" in describe_rehearsed(found)
-
-
-def test_memory_by_hand():
-    at = costs(workload(entries=1), machine([1.0, 1.0]))
-    whole = 57 * 400 * 10**6 + 2 * 10**8
-    assert [memory.total for memory in predict(at, Mode(Degrees(ulysses=2))).memory] == [whole + 2 * GB] * 2
-    piped = predict(at, Mode(Degrees(pipe=2), 4)).memory
-    assert sum(memory.weights for memory in piped) == whole
-    assert sum(memory.buffers for memory in piped) == 57 * 4 * 4608 * 6144
-    assert [memory.activations for memory in piped] == [2 * GB] * 2
-    assert max(memory.weights for memory in piped) <= 29 * 400 * 10**6 + 10**8
-    sharded = predict(at, Mode(Degrees(tensor=2))).memory
-    assert sharded[0].weights == 57 * 200 * 10**6 + 2 * 10**8
-
-
-@pytest.mark.parametrize("larger", ["exact", "banded"])
-def test_activations_are_those_of_the_call_that_takes_most(larger):
-    at, mode = costs(workload(), machine([1.0, 1.0])), Mode(Degrees(pipe=2), 4)
-    kinds = {"exact": CallKind(Degrees(), 1, buffered=True), "banded": banded_call(mode, at.workload)}
-    at = changed(at, kinds[larger], activation_bytes=(3 * GB, 5 * GB))
-    assert [memory.activations for memory in predict(at, mode).memory] == [3 * GB, 5 * GB]
-    unknown = changed(at, kinds[larger], activation_bytes=(None, 5 * GB))  # then the estimate counts
-    estimate, measured = (memory.activations for memory in predict(unknown, mode).memory)
-    assert measured == 5 * GB
-    assert 0 < estimate != 2 * GB
-
-
-def test_keys_of_a_second_attention_are_counted():
-    """As SD3.5 medium has: beside the joint attention one over the image alone."""
-    what = workload(entries=1)
-    twice = dataclasses.replace(what.sizes, attention=((JOINT, StreamKeys(True, (), what.sizes.head_size)),) * 57)
-    both = costs(dataclasses.replace(what, sizes=twice), machine([1.0, 1.0]))
-    held = sum(memory.buffers for memory in predict(both, Mode(Degrees(pipe=2), 4)).memory)
-    assert held == 57 * 4 * (4608 + 4096) * 6144
+    assert "nothing fits these devices" in describe(found)
 
 
 def test_memory_of_cpu_ranks_is_shared():
@@ -303,13 +182,13 @@ def test_two_unequal_gpus():
     assert found.best.mode.degrees.pipe == 2
     ulysses = next(p for p in found.predictions if p.mode.degrees == Degrees(ulysses=2))
     assert ulysses.seconds > found.one_device.seconds  # it waits for the slow one in every block
-    assert "cuda:0" in describe_rehearsed(found)
+    assert "cuda:0" in describe(found)
 
 
 def test_four_gpus_with_slow_links():
     found = plan(costs(workload(entries=1), machine([1.0] * 4, ETHERNET)))
     assert found.best.mode.degrees == Degrees(pipe=4)
-    text = describe_rehearsed(found)
+    text = describe(found)
     assert "P2P access: not between 0-1, 0-2" in text
     assert f"num_pipeline_patch {found.best.mode.bands}" in text
     assert "the fastest that is exact throughout: one device (cuda:0)" in text
@@ -321,7 +200,7 @@ def test_eight_gpus_with_fast_links():
     assert found.best.mode.exact
     assert found.best.mode.degrees.batch == 2  # both prompts side by side cost nothing
     assert found.best.seconds < found.one_device.seconds / 6
-    text = describe_rehearsed(found)
+    text = describe(found)
     assert "P2P access: between all of them" in text
     assert "split_batch_degree 2" in settings(found.best.mode, found.costs.machine)
     assert "split_batch_degree is 8, and a model call has 2 in its batch" in text
@@ -330,14 +209,14 @@ def test_eight_gpus_with_fast_links():
 def test_one_gpu_stays_alone():
     found = plan(costs(workload(), machine([1.0])))
     assert len(found.predictions) == 1
-    assert "advice: stay on one GPU (cuda:0)" in describe_rehearsed(found)
+    assert "advice: stay on one GPU (cuda:0)" in describe(found)
 
 
 def test_gpus_that_gain_nothing_stay_alone():
     """Links so slow that nothing pays, and a picture so small that patches do not either."""
     crawl = Link(0.5, 1e6)
     found = plan(costs(workload(entries=1), machine([1.0] * 2, crawl)))
-    text = describe_rehearsed(found)
+    text = describe(found)
     assert "advice: stay on one GPU (cuda:0)" in text
     assert "the best of the others" in text
     assert f"a model call has {workload().tokens} tokens, too few for several GPUs and these links" in text
@@ -356,9 +235,9 @@ def test_a_gain_above_the_number_of_ranks_is_not_advised():
     )
     busy = dataclasses.replace(idle, predictions=seen)
     assert "3.50x on 2 ranks is not credible" in verdict(busy)
-    text = describe_rehearsed(busy) + compare(busy, busy)
+    text = describe(busy)
     assert "3.50x on 2 ranks is not credible" in text
-    assert "Parallel DiT Loader: " not in text and "\nbest: not known" in text
+    assert "Parallel DiT Loader: " not in text
     assert verdict(idle).startswith(f"advice: {idle.best.mode}, ") and verdict(idle).endswith(" x one device")
     assert not idle.doubt
 
@@ -377,14 +256,14 @@ def test_a_model_too_large_for_one_device_gets_a_pipeline_and_says_why():
     """23 GB of weights on cards of 20 GB with slow links; fast links would make it tensor parallel."""
     found = plan(costs(workload(entries=1), machine([1.0] * 2, ETHERNET, free=20 * GB)))
     assert found.best.mode.degrees == Degrees(pipe=2)
-    text = describe_rehearsed(found)
+    text = describe(found)
     assert "no single device can run this model: one needs 25.0 GB on cuda:0, which has 20.0 GB free" in text
     assert re.search("ulysses_degree 2 [(]exact[)]; does not fit: needs 25.0 GB on cuda:[01], which has 20.0 GB free", text)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_report_names_every_mode(world):
-    text = describe_rehearsed(plan(costs(workload(), machine([1.0] * world))))
+    text = describe(plan(costs(workload(), machine([1.0] * world))))
     for widget in ("pipefusion", "ulysses", "ring", "tensor_parallel", "patch"):
         assert f"{widget}_degree {world}" in text
     assert ("split_batch_degree 2 (exact)" if world == 2 else f"split_batch_degree is {world}") in text
@@ -399,23 +278,19 @@ def tiny_workload(mini_file, entries: int = 2, steps: int = 4) -> Workload:
     return dataclasses.replace(what, trials=mini.trials())
 
 
-@pytest.fixture(scope="module")
-def once():
-    """Everything is rehearsed once, and ranks count as equally fast: no test looks at how long something took."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel_backend.planning.rehearsed_costs.ALIKE", math.inf)
-        patch.setattr("parallel_backend.planning.rehearsal.REPEATS", (1, 1))
-        yield
+def calibrated(pool: Pool, mini_file) -> CalibratedCosts:
+    return CalibratedCosts(calibrate(pool, mini.opened(mini_file, text=8), "fp32", lambda: None), tiny_workload(mini_file))
 
 
 @pytest.fixture(scope="module")
-def examined(pools, mini_file, once):
-    """The findings on two CPU ranks."""
+def planned(pools, mini_file) -> Plan:
     pools.forget(2)
-    return examine(pools(2), mini.opened(mini_file, text=8), tiny_workload(mini_file), "sdpa", lambda: None, lambda: None)
+    found = plan(calibrated(pools(2), mini_file))
+    pools.forget(2)
+    return found
 
 
-def real_run(pools, mini_file, known: RehearsedCosts, mode: Mode, steps: int):
+def real_run(pools, mini_file, known: CalibratedCosts, mode: Mode, steps: int):
     """What the ranks report of a run of this mode, its stages cut as predicted."""
     stages = "even"
     if mode.degrees.pipe > 1:
@@ -430,7 +305,7 @@ def real_run(pools, mini_file, known: RehearsedCosts, mode: Mode, steps: int):
     return model, sample_in_bands(model, x, sigmas, prompt, mode.bands, warm_up=1)[1]
 
 
-def check_run(known: RehearsedCosts, prediction, stats, model, steps: int) -> None:
+def check_run(known: CalibratedCosts, prediction, stats, model, steps: int) -> None:
     """What each rank sent along each axis, and what it held. In a band without words each rank has a token in their place,
     which is not counted between stages."""
     mode = prediction.mode
@@ -453,10 +328,10 @@ TWO = [mode for mode in possible(workload(grid=(8, 8)), 2)[0] if mode.bands < 8]
 
 
 @pytest.mark.parametrize("mode", TWO, ids=str)
-def test_traffic_weights_and_buffers_are_those_of_real_runs(examined, pools, mini_file, mode):
-    model, stats = real_run(pools, mini_file, examined.costs, mode, 4)
-    (prediction,) = (found for found in examined.predictions if found.mode == mode)
-    check_run(examined.costs, prediction, stats, model, 4)
+def test_traffic_weights_and_buffers_are_those_of_real_runs(planned, pools, mini_file, mode):
+    model, stats = real_run(pools, mini_file, planned.costs, mode, 4)
+    (prediction,) = (found for found in planned.predictions if found.mode == mode)
+    check_run(planned.costs, prediction, stats, model, 4)
     pools.forget(2)
 
 
@@ -472,98 +347,84 @@ FOUR = [
 
 
 @pytest.mark.full
-def test_products_too(pools, mini_file, once):
+def test_products_too(pools, mini_file):
     pools.forget(4)
-    what, file = tiny_workload(mini_file), mini.opened(mini_file, text=8)
-    known = measure(pools(4), file, what, FOUR, "sdpa", lambda: None, lambda: None)
+    known = calibrated(pools(4), mini_file)
     for mode in FOUR:
         model, stats = real_run(pools, mini_file, known, mode, 4)
         check_run(known, predict(known, mode), stats, model, 4)
     pools.forget(4)
 
 
-def test_seconds_are_of_the_right_size(examined):
-    """No clock is asserted on: only that each figure is there, and that a run of more steps takes as much longer."""
-    found = examined
-    longer = dataclasses.replace(found.costs, workload=dataclasses.replace(found.costs.workload, steps=40))
-    for prediction in found.predictions:
-        assert math.isfinite(prediction.seconds)
-        assert prediction.seconds > 0
-        if prediction.mode.exact and prediction.mode.device is None:
-            assert predict(longer, prediction.mode).seconds == pytest.approx(10 * prediction.seconds)
-    text = describe_rehearsed(found)
+@pytest.fixture(scope="module")
+def registry() -> Iterator[Registry]:
+    found = Registry()
+    yield found
+    found.close()
+
+
+def rehearsed(found: Plan, mini_file, registry: Registry, monkeypatch, poll=lambda: None) -> tuple[Plan, list[Setup]]:
+    """The plan with rehearsals of one short run each, and what was loaded for them."""
+    monkeypatch.setattr(rehearsal, "RUNS", 1)
+    checkpoint, setups = mini.opened(mini_file, text=8), []
+
+    @contextmanager
+    def load(setup, file, request):
+        setups.append(setup)
+        yield registry.model(setup, lambda: None, expected=lambda: request, opened=file)
+        registry.unload(setup)
+
+    setup = Setup(checkpoint.path, "fp32", ("cpu", "cpu"), Degrees(), "sdpa", own_class=mini.own_of(checkpoint))
+    return rehearsal.rehearse(found, setup, checkpoint, load, lambda _doing: poll, lambda: None), setups
+
+
+def test_the_best_three_and_one_device_are_rehearsed(planned, mini_file, registry, monkeypatch):
+    found, setups = rehearsed(planned, mini_file, registry, monkeypatch)
+    assert [each.mode for each in found.rehearsed] == [each.mode for each in planned.proposals]
+    assert len({each.mode.degrees for each in found.rehearsed}) == len(found.rehearsed) in (3, 4)
+    assert found.rehearsed[0].mode == planned.best.mode
+    assert found.one_device in found.rehearsed
+    assert [setup.degrees for setup in setups] == [each.mode.degrees for each in found.rehearsed]
+    assert all(setup.degrees.world == len(setup.devices) for setup in setups)
+    assert all(0 < each.seconds < math.inf for each in found.rehearsed)
+    assert found.best in found.rehearsed
+    text = describe(found)
+    assert "planned seconds, rehearsed seconds, against one device" in text
     assert "links one way: 0-1" in text
-    assert "double_blocks.0 (3 like it)" in text
-    assert "single_blocks.0 (5 like it)" in text
+    for each in found.rehearsed:
+        planned_seconds = next(one.seconds for one in planned.predictions if one.mode == each.mode)
+        assert f"{planned_seconds:9.2f} s{each.seconds:9.2f} s" in text
 
 
-def test_ranks_are_left_without_a_model(examined, pools, mini_file):
-    pools.forget(2)
-    model = pools.mini(mini_file, Degrees(ulysses=2))
-    x, timestep, tensors = mini.inputs()
-    expected = mini.reference(mini.load(mini_file), x, timestep, tensors)
-    assert mini.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) < 1e-5
+@pytest.mark.parametrize("mode", [Mode(Degrees(pipe=2), 2), Mode(Degrees(patch=2, patch_mode="displaced"))], ids=str)
+def test_modes_in_patches_are_rehearsed(planned, mini_file, registry, monkeypatch, mode):
+    one = next(found for found in planned.predictions if found.mode == mode)
+    found, _ = rehearsed(
+        dataclasses.replace(planned, predictions=(one, planned.one_device)), mini_file, registry, monkeypatch
+    )
+    assert {each.mode for each in found.rehearsed} == {mode, planned.one_device.mode}
 
 
-def test_blocks_that_are_left_out_hand_on_what_they_get(pools, mini_file, mini_model):
-    """The rest computes what a model without them would."""
-    pools.forget(1)
-    kept = ("double_blocks.1", "single_blocks.0", "single_blocks.4")
-    model = on_ranks(pools(1), mini.opened(mini_file, text=8), Degrees(), "fp32", "sdpa", lambda: None, only=kept)
-    shorter = mini.random_model()
-    shorter.double_blocks = nn.ModuleList([shorter.double_blocks[1]])
-    shorter.single_blocks = nn.ModuleList(shorter.single_blocks[index] for index in (0, 4))
-    x, timestep, tensors = mini.inputs()
-    out = model.predict(ModelCall(x, timestep, tensors), lambda: None)
-    assert mini.relative(out, mini.reference(shorter, x, timestep, tensors)) < 1e-5
-    assert mini.relative(out, mini.reference(mini_model, x, timestep, tensors)) > 1e-2
-    stats = model.close_run(0, lambda: None)[0]
-    assert set(stats.blocks) == set(kept)
-    assert all(block.seconds > 0 for block in stats.blocks.values())
-    held = [*shorter.double_blocks.parameters(), *shorter.single_blocks.parameters()]
-    assert model.weight_bytes[0] < sum(p.nbytes for p in mini_model.parameters()) - sum(p.nbytes for p in held)
+def test_a_proposal_that_runs_out_of_memory_is_not_advised(planned, mini_file, registry, monkeypatch):
+    def run_out(*_arguments):
+        raise DeviceFull("rank 0 ran out of memory\nand more", 0, 1)
+
+    monkeypatch.setattr(rehearsal, "_seconds", run_out)
+    found, _ = rehearsed(planned, mini_file, registry, monkeypatch)
+    assert found.best is None
+    assert all(each.lacks == "rank 0 ran out of memory" for each in found.rehearsed)
+    assert "does not fit: rank 0 ran out of memory" in describe(found)
 
 
-def test_cancel_ends_it(pools, mini_file):
+def test_cancel_ends_it(planned, mini_file, registry, monkeypatch):
     class Cancelled(BaseException):
         pass
 
-    calls = 0
-
     def poll() -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 3:
-            raise Cancelled
+        raise Cancelled
 
-    pools.forget(2)
     with pytest.raises(Cancelled):
-        examine(pools(2), mini.opened(mini_file, text=8), tiny_workload(mini_file), "sdpa", lambda: None, poll)
-    pools.end(2)  # as Registry.borrow does
-
-
-CASES = all_cases()
-DEFAULT = ("qwen-image-2.1", "wan-2.2-animate")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.full) for case in CASES],
-)
-def test_every_family_can_be_rehearsed(case, pools, tmp_path, once):
-    """Whole and in bands; every kind of block is timed, and counted as often as there are such."""
-    model = case.model()
-    checkpoint = open_checkpoint(case.save(model, tmp_path / "model.safetensors"))
-    what = workload_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 7)
-    assert len(what.blocks) == checkpoint.family.blocks.total(checkpoint.config)
-    assert what.sizes.weight_bytes == pytest.approx(sum(values.nbytes for values in model.state_dict().values()), rel=0.02)
-    kinds = [CallKind(Degrees(), 1), CallKind(Degrees(), 1, bands=2, buffered=True, stale=True)]
-    pools.forget(2)
-    found = rehearse(pools(2), checkpoint, what, kinds, "sdpa", False, lambda: None, lambda: None)
-    for call in found.values():
-        assert set(call.first.blocks) == set(what.kept)
-        assert all(seconds > 0 for times in call.first.blocks.values() for seconds in times)
-    assert found[kinds[1]].other != found[kinds[1]].first  # a band of its own, with the keys of the other one
+        rehearsed(planned, mini_file, registry, monkeypatch, poll)
 
 
 class FakePool:
@@ -604,21 +465,15 @@ def test_a_video_latent_for_a_picture_model_is_refused(mini_file):
         workload_of(mini.opened(mini_file, text=8), "fp32", "cpu", (1, 16, 3, 16, 12), 1, 4, 8)
 
 
-def test_a_banded_call_is_that_of_the_replica_with_most_entries():
-    mode = Mode(Degrees(batch=2, pipe=2), 4)
-    assert banded_call(mode, workload(entries=3)) == CallKind(Degrees(), 2, bands=4, buffered=True, stale=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu(mini_file, once):
-    """Two ranks share one: names, memory and activations are there, and a device's memory counts once."""
+def test_on_a_gpu(mini_file):
+    """Two ranks share one: its name and memory are there, and a device's memory counts once."""
     with closing(Pool(("cuda:0", "cuda:0"))) as pool:
-        found = examine(pool, mini.opened(mini_file, text=8), tiny_workload(mini_file), "auto", lambda: None, lambda: None)
+        found = plan(calibrated(pool, mini_file))
     assert found.costs.machine.devices[0].kind == torch.cuda.get_device_name(0)
     assert not found.costs.machine.on_cpus
-    assert all(memory.activations > 0 for prediction in found.predictions for memory in prediction.memory)
-    assert f"{torch.cuda.get_device_name(0)}, " in describe_rehearsed(found)
+    assert f"{torch.cuda.get_device_name(0)}, " in describe(found)
 
 
 def test_ranks_on_one_device_share_its_memory():

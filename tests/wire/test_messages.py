@@ -105,8 +105,6 @@ MESSAGES = [
     m.BeginTimeline(),
     m.ReadTimeline(),
     m.Timeline(1, TENSORS["fp64"], TENSORS["int64"], 2**40),
-    m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {}, 5, 6, {"blocks.0": m.BlockStats(0.125, {"ring": 7})}),
-    m.BlockStats(0.125, {}),
     m.ProbeLinks((1, 2**20)),
     m.LinksProbed(0, "a device", 2**34, None, {1: ((1, 1e-5), (2**20, 0.25))}, {1: True}, 0.125),
     m.Stop(),

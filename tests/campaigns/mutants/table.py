@@ -640,13 +640,6 @@ CLIENT_MUTANTS = (
 
 PLANNING_MUTANTS = (
     Mutant(
-        "the last call's peak for the largest",
-        PLANNING + "rehearsed_costs.py",
-        "else max(of_rank) for of_rank in peaks",
-        "else of_rank[-1] for of_rank in peaks",
-        ("tests/planning/test_doctor.py",),
-    ),
-    Mutant(
         "the slowest mode advised",
         PLANNING + "planner.py",
         "limit = AS_GOOD * min(prediction.seconds for prediction in fitting)",
