@@ -1,7 +1,6 @@
 """The sizes of a model that its memory depends on, from its files' headers: bytes of weights, heads, attention layers."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,10 +36,6 @@ class ModelSizes:
     """Bytes of a value in the compute dtype."""
     joint: bool
     """Text tokens run through the blocks."""
-    expanded: int = 0
-    """Bytes of the largest packed weight of a linear layer in the compute dtype: it is expanded at each use."""
-    on_gpus: bool = False
-    """Ranks load a GPU's libraries."""
     tensor_degrees: frozenset[int] | None = None
     """Tensor degrees to which the file's quantised weights can be cut. None: all."""
     cut_ends: tuple[int, int, int] = (0, 0, 0)
@@ -119,8 +114,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family, config = checkpoint.family, checkpoint.config
     lists, hidden = block_lists(checkpoint), family.sizes.hidden(config)
-    on_gpus = "cuda" in device
-    computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
+    computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
         ends_bytes(checkpoint, dtype),
@@ -131,20 +125,11 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         hidden,
         computed,
         family.blocks.joint,
-        computed * _largest_packed(checkpoint, dtype),
-        on_gpus,
         checkpoint.tensor_degrees,
         ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
         whole_states=family.blocks.whole_states,
         head_units=family.sizes.head_units(config),
     )
-
-
-def _largest_packed(checkpoint: Checkpoint, dtype: str) -> int:
-    """Values of the largest matrix that ranks keep packed; 0 if they keep none packed."""
-    shapes = ((target, checkpoint.shape(target)) for target in checkpoint.key_map)
-    packed = (shape for target, shape in shapes if len(shape) == 2 and checkpoint.storage(target, dtype))
-    return max(map(math.prod, packed), default=0)
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:

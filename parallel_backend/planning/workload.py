@@ -44,8 +44,6 @@ class Workload:
     """Text tokens that run through the blocks."""
     band_dim: int = -2
     """Axis of `grid` that bands cut."""
-    looked_at: int = 0
-    """Tokens that blocks read by cross attention."""
     warm_up: int = 1
     """First steps whose calls are exact in every mode."""
     text_in_bands: bool = False
@@ -95,7 +93,7 @@ class Workload:
     def request(self, exact: bool, bands: int) -> Request:
         """The memory request of the run. `exact`: no keys and values are kept from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
-        request = Request(self.grid, 0, self.text, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
+        request = Request(self.grid, 0, self.text, self.entries, 0, kept, bands, self.band_dim)
         return replace(request, streams=self.streams)
 
 
@@ -139,7 +137,6 @@ def workload_of(
         grid=request.grid,
         text=request.text,
         band_dim=request.band_dim,
-        looked_at=request.looked_at,
         sums={
             block: _sums(block, lists[name], family.tensor_plan, shapes, hidden)
             for block in set(kinds.values())

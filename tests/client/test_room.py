@@ -11,13 +11,12 @@ import torch
 
 from parallel_backend.client.call import Conditioning, TokenLayout
 from parallel_backend.client.memory_guard import MemoryGuard
-from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.placement.balance import divide, even_stages, timed_rows
 from parallel_backend.placement.expected_request import expected_request
-from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONNECTION, CONTEXT, WORKSPACES
+from parallel_backend.placement.gpu_overheads import CONTEXT
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
@@ -30,8 +29,6 @@ DEVICES = ("cuda:0", "cuda:1")
 TEXT_ENCODER = 9_800_000_000
 """Bytes of T5-XXL in fp16."""
 LATENT, PROMPT = (1, 16, 128, 128), 512
-WORLD = COMMUNICATOR + CONNECTION
-"""Bytes that two ranks' transport takes before they have a model."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,7 @@ class Host:
         self.asked: list[tuple[str, int]] = []
         cuda.hold(CONTEXT + resident, 0)
         for device in range(2):
-            cuda.hold_elsewhere(CONTEXT + WORLD, device)  # the rank's, and the world's
+            cuda.hold_elsewhere(CONTEXT, device)  # the rank's
         spans = even_stages(57, 2)
         self.check = MemoryCheck(flux, mini.setup(flux.path, "bf16", DEVICES, TWO, "auto"), spans, 2)
         pool = SimpleNamespace(devices=DEVICES, ask=self._ask)
@@ -63,7 +60,7 @@ class Host:
         self.guard.make_room_for((), nobody)
         self.guard.check_weights((), nobody)
         for rank, need in enumerate(self.check.memory(())):
-            self._take(rank, need.weights + need.communicators - WORLD)
+            self._take(rank, need.weights)
 
     def run(self, number: int = 1) -> None:
         """A PipeFusion run, until its first call."""
@@ -142,7 +139,7 @@ def test_room_is_asked_for_the_whole_run_where_it_is_known_at_loading(flux):
         host = Host(cuda, flux, TEXT_ENCODER)
         host.guard.make_room_for((expected,), nobody)
         ((device, missing),) = host.asked
-        free = ADA.memory - 2 * CONTEXT - WORLD - TEXT_ENCODER
+        free = ADA.memory - 2 * CONTEXT - TEXT_ENCODER
         assert device == "cuda:0"
         assert missing == pytest.approx(host.check.memory((expected,))[0].total / USABLE_MEMORY - free, abs=1)
         host.load()
@@ -159,30 +156,6 @@ def test_cpu_ranks_ask_for_what_their_machine_lacks(flux, free, asked):
     pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: answers)
     MemoryGuard(pool, check, flux.family, lambda device, _missing: found.append(device) or 0).make_room_for((), nobody)
     assert found == asked
-
-
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(pipe=3, ulysses=2), Degrees(tensor=2)], ids=str)
-def test_a_gpus_libraries_count_and_a_cpus_do_not(flux, degrees):
-    request = expected_request(flux, LATENT, 1, PROMPT)
-    spans = even_stages(57, degrees.pipe)
-    for rank in range(degrees.world):
-        gpu, cpu = (
-            memory_of(model_sizes(flux, "bf16", device), degrees, spans, rank, (request,)) for device in ("cuda:0", "cpu")
-        )
-        peers = CONNECTION * connections(degrees, rank)
-        assert gpu.communicators == COMMUNICATOR * communicators(degrees, rank) + peers
-        assert gpu.workspaces == WORKSPACES
-        assert (gpu.staging > 0) == (degrees.pipe > 1)
-        assert gpu.total == cpu.total + gpu.communicators + gpu.workspaces + gpu.staging
-        assert gpu.total == gpu.loaded + gpu.run
-
-
-def test_a_packed_weight_is_expanded_beside_the_others(flux):
-    request, spans = expected_request(flux, LATENT, 1, PROMPT), even_stages(57, 2)
-    plain, packed = (
-        memory_of(model_sizes(flux, dtype, "cuda:0"), TWO, spans, 0, (request,)) for dtype in ("bf16", "fp8_e4m3fn")
-    )
-    assert packed.activations - plain.activations == 2 * 3072 * 7 * 3072  # the first layer of a single block
 
 
 # What blocks are timed with and cut by.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel_backend.core.communicators import communicators
+from parallel_backend.core.communicators import grouped_axes, pipe_links
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.mesh import make_mesh
@@ -46,7 +46,7 @@ def test_every_rank_makes_all_groups_in_one_order_and_has_its_own(made, degrees)
     for rank in range(degrees.world):
         mesh = make_mesh(degrees, rank, TIMEOUT)
         assert all(rank in ranks for ranks, _, _ in mesh.groups)
-        assert len(mesh.groups) == communicators(degrees, rank) - 1  # and the world's
+        assert len(mesh.groups) == len(grouped_axes(degrees)) + sum(rank in link for link in pipe_links(degrees))
         assert all(timeout == TIMEOUT for _, timeout, _ in made)
         orders.append([ranks for ranks, _, _ in made])
         made.clear()

@@ -9,7 +9,6 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import ulysses
 from parallel_backend.rank.comm import collectives
@@ -113,13 +112,12 @@ def test_a_rank_that_dies_is_named_and_the_next_ranks_work(at_work, degrees, pla
     [Degrees(ulysses=4), Degrees(pipe=4), Degrees(pipe=2, tensor=2), Degrees(patch=2, ring=2, patch_mode="displaced")],
     ids=cases.name,
 )
-def test_loading_opens_what_the_memory_model_counts_and_a_run_opens_no_more(at_work, degrees):
+def test_a_call_opens_no_communicator_that_loading_has_not(at_work, degrees):
     def load_and_call(files, load, _pool):
         model, fabric = load(files.mini(), degrees), at_work.distributed.fabrics[-1:]
         opened = [fabric[0].opened(rank) for rank in range(4)] if fabric else None
         found = model.predict(ModelCall(*mini.inputs(cases.CONFIG)), cases.nothing)
         if opened is not None:
-            assert opened == [(communicators(degrees, rank), connections(degrees, rank)) for rank in range(4)]
             assert opened == [fabric[0].opened(rank) for rank in range(4)]
         return [found]
 
