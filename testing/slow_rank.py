@@ -62,7 +62,7 @@ class SlowWorker(Worker):
     def _probe(self, message: Probe) -> Probed:
         probed = super()._probe(message)
         blocks = {name: self._slower(seconds) for name, seconds in probed.blocks.items()}
-        return replace(probed, blocks=blocks, ends=self._slower(probed.ends), keeping=self.slowdown * probed.keeping)
+        return replace(probed, blocks=blocks, ends=self._slower(probed.ends))
 
     def _slower(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(self.slowdown * each for each in seconds)

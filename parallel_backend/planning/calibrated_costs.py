@@ -9,18 +9,19 @@ from enum import Enum
 
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
-from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import Over
 from parallel_backend.placement.balance import Balance, stage_ranks
-from parallel_backend.placement.memory_model import buffer_bytes, head_values
+from parallel_backend.placement.memory_model import head_values
 from parallel_backend.placement.model_sizes import ModelSizes
 
 from .machine import Machine
 from .modes import Mode
-from .workload import SUMS, Workload, list_of
+from .workload import Workload, list_of
 
 AROUND = ""
 """In place of a block's name: all computing outside the blocks."""
+SUMS = 2
+"""All-reduces of a block under tensor parallelism: of attention's result and of the feed-forward's."""
 LEAST_GROWTH = 0.05
 """The least part of the longer timed sequence's seconds that counts as growing with the tokens."""
 
@@ -67,8 +68,6 @@ class DeviceCost:
     """Block list -> cost of one of its blocks."""
     around: BlockCost
     """Of all computing outside the blocks."""
-    keeping: float = 0.0
-    """Seconds of a call for each byte of keys and values that it keeps, which it extrapolates, corrects and writes."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +138,7 @@ class CalibratedCosts:
         for ranks in stage_ranks(degrees):
             for name, seconds in blocks.items():
                 block_costs = {rank: _of(costs[rank], name) for rank in ranks}
-                slowest = max(
-                    compute(rank, cost, keys, degrees.tensor) + costs[rank].keeping * self._kept(mode, kind, rank, name)
-                    for rank, cost in block_costs.items()
-                )
+                slowest = max(compute(rank, cost, keys, degrees.tensor) for rank, cost in block_costs.items())
                 attention = entries * min(cost.attention(queries, keys) for cost in block_costs.values())
                 waits, overlapped = self._transfers(mode, ranks, name, kind, entries, attention)
                 for rank in ranks:
@@ -183,21 +179,12 @@ class CalibratedCosts:
         first = kind is StepKind.FIRST_BAND
         return workload.band_image(mode.bands, first), workload.text if first or workload.text_in_bands else 0
 
-    def _kept(self, mode: Mode, kind: StepKind, rank: int, block: str) -> int:
-        """Bytes of a block's keys and values that a micro-step extrapolates to the present call: its first band's does."""
-        request = self.workload.request(mode.exact, mode.bands)
-        if kind is not StepKind.FIRST_BAND or not request.kept:
-            return 0
-        index, sizes = self.workload.blocks.index(block), self.workload.sizes
-        at = mode.degrees.coordinate(rank)
-        return buffer_bytes(sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
-
     def _bytes(self, mode: Mode, axis: str, block: str, kind: StepKind, entries: int) -> float:
         """Bytes that a rank sends for one block in a micro-step with `entries` batch entries."""
         degrees, count, sizes = mode.stage_degrees, getattr(mode.degrees, axis), self.workload.sizes
         if axis == "tensor":
             size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
-            return 2 * self.workload.sums.get(block, SUMS) * size * (count - 1) / count
+            return 2 * SUMS * size * (count - 1) / count
         if axis == "ulysses":
             return sum(self._ulysses_bytes(mode, block, kind, entries))
         keys = self._keys(mode, block, sizes, degrees, kind, entries) / degrees.patch
@@ -250,7 +237,7 @@ class CalibratedCosts:
             waits += steps * (latency + max(0.0, shift - latency - computing))
         if degrees.tensor > 1:
             size = entries * sum(self._tokens(mode, kind)) * self.workload.sizes.token_bytes / degrees.sequence
-            waits += self.workload.sums.get(block, SUMS) * links.all_reduce(_groups(mode, "tensor", members), size)
+            waits += SUMS * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
             seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, kind, entries))
             waits, overlapped = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)

@@ -25,7 +25,7 @@ from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Rows of image tokens in the two timed sequences: fewer do not fill a GPU, and more would take a CPU minutes."""
-VERSION = 5
+VERSION = 6
 """Part of the key: files of older versions are measured again."""
 
 
@@ -84,7 +84,6 @@ def calibration_of(
         DeviceCost(
             {name: through(list(zip(tokens, times, strict=True)), share(name)) for name, times in probed.blocks.items()},
             through(list(zip(tokens, probed.ends, strict=True)), 0.0),
-            probed.keeping,
         )
         for probed in without_noise(block_lists(checkpoint), probes)
     )

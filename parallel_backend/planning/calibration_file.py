@@ -70,9 +70,7 @@ def _calibration(content: dict[str, Any]) -> Calibration:
     between = {(one, two): Link(*figures) for one, two, *figures in content["between"]}
     devices = tuple(Device(name, kind, memory, None, copies) for name, kind, memory, copies in content["devices"])
     costs = tuple(
-        DeviceCost(
-            {name: BlockCost(**one) for name, one in cost["blocks"].items()}, BlockCost(**cost["around"]), cost["keeping"]
-        )
+        DeviceCost({name: BlockCost(**one) for name, one in cost["blocks"].items()}, BlockCost(**cost["around"]))
         for cost in content["costs"]
     )
     return Calibration(Machine(devices, Links(between, content["shared"][0])), costs, content["hop"])

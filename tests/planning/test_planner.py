@@ -14,7 +14,6 @@ from benchmarks.predictions import plan as command
 from benchmarks.predictions.bridge import BridgedLinks
 from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.predictions.published import RUNS, Run, calibration, outside, predicted
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
@@ -45,7 +44,6 @@ from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, Probed
 from parallel_backend.wire.messages import LinksProbed
 from testing import mini
-from testing.cases import all_cases
 
 WITHIN = 0.25
 GB = 10**9
@@ -448,25 +446,6 @@ def test_auto_takes_displaced_patches_of_two_ranks_and_only_where_the_sampler_pi
     assert (choose(cheap).mode.degrees.patch == ranks) is taken
 
 
-@pytest.mark.parametrize(
-    ("mode", "layers"),
-    [
-        (Mode(Degrees(patch=2, patch_mode="displaced")), LAYERS),
-        (Mode(Degrees(pipe=2), 4), math.ceil(LAYERS / 2)),
-        (Mode(Degrees(ulysses=2)), 0),
-    ],
-    ids=str,
-)
-def test_keeping_keys_takes_time_in_every_call_that_keeps_them(mode, layers):
-    """Of all tokens, of the rank's layers, once a call. With more patches than stages no stage waits for another one."""
-    what, rate = workload(text=512), 1e-12
-    on = devices(mode.degrees.world)
-    slower = replace(on, costs=tuple(replace(cost, keeping=rate) for cost in on.costs))
-    more = seconds(slower, what, mode) - seconds(on, what, mode)
-    a_call = layers * 2 * what.tokens * what.sizes.token_bytes * rate
-    assert more == pytest.approx((what.steps - 1) * a_call, rel=0.05)
-
-
 def test_auto_leaves_devices_out_that_only_slow_it_down():
     """Two that are linked well, and two more that are not."""
     on = devices(4, Link(1e-5, 300e9))
@@ -589,19 +568,6 @@ def test_bytes_are_those_of_a_real_call(calibrated, mini_file, pools, degrees):
     model.predict(ModelCall(x, timestep, tensors), lambda: None)
     for rank, stats in enumerate(model.close_run(0, lambda: None)):
         assert stats.bytes_sent == {axis: counts[rank] for axis, counts in expected.items() if counts[rank]}
-
-
-SUMS = {
-    "wan-2.2-animate": {"blocks.0": 4, "blocks.1": 3},  # the video's attention, the text's, the feed-forward; the face's
-    "wan-animate-2": {"blocks.0": 1.5},  # of half of what a token has between blocks
-}
-"""Kind of block -> results that tensor ranks add up in it."""
-
-
-@pytest.mark.parametrize("case", [case for case in all_cases() if case.name in SUMS], ids=lambda case: case.name)
-def test_what_tensor_ranks_add_up_is_read_off_the_file(case, tmp_path):
-    checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "model.safetensors"))
-    assert workload_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 8).sums == SUMS[case.name]
 
 
 def test_weights_are_those_of_real_ranks(calibrated, mini_file, pools):

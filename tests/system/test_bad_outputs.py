@@ -167,8 +167,6 @@ NAN, INF = float("nan"), float("inf")
         (blocks, {"ends": (0.1,)}),
         (blocks, {"ends": (0.1, -0.1)}),
         (blocks, {"free_bytes": -1}),
-        (blocks, {"keeping": INF}),
-        (blocks, {"keeping": -1e-12}),
         (links, {"links": {0: TIMES}}),
         (links, {"peers": {2: True}}),
         (links, {"together": INF}),
