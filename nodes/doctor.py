@@ -18,6 +18,7 @@ from parallel_backend.planning.planner import Plan, plan
 from parallel_backend.planning.rehearsal import rehearse
 from parallel_backend.planning.report import describe, verdict
 from parallel_backend.planning.workload import workload_of
+from parallel_backend.processes.pool import Poll
 
 from .model.call.diffusion_model import RemoteDiffusionModel, remote_stub
 from .model.run.make_room import make_room
@@ -25,7 +26,6 @@ from .parallel_config import ParallelConfig, config_of
 from .sampling.auto_degrees import calibrated_anew
 from .sampling.own_plan import check_can_be_planned, trials_of
 from .ui.devices import check_one_kind_of_devices, gpus, is_auto, named_devices, why_hidden
-from .ui.host import check_cancelled
 from .ui.input_checks import validate
 from .ui.loading_bar import Elapsed
 from .ui.node_text import show_report
@@ -43,10 +43,10 @@ def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 
 @contextmanager
-def loaded(setup: Setup, checkpoint: Checkpoint, request: Request) -> Iterator[RemoteTransformer]:
+def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -> Iterator[RemoteTransformer]:
     """A rehearsal.Load."""
     try:
-        yield registry().model(setup, check_cancelled, make_room=make_room, expected=lambda: request, opened=checkpoint)
+        yield registry().model(setup, poll, make_room=make_room, expected=lambda: request, opened=checkpoint)
     finally:
         registry().unload(setup)
 

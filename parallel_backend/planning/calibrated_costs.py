@@ -120,7 +120,7 @@ class CalibratedCosts:
         """Of a whole call: the costs by which stages are cut."""
         costs, tokens = [self.calibration.costs[device] for device in mode.devices], self.workload.tokens
         return StepCost(
-            {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kept},
+            {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kinds},
             tuple(cost.around.fixed + cost.around.work(tokens, 0) for cost in costs),
         )
 
@@ -134,7 +134,7 @@ class CalibratedCosts:
             share = cut.patch_shares[degrees.coordinate(rank).patch] / (degrees.ulysses * degrees.ring)
             return cost.fixed + entries * cost.work(queries, keys) * share / tensor
 
-        blocks = {name: [0.0] * degrees.world for name in self.workload.kept}
+        blocks = {name: [0.0] * degrees.world for name in self.workload.kinds}
         for ranks in stage_ranks(degrees):
             for name, seconds in blocks.items():
                 block_costs = {rank: _of(costs[rank], name) for rank in ranks}
@@ -155,7 +155,7 @@ class CalibratedCosts:
         def of_block(axis: str, name: str) -> float:
             return sum(self._bytes(mode, axis, name, kind, entries) for kind in kinds)
 
-        sent = {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kept}
+        sent = {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kinds}
         if self.workload.trials is not None:
             leaving = sum(sum(self._tokens(mode, kind)) for kind in kinds)
             sent[AROUND] = self._gathered(mode.degrees, entries * leaving * self.workload.sizes.token_bytes)

@@ -26,7 +26,7 @@ RUNS = 4
 ENOUGH_SECONDS = 10.0
 """Seconds of rehearsed runs after which no further one is made."""
 
-Load = Callable[[Setup, Checkpoint, Request], AbstractContextManager[RemoteTransformer]]
+Load = Callable[[Setup, Checkpoint, Request, Poll], AbstractContextManager[RemoteTransformer]]
 """The model on its ranks for such a run. It leaves them at the end."""
 
 
@@ -40,24 +40,25 @@ def rehearse(
 ) -> Plan:
     """The plan with rehearsed seconds of its proposals.
 
-    `setup`: the user's, for other devices and degrees. `poll_of`: of a text that says what is done. `on_proposal` is called
-    after each one. RankError if a rank fails.
+    `setup`: the user's, for other devices and degrees; nothing is compiled or captured, as in a calibration. `poll_of`: of a
+    text that says what is done. `on_proposal` is called after each one. A proposal that is refused, or for which a device
+    has too little memory, lacks what the error says. RankError if a rank fails otherwise.
     """
     costs, names = plan.costs, plan.costs.machine.names
-    rehearsed = []
+    plain, rehearsed = replace(setup, stage_split="auto", compile=False, cuda_graphs=False, planned=""), []
     for proposal in plan.proposals:
         degrees, trials = proposal.mode.degrees, costs.workload.trials
         own = None if trials is None else trials.class_for(degrees)
         devices = tuple(names[device] for device in proposal.mode.devices)
-        of_mode = replace(setup, devices=devices, degrees=degrees, stage_split="auto", own_class=own)
+        of_mode = replace(plain, devices=devices, degrees=degrees, own_class=own)
         file = checkpoint if own is None else with_class(checkpoint, own)
         request = costs.workload.request(proposal.mode.exact, proposal.mode.bands)
         poll = poll_of(f"trying {proposal.mode} for a few steps")
         try:
-            with load(of_mode, file, request) as model:
+            with load(of_mode, file, request, poll) as model:
                 share = _seconds(model, proposal, costs.workload, poll) / _predicted(costs, proposal, setup)
             rehearsed.append(replace(proposal, seconds=share * proposal.seconds))
-        except DeviceFull as error:
+        except (DeviceFull, ValueError) as error:
             rehearsed.append(replace(proposal, lacks=str(error).partition("\n")[0]))
         on_proposal()
     return replace(plan, rehearsed=tuple(rehearsed))

@@ -47,7 +47,7 @@ class Workload:
     """Of ComfyUI's own class. None: a family, whose modes are all known."""
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """One block of each kind."""
         return tuple(dict.fromkeys(self.blocks))
 

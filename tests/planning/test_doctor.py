@@ -369,7 +369,7 @@ def rehearsed(found: Plan, mini_file, registry: Registry, monkeypatch, poll=lamb
     checkpoint, setups = mini.opened(mini_file, text=8), []
 
     @contextmanager
-    def load(setup, file, request):
+    def load(setup, file, request, _poll):
         setups.append(setup)
         yield registry.model(setup, lambda: None, expected=lambda: request, opened=file)
         registry.unload(setup)
