@@ -120,8 +120,6 @@ def test_the_same_run_is_refused_where_room_is_made_for_the_weights_alone(flux):
         host.gives = False
         with pytest.raises(ValueError, match=r"latent_image: this run needs about .* GB more on cuda:0") as refused:
             host.run()
-        assert "67.1 MB for the GPU's libraries" in str(refused.value)
-        assert "250 MB for NCCL" in host.check.advice()
         assert "stage_split 15,42" in str(refused.value)  # the second card has room for more of the blocks
 
 

@@ -166,11 +166,10 @@ def test_more_memory_never_removes_a_mode():
 
 
 def test_memory_of_cpu_ranks_is_shared():
-    on = on_cpus(machine([1.0, 1.0]), 27 * GB)
-    at = costs(workload(), on)
-    assert not predict(at, Mode(Degrees(), device=0)).lacks
-    # The weights, 23 GB, are there once; what each rank computes with is its own.
-    assert "need 27.0 GB of host memory together, 27.0 GB is free" in predict(at, Mode(Degrees(ulysses=2))).lacks
+    """The weights, 23 GB, are there once; what each rank computes with is its own."""
+    enough, short = (costs(workload(), on_cpus(machine([1.0, 1.0]), free * GB)) for free in (26, 25))
+    assert not predict(enough, Mode(Degrees(ulysses=2))).lacks
+    assert "need 24.2 GB of host memory together, 25.0 GB is free" in predict(short, Mode(Degrees(ulysses=2))).lacks
 
 
 def test_two_unequal_gpus():
@@ -179,7 +178,7 @@ def test_two_unequal_gpus():
     assert len(stages[0]) == 38  # two thirds of 57
     found = plan(at)
     assert found.one_device.mode.device == 0
-    assert found.best.mode.degrees.pipe == 2
+    assert found.best.mode.degrees == Degrees(patch=2, patch_mode="displaced")  # which shares by speed
     ulysses = next(p for p in found.predictions if p.mode.degrees == Degrees(ulysses=2))
     assert ulysses.seconds > found.one_device.seconds  # it waits for the slow one in every block
     assert "cuda:0" in describe(found)
@@ -257,8 +256,8 @@ def test_a_model_too_large_for_one_device_gets_a_pipeline_and_says_why():
     found = plan(costs(workload(entries=1), machine([1.0] * 2, ETHERNET, free=20 * GB)))
     assert found.best.mode.degrees == Degrees(pipe=2)
     text = describe(found)
-    assert "no single device can run this model: one needs 25.0 GB on cuda:0, which has 20.0 GB free" in text
-    assert re.search("ulysses_degree 2 [(]exact[)]; does not fit: needs 25.0 GB on cuda:[01], which has 20.0 GB free", text)
+    assert "no single device can run this model: one needs 23.6 GB on cuda:0, which has 20.0 GB free" in text
+    assert re.search("ulysses_degree 2 [(]exact[)]; does not fit: needs 23.3 GB on cuda:[01], which has 20.0 GB free", text)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -311,14 +310,14 @@ def check_run(known: CalibratedCosts, prediction, stats, model, steps: int) -> N
     mode = prediction.mode
     exact, later = step_bytes(known, mode, cut_model(known, mode), exact=True), prediction.step_bytes
     for rank, what in enumerate(stats):
-        expected = {}
-        for axis in {*exact, *later}:
+        expected, sent = {}, {axis: count for axis, count in what.bytes_sent.items() if axis != "tensor"}
+        for axis in {*exact, *later} - {"tensor"}:  # two sums a block are counted
             first, others = (by.get(axis, (0,) * len(stats))[rank] for by in (exact, later))
             expected[axis] = first + (steps - 1) * others
         if mode.bands == 1:
-            assert what.bytes_sent == {axis: count for axis, count in expected.items() if count}
+            assert sent == {axis: count for axis, count in expected.items() if count}
         else:
-            assert what.bytes_sent == pytest.approx({axis: count for axis, count in expected.items() if count}, rel=0.08)
+            assert sent == pytest.approx({axis: count for axis, count in expected.items() if count}, rel=0.08)
         memory = prediction.memory[rank]
         assert model.weight_bytes[rank] == pytest.approx(memory.weights, rel=0.02)
         assert what.buffer_bytes == pytest.approx(memory.buffers, rel=0.01)
@@ -480,4 +479,4 @@ def test_ranks_on_one_device_share_its_memory():
     device = Device("cuda:0", "GPU 1.0", 40 * GB, 40 * GB)
     on = dataclasses.replace(machine([1.0, 1.0]), devices=(device, device))
     found = predict(costs(workload(), on), Mode(Degrees(ulysses=2)))
-    assert "needs 50.0 GB on cuda:0, which has 40.0 GB free" in found.lacks
+    assert "needs 47.2 GB on cuda:0, which has 40.0 GB free" in found.lacks
