@@ -1,25 +1,33 @@
 """Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import comfy.utils
 
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import registry
-from parallel_backend.core.devices import on_ray
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.validate import check_one_kind
+from parallel_backend.placement.memory_model import Request
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
-from parallel_backend.planning.doctor import HostFree, examine
 from parallel_backend.planning.planner import Plan, plan
-from parallel_backend.planning.report import compare, describe_rehearsed, verdict
+from parallel_backend.planning.rehearsal import rehearse
+from parallel_backend.planning.report import describe, verdict
 from parallel_backend.planning.workload import workload_of
+from parallel_backend.processes.pool import Poll
 
 from .model.call.diffusion_model import RemoteDiffusionModel, remote_stub
+from .model.run.make_room import make_room
 from .parallel_config import ParallelConfig, config_of
-from .sampling.auto_degrees import calibrated, free_on_host
+from .sampling.auto_degrees import calibrated_anew
 from .sampling.own_plan import check_can_be_planned, trials_of
 from .ui.devices import check_one_kind_of_devices, gpus, is_auto, named_devices, why_hidden
-from .ui.host import check_cancelled
 from .ui.input_checks import validate
+from .ui.loading_bar import Elapsed
 from .ui.node_text import show_report
 from .ui.widgets import CATEGORY, cfg_scale, link, text, whole_number
 
@@ -34,17 +42,21 @@ def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     return devices
 
 
-def memory_to_share(devices: tuple[str, ...]) -> HostFree:
-    """Free host memory, which CPU ranks and streamed weights take. Unknown (None) on a Ray cluster."""
-    return (lambda: None) if any(map(on_ray, devices)) else (lambda: free_on_host(devices))
+@contextmanager
+def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -> Iterator[RemoteTransformer]:
+    """A rehearsal.Load."""
+    try:
+        yield registry().model(setup, poll, make_room=make_room, expected=lambda: request, opened=checkpoint)
+    finally:
+        registry().unload(setup)
 
 
-def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
+def advised_config(found: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
     """The MODEL's settings with the advised degrees. With the degrees of one device if nothing can be advised."""
     config = config_of(stub)
-    if rehearsed.best is None or rehearsed.doubt:
+    if found.best is None or found.doubt:
         return config
-    degrees = rehearsed.best.mode.degrees
+    degrees = found.best.mode.degrees
     return replace(
         config,
         ulysses_degree=degrees.ulysses,
@@ -63,8 +75,8 @@ class ParallelDoctor:
     FUNCTION = "examine"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Says which degrees are fastest here: measures devices, links and a few of the model's blocks in every mode, and "
-        "predicts the seconds of a whole run for each. Says so too when one GPU alone is best."
+        "Says which degrees are fastest here: measures devices, links and a few of the model's blocks, predicts the seconds "
+        "of a whole run in every mode, and tries the best three. Says so too when one GPU alone is best."
     )
 
     @classmethod
@@ -102,21 +114,15 @@ class ParallelDoctor:
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         run = (shape, entries, steps, text_tokens, setup.transfer_dtype)
         workload = replace(workload_of(checkpoint, setup.dtype, chosen[0], *run), trials=trials)
-        progress = comfy.utils.ProgressBar(1)
-        with registry().borrow(chosen, check_cancelled) as pool:
-            calibration = calibrated(chosen, checkpoint, setup.dtype, setup.attention, pool)
-            planned = plan(CalibratedCosts(calibration, workload), offload=setup.offload)
-            rehearsed = examine(
-                pool,
-                checkpoint,
-                workload,
-                setup.attention,
-                memory_to_share(chosen),
-                check_cancelled,
-                progress.update_absolute,
-                setup.offload,
-            )
-        report = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
+        calibration = calibrated_anew(chosen, checkpoint, setup.dtype, setup.attention)
+        found = plan(CalibratedCosts(calibration, workload), offload=setup.offload)
+        progress, done = comfy.utils.ProgressBar(1), itertools.count(1)
+
+        def advance() -> None:
+            progress.update_absolute(next(done), len(found.proposals))
+
+        found = rehearse(found, setup, checkpoint, loaded, Elapsed, advance)
+        report = describe(found)
         if len(set(chosen)) == 1 and (hidden := why_hidden()):
             report += f"\n\nOther GPUs:{hidden}"
-        return {"ui": show_report(report, verdict(rehearsed)), "result": (report, advised_config(rehearsed, stub))}
+        return {"ui": show_report(report, verdict(found)), "result": (report, advised_config(found, stub))}

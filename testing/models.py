@@ -1,6 +1,5 @@
 """Models on the ranks of a pool, with settings that tests and benchmarks name one by one."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ def on_ranks(
     make_room: MakeRoom = no_room,
     expected: Request | None = None,
     keep_others: bool = False,
-    only: Sequence[str] = (),
     **others: Any,
 ) -> RemoteTransformer:
     """The checkpoint's model on the ranks of `pool`, see loading.load_model. `others`: further fields of Setup.
@@ -40,7 +38,7 @@ def on_ranks(
         checkpoint = for_tensor(checkpoint, degrees.tensor)
         others["own_class"] = own_of(checkpoint)
     setup = Setup(checkpoint.path, dtype, pool.devices, degrees, attention, stage_split, **others)
-    return load_model(pool, checkpoint, setup, poll, progress, make_room, expected, keep_others, only)
+    return load_model(pool, checkpoint, setup, poll, progress, make_room, expected, keep_others)
 
 
 def conditioning_of(

@@ -18,7 +18,7 @@ from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.diagnosis import Probe, Probed
 from parallel_backend.wire.loading import Load
 from parallel_backend.wire.rank_settings import RankSettings, StartSettings
-from parallel_backend.wire.sampling import Output, RunStats, Step
+from parallel_backend.wire.sampling import Output, Step
 from parallel_backend.wire.timeline_kinds import WAIT
 
 
@@ -32,12 +32,6 @@ class SlowEngine(Engine):
     def step(self, step: Step, upcoming: Step | None) -> Output | None:
         self._began, self._waited_before = self._traffic.clock.now(), self._traffic.recorder.seconds(WAIT)
         return super().step(step, upcoming)
-
-    def close_run(self, run: int) -> RunStats:
-        """The rank sleeps after its blocks: that time counts as theirs."""
-        stats = super().close_run(run)
-        blocks = {name: replace(each, seconds=self.slowdown * each.seconds) for name, each in stats.blocks.items()}
-        return replace(stats, blocks=blocks)
 
     def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
         """Then sleep for the rest of the time that the slower device would take."""
@@ -62,7 +56,7 @@ class SlowWorker(Worker):
     def _probe(self, message: Probe) -> Probed:
         probed = super()._probe(message)
         blocks = {name: self._slower(seconds) for name, seconds in probed.blocks.items()}
-        return replace(probed, blocks=blocks, ends=self._slower(probed.ends), keeping=self.slowdown * probed.keeping)
+        return replace(probed, blocks=blocks, ends=self._slower(probed.ends))
 
     def _slower(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(self.slowdown * each for each in seconds)

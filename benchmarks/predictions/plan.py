@@ -16,7 +16,7 @@ from parallel_backend.placement.links import Link
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.planner import plan
-from parallel_backend.planning.report import describe_planned
+from parallel_backend.planning.report import describe
 
 
 def positive(text: str) -> float:
@@ -108,7 +108,7 @@ def main(given: list[str] | None = None) -> None:
     costs = costs_of(options)
     if (links := costs.machine.links).bridge:
         sys.stdout.write(f"a bridge of {links.bridge / 1e9:.3g} GB/s each way between groups of {links.socket} devices\n")
-    sys.stdout.write(describe_planned(plan(costs, offload=options.offload)) + "\n")
+    sys.stdout.write(describe(plan(costs, offload=options.offload)) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,27 +4,65 @@
     python -m benchmarks.predictions.planner --only 1024
 
 CPU ranks of one thread over Gloo; transformer and sampler loop only, Euler. In every round the ranks are calibrated, all
-modes are planned from that, and then each runs, as in doctor.py, which rehearses instead. `exact` is what `degrees auto`
-takes without PipeFusion, `pipelined` with it; both are held against the fastest mode that they may take.
+modes are planned from that, and then each runs, so that a drifting machine hits all alike; ratios are taken within a round.
+`exact` is what `degrees auto` takes without PipeFusion, `pipelined` with it; both are held against the fastest mode that
+they may take.
 """
 
+import argparse
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
+import torch
+
 from benchmarks.harness import measuring
-from benchmarks.harness.measuring import Outcomes
+from benchmarks.harness.measuring import Outcome, Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.calibration import calibrate
+from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.planner import Plan, choose, plan
 from parallel_backend.planning.workload import workload_of
+from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 
-from .doctor import WITHIN, WORLD, Bench, Problem, measure
-
+WORLD = 2
 AS_FAST = 1.10
 """A choice within this factor of the fastest counts as good."""
+WITHIN = 0.25
+"""How far a prediction may be from the measured time."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A picture of side x side latent pixels, `batch` of them or of prompts."""
+
+    side: int
+    batch: int
+    steps: int
+
+
+PROBLEMS = {"1024": Problem(64, 1, 5), "256-batch-2": Problem(32, 2, 6), "1600": Problem(80, 1, 2)}
+"""By image tokens."""
+
+
+class Bench:
+    """Ranks for one mode after the other, and alone for one rank."""
+
+    def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
+        self.checkpoint = checkpoint
+        self.pool, self.single = (stack.enter_context(closing(Pool(("cpu",) * world, threads=1))) for world in (WORLD, 1))
+
+    def measure(self, problem: Problem, mode: Mode) -> Outcome:
+        pool = self.pool if mode.device is None else self.single
+        model = on_ranks(pool, self.checkpoint, mode.degrees, "fp32", "auto", lambda: None, stage_split="auto")
+        bands = 0 if mode.exact else mode.bands
+        subject = DEEPEST_FLUX_LIKE.at(side=problem.side, steps=problem.steps)
+        return measuring.run_ranks(model, subject, problem.batch, bands)
 
 
 @dataclass(frozen=True)
@@ -107,6 +145,28 @@ def summary(problem: Problem, turns: list[Round], measured: Outcomes) -> dict:
         "pipelined": choice([turn.pipelined for turn in turns], measured, pipelined),
         "modes": modes,
     }
+
+
+def chosen(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(PROBLEMS):
+        raise argparse.ArgumentTypeError(f"no problem {', '.join(sorted(unknown))}; there are {', '.join(PROBLEMS)}")
+    return names
+
+
+def measure(description: str, run: Callable[[Problem, int], tuple], summary: Callable[..., dict]) -> None:
+    """A benchmark over PROBLEMS, from its options to its result. `run` gives what `summary` takes, outcomes second."""
+    parser = measuring.parser(description)
+    parser.set_defaults(rounds=2)
+    parser.add_argument("--only", type=chosen, default=list(PROBLEMS), help=f"comma list of {', '.join(PROBLEMS)}")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {name: run(PROBLEMS[name], options.rounds) for name in options.only}
+    head = measuring.head("predictions", DEEPEST_FLUX_LIKE, options.rounds)
+    for key in ("what", "steps", "rounds"):
+        head.pop(key)
+    problems = {name: summary(PROBLEMS[name], *each) for name, each in found.items()}
+    measuring.report({**head, "ranks": WORLD, "rounds": options.rounds, "problems": problems}, options.out)
 
 
 if __name__ == "__main__":

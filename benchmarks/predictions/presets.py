@@ -118,7 +118,6 @@ class Model:
             sizes=sizes,
             grid=(self.frames, rows, columns) if self.frames > 1 else (rows, columns),
             text=self.text if self.joint else 0,
-            looked_at=0 if self.joint else self.text,
             warm_up=warm_up,
             text_in_bands=text_in_bands,
         )

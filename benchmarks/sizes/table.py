@@ -61,10 +61,11 @@ def row(name: str, degrees: Degrees) -> dict[str, Any]:
 def with_predictions(name: str, degrees: Degrees, found: dict[str, Any]) -> dict[str, Any]:
     """The row with the memory model's bytes of each rank: "predicted" beside "peak", "kept" of that in keys and values, and
     "state", a hidden state of the rank's tokens."""
-    known = {name: value for name, value in found["request"].items() if name != "padding"}  # of results before 2026-11-30
+    gone = "padding", "looked_at"  # of results before 2026-12-01
+    known = {name: value for name, value in found["request"].items() if name not in gone}
     request = Request(**known | {"grid": tuple(known["grid"])})
     for each, need, kept, state in zip(found["ranks"], *predicted(REAL_MODELS[name], degrees, request), strict=True):
-        each |= {"predicted": need.run - need.workspaces, "kept": kept, "state": state}
+        each |= {"predicted": need.run, "kept": kept, "state": state}
     return found
 
 

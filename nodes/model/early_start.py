@@ -4,7 +4,7 @@ import comfy.model_management
 
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
-from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONNECTION, context_bytes
+from parallel_backend.placement.gpu_overheads import context_bytes
 
 from ..ui.prompt_graph import feeds_a_sampler, text_encoder_bytes
 from .patcher import RemoteModelPatcher
@@ -30,6 +30,5 @@ def leave_room(devices: tuple[str, ...], encoder: int) -> bool:
     ranks = devices.count(str(gpu))
     if management.is_device_cpu(gpu) or not (ranks and encoder):
         return True
-    others = len(devices) - 1
-    of_each = context_bytes(str(gpu)) + (COMMUNICATOR + others * CONNECTION if others else 0)
-    return management.get_free_memory(gpu) - ranks * of_each >= encoder + management.minimum_inference_memory()
+    needed = ranks * context_bytes(str(gpu)) + encoder + management.minimum_inference_memory()
+    return management.get_free_memory(gpu) >= needed

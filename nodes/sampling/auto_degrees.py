@@ -1,6 +1,5 @@
 """The loader's widget `degrees` at auto: the planner chooses devices and degrees when a sampler first starts."""
 
-import contextlib
 import logging
 from dataclasses import dataclass, replace
 
@@ -10,18 +9,17 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import registry
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.core.devices import on_ray
 from parallel_backend.core.host_memory import host_memory, room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.short_text import short
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
-from parallel_backend.planning.calibration import calibrate, calibration_key
-from parallel_backend.planning.calibration_file import cached
+from parallel_backend.planning.calibration import calibrate, calibration_key, lasting
+from parallel_backend.planning.calibration_file import cached, keep
 from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.report import choice
 from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
-from parallel_backend.processes.pool import Pool
 
 from ..model.call.own_class import OwnClassModel
 from ..model.patcher import RemoteModelPatcher, make_model
@@ -39,34 +37,42 @@ DEGREES = (AS_SET, AUTO)
 KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
-def free_on_host(devices: tuple[str, ...]) -> int:
-    """Bytes of this machine's memory that CPU ranks on these devices may take, or the streamed weights of GPUs."""
-    kind = device_kind(devices[0])
-    return host_memory()[0] if kind == "cpu" else max(0, room_for_weights(torch.device(kind)))
-
-
-def calibrated(
-    devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, pool: Pool | None = None
-) -> Calibration:
-    """The calibration of these devices: from its file, or measured now on the ranks of `pool` (None: borrowed here).
-
-    Its `host_free` is the host memory that is free now.
-    """
-
-    def measure() -> Calibration:
-        poll = Elapsed("calibrating, about 10 s, once for this machine and kind of model")
-        with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices, poll) as ranks:
-            return calibrate(ranks, checkpoint, dtype, poll)
-
+def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
+    """The calibration of these devices: from its file, or measured now. Its `host_free` is what is free now."""
     if any(map(on_ray, devices)):  # Ray may place the next ranks on other machines: nothing to keep
-        return measure()
+        return _measured(devices, checkpoint, dtype)
 
     def fits(calibration: Calibration) -> bool:
         lists = {name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count}
         return calibration.machine.names == devices and all(set(cost.blocks) == lists for cost in calibration.costs)
 
-    calibration = cached(folder(), calibration_key(devices, checkpoint, dtype, attention), measure, fits)
-    return replace(calibration, machine=replace(calibration.machine, host_free=free_on_host(devices)))
+    def measure() -> Calibration:
+        return lasting(_measured(devices, checkpoint, dtype))
+
+    key = calibration_key(devices, checkpoint, dtype, attention)
+    return _with_host_memory(cached(folder(), key, measure, fits))
+
+
+def calibrated_anew(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
+    """As `calibrated`, measured now, with each GPU's memory that is free now. From now on it is the file's."""
+    calibration = _measured(devices, checkpoint, dtype)
+    if any(map(on_ray, devices)):
+        return calibration
+    keep(folder(), calibration_key(devices, checkpoint, dtype, attention), lasting(calibration))
+    return _with_host_memory(calibration)
+
+
+def _measured(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str) -> Calibration:
+    poll = Elapsed("calibrating, about 10 s, once for this machine and kind of model")
+    with registry().borrow(devices, poll) as pool:
+        return calibrate(pool, checkpoint, dtype, poll)
+
+
+def _with_host_memory(calibration: Calibration) -> Calibration:
+    """With the machine's memory that CPU ranks may take now, or the streamed weights of GPUs."""
+    machine = calibration.machine
+    free = host_memory()[0] if machine.on_cpus else max(0, room_for_weights(torch.device("cuda")))
+    return replace(calibration, machine=replace(machine, host_free=free))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Loads a checkpoint onto the ranks of a pool: makes room, cuts the blocks into stages, and has every rank load its part."""
 
 import threading
-from collections.abc import Sequence
 from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
@@ -47,15 +46,14 @@ def load_model(
     make_room: MakeRoom = no_room,
     expected: Request | None = None,
     keep_others: bool = False,
-    only: Sequence[str] = (),
     shortfalls: Shortfalls | None = None,
 ) -> RemoteTransformer:
     """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Returns when every rank has its part.
 
     `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which the
-    model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `only`: see
-    wire.loading.Load. `shortfalls`: see MemoryGuard. ValueError, naming the widget, if the model cannot be cut so or
-    the scale of a weight is not finite; RankError if a rank fails, NoRoomToLoad if its device has too little memory.
+    model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `shortfalls`:
+    see MemoryGuard. ValueError, naming the widget, if the model cannot be cut so or the scale of a weight is not finite;
+    RankError if a rank fails, NoRoomToLoad if its device has too little memory.
     """
     degrees, family = setup.degrees, checkpoint.family
     check_devices(degrees, pool.devices)
@@ -70,13 +68,11 @@ def load_model(
     check = MemoryCheck(checkpoint, setup, even, devices_for(pool.devices))
     memory = MemoryGuard(ranks, check, family, make_room, lock, shortfalls)
     requests = () if expected is None else (expected,)
-    if not only:
-        memory.make_room_for(requests, poll)
+    memory.make_room_for(requests, poll)
     cut = balance(pool, checkpoint, setup, poll, expected, memory.copy_rates)
     memory.memory_check.spans = cut.stage_blocks
-    if not only:
-        memory.check_weights(requests, poll)
-    replies = _load(ranks, _message(pool, checkpoint, setup, cut, memory, only), memory, poll, progress)
+    memory.check_weights(requests, poll)
+    replies = _load(ranks, _message(pool, checkpoint, setup, cut, memory), memory, poll, progress)
     memory.resident.loaded(replies)
     held = f"{_size(sum(memory.resident.device_bytes))} of weights on {len(replies)} ranks"
     streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
@@ -101,15 +97,12 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
 
 
-def _message(
-    pool: SomeRanks, checkpoint: Checkpoint, setup: Setup, cut: Balance, memory: MemoryGuard, only: Sequence[str]
-) -> m.Load:
+def _message(pool: SomeRanks, checkpoint: Checkpoint, setup: Setup, cut: Balance, memory: MemoryGuard) -> m.Load:
     elsewhere = any(map(on_ray, pool.devices))
     return m.Load(
         setup=setup,
         stage_blocks=cut.stage_blocks,
         patch_shares=cut.patch_shares,
-        only=tuple(only),
         fingerprint=fingerprint(checkpoint) if elsewhere else "",
         resident=memory.resident.for_loading,
         ranks=pool.part_ranks,

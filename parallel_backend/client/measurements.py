@@ -51,7 +51,6 @@ def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: P
             and len(reply.ends) == 2
             and all(0 <= seconds < math.inf for seconds in reply.ends)
             and (reply.free_bytes or 0) >= 0
-            and 0 <= reply.keeping < math.inf
         )
 
     return _checked(pool, wait_for(pool.ask(probe, Probed), poll), sound)

@@ -291,7 +291,6 @@ def request_of(
     conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
 ) -> Request:
     """The memory model's record of calls with this conditioning. Other arguments: see memory_model.Request."""
-    tensors, is_looked_at = conditioning.tensors.items(), family.inputs.is_looked_at
     layout = conditioning.layout
     counted = family.counted(layout.grid, conditioning.text_tokens, conditioning.tensors)
     return Request(
@@ -300,7 +299,6 @@ def request_of(
         counted.text,
         conditioning.batch,
         conditioning.first_replica,
-        max((tensor.shape[1] for name, tensor in tensors if is_looked_at(name, tensor)), default=0),
         kept,
         bands,
         family.patching.cut(layout.along).band_dim,

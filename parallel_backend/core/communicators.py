@@ -1,6 +1,6 @@
 """Which ranks share a communicator: the lines of the mesh along each axis, and the links between pipeline stages.
 
-Ranks make their process groups by these functions (rank/comm/mesh.py). The memory model counts the memory of the groups.
+Ranks make their process groups by these functions (rank/comm/mesh.py).
 """
 
 from dataclasses import replace
@@ -42,23 +42,3 @@ def receives_early(degrees: Degrees) -> bool:
     ranks, and torch requires all ranks to use their groups in the same order.
     """
     return not grouped_axes(degrees)
-
-
-def communicators(degrees: Degrees, rank: int) -> int:
-    """Number of communicators of `rank` while a model of these degrees is loaded: the world's, its axes' and its links'.
-
-    0 for a single rank. An NCCL communicator takes device memory; a Gloo communicator takes none.
-    """
-    if degrees.world == 1:
-        return 0
-    return 1 + len(grouped_axes(degrees)) + sum(rank in link for link in pipe_links(degrees))
-
-
-def connections(degrees: Degrees, rank: int) -> int:
-    """Number of connections of `rank` to another rank of a communicator, over all communicators of `communicators`.
-
-    All pairs of the world and of each axis are connected, and both ends of each link (rank/comm/self_test.py). An NCCL
-    connection takes device memory beside the communicator's.
-    """
-    on_axes = sum(getattr(degrees, name) - 1 for name in grouped_axes(degrees))
-    return degrees.world - 1 + on_axes + sum(rank in link for link in pipe_links(degrees))

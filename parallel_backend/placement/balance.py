@@ -220,8 +220,7 @@ def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed
         return list(probes)
     blocks = {name: tuple(fmean(p.blocks[name][i] for p in probes) for i in range(2)) for name in probes[0].blocks}
     ends = tuple(fmean(p.ends[i] for p in probes) for i in range(2))
-    keeping = fmean(p.keeping for p in probes)
-    return [m.Probed(p.rank, blocks, ends, p.free_bytes, keeping) for p in probes]
+    return [m.Probed(p.rank, blocks, ends, p.free_bytes) for p in probes]
 
 
 def _stage_cost(blocks: list[tuple[float, ...]]) -> StageCost:

@@ -19,14 +19,12 @@ def expected_request(
     example = family.example(config, prompt)
     text = family.text_tokens(image_grid, family.patching.usual_companion_tokens(shape), example)
     counted = family.counted(image_grid, text, example)
-    looked_at = [tensor.shape[1] for name, tensor in example.items() if family.inputs.is_looked_at(name, tensor)]
     return Request(
         grid=counted.grid,
         references=0,
         text=counted.text,
         streams=counted.streams,
         entries=entries,
-        looked_at=max(looked_at, default=0),
         kept=kept,
         bands=bands,
         band_dim=family.patching.cut(family.patching.best_axis(image_grid)).band_dim,

@@ -221,13 +221,11 @@ class MemoryCheck:
         )
 
     def _parts(self, needs: Sequence[MemoryNeed], loaded: bool = False) -> str:
-        """Sizes as text. `loaded`: with MemoryNeed.loaded."""
+        """Sizes as text. `loaded`: with the weights."""
         sizes = {
             "of weights": sum(need.weights for need in needs) if loaded else 0,
             "for keys and values": sum(need.buffers + need.arriving for need in needs),
-            "to compute": sum(need.activations + need.staging for need in needs),
-            "for NCCL": sum(need.communicators for need in needs) if loaded else 0,
-            "for the GPU's libraries": sum(need.workspaces for need in needs),
+            "to compute": sum(need.activations for need in needs),
         }
         return ", ".join(f"{_size(size)} {purpose}" for purpose, size in sizes.items() if size)
 

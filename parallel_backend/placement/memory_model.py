@@ -1,7 +1,8 @@
-"""The one memory model: bytes of weights, keys and values, activations and a GPU's libraries on a rank.
+"""The one memory model: bytes of weights, keys and values, and activations on a rank.
 
 The planner and Parallel Doctor use it, and so does the check before a model is loaded and before a run (memory_check.py).
-Weights and K/V buffers are counted exactly. Activations and libraries (gpu_overheads.py) are estimates.
+Weights and K/V buffers are counted exactly. Activations are an estimate, until a GPU has told what a run's steps took.
+What a GPU's libraries take is not counted: they have most of it when free memory is asked for before a run.
 """
 
 import math
@@ -9,13 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, packed_value_bytes, packs
 from parallel_backend.core.spans import Span, split, split_carrying
 from parallel_backend.families.base.blocks import CAUSAL_TEXT, Over, StreamKeys
 
-from .gpu_overheads import COMMUNICATOR, CONNECTION, WORKSPACES
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
 
 USABLE_MEMORY = 0.95
@@ -48,9 +47,6 @@ blocks (True), 3 and 3."""
 LEAST = 1.0, 3.0
 """Hidden states that every block certainly has at once: its input, and queries, keys and values of the rank's heads."""
 
-TEXT_KEYS = 3
-"""Hidden states of the text that a block of cross attention keeps for a call in bands: keys, normed ones, values."""
-
 
 @dataclass(frozen=True)
 class MemoryNeed:
@@ -65,26 +61,15 @@ class MemoryNeed:
     """Keys of other ranks that arrive during a call for the next one (displaced patches)."""
     least: int = 0
     """The certain part of the activations."""
-    staging: int = 0
-    """Hidden states of a micro-step: two that are sent to the next stage, one that comes from the stage before."""
-    communicators: int = 0
-    """NCCL's buffers, for its communicators and their connections, made when the model is loaded."""
-    workspaces: int = 0
-    """For a GPU's matrix products, from the first one on."""
 
     @property
     def total(self) -> int:
-        return self.loaded + self.run
-
-    @property
-    def loaded(self) -> int:
-        """Bytes from loading to unloading."""
-        return self.weights + self.communicators
+        return self.weights + self.run
 
     @property
     def run(self) -> int:
         """Further bytes at the peak of a run."""
-        return self.buffers + self.arriving + self.activations + self.staging + self.workspaces
+        return self.buffers + self.arriving + self.activations
 
     @property
     def certain(self) -> int:
@@ -106,8 +91,6 @@ class Request:
     """Batch entries of a call."""
     first_replica: int = 0
     """Replica that gets the first entries."""
-    looked_at: int = 0
-    """Tokens that blocks read by cross attention."""
     kept: int = 0
     """Sets of keys and values that a run keeps from call to call; 0 for exact calls."""
     bands: int = 1
@@ -157,12 +140,8 @@ def memory_of(
     """Bytes on one rank. `spans`: the blocks of each stage. The buffers of all requests are in memory at once."""
     at = degrees.coordinate(rank)
     span = spans[at.pipe]
-    computing = [_computing(sizes, degrees, span, at, request) for request in requests]
+    computing = [_computing(sizes, degrees, at, request) for request in requests]
     tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
-    transport = COMMUNICATOR * communicators(degrees, rank) + CONNECTION * connections(degrees, rank)
-    # At most two sends are under way (StageLink.send).
-    ends = 2 * (at.pipe < degrees.pipe - 1) + (at.pipe > 0)
-    staged = ends * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     # A rank copies all additions for its blocks before the first one (stage_forward.py).
     # One of a class that adds them itself copies all.
     here, shared = (math.inf, 1) if sizes.whole_states else (len(span), degrees.sequence)
@@ -174,9 +153,6 @@ def memory_of(
         max((likely for _, likely in computing), default=0) + added,
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
         max((least for least, _ in computing), default=0) + added,
-        math.ceil(staged) if sizes.on_gpus else 0,
-        transport if sizes.on_gpus else 0,
-        WORKSPACES if sizes.on_gpus and requests else 0,
     )
 
 
@@ -206,7 +182,7 @@ def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) 
     """Bytes of a run beside the blocks' weights, keys and values, on a rank with all weights outside the blocks."""
     uncut = (Span(0, len(sizes.block_bytes)),) * degrees.pipe
     needs = memory_by_rank(sizes, degrees, uncut, (request,))
-    return sum(sizes.ends) + max(need.activations + need.staging + need.communicators + need.workspaces for need in needs)
+    return sum(sizes.ends) + max(need.activations for need in needs)
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
@@ -285,7 +261,7 @@ def _between(axis: str, ranks: int) -> float:
     return states[-1] * (ranks / RANKS[-1] if states[-1] > states[-2] else 1.0)
 
 
-def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:
+def _computing(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
     """Bytes of activations: the certain part, and the estimate."""
     entries = request.entries_on(degrees, at)
     if not entries:
@@ -295,10 +271,10 @@ def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, 
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
     part = max(whole, band) / degrees.sequence
     states = ACTIVATIONS[sizes.joint] * states_by_ranks(degrees) + (TIMED[sizes.joint] if request.timed else 0)
-    estimate = round(states * part * token_bytes) + sizes.expanded // degrees.tensor
+    # Between stages: two that are sent, as at most two sends are under way (StageLink.send), and one that comes.
+    states += 2 * (at.pipe < degrees.pipe - 1) + (at.pipe > 0)
+    estimate = round(states * part * token_bytes)
     tokens = whole if whole == band else entries * (request.image + _text(sizes, request))
     if part < tokens:
         estimate += sizes.whole_states * tokens * token_bytes
-    if request.kept and request.bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
-        estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)
     return math.floor(least), max(math.floor(least), round(estimate * sizes.measured))

@@ -1,8 +1,5 @@
 """The sizes of a model that its memory depends on, from its files' headers: bytes of weights, heads, attention layers."""
 
-import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +11,6 @@ from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split, split_units
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import Over
-from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,8 @@ class ModelSizes:
     """Bytes of a value in the compute dtype."""
     joint: bool
     """Text tokens run through the blocks."""
-    expanded: int = 0
-    """Bytes of the largest packed weight of a linear layer in the compute dtype: it is expanded at each use."""
-    on_gpus: bool = False
-    """Ranks load a GPU's libraries."""
     tensor_degrees: frozenset[int] | None = None
     """Tensor degrees to which the file's quantised weights can be cut. None: all."""
-    cut_ends: tuple[int, int, int] = (0, 0, 0)
-    """Of `ends`, the bytes that tensor ranks share."""
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
     whole_states: int = 0
@@ -119,8 +109,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family, config = checkpoint.family, checkpoint.config
     lists, hidden = block_lists(checkpoint), family.sizes.hidden(config)
-    on_gpus = "cuda" in device
-    computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
+    computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
         ends_bytes(checkpoint, dtype),
@@ -131,20 +120,10 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         hidden,
         computed,
         family.blocks.joint,
-        computed * _largest_packed(checkpoint, dtype),
-        on_gpus,
         checkpoint.tensor_degrees,
-        ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
         whole_states=family.blocks.whole_states,
         head_units=family.sizes.head_units(config),
     )
-
-
-def _largest_packed(checkpoint: Checkpoint, dtype: str) -> int:
-    """Values of the largest matrix that ranks keep packed; 0 if they keep none packed."""
-    shapes = ((target, checkpoint.shape(target)) for target in checkpoint.key_map)
-    packed = (shape for target, shape in shapes if len(shape) == 2 and checkpoint.storage(target, dtype))
-    return max(map(math.prod, packed), default=0)
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:
@@ -153,39 +132,20 @@ def block_lists(checkpoint: Checkpoint) -> list[str]:
     return [name for name, count in counts.items() for _ in range(count)]
 
 
-def block_bytes(
-    checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int, which: Callable[[str], bool] = lambda target: True
-) -> list[int]:
-    """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists. `which`: those that count."""
+def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
+    """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
-    for target in filter(which, checkpoint.key_map):
+    for target in checkpoint.key_map:
         if (place := checkpoint.family.blocks.place(target)) is not None:
             sizes[place] += checkpoint.nbytes(target, dtype) // tensor
     return list(sizes.values())
 
 
-def _is_cut(checkpoint: Checkpoint, target: str) -> bool:
-    """Whether tensor ranks share a parameter. All matrices count as weights of linear layers."""
-    family, shape = checkpoint.family, checkpoint.shape(target)
-    if cut_of(family.tensor_plan, target):
-        return True
-    layer, _, leaf = target.rpartition(".")
-    matrix = leaf == "weight" and len(shape) == 2
-    # A class of no family has no lists, and its layers outside of blocks stay whole.
-    outside = matrix and bool(family.blocks.lists)
-    return outside and cut_outside(family.tensor_plan, layer, shape)
-
-
-def ends_bytes(
-    checkpoint: Checkpoint, dtype: str, which: Callable[[str], bool] = lambda target: True
-) -> tuple[int, int, int]:
-    """Bytes of the weights outside the blocks: on the first stage, on the last, and on every stage.
-
-    `which`: the parameters that count.
-    """
+def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
+    """Bytes of the weights outside the blocks: on the first stage, on the last, and on every stage."""
     family = checkpoint.family
     first = last = shared = 0
-    for target in filter(which, checkpoint.key_map):
+    for target in checkpoint.key_map:
         top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
         if top in family.blocks.prologue:
             first += size
@@ -202,9 +162,9 @@ def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
 
 
 def rank_weights(sizes: ModelSizes, degrees: Degrees, span: Span) -> RankWeights:
-    """The weights of a rank of the stage with the blocks `span`."""
-    tensor = degrees.tensor
-    first, last, shared = (end - part + part // tensor for end, part in zip(sizes.ends, sizes.cut_ends, strict=True))
+    """The weights of a rank of the stage with the blocks `span`. Those outside the blocks count whole on each tensor rank: a
+    family's large layers are cut there, which is at most a hundredth of its weights."""
+    first, last, shared = sizes.ends
     ends = shared + (first if span.start == 0 else 0) + (last if span.stop == len(sizes.block_bytes) else 0)
     return RankWeights(ends, weights_of_blocks(sizes, degrees)[span.slice])
 

@@ -5,20 +5,23 @@ docs/planner.md has the formulas in one place.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
-from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import Over
 from parallel_backend.placement.balance import Balance, stage_ranks
-from parallel_backend.placement.memory_model import buffer_bytes, head_values
+from parallel_backend.placement.memory_model import head_values
 from parallel_backend.placement.model_sizes import ModelSizes
 
 from .machine import Machine
 from .modes import Mode
-from .prediction import AROUND, Sent, StepCost, StepKind
-from .workload import SUMS, Workload, list_of
+from .workload import Workload, list_of
 
+AROUND = ""
+"""In place of a block's name: all computing outside the blocks."""
+SUMS = 2
+"""All-reduces of a block under tensor parallelism: of attention's result and of the feed-forward's."""
 LEAST_GROWTH = 0.05
 """The least part of the longer timed sequence's seconds that counts as growing with the tokens."""
 
@@ -65,8 +68,6 @@ class DeviceCost:
     """Block list -> cost of one of its blocks."""
     around: BlockCost
     """Of all computing outside the blocks."""
-    keeping: float = 0.0
-    """Seconds of a call for each byte of keys and values that it keeps, which it extrapolates, corrects and writes."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,33 @@ class Calibration:
     """Seconds from a model call's output to the next call's start."""
 
 
+class StepKind(Enum):
+    """Micro-steps of one kind cost the same."""
+
+    EXACT = "exact"
+    """The whole latent. On a pipeline one batch entry of it."""
+    FIRST_BAND = "first band"
+    """The first band, with the text; or the whole latent with displaced patches. All batch entries."""
+    OTHER_BAND = "other band"
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a micro-step. Figures by rank are in the order of the mode's ranks."""
+
+    blocks: Mapping[str, tuple[float, ...]]
+    """Kind of block -> by rank, seconds of one such block, with its transfers."""
+    around: tuple[float, ...]
+    """By rank, seconds outside the blocks."""
+
+
+Sent = Mapping[str, Mapping[str, Sequence[float]]]
+"""Kind of block, or AROUND -> mesh axis other than pipe -> bytes that each rank sends."""
+
+
 @dataclass(frozen=True)
 class CalibratedCosts:
-    """The Costs of a workload."""
+    """The costs of a workload on a machine, from which `predict` predicts a run."""
 
     calibration: Calibration
     workload: Workload
@@ -92,9 +117,10 @@ class CalibratedCosts:
         return self.calibration.machine
 
     def by_device(self, mode: Mode) -> StepCost:
+        """Of a whole call: the costs by which stages are cut."""
         costs, tokens = [self.calibration.costs[device] for device in mode.devices], self.workload.tokens
         return StepCost(
-            {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kept},
+            {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kinds},
             tuple(cost.around.fixed + cost.around.work(tokens, 0) for cost in costs),
         )
 
@@ -108,22 +134,20 @@ class CalibratedCosts:
             share = cut.patch_shares[degrees.coordinate(rank).patch] / (degrees.ulysses * degrees.ring)
             return cost.fixed + entries * cost.work(queries, keys) * share / tensor
 
-        blocks = {name: [0.0] * degrees.world for name in self.workload.kept}
+        blocks = {name: [0.0] * degrees.world for name in self.workload.kinds}
         for ranks in stage_ranks(degrees):
             for name, seconds in blocks.items():
                 block_costs = {rank: _of(costs[rank], name) for rank in ranks}
-                slowest = max(
-                    compute(rank, cost, keys, degrees.tensor) + costs[rank].keeping * self._kept(mode, kind, rank, name)
-                    for rank, cost in block_costs.items()
-                )
+                slowest = max(compute(rank, cost, keys, degrees.tensor) for rank, cost in block_costs.items())
                 attention = entries * min(cost.attention(queries, keys) for cost in block_costs.values())
                 waits, overlapped = self._transfers(mode, ranks, name, kind, entries, attention)
                 for rank in ranks:
                     seconds[rank] = max(slowest + waits, overlapped)
         around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
-        return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around, self.calibration.hop)
+        return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around)
 
     def sent(self, mode: Mode, exact: bool) -> Sent:
+        """In a whole step, with all micro-steps of its call."""
         kinds = [StepKind.EXACT] if exact else [StepKind.FIRST_BAND, *[StepKind.OTHER_BAND] * (mode.bands - 1)]
         entries = mode.entries(self.workload)
         axes = [axis for axis in (*SEQUENCE_AXES, "tensor") if getattr(mode.degrees, axis) > 1]
@@ -131,7 +155,7 @@ class CalibratedCosts:
         def of_block(axis: str, name: str) -> float:
             return sum(self._bytes(mode, axis, name, kind, entries) for kind in kinds)
 
-        sent = {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kept}
+        sent = {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kinds}
         if self.workload.trials is not None:
             leaving = sum(sum(self._tokens(mode, kind)) for kind in kinds)
             sent[AROUND] = self._gathered(mode.degrees, entries * leaving * self.workload.sizes.token_bytes)
@@ -147,9 +171,6 @@ class CalibratedCosts:
                 own *= count
         return gathered
 
-    def activations(self, mode: Mode) -> Sequence[int | None]:
-        return [None] * mode.degrees.world
-
     def _tokens(self, mode: Mode, kind: StepKind) -> tuple[float, int]:
         """Tokens of one batch entry in a micro-step: of the image (on average over other bands), and of the text."""
         workload = self.workload
@@ -158,21 +179,12 @@ class CalibratedCosts:
         first = kind is StepKind.FIRST_BAND
         return workload.band_image(mode.bands, first), workload.text if first or workload.text_in_bands else 0
 
-    def _kept(self, mode: Mode, kind: StepKind, rank: int, block: str) -> int:
-        """Bytes of a block's keys and values that a micro-step extrapolates to the present call: its first band's does."""
-        request = self.workload.request(mode.exact, mode.bands)
-        if kind is not StepKind.FIRST_BAND or not request.kept:
-            return 0
-        index, sizes = self.workload.blocks.index(block), self.workload.sizes
-        at = mode.degrees.coordinate(rank)
-        return buffer_bytes(sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
-
     def _bytes(self, mode: Mode, axis: str, block: str, kind: StepKind, entries: int) -> float:
         """Bytes that a rank sends for one block in a micro-step with `entries` batch entries."""
         degrees, count, sizes = mode.stage_degrees, getattr(mode.degrees, axis), self.workload.sizes
         if axis == "tensor":
             size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
-            return 2 * self.workload.sums.get(block, SUMS) * size * (count - 1) / count
+            return 2 * SUMS * size * (count - 1) / count
         if axis == "ulysses":
             return sum(self._ulysses_bytes(mode, block, kind, entries))
         keys = self._keys(mode, block, sizes, degrees, kind, entries) / degrees.patch
@@ -225,7 +237,7 @@ class CalibratedCosts:
             waits += steps * (latency + max(0.0, shift - latency - computing))
         if degrees.tensor > 1:
             size = entries * sum(self._tokens(mode, kind)) * self.workload.sizes.token_bytes / degrees.sequence
-            waits += self.workload.sums.get(block, SUMS) * links.all_reduce(_groups(mode, "tensor", members), size)
+            waits += SUMS * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
             seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, kind, entries))
             waits, overlapped = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)

@@ -25,7 +25,7 @@ from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Rows of image tokens in the two timed sequences: fewer do not fill a GPU, and more would take a CPU minutes."""
-VERSION = 5
+VERSION = 6
 """Part of the key: files of older versions are measured again."""
 
 
@@ -78,21 +78,22 @@ def calibration_of(
     probes: Sequence[Probed],
     tokens: tuple[int, int],
 ) -> Calibration:
-    """The ranks' measurements as a calibration. A GPU counts with all of its memory, as its free memory may change.
-
-    `tokens`: of the longer and the shorter timed sequence."""
+    """The ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
     share = functools.partial(checkpoint.family.attention_share, checkpoint.config)
     costs = tuple(
         DeviceCost(
             {name: through(list(zip(tokens, times, strict=True)), share(name)) for name, times in probed.blocks.items()},
             through(list(zip(tokens, probed.ends, strict=True)), 0.0),
-            probed.keeping,
         )
         for probed in without_noise(block_lists(checkpoint), probes)
     )
-    machine = machine_of(devices, links, memories)
+    return Calibration(machine_of(devices, links, memories), costs, HOP_SECONDS)
+
+
+def lasting(calibration: Calibration) -> Calibration:
+    """The calibration for later runs: a GPU counts with all of its memory, as its free memory may change."""
     usable = tuple(
         replace(device, memory=None if device.total is None else max(0, device.total - contexts(device.name)), total=None)
-        for device in machine.devices
+        for device in calibration.machine.devices
     )
-    return Calibration(replace(machine, devices=usable), costs, HOP_SECONDS)
+    return replace(calibration, machine=replace(calibration.machine, devices=usable))

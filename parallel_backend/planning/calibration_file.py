@@ -23,29 +23,28 @@ def cached(
     measure: Callable[[], Calibration],
     fits: Callable[[Calibration], bool] = lambda _calibration: True,
 ) -> Calibration:
-    """The calibration of `key` from its file in `folder`; else it is measured and written there.
+    """The calibration of `key` from its file in `folder`; else it is measured and kept there.
 
-    A file that cannot be read, has another key or does not fit is measured again. If the folder cannot be written to, a
-    warning is logged, and the next call measures again.
+    A file that cannot be read, has another key or does not fit is measured again.
     """
-    path = kept_path(folder, key, NAME)
-    calibration = load(path, key)
+    calibration = load(kept_path(folder, key, NAME), key)
     if calibration is None or not fits(calibration):
         calibration = measure()
-        try:
-            store(path, key, calibration)
-        except OSError as error:
-            log.warning("Parallel DiT: the calibration could not be kept in %s (%s)", path, error)
+        keep(folder, key, calibration)
     return calibration
 
 
-def store(path: Path, key: dict[str, object], calibration: Calibration) -> None:
-    """Atomically, see write_json. OSError if it cannot be written."""
-    write_kept(path, key, NAME, _plain(calibration))
+def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None:
+    """Atomically, see write_json. If the folder cannot be written to, a warning is logged, and it is measured again."""
+    path = kept_path(folder, key, NAME)
+    try:
+        write_kept(path, key, NAME, _plain(calibration))
+    except OSError as error:
+        log.warning("Parallel DiT: the calibration could not be kept in %s (%s)", path, error)
 
 
 def load(path: Path, key: dict[str, object]) -> Calibration | None:
-    """None if there is no such file, it has another key, or it was changed after `store` wrote it."""
+    """None if there is no such file, it has another key, or it was changed after `keep` wrote it."""
     try:
         content = read_kept(path, key, NAME)
         return None if content is None else _calibration(content)
@@ -71,9 +70,7 @@ def _calibration(content: dict[str, Any]) -> Calibration:
     between = {(one, two): Link(*figures) for one, two, *figures in content["between"]}
     devices = tuple(Device(name, kind, memory, None, copies) for name, kind, memory, copies in content["devices"])
     costs = tuple(
-        DeviceCost(
-            {name: BlockCost(**one) for name, one in cost["blocks"].items()}, BlockCost(**cost["around"]), cost["keeping"]
-        )
+        DeviceCost({name: BlockCost(**one) for name, one in cost["blocks"].items()}, BlockCost(**cost["around"]))
         for cost in content["costs"]
     )
     return Calibration(Machine(devices, Links(between, content["shared"][0])), costs, content["hop"])

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import ALLOWED, Offload
 
+from .calibrated_costs import CalibratedCosts
 from .modes import Mode, possible
-from .prediction import Costs, Prediction, predict
+from .prediction import Prediction, predict
 
 AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
 CREDIBLE = 1.1
 """The most by which a gain over one device may exceed the number of ranks and still be the noise of a measurement."""
+PROPOSALS = 3
+"""Degrees that Parallel Doctor rehearses."""
 DISPLACED = 2
 """The most ranks on the patch axis that `degrees` auto takes. In measured pictures of 4, 8 and 20 steps displaced patches of
 two ranks were closer to one rank's picture than PipeFusion with four patches. Displaced patches of four ranks were not."""
@@ -20,21 +23,28 @@ two ranks were closer to one rank's picture than PipeFusion with four patches. D
 
 @dataclass(frozen=True)
 class Plan:
-    costs: Costs
+    costs: CalibratedCosts
     predictions: tuple[Prediction, ...]
     """Fastest first, with those that do not fit. Of the modes of one device, only that of the best device."""
     refused: dict[Degrees, str]
     """Degrees that the workload does not allow, and the reason."""
+    rehearsed: tuple[Prediction, ...] = ()
+    """The proposals, with seconds by what a few of their steps took. Empty: nothing is rehearsed, and predictions count."""
+
+    @property
+    def proposals(self) -> list[Prediction]:
+        """Of modes that fit the best for each of the PROPOSALS best degrees, and that of one device, for the gains."""
+        left = [prediction for prediction in self.predictions if not prediction.lacks]
+        found: list[Prediction] = []
+        while len(found) < PROPOSALS and (best := advise(left)) is not None:
+            found.append(best)
+            left = [prediction for prediction in left if prediction.mode.degrees != best.mode.degrees]
+        return found + [prediction for prediction in left if prediction.mode.device is not None]
 
     @property
     def best(self) -> Prediction | None:
         """Among all modes that fit, approximate ones (PipeFusion, displaced patches) included. None if no mode fits."""
-        return advise(self.predictions)
-
-    @property
-    def best_exact(self) -> Prediction | None:
-        """Among the exact modes that fit. None if none fits."""
-        return advise([prediction for prediction in self.predictions if prediction.mode.exact])
+        return advise(self._known)
 
     @property
     def doubt(self) -> str:
@@ -45,7 +55,7 @@ class Plan:
         one = self.one_device
         if one.lacks or one.most_streamed:
             return ""
-        for fastest in self.predictions:
+        for fastest in self._known:
             gain, ranks = one.seconds / fastest.seconds, fastest.mode.degrees.world
             if not fastest.lacks and not credible(gain, ranks):
                 return (
@@ -56,10 +66,15 @@ class Plan:
 
     @property
     def one_device(self) -> Prediction:
-        return next(prediction for prediction in self.predictions if prediction.mode.device is not None)
+        both = *self.rehearsed, *self.predictions
+        return next(prediction for prediction in both if prediction.mode.device is not None)
+
+    @property
+    def _known(self) -> tuple[Prediction, ...]:
+        return self.rehearsed or self.predictions
 
 
-def plan(costs: Costs, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
+def plan(costs: CalibratedCosts, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
     """All modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single device.
 
     `offload`: whether weights may be streamed where they do not fit.

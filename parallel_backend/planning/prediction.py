@@ -1,13 +1,8 @@
-"""The one prediction: seconds, traffic and memory of a run in a mode, from the costs of its micro-steps.
-
-Costs are measured in rehearsals of the mode (rehearsed_costs.py), or computed from a calibration (calibrated_costs.py).
-"""
+"""The one prediction: seconds, traffic and memory of a run in a mode, from the costs of its micro-steps."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.sequence import SequenceCut
@@ -20,65 +15,13 @@ from parallel_backend.placement.pipeline_model import simulate
 from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.wire.diagnosis import Probed
 
-from .machine import Machine
+from .calibrated_costs import AROUND, CalibratedCosts, StepCost, StepKind
 from .memory import Holding, bytes_on_host, holdings, lacking
 from .modes import Mode
 from .workload import Workload
 
-AROUND = ""
-"""In place of a block's name: all computing outside the blocks."""
 ENDS_SHARE = 0.5
 """Part of the computing around the blocks that one stage of several does, as embedding and head are on different stages."""
-
-
-class StepKind(Enum):
-    """Micro-steps of one kind cost the same."""
-
-    EXACT = "exact"
-    """The whole latent. On a pipeline one batch entry of it."""
-    FIRST_BAND = "first band"
-    """The first band, with the text; or the whole latent with displaced patches. All batch entries."""
-    OTHER_BAND = "other band"
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of a micro-step. Figures by rank are in the order of the mode's ranks."""
-
-    blocks: Mapping[str, tuple[float, ...]]
-    """Kind of block -> by rank, seconds of one such block, with its transfers."""
-    around: tuple[float, ...]
-    """By rank, seconds outside the blocks."""
-    hop: float = 0.0
-    """Seconds from the ranks' output through the sampler to the next call."""
-
-
-Sent = Mapping[str, Mapping[str, Sequence[float]]]
-"""Kind of block, or AROUND -> mesh axis other than pipe -> bytes that each rank sends."""
-
-
-class Costs(Protocol):
-    """The costs of a workload on a machine, from which `predict` predicts a run."""
-
-    @property
-    def workload(self) -> Workload: ...
-
-    @property
-    def machine(self) -> Machine: ...
-
-    def by_device(self, mode: Mode) -> StepCost:
-        """Of a whole call: the costs by which stages are cut."""
-        ...
-
-    def step(self, mode: Mode, kind: StepKind, cut: Balance) -> StepCost: ...
-
-    def sent(self, mode: Mode, exact: bool) -> Sent:
-        """In a whole step, with all micro-steps of its call."""
-        ...
-
-    def activations(self, mode: Mode) -> Sequence[int | None]:
-        """By rank, measured bytes beside weights and K/V buffers. None: not measured, so that the estimate counts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -114,11 +57,12 @@ class Prediction:
         return max(holding.streamed for holding in self.held)
 
 
-def predict(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
+def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
     """`offload`: whether weights may be streamed where devices do not hold them."""
     cut = cut_model(costs, mode, offload)
-    held = _holdings(costs, mode, cut, offload)
-    machine = costs.machine
+    model, machine = (costs.workload.sizes, mode.degrees, cut.stage_blocks), costs.machine
+    needs = memory_by_rank(*model, (costs.workload.request(mode.exact, mode.bands),))
+    held = holdings(machine, mode.devices, needs, weights_by_rank(*model), offload)
     sizes = dict(zip(mode.devices, (holding.on_device for holding in held), strict=True))
     on_host = bytes_on_host(machine, mode, held)
     lacks = lacking(sizes, machine.names, [device.memory for device in machine.devices], on_host, machine.host_free)
@@ -126,7 +70,7 @@ def predict(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
     return Prediction(mode, _seconds(costs, mode, cut, held), step_bytes(costs, mode, cut, exact), held, lacks)
 
 
-def cut_model(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Balance:
+def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Balance:
     """The stages and patches as `stage_split` auto cuts them for this run."""
     workload, cost = costs.workload, costs.by_device(mode)
     request = workload.request(mode.exact, mode.bands)
@@ -146,7 +90,7 @@ def cut_model(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Balance:
     return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True, other_bytes=other_bytes, spill=spill)
 
 
-def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:
+def step_bytes(costs: CalibratedCosts, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:
     """Mesh axis -> bytes that each rank sends in one step."""
     workload, degrees = costs.workload, mode.degrees
     sent = costs.sent(mode, exact)
@@ -184,8 +128,8 @@ def _kind(step: MicroStep) -> StepKind:
     return StepKind.FIRST_BAND if step.with_text else StepKind.OTHER_BAND
 
 
-def _seconds(costs: Costs, mode: Mode, cut: Balance, held: Sequence[Holding]) -> float:
-    workload, degrees = costs.workload, mode.degrees
+def _seconds(costs: CalibratedCosts, mode: Mode, cut: Balance, held: Sequence[Holding]) -> float:
+    workload, degrees, hop = costs.workload, mode.degrees, costs.calibration.hop
     exact = [mode.exact or step < workload.warm_up_steps for step in range(workload.steps)]
     steps = micro_steps(exact, mode.bands)
     step_costs = {kind: costs.step(mode, kind, cut) for kind in set(map(_kind, steps))}
@@ -198,7 +142,7 @@ def _seconds(costs: Costs, mode: Mode, cut: Balance, held: Sequence[Holding]) ->
         for kind, cost in step_costs.items()
     }
     if degrees.pipe == 1:
-        return sum(compute[_kind(step)][0] + step_costs[_kind(step)].hop for step in steps)
+        return sum(compute[_kind(step)][0] + hop for step in steps)
     entries, links = mode.entries(workload), costs.machine.links
     next_stage = degrees.sequence * degrees.tensor  # from a rank to the same rank of the next stage
 
@@ -212,12 +156,13 @@ def _seconds(costs: Costs, mode: Mode, cut: Balance, held: Sequence[Holding]) ->
         return [max(map(seconds, ranks)) for ranks in stages[:-1]] + [0.0]
 
     transfers = {kind: transfer(kind) for kind in step_costs}
-    hop = max(cost.hop for cost in step_costs.values())
     ends = simulate(steps, mode.bands, lambda step: compute[_kind(step)], lambda step: transfers[_kind(step)], hop, entries)
     return ends[-1] + hop
 
 
-def _stage_seconds(costs: Costs, mode: Mode, cost: StepCost, span: Span, ranks: list[int], held: Sequence[Holding]) -> float:
+def _stage_seconds(
+    costs: CalibratedCosts, mode: Mode, cost: StepCost, span: Span, ranks: list[int], held: Sequence[Holding]
+) -> float:
     """Seconds of a micro-step on the slowest rank of the stage with the blocks `span`."""
     share = 1.0 if mode.degrees.pipe == 1 else ENDS_SHARE
     names = costs.workload.blocks[span.slice]
@@ -225,17 +170,6 @@ def _stage_seconds(costs: Costs, mode: Mode, cost: StepCost, span: Span, ranks: 
     def seconds(rank: int) -> float:
         around = share * cost.around[rank]
         blocks = [cost.blocks[name][rank] for name in names]
-        return around + streamed_seconds(blocks, held[rank].copy_seconds(), around + cost.hop)
+        return around + streamed_seconds(blocks, held[rank].copy_seconds(), around + costs.calibration.hop)
 
     return max(map(seconds, ranks))
-
-
-def _holdings(costs: Costs, mode: Mode, cut: Balance, offload: Offload) -> tuple[Holding, ...]:
-    """By rank, with measured activations where there are any."""
-    model = costs.workload.sizes, mode.degrees, cut.stage_blocks
-    estimates = memory_by_rank(*model, (costs.workload.request(mode.exact, mode.bands),))
-    needs = [
-        estimate if peak is None else replace(estimate, activations=peak)
-        for estimate, peak in zip(estimates, costs.activations(mode), strict=True)
-    ]
-    return holdings(costs.machine, mode.devices, needs, weights_by_rank(*model), offload)

@@ -1,4 +1,4 @@
-"""A plan as text: the Doctor's report, the planner's table, and the choice in a line."""
+"""A plan as text: Parallel Doctor's report, and the choice in a line."""
 
 from collections.abc import Mapping
 
@@ -9,25 +9,16 @@ from .memory import gigabytes
 from .modes import Mode
 from .planner import AS_GOOD, Plan
 from .prediction import Prediction
-from .rehearsed_costs import RehearsedCosts
 from .workload import Workload
 
 SHOWN = 10
 """Modes that are listed. Modes of a single degree are always listed too."""
 
 
-def describe_rehearsed(plan: Plan) -> str:
-    """The Doctor's report. `plan` is of RehearsedCosts."""
+def describe(plan: Plan) -> str:
+    """Parallel Doctor's report."""
     costs = plan.costs
-    assert isinstance(costs, RehearsedCosts)
-    parts = [
-        _workload(costs.workload),
-        _machine(costs.machine),
-        _blocks(costs),
-        _table(plan, "predicted seconds"),
-        _impossible(plan),
-        _advice(plan),
-    ]
+    parts = [_workload(costs.workload), _machine(costs.machine), _table(plan), _impossible(plan), _advice(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -40,37 +31,12 @@ def verdict(plan: Plan) -> str:
     return f"{_advice(plan).splitlines()[0]}{gain}"
 
 
-def describe_planned(plan: Plan) -> str:
-    """The machine in a line, the best modes, and which to choose. `plan` is of CalibratedCosts."""
-    return "\n".join([summary(plan.costs.machine), _table(plan, "planned seconds"), *_choices(plan)])
-
-
-def compare(planned: Plan, rehearsed: Plan) -> str:
-    """The planner's table, with the Doctor's rehearsed seconds for the same workload."""
-    seconds = {prediction.mode: prediction.seconds for prediction in rehearsed.predictions}
-    seconds |= {planned.one_device.mode: rehearsed.one_device.seconds}
-    head = f"what degrees auto goes by, from a calibration of a few seconds: {summary(planned.costs.machine)}"
-    return "\n".join([head, _table(planned, "planned seconds, rehearsed seconds", seconds), *_choices(planned)])
-
-
 def choice(prediction: Prediction, machine: Machine) -> str:
     """The choice in a line, for a node and the log."""
     names = ", ".join(machine.names[device] for device in prediction.mode.devices)
     if prediction.mode.device is not None:
         return f"one device, {names}, planned {prediction.seconds:.1f} s"
     return f"{prediction.mode.degrees} on {names}, planned {prediction.seconds:.1f} s"
-
-
-def summary(machine: Machine) -> str:
-    """The machine's main figures in a line."""
-    links = machine.links
-    text = f"{len(machine.devices)} x {machine.devices[0].kind}"
-    if links.between:
-        slowest = min(links.between.values(), key=lambda link: link.bandwidth)
-        text += f", links {slowest.bandwidth / 1e9:.3g} GB/s, {slowest.latency * 1e6:.0f} us"
-    if links.crowding > 1:
-        text += f", {links.crowding:.2g} times slower when all send"
-    return text
 
 
 def settings(mode: Mode, machine: Machine) -> str:
@@ -124,29 +90,24 @@ def _device(device: Device) -> str:
     return f"{device.kind}, {gigabytes(device.memory)} free of {gigabytes(device.total)}"
 
 
-def _blocks(costs: RehearsedCosts) -> str:
-    seconds, blocks = costs.block_seconds(), costs.workload.blocks
-    lines = [
-        f"{name} ({blocks.count(name)} like it): {', '.join(f'{1000 * rank[name]:.3g}' for rank in seconds)} ms"
-        for name in costs.workload.kept
-    ]
-    return "\n".join(["one block, whole picture, by rank, all at work:", *lines])
-
-
-def _table(plan: Plan, columns: str, other: Mapping[Mode, float] | None = None) -> str:
-    """Modes, fastest first. `columns`: heading of the columns of seconds. `other`: the second column's seconds."""
-    one = plan.one_device
+def _table(plan: Plan) -> str:
+    """Modes, fastest first by plan."""
+    one, rehearsed = plan.one_device, {prediction.mode: prediction for prediction in plan.rehearsed}
+    columns = "planned seconds, rehearsed seconds" if rehearsed else "planned seconds"
     against = "" if one.lacks else ", against one device"
     lines = [f"{columns}{against}, largest memory of a rank, moved in a step over all ranks:"]
     shown = [prediction for place, prediction in enumerate(plan.predictions) if place < SHOWN or _single(prediction.mode)]
-    for prediction in shown:
-        second = "" if other is None else f"{other[prediction.mode]:9.2f} s"
-        faster = "" if one.lacks else f"  {one.seconds / prediction.seconds:5.2f}x"
-        moved = _size(prediction.moved) if prediction.moved else "nothing"
-        lacks = f"; does not fit: {prediction.lacks}" if prediction.lacks else ""
+    shown += [known for mode, known in rehearsed.items() if all(mode != each.mode for each in shown)]
+    for planned in shown:
+        known = rehearsed.get(planned.mode, planned)
+        tried = f"{known.seconds:9.2f} s" if planned.mode in rehearsed else ""
+        second = f"{tried:>11}" if rehearsed else ""
+        faster = "" if one.lacks else f"  {one.seconds / known.seconds:5.2f}x"
+        moved = _size(planned.moved) if planned.moved else "nothing"
+        lacks = f"; does not fit: {known.lacks}" if known.lacks else ""
         lines.append(
-            f"{prediction.seconds:9.2f} s{second}{faster}  {_size(prediction.most_memory):>8}  {moved:>8}  "
-            f"{_named(prediction.mode, plan)}{_streamed(prediction)}{lacks}"
+            f"{planned.seconds:9.2f} s{second}{faster}  {_size(planned.most_memory):>8}  {moved:>8}  "
+            f"{_named(planned.mode, plan)}{_streamed(planned)}{lacks}"
         )
     if left := len(plan.predictions) - len(shown):
         lines.append(f"and {left} more, none of them faster")
@@ -184,20 +145,6 @@ def _other_ways(best: Prediction, plan: Plan) -> list[str]:
         for other in plan.predictions
         if _single(other.mode) and not other.lacks and other.mode.degrees != best.mode.degrees
     ]
-
-
-def _choices(plan: Plan) -> list[str]:
-    best, exact = plan.best, plan.best_exact
-    if plan.doubt:
-        return [f"best: not known, because {plan.doubt}."]
-    if best is None:
-        return ["nothing fits these devices"]
-    lines = [f"best: {_named(best.mode, plan)}, {best.seconds:.2f} s", *_where_weights_are(best, plan)]
-    if exact is None:
-        lines.append("nothing that is exact throughout fits these devices")
-    elif exact is not best:
-        lines.append(f"best that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
-    return lines
 
 
 def _single(mode: Mode) -> bool:

@@ -1,23 +1,17 @@
 """A workload: a model and a sampling run of it, in plain numbers."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span, split_carrying
-from parallel_backend.families.base.blocks import TEXT_VALUES, BlockList
-from parallel_backend.families.base.step_inputs import Shapes
-from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of
+from parallel_backend.families.base.blocks import Over
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
 
 from .trials import Trials
-
-SUMS = 2
-"""All-reduces of a block under tensor parallelism: of attention's result and of the feed-forward's."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +29,7 @@ class Workload:
     prompt: int
     """Tokens of each prompt."""
     blocks: tuple[str, ...]
-    """Kind of each block, through all lists: "<list>.<index>" of the first block of that list with the same parameters. That
-    block is rehearsed for all of its kind."""
+    """Kind of each block, through all lists: "<list>.<index>" of the first block of that list with the same attention."""
     sizes: ModelSizes
     grid: tuple[int, ...]
     """Image tokens along each axis."""
@@ -44,22 +37,17 @@ class Workload:
     """Text tokens that run through the blocks."""
     band_dim: int = -2
     """Axis of `grid` that bands cut."""
-    looked_at: int = 0
-    """Tokens that blocks read by cross attention."""
     warm_up: int = 1
     """First steps whose calls are exact in every mode."""
     text_in_bands: bool = False
     """Text runs with every band, as in xDiT. False: with the first band alone, as in this product."""
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """Kind of block -> number of all-reduces under tensor parallelism, each of all tokens. SUMS for a missing kind."""
-
     streams: tuple[tuple[int, int], ...] = ()
     """See families.base.family.Counted."""
     trials: Trials | None = None
     """Of ComfyUI's own class. None: a family, whose modes are all known."""
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """One block of each kind."""
         return tuple(dict.fromkeys(self.blocks))
 
@@ -95,7 +83,7 @@ class Workload:
     def request(self, exact: bool, bands: int) -> Request:
         """The memory request of the run. `exact`: no keys and values are kept from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
-        request = Request(self.grid, 0, self.text, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
+        request = Request(self.grid, 0, self.text, self.entries, 0, kept, bands, self.band_dim)
         return replace(request, streams=self.streams)
 
 
@@ -120,12 +108,10 @@ def workload_of(
             f"latent_image: the latent has {len(shape)} axes, this model needs {2 + len(grid)}. Use the Empty Latent node "
             "made for this model."
         )
-    names = family.blocks.names(config)
-    shapes = {target: checkpoint.shape(target) for target in checkpoint.key_map}
-    kinds, hidden = _kinds(names, shapes), family.sizes.hidden(config)
-    lists = {spec.name: spec for spec in family.blocks.lists}
     request = expected_request(checkpoint, shape, entries, prompt)
     sizes = replace(model_sizes(checkpoint, dtype, device), transfer_dtype=transfer_dtype)
+    kinds: dict[tuple[str, tuple[Over, ...]], str] = {}
+    blocks = zip(family.blocks.names(config), sizes.attention, strict=True)
     return Workload(
         name=checkpoint.path.name,
         kind=family.title,
@@ -134,51 +120,15 @@ def workload_of(
         entries=entries,
         steps=steps,
         prompt=prompt,
-        blocks=tuple(kinds[name] for name in names),
+        blocks=tuple(kinds.setdefault((list_of(name), attention), name) for name, attention in blocks),
         sizes=sizes,
         grid=request.grid,
         text=request.text,
         band_dim=request.band_dim,
-        looked_at=request.looked_at,
-        sums={
-            block: _sums(block, lists[name], family.tensor_plan, shapes, hidden)
-            for block in set(kinds.values())
-            if (name := list_of(block)) in lists
-        },
         streams=request.streams,
     )
-
-
-def _kinds(names: list[str], shapes: Shapes) -> dict[str, str]:
-    """Block -> the first block of the same list whose parameters have the same names and shapes."""
-    parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in names}
-    for target, shape in shapes.items():
-        parts = target.split(".")
-        for count in range(2, len(parts)):
-            if (block := ".".join(parts[:count])) in parameters:
-                parameters[block].append((".".join(parts[count:]), shape))
-    first: dict[tuple, str] = {}
-    return {name: first.setdefault((list_of(name), *sorted(shaped)), name) for name, shaped in parameters.items()}
 
 
 def list_of(block: str) -> str:
     """Name of the list that a block is in."""
     return block.rpartition(".")[0]
-
-
-def _sums(block: str, spec: BlockList, plan: LayerCuts, shapes: Shapes, hidden: int) -> float:
-    """Workload.sums of a block: the number of its layers whose results tensor ranks add up. SUMS if the plan has none.
-
-    If text and image have separate weights, each layer's result is for the tokens of one of the two streams. Layers of a
-    narrower stream (sound) do not count, as it is short. If `hidden` counts several streams of the image (Wan Animate 2), a
-    layer's result is a part of it.
-    """
-    weights = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.") and name.endswith(".weight")}
-    cuts = {name: cut_of(plan, name) for name in weights}
-    widths = [weights[name][0] for name, cut in cuts.items() if cut is not None and cut.kind is CutKind.ROW]
-    if not widths:
-        return SUMS
-    width = max(widths)
-    rows = widths.count(width) * width / hidden
-    separate = spec.values_first and any(f"{block}.{module}.{TEXT_VALUES}.weight" in weights for module in spec.attention)
-    return rows / (2 if separate else 1)

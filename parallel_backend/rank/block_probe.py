@@ -1,4 +1,4 @@
-"""Times a block of each kind on this rank's device, in the model's forward, and updates of the K/V buffer.
+"""Times a block of each kind on this rank's device, in the model's forward.
 
 Weights are random, and packed like the file's.
 """
@@ -15,11 +15,10 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.own_class.family import OwnClassFamily
-from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.meta_model import meta_model
 from parallel_backend.rank.stage.own_class import own_class_to_time, own_forward
@@ -27,8 +26,6 @@ from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, OwnCall, 
 
 REPEATS = 5
 AROUND = "around the blocks"
-KEPT_LAYERS = 4
-"""Layers of the measured K/V buffer: more than a CPU's caches hold."""
 
 
 class _Stopwatch:
@@ -73,19 +70,19 @@ def probe(
     rows: tuple[int, int],
     calls: Sequence[OwnCall] = (),
 ) -> Probed:
-    """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter grid. Also seconds for
-    each byte of keys and values that a call keeps. No collective. `calls`: of ComfyUI's own class, in place of `rows`.
+    """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter grid. No collective.
+
+    `calls`: of ComfyUI's own class, in place of `rows`.
     """
     # Two grids, since a block's time has a constant part: packed weights are expanded at each use, for any sequence.
     long, short = _measure(checkpoint, device, dtype_name, rows, calls)
     times: dict[str, tuple[float, ...]] = {name: (long[name], short[name]) for name in long}
-    keeping = _keeping(checkpoint, device, compute_dtype(dtype_name, device), rows[0] * PROBE_COLUMNS)
     free = None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the measured model is freed
         free = torch.cuda.mem_get_info(device)[0]
     around = times.pop(AROUND)
-    return Probed(rank, times, around, free, keeping)
+    return Probed(rank, times, around, free)
 
 
 def _measure(
@@ -131,26 +128,6 @@ def _to_time(family: Family, config: Config) -> tuple[nn.Module, dict[str, nn.Mo
         blocks[spec.name] = getattr(model, spec.name)[0]
         setattr(model, spec.name, nn.ModuleList([blocks[spec.name]]))
     return model, blocks
-
-
-def _keeping(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Seconds for a byte of keys and values, in calls of two bands. The first two calls do not count."""
-    sizes, config = checkpoint.family.sizes, checkpoint.config
-    heads = sizes.heads(config)
-    fresh = torch.randn(1, tokens, heads, max(1, sizes.hidden(config) // heads), device=device, dtype=dtype)
-    buffer, watch, bands = KVBuffer(tokens, 1, extrapolate=True), _Stopwatch(device), split(Span(0, tokens), 2)
-    for call in range(2 + REPEATS):
-        if call == 2:  # the first to extrapolate
-            watch.restart()
-        started = watch.now()
-        buffer.begin_call(1.0 - call / 10)
-        for band in bands:
-            rows = fresh[:, band.slice]
-            for layer in range(KEPT_LAYERS):
-                buffer.update(layer, rows, rows, [(Span(0, len(band)), band)], Span(0, 1), 0)
-            buffer.filled = max(buffer.filled, band.stop)
-        watch.note("call", watch.now() - started)
-    return watch.read()["call"] / (KEPT_LAYERS * 2 * fresh.nbytes)
 
 
 def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:

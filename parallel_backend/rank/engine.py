@@ -10,7 +10,6 @@ from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 
-from .block_timer import BlockWatch
 from .conditioning_store import ConditioningStore
 from .finite_check import FiniteWatch, bad_adapters, bad_weights
 from .kept_texts import KeptTexts
@@ -31,9 +30,8 @@ class Engine:
         self.runs, self._texts = RunBuffers(), KeptTexts(stage.family)
         self._traffic, self._link = stage.traffic, stage.link
         self._ops = (Op.COMPUTE,) if stage.own_link is not None else stage_ops(stage.pipe.index, stage.pipe.size)
-        self._block_watch = BlockWatch(stage.model, load.only, stage.traffic)
         self._graphs = None
-        if load.setup.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
+        if load.setup.cuda_graphs and stage.computes_alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
         self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()
@@ -137,7 +135,6 @@ class Engine:
             bytes_sent=bytes_sent,
             buffer_bytes=buffer_bytes,
             peak_bytes=self.stage.store.peak_bytes,
-            blocks=self._block_watch.drain(),
             graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
             attention=self.stage.attention_report(),
             arithmetic=self.stage.arithmetic,

@@ -99,9 +99,9 @@ class LoadedStage:
         self.store = store = WeightStore(self.copies, host, self.traffic, resident)
         read = functools.partial(self._read, store, progress, setup.fp8_products)
         if self.own_link is not None:
-            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link, load.only)
+            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link)
         else:
-            stage = build_stage(checkpoint, span, device, setup.dtype, plan, read, load.only)
+            stage = build_stage(checkpoint, span, device, setup.dtype, plan, read)
         self.model, self.stage_io = stage.model, stage.stage_io
         assert stage.plan is not None
         plan = stage.plan

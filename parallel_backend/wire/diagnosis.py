@@ -48,8 +48,6 @@ class Probed:
     """Seconds of the modules before and behind the blocks."""
     free_bytes: int | None
     """Free device memory. None for a CPU, whose memory all ranks share."""
-    keeping: float = 0.0
-    """Seconds for each byte that a call writes to its K/V buffers. 0: not measured."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ class Load:
     """Blocks of each stage, numbered through all block lists."""
     patch_shares: tuple[float, ...]
     """Each patch rank's share of the tokens."""
-    only: tuple[str, ...] = ()
-    """Blocks "<list>.<index>" to load, for a rehearsal: other blocks return their input. Empty: all blocks."""
     fingerprint: str = ""
     """Expected fingerprint of the files (checkpoints/fingerprint.py). Empty: the files are on the client's machine."""
     resident: tuple[int, ...] = ()

@@ -42,7 +42,7 @@ from .loading import (
     SetResident,
     Weigh,
 )
-from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
+from .sampling import CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
 from .shared_memory import DropSegment, OpenSegment
 from .vae import BeginVAE, DropVAE, EndVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
@@ -53,7 +53,7 @@ _TYPES = {
         *(Load, Loading, Loaded, PutConditioning, DropConditioning),
         *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
         *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
-        *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, Probe, Probed, ProbeLinks, LinksProbed),
+        *(Step, Output, OpenRun, CloseRun, RunStats, Probe, Probed, ProbeLinks, LinksProbed),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
         *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
     )

@@ -1,6 +1,6 @@
 """Messages of a sampling run: conditioning, micro-steps, outputs and statistics."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -103,16 +103,6 @@ class CloseRun:
 
 
 @dataclass(frozen=True)
-class BlockStats:
-    """One block's costs in a rehearsal since the last report."""
-
-    seconds: float
-    """Seconds of all calls of the block, transfers included."""
-    bytes_sent: dict[str, int]
-    """By mesh axis."""
-
-
-@dataclass(frozen=True)
 class RunStats:
     """Rank -> client: statistics of the rank since its last RunStats."""
 
@@ -131,8 +121,6 @@ class RunStats:
     """Largest size of all K/V buffers together."""
     peak_bytes: int
     """Peak device memory (CUDA), or peak resident set (CPU)."""
-    blocks: dict[str, BlockStats] = field(default_factory=dict)
-    """By block "<list>.<index>" in a rehearsal (Load.only), else empty."""
     graphs: int = 0
     """Number of graphs that torch.compile has made since the model was loaded."""
     attention: str = ""

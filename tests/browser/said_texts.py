@@ -31,6 +31,7 @@ LINES = (
     f"degrees auto has one device only.{_HIDDEN}",
     "ranks do not follow these start options of ComfyUI: --fp16-unet, --fast=cublas_ops",
     "pipefusion_degree 2, 4 patches would take about 8.1 s (see Parallel Doctor)",
+    "trying ulysses_degree 2 for a few steps",
     "trying skipped blocks of AuraFlow, ComfyUI's own class, 45 %, 12 s",
     "trying AuraFlow, ComfyUI's own class, before its weights are loaded, 45 %, 12 s",
     "AuraFlow, ComfyUI's own class, verified: 36 of 36 blocks are shared out",

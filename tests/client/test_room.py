@@ -15,7 +15,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.placement.balance import divide, even_stages
 from parallel_backend.placement.expected_request import expected_request
-from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONNECTION, CONTEXT
+from parallel_backend.placement.gpu_overheads import CONTEXT
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
@@ -28,8 +28,6 @@ DEVICES = ("cuda:0", "cuda:1")
 TEXT_ENCODER = 9_800_000_000
 """Bytes of T5-XXL in fp16."""
 LATENT, PROMPT = (1, 16, 128, 128), 512
-WORLD = COMMUNICATOR + CONNECTION
-"""Bytes that two ranks' transport takes before they have a model."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ class Host:
         self.asked: list[tuple[str, int]] = []
         cuda.hold(CONTEXT + resident, 0)
         for device in range(2):
-            cuda.hold_elsewhere(CONTEXT + WORLD, device)  # the rank's, and the world's
+            cuda.hold_elsewhere(CONTEXT, device)  # the rank's
         spans = even_stages(57, 2)
         self.check = MemoryCheck(flux, mini.setup(flux.path, "bf16", DEVICES, TWO, "auto"), spans, 2)
         pool = SimpleNamespace(devices=DEVICES, ask=self._ask)
@@ -61,7 +59,7 @@ class Host:
         self.guard.make_room_for((), nobody)
         self.guard.check_weights((), nobody)
         for rank, need in enumerate(self.check.memory(())):
-            self._take(rank, need.weights + need.communicators - WORLD)
+            self._take(rank, need.weights)
 
     def run(self, number: int = 1) -> None:
         """A PipeFusion run, until its first call."""
@@ -121,8 +119,6 @@ def test_the_same_run_is_refused_where_room_is_made_for_the_weights_alone(flux):
         host.gives = False
         with pytest.raises(ValueError, match=r"latent_image: this run needs about .* GB more on cuda:0") as refused:
             host.run()
-        assert "67.1 MB for the GPU's libraries" in str(refused.value)
-        assert "250 MB for NCCL" in host.check.advice()
         assert "stage_split 15,42" in str(refused.value)  # the second card has room for more of the blocks
 
 

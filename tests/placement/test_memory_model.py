@@ -49,15 +49,6 @@ BELOW, ABOVE = 0.4, 1.25
 would: the two streams of Wan Animate 2 are computed one after the other."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_libraries():
-    """What a GPU's libraries take would be nearly all that these models need: it is test_room.py's."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("COMMUNICATOR", "CONNECTION", "WORKSPACES"):
-            patch.setattr(f"parallel_backend.placement.memory_model.{name}", 0)
-        yield
-
-
 def nobody() -> None:
     pass
 
@@ -269,7 +260,7 @@ def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(mini_file):
     text = str(refused.value)
     assert text.startswith("latent_image: this run needs about ")
     assert f"{needed[1].buffers / 1e9:.1f} GB for keys and values" in text
-    assert f"{(needed[1].activations + needed[1].staging) / 1e9:.1f} GB to compute" in text
+    assert f"{needed[1].activations / 1e9:.1f} GB to compute" in text
     assert "more on cuda:1 (" in text
     assert "2.0 GB of 24.0 GB is free" in text
     assert "It would fit with " in text

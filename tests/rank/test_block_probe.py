@@ -49,7 +49,6 @@ def test_packed_weights_are_expanded_while_blocks_are_timed(mini_file, mini_mode
     found = timed(path, dtype)
     assert expanded == kinds
     assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
-    assert 1e-13 < found.keeping < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["int8, rotated by 16", "nvfp4"])

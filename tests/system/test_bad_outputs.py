@@ -122,7 +122,6 @@ NAN, INF = float("nan"), float("inf")
         (blocks, {"blocks": {"a": (0.2, NAN), "b": (0.3, 0.1)}}),
         (blocks, {"ends": (0.1, -0.1)}),
         (blocks, {"free_bytes": -1}),
-        (blocks, {"keeping": INF}),
         (links, {"links": {0: TIMES}}),
         (links, {"peers": {2: True}}),
         (links, {"together": INF}),

@@ -10,7 +10,6 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core.communicators import communicators, connections
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import ulysses
 from parallel_backend.rank.comm import collectives
@@ -83,14 +82,17 @@ def test_a_rank_that_dies_is_named_and_the_next_ranks_work(at_work, degrees, pla
     assert at_work.kill(degrees, rules_of(places, 1, DELAY)) is None
 
 
-@pytest.mark.parametrize("degrees", [Degrees(ulysses=4), Degrees(pipe=2, tensor=2)], ids=cases.name)
-def test_loading_opens_what_the_memory_model_counts_and_a_run_opens_no_more(at_work, degrees):
+@pytest.mark.parametrize(
+    "degrees",
+    [Degrees(ulysses=4), Degrees(pipe=2, tensor=2)],
+    ids=cases.name,
+)
+def test_a_call_opens_no_communicator_that_loading_has_not(at_work, degrees):
     def load_and_call(files, load, _pool):
         model, fabric = load(files.mini(), degrees), at_work.distributed.fabrics[-1:]
         opened = [fabric[0].opened(rank) for rank in range(4)] if fabric else None
         found = model.predict(ModelCall(*mini.inputs(cases.CONFIG)), cases.nothing)
         if opened is not None:
-            assert opened == [(communicators(degrees, rank), connections(degrees, rank)) for rank in range(4)]
             assert opened == [fabric[0].opened(rank) for rank in range(4)]
         return [found]
 

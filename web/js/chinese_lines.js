@@ -179,6 +179,7 @@ const LINES = [
     [/^([\d.]+ [GM]B) of weights on (\d+) ranks$/, "$2 个进程上有 $1 权重"],
     [/^calibrating, about 10 s, once for this machine and kind of model, (\d+) s$/, "正在测量，约 10 秒，每种模型一次，已 $1 秒"],
     [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
+    [/^trying (.*) for a few steps(?:, (\d+) s)?$/, "正在试跑 $1 的几步"],
     [/^trying skipped blocks of (.*), ComfyUI's own class, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $1 跳过的块，$2 %，已 $3 秒"],
     [/^trying skipped blocks of (.*), ComfyUI's own class$/, "正在试算 ComfyUI 自己的类 $1 跳过的块"],
     [/^trying (NAG|WanVideoNAG) of (.*), ComfyUI's own class, (\d+) %, (\d+) s$/, "正在试算 ComfyUI 自己的类 $2 的 $1，$3 %，已 $4 秒"],

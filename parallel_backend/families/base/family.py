@@ -117,10 +117,6 @@ class Inputs:
         """Whether every stage gets this conditioning tensor whole."""
         return name in (*self.vector_tensors, *EVERYWHERE)
 
-    def is_looked_at(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a conditioning tensor has text tokens [B, T, width] that blocks look at by cross attention."""
-        return name in self.vector_tensors and name not in self.exact and tensor.ndim == 3
-
     def references(self, call: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """Latents in a call's arguments that become reference tokens."""
         return call.get("ref_latents") or ()

@@ -5,7 +5,7 @@ the stage's blocks returns the hidden states received. On the last stage the epi
 stand-in behind the stage's blocks ends the forward with the hidden states to send (block_slots.py).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +46,12 @@ def build_stage(
     dtype_name: str,
     plan: TensorPlan | None = None,
     load: Callable[[StageWeights, Sequence[str]], None] = read_whole,
-    only: Collection[str] = (),
 ) -> Stage:
     """The model with weights of the blocks `span` only.
 
     `load` gets the weights on the meta device and the names "<list>.<index>" of the blocks, and reads them from the mapped
     file to their memory; by default all to `device`. Weights of other ranks are never allocated. With `plan` the rank has
-    only its shards, and `Stage.plan.apply` must follow. `only`: see loading.Load.
+    only its shards, and `Stage.plan.apply` must follow.
     """
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.blocks.total(config)
@@ -63,10 +62,10 @@ def build_stage(
     owned = family.blocks.owned(config, span)
     skipped = (() if first else family.blocks.prologue) + (() if last else family.blocks.epilogue)
     blocks = [
-        name
+        f"{spec.name}.{index}"
         for spec in family.blocks.lists
         for index in range(len(getattr(model, spec.name)))
-        if index in owned[spec.name] and ((name := f"{spec.name}.{index}") in only or not only)
+        if index in owned[spec.name]
     ]
 
     def is_local(target: str) -> bool:
@@ -88,5 +87,5 @@ def build_stage(
             setattr(model, name, nn.ModuleList() if isinstance(module, nn.ModuleList) else placeholder)
     stage_io, attention = StageIO(family.blocks.text_first), []
     for spec in family.blocks.lists:
-        attention += fill_slots(model, spec, stage_io, owned[spec.name], family.forward.whole_latent, only)
+        attention += fill_slots(model, spec, stage_io, owned[spec.name], family.forward.whole_latent)
     return Stage(model, attention, stage_io, plan, own_blocks(model, family.blocks.lists))

@@ -170,9 +170,8 @@ def build_own_stage(
     plan: TensorPlan,
     load: Callable[[StageWeights, Sequence[str]], None],
     link: OwnLink,
-    only: Sequence[str] = (),
 ) -> Stage:
-    """The class's model with weights of the blocks `span`, and of all that a call runs outside of them. `load`, `only`: see
+    """The class's model with weights of the blocks `span`, and of all that a call runs outside of them. `load`: see
     build_stage.
 
     Blocks of other stages keep their attributes, which the class may read, and lose their parameters.
@@ -183,14 +182,12 @@ def build_own_stage(
     kitchen.try_kernels(dtype, device)
     model = build(family.own, dtype)
     order = family.own.blocks
-    kept = [block.name for block in order[span.slice] if not only or block.name in only]
+    kept = [block.name for block in order[span.slice]]
     own = set(kept)
     elsewhere = tuple(f"{block.name}." for block in order if block.name not in own)
     for block in order:
         if block.name not in own:
-            leave_out(model, block) if only else without_values(model.get_submodule(block.name))
-    if only:  # those left out attend to nothing
-        order = tuple(block if block.name in own else replace(block, attention=()) for block in order)
+            without_values(model.get_submodule(block.name))
     plan = replace(plan, plan={name: cuts for name, cuts in plan.plan.items() if not name.startswith(elsewhere)})
     for name in only_of_text(family.own.kind):
         without_values(model.get_submodule(name))

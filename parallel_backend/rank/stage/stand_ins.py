@@ -1,6 +1,6 @@
 """Stand-ins: modules in place of the blocks, prologue and epilogue of other stages."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,6 @@ class Downstream(_BlockStandIn):
         raise StageDone(*self.slot.streams(self.slot.arguments(args, kwargs)))
 
 
-class Skipped(_BlockStandIn):
-    """Stands in for a block of this stage that a rehearsal leaves out: returns its input."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.slot.emit(*self.slot.streams(self.slot.arguments(args, kwargs)))
-
-
 class Placeholder(nn.Module):
     """Stands in for a prologue module on a later stage: returns zeros of the hidden width, whose shape alone is used."""
 
@@ -64,9 +57,9 @@ def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Mod
 
 
 def fill_slots(
-    model: nn.Module, spec: BlockList, stage_io: StageIO, local: range, whole_latent: bool, only: Collection[str] = ()
+    model: nn.Module, spec: BlockList, stage_io: StageIO, local: range, whole_latent: bool
 ) -> list[tuple[nn.Module, str, BlockList, str]]:
-    """Replace all blocks of a list by stand-ins, except the stage's, whose indices are `local`. `only`: see loading.Load.
+    """Replace all blocks of a list by stand-ins, except the stage's, whose indices are `local`.
 
     Returns (attention module, its value in BlockList.attention, its list, its block) of the stage's blocks, in order.
     """
@@ -74,9 +67,7 @@ def fill_slots(
     attention = []
     for index, block in enumerate(blocks):
         slot = BlockSlot(spec, stage_io, type(block), index, len(blocks))
-        if index in local and only and slot.name not in only:
-            blocks[index] = Skipped(slot)
-        elif index in local:
+        if index in local:
             slot.attach(block, whole_latent)
             modules = dict(block.named_modules())
             attention += [(modules[name], over, spec, slot.name) for name, over in spec.attention.items() if name in modules]
