@@ -99,14 +99,18 @@ def decisions() -> dict[Path, list[tuple[int, str]]]:
 
 
 def test_every_decision_has_a_number_of_its_own_and_a_status():
-    """One that another decision has taken in is its status alone; all others say why, and what was measured."""
+    """All of them say why, and what was measured. Numbers of dropped decisions are not used again."""
     every = [decision for page in decisions().values() for decision in page]
-    assert sorted(number for number, _ in every) == list(range(1, len(every) + 1))
+    numbers = [number for number, _ in every]
+    assert len(set(numbers)) == len(numbers)
     for number, text in every:
-        assert text.count("- **Status**: ") == 1, number
-        if "**Status**: merged into" not in text and "**Status**: replaced by" not in text:
-            assert text.count("- **Why**: ") == 1, number
-            assert text.count("- **Measured**: ") == 1, number
+        assert all(text.count(f"- **{part}**: ") == 1 for part in ("Status", "Why", "Measured")), number
+
+
+def test_the_next_number_is_behind_all_that_were_used():
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    last, following = (int(re.search(text, index)[1]) for text in (r"last number is (\d+)", r"(?m)^    ## (\d+)\."))
+    assert max(number for page in decisions().values() for number, _ in page) <= last == following - 1
 
 
 def test_the_index_of_decisions_has_every_page_with_its_numbers():
