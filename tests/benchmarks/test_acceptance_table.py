@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md: made of self-tests' results, of the committed ones and of one that a user may send."""
+"""The tables of benchmarks/results/self_tests.md: made of committed self-tests and of one that a user may send."""
 
 import json
 
@@ -9,7 +9,8 @@ from benchmarks.harness.acceptance_table import BEGIN, END, main, read, render
 from benchmarks.harness.render import ROOT
 from parallel_backend.acceptance.report import FORMAT, SCHEMA, VERSION, dumps
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "gpu.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = RESULTS / "self_tests.md"
 
 
 def check(name: str, **figures) -> dict:

@@ -1,6 +1,6 @@
 """The command: every such node of ComfyUI and of the packs in a folder, or those that are named.
 
-python -m tests.campaigns.compatibility --packs FOLDER --json benchmarks/results/compatibility_DATE.json --docs
+python -m tests.campaigns.compatibility --packs FOLDER --json benchmarks/results/compatibility_DATE.json --page
 A run that was ended goes on where it was.
 """
 
@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument(
         "--again", nargs="*", metavar="CLASS", help="run what is there all the same: all of it, or nodes of these classes"
     )
-    parser.add_argument("--docs", action="store_true", help="write the tables of docs/results/compatibility.md")
+    parser.add_argument("--page", action="store_true", help="write the tables of benchmarks/results/compatibility.md")
     parser.add_argument("--before", type=Path, help="an earlier result, to count what became of its nodes")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
@@ -143,9 +143,9 @@ def main() -> int:
             waiting.pop(0).result()
     verdicts = list(record.verdicts.values())
     print(json.dumps(counts(verdicts), indent=1))
-    if options.docs:
+    if options.page:
         before = list(Record(options.before, None).verdicts.values())
-        page = PACK / "docs" / "results" / "compatibility.md"
+        page = PACK / "benchmarks" / "results" / "compatibility.md"
         page.write_text(replace_tables(page.read_text(), tables(verdicts, record.failed, before)))
     return int(any(verdict.outcome in BAD or verdict.after for verdict in verdicts))
 

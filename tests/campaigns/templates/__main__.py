@@ -1,6 +1,6 @@
 """The command: every template with a diffusion model of this machine, or those that are named.
 
-python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --docs
+python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --page
 python -m tests.campaigns.templates --menu --json benchmarks/results/templates_menu_DATE.json NAME ...
 python -m tests.campaigns.templates --streamed --json benchmarks/results/templates_streamed_DATE.json NAME ...
 """
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--menu", action="store_true", help="the menu's Run on several GPUs on those that are named")
     parser.add_argument("--streamed", action="store_true", help="on emulated devices that hold two blocks, rest streamed")
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/results/templates.md")
+    parser.add_argument("--page", action="store_true", help="write the table of benchmarks/results/templates.md")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     python = find_python(checkout)
@@ -60,8 +60,8 @@ def main() -> int:
     print(json.dumps(summary(verdicts), indent=1))
     if options.json is not None:
         write(options.json, summary(verdicts), verdicts)
-    if options.docs:
-        page = PACK / "docs" / "results" / "templates.md"
+    if options.page:
+        page = PACK / "benchmarks" / "results" / "templates.md"
         page.write_text(replace_table(page.read_text(), verdicts))
     return int(any(verdict.outcome in (DIFFERS, FAILED) for verdict in verdicts))
 

@@ -1,4 +1,4 @@
-"""docs/results/templates.md, from the verdicts."""
+"""benchmarks/results/templates.md, from the verdicts."""
 
 from collections import Counter
 from collections.abc import Sequence
