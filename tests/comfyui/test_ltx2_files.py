@@ -24,7 +24,7 @@ QUICK = {("all in one", "pipe 2"), ("int8", "tensor 2")}
 OTHER_KEYS = ("audio_vae.decoder.conv_in.conv.weight", "vocoder.conv_pre.weight", "text_embedding_projection.weight")
 """Of what else is in the file: ComfyUI's nodes of their own read it."""
 RATIO = 0.9, 1.05
-"""Ranks round as ComfyUI does (test_quantised.py). The connectors' inputs are not rounded here (docs/formats.md)."""
+"""Ranks round as ComfyUI does (test_quantised.py). The connectors' inputs are not rounded here (docs/models.md)."""
 FROM_NATIVE = 1.2
 """As between modes in test_quantised_ranks.py: three steps under two guidances."""
 
