@@ -8,7 +8,7 @@
 The script installs what they need, xDiT in an environment of its own; where all is there, `python -m benchmarks` does.
 
 Each part writes a dated JSON into benchmarks/results as soon as it is done; `python -m benchmarks.harness.render` makes
-docs/results/benchmarks.md and its plots of the newest ones. Parts that are not asked for by name and need another machine
+build/benchmarks.md and its plots of the newest ones. Parts that are not asked for by name and need another machine
 are left out with a word.
 """
 

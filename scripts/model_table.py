@@ -21,12 +21,12 @@ from parallel_backend.planning.prediction import Prediction, predict  # noqa: E4
 START, END = "<!-- memory and speed: scripts/model_table.py -->", "<!-- end of memory and speed -->"
 CARDS = ("RTX 4090", "RTX 3090")
 RUNS = {  # preset -> (width, height, steps, what is made)
-    "z-image": (1024, 1024, 8, "picture, 1024 x 1024"),
-    "flux-dev": (1024, 1024, 20, "picture, 1024 x 1024"),
-    "flux2-dev": (1024, 1024, 20, "picture, 1024 x 1024"),
-    "krea-2": (1024, 1024, 8, "picture, 1024 x 1024"),
-    "qwen-image": (1024, 1024, 20, "picture, 1024 x 1024, two prompts"),
-    "qwen-image-2.1": (1024, 1024, 25, "picture, 1024 x 1024"),
+    "z-image": (1024, 1024, 8, "image, 1024 x 1024"),
+    "flux-dev": (1024, 1024, 20, "image, 1024 x 1024"),
+    "flux2-dev": (1024, 1024, 20, "image, 1024 x 1024"),
+    "krea-2": (1024, 1024, 8, "image, 1024 x 1024"),
+    "qwen-image": (1024, 1024, 20, "image, 1024 x 1024, two prompts"),
+    "qwen-image-2.1": (1024, 1024, 25, "image, 1024 x 1024"),
     "wan-2.2-14b": (640, 640, 20, "5 s, 640 x 640, two prompts; one expert"),
     "ltx-2.3": (1280, 704, 8, "5 s, 1280 x 704"),
     "minimax-h3": (864, 480, 20, "5 s, 864 x 480, pruned"),

@@ -1,8 +1,8 @@
-"""The table of docs/memory.md: what two cards stream of models that they do not hold, and what that costs.
+"""Prints which weights two GPUs stream if they do not hold the model, and what that costs.
 
     python scripts/offload_table.py
 
-Writes it between the markers of docs/memory.md. No file and no device is needed (benchmarks/predictions/presets.py).
+Predicted, not measured. No file and no device is needed (benchmarks/predictions/presets.py).
 """
 
 import sys
@@ -18,7 +18,6 @@ from parallel_backend.planning.planner import choose, plan  # noqa: E402
 from parallel_backend.planning.prediction import Prediction  # noqa: E402
 from scripts.model_table import PACKED, RUNS  # noqa: E402
 
-START, END = "<!-- streamed: scripts/offload_table.py -->", "<!-- end of streamed -->"
 CARDS = ("RTX 4080", "RTX 3090")
 COUNT = 2
 CONTEXTS = 1 * GB
@@ -58,10 +57,7 @@ def table() -> str:
 
 
 def main() -> None:
-    page = ROOT / "docs" / "memory.md"
-    before, rest = page.read_text().split(START)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{START}\n{table()}\n{END}{after}")
+    print(table())
 
 
 if __name__ == "__main__":

@@ -61,9 +61,7 @@ STARTING = ("processes", "alone", "comfyui", "ray", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--figures", type=Path, help="a JSON file to write what tests measured to, such as scripts/family_table.py reads"
-    )
+    parser.addoption("--figures", type=Path, help="a JSON file for the figures that tests measure")
     parser.addoption(
         "--emulated-gpus",
         help="CUDA devices in software, on a CPU build of torch, such as 'HOPPER TURING' (tests/support/fake_cuda.py)",

@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md, from the self-tests' JSONs in benchmarks/results; nothing is measured.
+"""The tables of benchmarks/results/self_tests.md, from the self-tests' JSONs beside it; nothing is measured.
 
 python -m benchmarks.harness.acceptance_table
 python -m benchmarks.harness.acceptance_table --results elsewhere --page page.md
@@ -100,7 +100,7 @@ def render(results: Path, page: Path) -> str:
 def main(arguments: list[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    options.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md")
+    options.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "results" / "self_tests.md")
     given = options.parse_args(arguments)
     given.page.write_text(render(given.results, given.page), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""docs/results/benchmarks.md and its plots, from the newest result of each kind; nothing is measured.
+"""Writes build/benchmarks.md and its plots, from the newest result of each kind; nothing is measured.
 
 python -m benchmarks.harness.render
 python -m benchmarks.harness.render --results elsewhere --page page.md --images images
@@ -20,7 +20,7 @@ COLOURS = {"others": "#9aa0a6", "one": "#5f6368", "ours": "#1a73e8"}
 INTRO = """# Benchmarks
 
 Made by `python -m benchmarks.harness.render` from the newest files in `benchmarks/results`, which `bash
-scripts/benchmark` and the commands named in [performance](performance.md) write. Every round runs each case once, in
+scripts/benchmark` and the commands of docs/results.md write. Every round runs each case once, in
 turn; figures are medians over the rounds with the smallest and largest in brackets, and ratios are taken within a
 round. CPU seconds are those of each rank's process inside
 the loop; "by CPU s" is the plain loop's over the busiest rank's, a speed-up without waiting. Unless a section says otherwise
@@ -362,8 +362,8 @@ def render(results: Path, page: Path, images: Path) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    options.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "benchmarks.md")
-    options.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    options.add_argument("--page", type=Path, default=ROOT / "build" / "benchmarks.md")
+    options.add_argument("--images", type=Path, default=ROOT / "build" / "images")
     given = options.parse_args()
     render(given.results, given.page, given.images)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md are made of the committed results of self-tests."""
+"""The tables of benchmarks/results/self_tests.md are made of the committed results of self-tests."""
 
 import json
 
@@ -9,7 +9,8 @@ from benchmarks.harness.acceptance_table import read, render
 from benchmarks.harness.render import ROOT
 from parallel_backend.acceptance.report import FORMAT, SCHEMA, VERSION
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "gpu.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = RESULTS / "self_tests.md"
 
 
 def test_committed_results_are_of_the_schema_and_the_page_is_made_of_them():

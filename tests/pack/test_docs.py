@@ -57,11 +57,13 @@ def test_the_chinese_readme_says_the_same():
     """By what needs no translation: where it leads, what is typed, figures, and the models."""
     pages = [ROOT / "README.md", ROOT / "README.zh.md"]
     english, chinese = (page.read_text(encoding="utf-8") for page in pages)
-    assert sorted({*links(pages[0])} - {"README.zh.md"}) == sorted({*links(pages[1])} - {"README.md", "docs/using.zh.md"})
+    assert sorted({*links(pages[0])} - {"README.zh.md"}) == sorted(
+        {*links(pages[1])} - {"README.md", "docs/your-workflow.zh.md"}
+    )
     for alike in (r"`([^`]+)`", r"\b\d+\.\d+\b", r"^(#+) ", r"^ +((?:bash|python) .*?)(?:  .*)?$"):
         assert sorted(re.findall(alike, english, re.MULTILINE)) == sorted(re.findall(alike, chinese, re.MULTILINE)), alike
-    models = re.findall(r"[A-Z][\w-]+(?:\.\d)?", english[english.index("- **Pictures") : english.index("Each of these")])
-    assert {model for model in models if model not in chinese} == {"Pictures", "Videos"}
+    models = re.findall(r"[A-Z][\w-]+(?:\.\d)?", english[english.index("- **Images") : english.index("Each of these")])
+    assert {model for model in models if model not in chinese} == {"Images", "Videos"}
 
 
 def maker(page: Path) -> str | None:
@@ -78,8 +80,7 @@ def test_no_page_is_long_but_those_that_a_command_makes(page):
 def test_every_page_of_docs_is_in_the_index():
     index = ROOT / "docs" / "README.md"
     listed = {(index.parent / link).resolve() for link in links(index)}
-    shown = [*index.parent.glob("*.md"), *(index.parent / "results").glob("*.md")]
-    assert [name(page) for page in shown if page != index and page not in listed] == []
+    assert [name(page) for page in index.parent.glob("*.md") if page != index and page not in listed] == []
 
 
 def decisions() -> dict[Path, list[tuple[int, str]]]:
@@ -90,14 +91,18 @@ def decisions() -> dict[Path, list[tuple[int, str]]]:
 
 
 def test_every_decision_has_a_number_of_its_own_and_a_status():
-    """One that another decision has taken in is its status alone; all others say why, and what was measured."""
+    """All of them say why, and what was measured. Numbers of dropped decisions are not used again."""
     every = [decision for page in decisions().values() for decision in page]
-    assert sorted(number for number, _ in every) == list(range(1, len(every) + 1))
+    numbers = [number for number, _ in every]
+    assert len(set(numbers)) == len(numbers)
     for number, text in every:
-        assert text.count("- **Status**: ") == 1, number
-        if "**Status**: merged into" not in text and "**Status**: replaced by" not in text:
-            assert text.count("- **Why**: ") == 1, number
-            assert text.count("- **Measured**: ") == 1, number
+        assert all(text.count(f"- **{part}**: ") == 1 for part in ("Status", "Why", "Measured")), number
+
+
+def test_the_next_number_is_behind_all_that_were_used():
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    last, following = (int(re.search(text, index)[1]) for text in (r"last number is (\d+)", r"(?m)^    ## (\d+)\."))
+    assert max(number for page in decisions().values() for number, _ in page) <= last == following - 1
 
 
 def test_the_index_of_decisions_has_every_page_with_its_numbers():

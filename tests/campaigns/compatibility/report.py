@@ -1,4 +1,4 @@
-"""docs/results/compatibility.md, from the verdicts."""
+"""benchmarks/results/compatibility.md, from the verdicts."""
 
 from collections.abc import Mapping, Sequence
 

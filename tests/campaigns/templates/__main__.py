@@ -1,6 +1,6 @@
 """The command: every template with a diffusion model of this machine, or those that are named.
 
-python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --docs
+python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --page
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="templates; all if none is named")
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI", help="folder with ComfyUI's main.py")
     parser.add_argument("--json", type=Path, help="where the result is written")
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/results/templates.md")
+    parser.add_argument("--page", action="store_true", help="write the table of benchmarks/results/templates.md")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     python = find_python(checkout)
@@ -52,8 +52,8 @@ def main() -> int:
         result = {"date": date.today().isoformat(), "machine": machine, "uses": uses(verdicts)}
         result["templates"] = [verdict.as_json() for verdict in verdicts]
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.docs:
-        page = PACK / "docs" / "results" / "templates.md"
+    if options.page:
+        page = PACK / "benchmarks" / "results" / "templates.md"
         before, rest = page.read_text().split(START)
         page.write_text(f"{before}{START}\n{table(verdicts)}\n{END}{rest.split(END)[1]}")
     return int(any(verdict.outcome in (DIFFERS, FAILED) for verdict in verdicts))
