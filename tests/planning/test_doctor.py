@@ -288,6 +288,7 @@ def rehearsed(found: Plan, mini_file, registry: Registry, monkeypatch, poll=lamb
     return rehearsal.rehearse(found, setup, checkpoint, load, lambda _doing: poll, lambda: None), setups
 
 
+@pytest.mark.processes
 def test_the_best_three_and_one_device_are_rehearsed(planned, mini_file, registry, monkeypatch):
     found, setups = rehearsed(planned, mini_file, registry, monkeypatch)
     assert [each.mode for each in found.rehearsed] == [each.mode for each in planned.proposals]
@@ -306,6 +307,7 @@ def test_the_best_three_and_one_device_are_rehearsed(planned, mini_file, registr
         assert f"{planned_seconds:9.2f} s{each.seconds:9.2f} s" in text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("mode", [Mode(Degrees(pipe=2), 2), Mode(Degrees(patch=2, patch_mode="displaced"))], ids=str)
 def test_modes_in_patches_are_rehearsed(planned, mini_file, registry, monkeypatch, mode):
     one = next(found for found in planned.predictions if found.mode == mode)
@@ -315,6 +317,7 @@ def test_modes_in_patches_are_rehearsed(planned, mini_file, registry, monkeypatc
     assert {each.mode for each in found.rehearsed} == {mode, planned.one_device.mode}
 
 
+@pytest.mark.processes
 def test_a_proposal_that_runs_out_of_memory_is_not_advised(planned, mini_file, registry, monkeypatch):
     def run_out(*_arguments):
         raise DeviceFull("rank 0 ran out of memory\nand more", 0, 1)
