@@ -12,10 +12,10 @@ from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
-from testing.cases import wan_animate
+from testing.cases import wan_animate_2
 
 FIRST = {  # case, key of the first layer, its name on the ranks
-    "wan-animate": (wan_animate.CASES[0], "patch_embedding.weight", "patch_embedding.video.weight"),
+    "wan-animate-2": (wan_animate_2.CASES[0], "patch_embedding.weight", "patch_embedding.video.weight"),
 }
 
 

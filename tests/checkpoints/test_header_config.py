@@ -8,10 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from testing.cases import wan_animate, wan_animate_2
+from testing.cases import wan_animate_2
 from testing.gguf_files import write_gguf
 
-CASES = {"wan-animate": wan_animate.CASES[0]}
+CASES = {"wan-animate-2": wan_animate_2.CASES[0]}
+KIND = {"model_type": "animate2"}
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +35,18 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "said", "words"),
     [
-        ("wan-animate", {"model_type": "animate2"}, 'its model_type is "animate2".*model_type "animate" only'),
-        ("wan-animate", {"model_type": "s2v"}, 'its model_type is "s2v"'),
-        ("wan-animate", {"model_type": ["animate"]}, 'its model_type is .*"animate"'),
-        ("wan-animate", {"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
-        ("wan-animate", {"num_heads": 7}, "its num_heads is 7"),
-        ("wan-animate", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
+        ("wan-animate-2", {"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
+        ("wan-animate-2", {"num_heads": 7}, "its num_heads is 7"),
+        ("wan-animate-2", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
     ],
 )
 def test_another_model_than_the_tensors_show_is_refused(files, family, said, words):
     with pytest.raises(ValueError, match=f"^model_name: said.safetensors says in its header that {words}"):
-        open_checkpoint(files(family, said))
+        open_checkpoint(files(family, KIND | said))
 
 
 def test_what_changes_nothing_is_allowed(files):
-    assert open_checkpoint(files("wan-animate", {"model_type": "animate", "causal_ar": False})).family.name == "wan-animate"
+    assert open_checkpoint(files("wan-animate-2", KIND | {"causal_ar": False})).family.name == "wan-animate-2"
 
 
 def test_a_gguf_file_has_its_header_as_a_text(tmp_path):
@@ -69,7 +67,7 @@ def test_a_gguf_file_has_its_header_as_a_text(tmp_path):
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"transformer": 1}', '{"transformer": ' * 9])
 @pytest.mark.parametrize("family", CASES)
 def test_a_config_that_is_no_json_counts_where_comfyui_reads_it(files, family, text):
-    path = files(family, {})
+    path = files(family, KIND)
     save_file(load_file(path), path, {"config": text})
     if FAMILIES[family].file.header is None:
         assert open_checkpoint(path).stated == {}
@@ -79,10 +77,10 @@ def test_a_config_that_is_no_json_counts_where_comfyui_reads_it(files, family, t
 
 
 def test_all_that_the_weights_show_may_be_said(files):
-    config = open_checkpoint(files("wan-animate", {})).config
-    values = {entry: known(config) for entry, known in FAMILIES["wan-animate"].file.header.values.items()}
+    config = open_checkpoint(files("wan-animate-2", KIND)).config
+    values = {entry: known(config) for entry, known in FAMILIES["wan-animate-2"].file.header.values.items()}
     for last in (0, -1):
         said = {entry: possible[last] for entry, possible in values.items()}
-        checkpoint = open_checkpoint(files("wan-animate", said))
+        checkpoint = open_checkpoint(files("wan-animate-2", said))
         assert checkpoint.config == config
         assert checkpoint.stated == json.loads(json.dumps(said))

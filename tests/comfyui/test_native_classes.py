@@ -55,6 +55,7 @@ OWN_CLASS = {
         "Krea2",
         *("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V", "WAN21_FlowRVS"),
         "WAN21_Vace",
+        "WAN22_Animate",
         "WAN21_SCAIL",
         "WAN21_SCAIL2",
     ),

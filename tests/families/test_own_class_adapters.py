@@ -25,8 +25,7 @@ from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_model,
     minimax_h3_segments,
 )
-from parallel_backend.families.own_class.wan_forms import wan_block, wan_model
-from parallel_backend.families.parts.rope import FREQUENCY
+from parallel_backend.families.own_class.wan_forms import FREQUENCY, wan_block, wan_model
 from tests.families.planted_tokens import optimized_attention
 
 

@@ -11,7 +11,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families.others import OTHERS
 from testing.cases import all_cases
 
-CASE = next(case for case in all_cases() if case.name == "wan-2.2-animate")
+CASE = next(case for case in all_cases() if case.name == "wan-animate-2")
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.keys[0])

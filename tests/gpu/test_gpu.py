@@ -270,7 +270,7 @@ def test_fp8_expands_as_on_a_cpu(kind, dtype):
     assert torch.equal(Fp8(kind, scale.to(DEVICE)).expand(packed.to(DEVICE), dtype).cpu(), expected)
 
 
-DEFAULT = ("qwen-image-2.1", "wan-2.2-animate")
+DEFAULT = ("qwen-image-2.1", "wan-animate-2")
 """Models that people use, on emulated devices. On a GPU all of them run."""
 
 

@@ -23,18 +23,18 @@ def test_every_name_has_a_row(version):
     [
         *rows.TABLES,
         *rows.IN_BANDS,
-        "conditioning of WAN22_Animate",
-        "read by WAN22_Animate",
-        "patches of WAN22_Animate",
+        "conditioning of WAN_Animate2",
+        "read by WAN_Animate2",
+        "patches of WAN_Animate2",
         "setters",
     ],
 )
 def test_a_name_of_a_newer_comfyui_fails_by_its_name(kind):
     names = copy.deepcopy(VERSIONS["0.33.0"])
     places = {
-        "conditioning of WAN22_Animate": names["conditioning"]["WAN22_Animate"],
-        "read by WAN22_Animate": names["native"]["WAN22_Animate"]["options"],
-        "patches of WAN22_Animate": names["native"]["WAN22_Animate"]["patches"],
+        "conditioning of WAN_Animate2": names["conditioning"]["WAN_Animate2"],
+        "read by WAN_Animate2": names["native"]["WAN_Animate2"]["options"],
+        "patches of WAN_Animate2": names["native"]["WAN_Animate2"]["patches"],
     }
     if kind == "setters":
         names["setters"] |= {"set_something": [], "set_model_something": ["something"]}

@@ -4,7 +4,7 @@ import pytest
 
 from parallel_backend.families import FAMILIES
 from tests.nodes import rows
-from tests.nodes.calls import passes, refuses, tensors, with_
+from tests.nodes.calls import passes, refuses, with_
 from tests.nodes.rows import COMPUTED, HARMLESS, KINDS, PASSED, REFUSED, VERSIONS, every
 
 
@@ -32,8 +32,6 @@ def test_entries_of_transformer_options(module, name, outcome):
         refused = unread(module, family, name, VALUES.get(name, {"a": [print]}))
         assert bool(refused) == (expected == REFUSED), kind
         assert all(name in each.described() or name in NAMED_OTHERWISE for each in refused)
-        if name in rows.READ:
-            assert (name in family.inputs.options) == (expected == PASSED), kind
 
 
 NAMED_OTHERWISE = ("patches", "patches_replace", "optimized_attention_override")
@@ -45,19 +43,6 @@ def test_the_table_of_readers_has_the_native_models_that_read_an_entry(module):
     assert {name: set(kinds) for name, kinds in found.items() if kinds} == {
         name: kinds for name, kinds in expected.items() if kinds
     }
-
-
-@pytest.mark.parametrize("name", [name for name, table in rows.READ.items() if PASSED in table.values()])
-def test_an_entry_that_is_passed_decides_the_tensors_for_the_ranks(name):
-    for kind, outcome in rows.READ[name].items():
-        if outcome == PASSED and name in ("sigmas", "sample_sigmas"):
-            assert passes(KINDS[kind], name), kind
-        elif outcome == PASSED:
-            config, call = next(with_(KINDS[kind], ""))
-            value = {"stg_self_attn_blocks": [1], "rope_options": {"shift_x": 2.0}}.get(
-                name, False if "attn" in name else 5.0
-            )
-            assert tensors(KINDS[kind], config, call) != tensors(KINDS[kind], config, call | {name: value}), kind
 
 
 def test_an_unknown_entry_is_refused_by_its_name(module):

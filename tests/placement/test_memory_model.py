@@ -275,7 +275,7 @@ def test_times_of_tokens_count(remote, mini_file, monkeypatch):
 
 def test_additions_of_controls_count(pools, made):
     """Each rank copies those for its blocks before the first of them. Blocks may share one."""
-    case = next(case for case in CASES if case.name == "wan-2.2-animate")
+    case = next(case for case in CASES if case.name == "wan-animate-2")
     model = pools.load(made(case), Degrees(ulysses=2))
     x, timestep, tensors = case.inputs()
     tokens, hidden = torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)

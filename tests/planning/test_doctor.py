@@ -543,7 +543,7 @@ def test_cancel_ends_it(pools, mini_file):
 
 
 CASES = all_cases()
-DEFAULT = ("qwen-image-2.1", "wan-2.2-animate")
+DEFAULT = ("qwen-image-2.1", "wan-animate-2")
 
 
 @pytest.mark.parametrize(

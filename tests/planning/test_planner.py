@@ -593,7 +593,6 @@ def test_bytes_are_those_of_a_real_call(calibrated, mini_file, pools, degrees):
 
 
 SUMS = {
-    "wan-2.2-animate": {"blocks.0": 4, "blocks.1": 3},  # the video's attention, the text's, the feed-forward; the face's
     "wan-animate-2": {"blocks.0": 1.5},  # of half of what a token has between blocks
 }
 """Kind of block -> results that tensor ranks add up in it."""

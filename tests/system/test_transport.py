@@ -72,7 +72,7 @@ def test_modes(at_work, case, places):
     check(at_work, case, places, 1)
 
 
-FAMILIES_APART = ("wan-animate", "qwen-image-2.1")
+FAMILIES_APART = ("wan-animate-2", "qwen-image-2.1")
 """A video alone, and whole text. All others make the same transfers as one of these."""
 
 

@@ -18,7 +18,7 @@ from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS
 
-from .adapters import gate_of, only_of_text, options_of
+from .adapters import gate_of, only_here, options_of
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
@@ -115,7 +115,7 @@ class OwnClassFamily(Family):
     def is_elsewhere(self, parameter: str) -> bool:
         """As Family.is_elsewhere."""
         assert self.own is not None
-        return parameter.startswith(tuple(f"{module}." for module in only_of_text(self.own.kind)))
+        return parameter.startswith(tuple(f"{module}." for module in only_here(self.own.kind)))
 
     @property
     def title(self) -> str:

@@ -28,7 +28,7 @@ def header_entries() -> dict[str, list[str]]:
         if kind.unet_config.get("image_model") == "wan2.1"
         for entry in kind.unet_config
     }
-    return dict.fromkeys(("wan-animate", "wan-animate-2"), sorted(wan))
+    return {"wan-animate-2": sorted(wan)}
 
 
 def arguments(*kinds: type) -> set[str]:
