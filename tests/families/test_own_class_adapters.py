@@ -25,7 +25,13 @@ from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_model,
     minimax_h3_segments,
 )
-from parallel_backend.families.own_class.wan_forms import FREQUENCY, wan_block, wan_model
+from parallel_backend.families.own_class.wan_forms import (
+    FREQUENCY,
+    wan_animate_model,
+    wan_block,
+    wan_face_block,
+    wan_model,
+)
 from tests.families.planted_tokens import optimized_attention
 
 
@@ -80,6 +86,68 @@ def test_a_replaced_frequency_turns_by_scaled_frames():
     assert torch.equal(found[0, :, 0, 1, 1, 0], angles.sin()) and torch.equal(found[0, :, 0, 1, 0, 1], -angles.sin())
     assert torch.equal(found[0, :, 0, 1].diagonal(dim1=-2, dim2=-1), angles.cos()[:, None].expand(-1, 2))
     assert torch.equal(found[..., ::2, :, :], torch.eye(2).expand(1, 3, 1, 2, 2, 2))
+
+
+class OfFaces(nn.Module):
+    """As Wan Animate's model: a pose is added from the second frame on. Four pictures give the motion of one frame."""
+
+    def after_patch_embedding(self, x, pose_latents, face_pixel_values):
+        if pose_latents is not None:
+            x[:, :, 1:] += pose_latents[:, :, : x.shape[2] - 1]
+        if face_pixel_values is None:
+            return x, None
+        motion = torch.stack([part.mean((1, 2, 3, 4)) for part in face_pixel_values.split(4, dim=2)], dim=1)
+        motion = motion[..., None, None] * torch.arange(1.0, 6.0)[:, None] * torch.ones(8)
+        motion = nn.functional.pad(motion, (0, 0, 0, 0, 1, x.shape[2]))
+        return x, motion[:, : x.shape[2]]
+
+
+@pytest.mark.parametrize("frames", [2, 3, 5])
+def test_motion_of_faces_is_made_before_and_reaches_each_frame(frames):
+    g = torch.Generator().manual_seed(0)
+    x, pose = torch.randn(2, 8, frames, 2, 3, generator=g), torch.randn(2, 8, frames - 1, 2, 3, generator=g)
+    faces, model = torch.randn(2, 3, 5, 512, 512, generator=g), wan_animate_model(OfFaces)()
+    motion = model.face_motion(faces)
+    assert motion.shape == (2, 3, 5, 8)
+    plain, of_frames = OfFaces().after_patch_embedding(x.clone(), pose, faces)
+    found, (data, index, tokens) = model.after_patch_embedding(x.clone(), pose, motion)
+    assert torch.equal(found, plain) and torch.equal(data, of_frames)
+    assert index.tolist() == [number // 6 for number in range(6 * frames)] and tokens == 6 * frames
+    assert model.after_patch_embedding(x.clone(), pose, None)[1] is None
+
+
+def test_a_face_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"^positive, negative: the face video is 8 x 9, this model needs 512 x 512"):
+        wan_animate_model(OfFaces)().face_motion(torch.zeros(1, 3, 1, 9, 8))
+
+
+class LooksAtFaces(nn.Module):
+    """As Wan Animate's blocks for faces: tokens [B, T x S, D] of frames that attend to motion [B, T, N, D]."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads_num = 2
+        self.linear1_kv, self.linear1_q, self.linear2 = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+        self.pre_norm_feat, self.pre_norm_motion = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x, motion_vec):
+        q = self.linear1_q(self.pre_norm_feat(x)).unflatten(1, (motion_vec.shape[1], -1)).unflatten(-1, (2, 4))
+        k, v = self.linear1_kv(self.pre_norm_motion(motion_vec)).unflatten(-1, (2, 2, 4)).unbind(-3)
+        q, k, v = (each.transpose(2, 3) for each in (self.q_norm(q), self.k_norm(k), v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.linear2(out.transpose(2, 3).flatten(3).flatten(1, 2))
+
+
+def test_each_token_of_a_part_looks_at_the_face_of_its_frame():
+    g = torch.Generator().manual_seed(0)
+    x, motion = torch.randn(2, 12, 8, generator=g), torch.randn(2, 3, 5, 8, generator=g)
+    plain, index = LooksAtFaces(), torch.arange(12) // 4
+    block = wan_face_block(LooksAtFaces)()
+    block.load_state_dict(plain.state_dict())
+    for part in (torch.arange(12), torch.tensor([3]), torch.tensor([11, 0, 5, 6])):
+        found = block(x[:, part], Indexed(motion, index[part], 12))
+        assert torch.allclose(found, plain(x, motion)[:, part], atol=1e-6)
 
 
 def test_guides_that_change_no_attention_are_not_sent():
