@@ -27,9 +27,12 @@ from parallel_backend.families.own_class.minimax_forms import (
 )
 from parallel_backend.families.own_class.wan_forms import (
     FREQUENCY,
+    MOTION,
+    name_of_face,
+    put_faces_into_blocks,
+    wan_animate_block,
     wan_animate_model,
     wan_block,
-    wan_face_block,
     wan_model,
 )
 from tests.families.planted_tokens import optimized_attention
@@ -88,41 +91,8 @@ def test_a_replaced_frequency_turns_by_scaled_frames():
     assert torch.equal(found[..., ::2, :, :], torch.eye(2).expand(1, 3, 1, 2, 2, 2))
 
 
-class OfFaces(nn.Module):
-    """As Wan Animate's model: a pose is added from the second frame on. Four pictures give the motion of one frame."""
-
-    def after_patch_embedding(self, x, pose_latents, face_pixel_values):
-        if pose_latents is not None:
-            x[:, :, 1:] += pose_latents[:, :, : x.shape[2] - 1]
-        if face_pixel_values is None:
-            return x, None
-        motion = torch.stack([part.mean((1, 2, 3, 4)) for part in face_pixel_values.split(4, dim=2)], dim=1)
-        motion = motion[..., None, None] * torch.arange(1.0, 6.0)[:, None] * torch.ones(8)
-        motion = nn.functional.pad(motion, (0, 0, 0, 0, 1, x.shape[2]))
-        return x, motion[:, : x.shape[2]]
-
-
-@pytest.mark.parametrize("frames", [2, 3, 5])
-def test_motion_of_faces_is_made_before_and_reaches_each_frame(frames):
-    g = torch.Generator().manual_seed(0)
-    x, pose = torch.randn(2, 8, frames, 2, 3, generator=g), torch.randn(2, 8, frames - 1, 2, 3, generator=g)
-    faces, model = torch.randn(2, 3, 5, 512, 512, generator=g), wan_animate_model(OfFaces)()
-    motion = model.face_motion(faces)
-    assert motion.shape == (2, 3, 5, 8)
-    plain, of_frames = OfFaces().after_patch_embedding(x.clone(), pose, faces)
-    found, (data, index, tokens) = model.after_patch_embedding(x.clone(), pose, motion)
-    assert torch.equal(found, plain) and torch.equal(data, of_frames)
-    assert index.tolist() == [number // 6 for number in range(6 * frames)] and tokens == 6 * frames
-    assert model.after_patch_embedding(x.clone(), pose, None)[1] is None
-
-
-def test_a_face_of_another_size_is_refused():
-    with pytest.raises(ValueError, match=r"^positive, negative: the face video is 8 x 9, this model needs 512 x 512"):
-        wan_animate_model(OfFaces)().face_motion(torch.zeros(1, 3, 1, 9, 8))
-
-
 class LooksAtFaces(nn.Module):
-    """As Wan Animate's blocks for faces: tokens [B, T x S, D] of frames that attend to motion [B, T, N, D]."""
+    """As Wan Animate's modules for faces: tokens [B, T x S, D] of frames that attend to motion [B, T, N, D]."""
 
     def __init__(self):
         super().__init__()
@@ -139,15 +109,70 @@ class LooksAtFaces(nn.Module):
         return self.linear2(out.transpose(2, 3).flatten(3).flatten(1, 2))
 
 
-def test_each_token_of_a_part_looks_at_the_face_of_its_frame():
+class Doubles(nn.Module):
+    def forward(self, x, transformer_options):
+        assert not transformer_options
+        return 2 * x
+
+
+class OfFaces(nn.Module):
+    """As Wan Animate's model. Four pictures give the motion of one frame, behind one of zeros."""
+
+    patch_size = 1, 2, 2
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Doubles() for _ in range(6))
+        self.face_adapter = nn.Module()
+        self.face_adapter.fuser_blocks = nn.ModuleList(LooksAtFaces() for _ in range(2))
+
+    def after_patch_embedding(self, x, _pose, faces):
+        if faces is None:
+            return x, None
+        motion = torch.stack([part.mean((1, 2, 3, 4)) for part in faces.split(4, dim=2)], dim=1)
+        motion = motion[..., None, None] * torch.arange(1.0, 6.0)[:, None] * torch.ones(8)
+        return x, nn.functional.pad(motion, (0, 0, 0, 0, 1, x.shape[2]))[:, : x.shape[2]]
+
+    def forward_orig(self, x, t, context, face_pixel_values=None, transformer_options=None):
+        x, motion = self.after_patch_embedding(x, None, face_pixel_values)
+        x = x[..., ::2, ::2].flatten(2).transpose(1, 2)
+        for number, block in enumerate(self.blocks):
+            x = block(x, transformer_options=transformer_options)
+            if number % 5 == 0 and motion is not None:
+                x = x + self.face_adapter.fuser_blocks[number // 5](x, motion)
+        return x
+
+
+@pytest.mark.parametrize("frames", [2, 3, 5])
+def test_motion_of_faces_is_made_before_and_each_token_sees_its_frames(frames):
     g = torch.Generator().manual_seed(0)
-    x, motion = torch.randn(2, 12, 8, generator=g), torch.randn(2, 3, 5, 8, generator=g)
-    plain, index = LooksAtFaces(), torch.arange(12) // 4
-    block = wan_face_block(LooksAtFaces)()
-    block.load_state_dict(plain.state_dict())
-    for part in (torch.arange(12), torch.tensor([3]), torch.tensor([11, 0, 5, 6])):
-        found = block(x[:, part], Indexed(motion, index[part], 12))
-        assert torch.allclose(found, plain(x, motion)[:, part], atol=1e-6)
+    x, faces = torch.randn(2, 8, frames, 4, 6, generator=g), torch.randn(2, 3, 5, 512, 512, generator=g)
+    plain, model = OfFaces(), OfFaces()
+    model.load_state_dict(plain.state_dict())
+    model.__class__ = wan_animate_model(OfFaces)
+    put_faces_into_blocks(model)
+    assert {name_of_face(name) for name in model.state_dict()} == plain.state_dict().keys()
+    seen = []
+    for block in model.blocks:
+        block.__class__ = wan_animate_block(Doubles)
+        block.register_forward_pre_hook(lambda *given: seen.append(given[1:]), with_kwargs=True)
+    motion, options = model.face_motion(faces), {}
+    assert motion.shape == (2, 3, 5, 8)
+    whole = model.forward_orig(x, None, None, motion, options)
+    assert options == {} and torch.allclose(whole, plain.forward_orig(x, None, None, faces, {}), atol=1e-5)
+    assert torch.equal(model.forward_orig(x, None, None), plain.forward_orig(x, None, None, None, {}))
+    (tokens,), named = seen[0]
+    data, index, count = named["transformer_options"][MOTION]
+    assert index.tolist() == [number // 6 for number in range(6 * frames)] and count == 6 * frames
+    first = model.blocks[0]
+    for part in (torch.tensor([3]), torch.tensor([11, 0, 5, 6])):
+        found = first.forward(tokens[:, part], transformer_options={MOTION: Indexed(data, index[part], count)})
+        assert torch.allclose(found, first.forward(tokens, **named)[:, part], atol=1e-6)
+
+
+def test_a_face_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"^positive, negative: the face video is 8 x 9, this model needs 512 x 512"):
+        wan_animate_model(OfFaces)().face_motion(torch.zeros(1, 3, 1, 9, 8))
 
 
 def test_guides_that_change_no_attention_are_not_sent():

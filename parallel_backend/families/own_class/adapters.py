@@ -17,7 +17,15 @@ from parallel_backend.core.sparse_attention import Runs
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
-from .wan_forms import FREQUENCY, wan_animate_model, wan_block, wan_face_block, wan_model
+from .wan_forms import (
+    FREQUENCY,
+    name_of_face,
+    put_faces_into_blocks,
+    wan_animate_block,
+    wan_animate_model,
+    wan_block,
+    wan_model,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,11 @@ class Adapter:
     """Modules that only ComfyUI's process runs, for a prompt's text or for `computed`. No rank has their weights."""
     computed: Mapping[str, str] = field(default_factory=dict)
     """Argument of a call -> method of `model` that makes of it, in ComfyUI's process, what ranks get in its place."""
+    moves: Callable[[nn.Module], None] | None = None
+    """Puts modules that the class runs between its blocks into these. None of them can be skipped then: the class would run
+    those modules all the same."""
+    own_name: Callable[[str], str] = lambda name: name
+    """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
     """This pack's entries of transformer_options that `model` reads."""
 
@@ -58,6 +71,8 @@ def adapt(kind: str, model: nn.Module) -> None:
     if adapter := ADAPTERS.get(kind):
         if adapter.model is not None:
             model.__class__ = adapter.model(type(model))
+        if adapter.moves is not None:
+            adapter.moves(model)
         for block in model.get_submodule(adapter.blocks).children():
             for name, form in adapter.forms.items():
                 module = block.get_submodule(name)
@@ -106,6 +121,18 @@ def computed_of(kind: str) -> Mapping[str, str]:
     """See Adapter.computed."""
     adapter = ADAPTERS.get(kind)
     return adapter.computed if adapter else {}
+
+
+def has_moved(kind: str) -> bool:
+    """See Adapter.moves."""
+    adapter = ADAPTERS.get(kind)
+    return adapter is not None and adapter.moves is not None
+
+
+def own_name(kind: str, parameter: str) -> str:
+    """See Adapter.own_name."""
+    adapter = ADAPTERS.get(kind)
+    return adapter.own_name(parameter) if adapter else parameter
 
 
 def options_of(kind: str) -> tuple[str, ...]:
@@ -268,11 +295,13 @@ ADAPTERS: Mapping[str, Adapter] = {
     **dict.fromkeys(("WAN21_Vace", "WAN21_Camera", "WAN22_Camera"), WAN),
     "WAN22_T2V": replace(WAN, forms={"": wan_block}),
     "WAN22_Animate": Adapter(
-        "face_adapter.fuser_blocks",
-        {"": wan_face_block},
+        "blocks",
+        {"": wan_animate_block},
         model=wan_animate_model,
         here=("motion_encoder", "face_encoder"),
         computed={"face_pixel_values": "face_motion"},
+        moves=put_faces_into_blocks,
+        own_name=name_of_face,
         options=(FREQUENCY,),
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),

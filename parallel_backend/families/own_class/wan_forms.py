@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ FACE_SIDE = 512
 """Of the pictures that Wan Animate's motion encoder takes, in pixels."""
 FACES = 4
 """Of them for each of the latent's frames but the first."""
+EVERY = 5
+"""Blocks from one of its modules for faces to the next."""
+OF_FACE = re.compile(r"^blocks\.(\d+)\.face\.")
+MOTION = "parallel_dit_motion"
+"""Option of its blocks: Indexed."""
 
 
 @functools.cache
@@ -67,7 +73,8 @@ def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """As `wan_model`. It takes what `face_motion` makes of `face_pixel_values` in their place."""
+    """As `wan_model`. It takes what `face_motion` makes of `face_pixel_values` in their place. MOTION among the options of
+    its blocks then has the motion of each frame, which each token finds by an index."""
 
     class WithMotion(wan_model(kind)):  # type: ignore[misc]
         def face_motion(self, face_pixel_values):
@@ -82,33 +89,52 @@ def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
                 )
             frames = 1 + math.ceil(face_pixel_values.shape[2] / FACES)
             of_frames = face_pixel_values.new_empty(0, 0, frames)  # the class asks a latent for its frames alone
-            return super().after_patch_embedding(of_frames, None, face_pixel_values)[1]
+            return self.after_patch_embedding(of_frames, None, face_pixel_values)[1]
 
-        def after_patch_embedding(self, x, pose_latents, face_pixel_values):
-            x, _ = super().after_patch_embedding(x, pose_latents, None)
-            if face_pixel_values is None:
-                return x, None
-            frames, tokens = x.shape[2], x[0, 0].numel()
-            motion_BFND = F.pad(face_pixel_values, (0, 0, 0, 0, 0, frames - face_pixel_values.shape[1]))
-            return x, Indexed(motion_BFND, torch.arange(tokens, device=x.device) // (tokens // frames), tokens)
+        def forward_orig(self, x, t, context, face_pixel_values=None, transformer_options=None, **named):
+            options = dict(transformer_options or {})
+            if face_pixel_values is not None:
+                frames, *sides = (size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True))
+                tokens = frames * math.prod(sides)
+                motion_BFND = F.pad(face_pixel_values, (0, 0, 0, 0, 0, frames - face_pixel_values.shape[1]))
+                options[MOTION] = Indexed(motion_BFND, torch.arange(tokens, device=x.device) // math.prod(sides), tokens)
+            return super().forward_orig(x, t, context, transformer_options=options, **named)
 
     return WithMotion
 
 
+def put_faces_into_blocks(model: nn.Module) -> None:
+    """Modules that the model runs behind every EVERY-th block, the first one too, become `face` of those blocks: ranks have
+    lists of like blocks cut, and try few of them."""
+    for number, face in enumerate(model.face_adapter.fuser_blocks):
+        model.blocks[EVERY * number].face = face
+    del model.face_adapter
+
+
+def name_of_face(name: str) -> str:
+    """The class's name of a parameter of a model with its faces in its blocks."""
+    return OF_FACE.sub(lambda found: f"face_adapter.fuser_blocks.{int(found[1]) // EVERY}.", name)
+
+
 @functools.cache
-def wan_face_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Each token attends to the motion of its frame, by a mask over that of all frames, which every rank has: a part of the
-    tokens may have any of each frame's."""
+def wan_animate_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Runs its `face`, if it has one. Each token attends to the motion of its frame, by a mask over that of all frames,
+    which every rank has: a part of the tokens may have any of each frame's."""
 
-    class ByIndex(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, motion_vec):
-            motion_BFND, index_S, _ = motion_vec
+    class WithFace(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, transformer_options=None, **named):
+            options = dict(transformer_options or {})
+            motion = options.pop(MOTION, None)
+            x = super().forward(x, transformer_options=options, **named)
+            return x if motion is None or not hasattr(self, "face") else x + self._seen(self.face, x, *motion)
+
+        def _seen(self, face, x, motion_BFND, index_S, _tokens):
             frames = torch.arange(motion_BFND.shape[1], device=x.device).repeat_interleave(motion_BFND.shape[2])
-            keys, values = self.linear1_kv(self.pre_norm_motion(motion_BFND.flatten(1, 2))).chunk(2, dim=-1)
-            queries = self.linear1_q(self.pre_norm_feat(x))
-            q, k, v = (each.unflatten(-1, (self.heads_num, -1)).transpose(1, 2) for each in (queries, keys, values))
+            keys, values = face.linear1_kv(face.pre_norm_motion(motion_BFND.flatten(1, 2))).chunk(2, dim=-1)
+            queries = face.linear1_q(face.pre_norm_feat(x))
+            q, k, v = (each.unflatten(-1, (face.heads_num, -1)).transpose(1, 2) for each in (queries, keys, values))
             seen_SK = index_S[:, None] == frames
-            out = F.scaled_dot_product_attention(self.q_norm(q).to(v), self.k_norm(k).to(v), v, attn_mask=seen_SK)
-            return self.linear2(out.transpose(1, 2).flatten(2))
+            out = F.scaled_dot_product_attention(face.q_norm(q).to(v), face.k_norm(k).to(v), v, attn_mask=seen_SK)
+            return face.linear2(out.transpose(1, 2).flatten(2))
 
-    return ByIndex
+    return WithFace
