@@ -15,6 +15,7 @@ from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
+from parallel_backend.families.own_class.adapters import computed_of
 
 from ..ui.host import refuse
 from ..ui.node_text import say
@@ -195,7 +196,13 @@ class RemoteModelPatcher(RankMemoryPatcher):
             say(f"Parallel DiT: {COMPILE_SKIPPED}")
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights."""
+        """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights, and for weights with
+        which this process computes what a call brings in: it knows no strengths of calls."""
+        family = self.stub.checkpoint.family
+        for target in patches if computed_of(family.native_classes[0]) else ():
+            key = target if isinstance(target, str) else target[0]
+            if family.is_elsewhere(key.removeprefix(f"{INSIDE}.")):
+                refuse(f"a LoRA in a conditioning (a hook) for {key}", "Load it for the whole model.")
         patches = self._fitting(patches, strength_patch, strength_model, hooked=True)
         uuid_before = self.patches_uuid
         added_keys = super().add_hook_patches(hook, patches, strength_patch, strength_model)

@@ -258,15 +258,15 @@ def _open_single_file(path: Path, conversion: Conversion) -> Checkpoint:
     entries, read, attention = entries_of(path, conversion)
     stated_config = read or {}
     shapes = {key: entry.shape for key, entry in entries.items()}
-    candidates = (family for family in FAMILIES.values() if family.file.detect(shapes))
+    candidates = [family for family in FAMILIES.values() if family.file.detect(shapes)]
+    if read is None and any(family.file.header is not None for family in candidates):
+        raise ValueError(
+            f"model_name: {short(path.name)} has a header whose field config is no JSON of a {candidates[0].name}. ComfyUI "
+            "cannot read it either: get the file from another source."
+        )
     family = next((family for family in candidates if family.file.takes_header(stated_config)), None)
     if family is None:
         raise UnknownModel(unknown(short(path.name), entries))
-    if read is None and family.file.header is not None:
-        raise ValueError(
-            f"model_name: {short(path.name)} has a header whose field config is no JSON of a {family.name}. ComfyUI cannot "
-            "read it either: get the file from another source."
-        )
     config = configured(path, family, entries, stated_config)
     key_map = family.file.key_map(config)
     opened = Checkpoint(path, family, config, key_map, entries, stated_config, attention=attention, conversion=conversion)

@@ -3,7 +3,6 @@
 from . import (
     qwen_image21,
     seedvr2,
-    wan_animate,
     wan_animate_2,
 )
 from .base.family import Family
@@ -13,7 +12,6 @@ FAMILIES: dict[str, Family] = {
     for family in (
         qwen_image21.QWEN_IMAGE_21,
         wan_animate_2.WAN_ANIMATE_2,
-        wan_animate.WAN_ANIMATE,
         seedvr2.SEEDVR2,
     )
 }

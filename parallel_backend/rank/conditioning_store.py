@@ -11,14 +11,11 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import Family
-from parallel_backend.families.base.step_inputs import ROPE, ROPE_FREQUENCY, TEXT_ENDS
+from parallel_backend.families.base.step_inputs import TEXT_ENDS
 from parallel_backend.wire.sampling import PutConditioning, Step
 
 from .attention.prefix_keys import PrefixKeys
 from .attention.text_runs import TextRun, text_runs
-
-KEPT_EXACT = (ROPE, ROPE_FREQUENCY)
-"""Conditioning tensors that keep their dtype: bf16, for one, has not all positions above 256."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class ConditioningStore:
         return tensors + sum(held.prefix.nbytes for held in self._held.values())
 
     def put(self, message: PutConditioning) -> None:
-        exact = message.tensors if self._family.inputs.keeps_dtypes else (*KEPT_EXACT, *self._family.inputs.exact)
+        exact = message.tensors if self._family.inputs.keeps_dtypes else self._family.inputs.exact
         tensors = {
             name: to_device(tensor, self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()

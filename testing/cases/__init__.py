@@ -12,6 +12,6 @@ def all_cases() -> list[Case]:
     return [case for name in names for case in importlib.import_module(f"{__name__}.{name}").CASES]
 
 
-OF_EACH_FORM = "qwen-image-2.1", "wan-animate"
+OF_EACH_FORM = "qwen-image-2.1", "wan-animate-2"
 """Families that together have most forms of blocks, text and latents: a joint stream, text by cross-attention, text that
 every rank has whole, text that runs once a run, videos."""

@@ -7,10 +7,25 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.families.parts.wan import PROMPT
+from parallel_backend.families.wan_animate_2 import PROMPT
 from testing.cases.case import Case, Native
-from testing.cases.wan_animate import WAN
 
+# Heads are 128 wide in every Wan, so two of them are the smallest model.
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 128,
+    "in_channels": 36,
+    "out_channels": 16,
+    "text_dim": 24,
+    "freq_dim": 256,
+    "ffn_dim": 96,
+    "num_layers": 3,
+    "cross_attn_norm": True,
+    "image_dim": 1280,
+    "added_kv_proj_dim": 256,
+    "rope_max_seq_len": 1024,
+}
 POSE = 6
 """Tokens of CLIP's picture of the pose. The video has as many."""
 
@@ -37,7 +52,7 @@ def _reference(model, x, timestep, tensors):
         timestep=timestep,
         encoder_hidden_states=tensors["context"],
         encoder_hidden_states_image=tensors["picture"],
-        patch_inputs={"pose": tensors["pose"]},
+        pose=tensors["pose"],
         block_inputs={
             "reference": tensors["reference"],
             "text": tensors["pose_context"],

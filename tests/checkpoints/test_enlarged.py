@@ -12,13 +12,13 @@ from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
-from testing.cases import wan_animate
+from testing.cases import wan_animate_2
 
 
 @pytest.fixture
 def opened(tmp_path):
     """(checkpoint, key and name of its first layer, the layer's larger shape)."""
-    case, key, name = wan_animate.CASES[0], "patch_embedding.weight", "patch_embedding.video.weight"
+    case, key, name = wan_animate_2.CASES[0], "patch_embedding.weight", "patch_embedding.video.weight"
     checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "model.safetensors"))
     rows, columns, *rest = checkpoint.shape(name)
     return checkpoint, key, name, (rows, 2 * columns, *rest)

@@ -6,13 +6,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from testing.cases import wan_animate
+from testing.cases import wan_animate_2
+
+KIND = {"model_type": "animate2"}
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """`said(config)`: a file of Wan Animate whose header's field `config` is this text."""
-    case, folder = wan_animate.CASES[0], tmp_path_factory.mktemp("headers")
+    """`said(config)`: a file of Wan Animate 2 whose header's field `config` is this text."""
+    case, folder = wan_animate_2.CASES[0], tmp_path_factory.mktemp("headers")
     tensors, path = load_file(case.save(case.model(), folder / "whole.safetensors")), folder / "said.safetensors"
 
     def make(config: str):
@@ -25,8 +27,6 @@ def said(tmp_path_factory):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"model_type": "animate2"}, 'its model_type is "animate2".*model_type "animate" only'),
-        ({"model_type": ["animate"]}, 'its model_type is .*"animate"'),
         ({"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
         ({"num_heads": 7}, "its num_heads is 7"),
         ({"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
@@ -34,7 +34,7 @@ def said(tmp_path_factory):
 )
 def test_another_model_than_the_tensors_show_is_refused(said, fields, words):
     with pytest.raises(ValueError, match=f"^model_name: said.safetensors says in its header that {words}"):
-        open_checkpoint(said(json.dumps({"transformer": fields})))
+        open_checkpoint(said(json.dumps({"transformer": KIND | fields})))
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"transformer": 1}', '{"transformer": ' * 9])
@@ -44,5 +44,5 @@ def test_a_config_that_is_no_json_is_refused(said, text):
 
 
 def test_what_changes_nothing_is_allowed(said):
-    fields = {"model_type": "animate", "causal_ar": False}
-    assert open_checkpoint(said(json.dumps({"transformer": fields}))).family.name == "wan-animate"
+    fields = KIND | {"causal_ar": False}
+    assert open_checkpoint(said(json.dumps({"transformer": fields}))).family.name == "wan-animate-2"

@@ -199,7 +199,7 @@ def test_gb_to_leave_free_are_left_free(mini_file):
 
 @pytest.mark.parametrize(("along", "dim"), [("rows", -2), ("frames", -3)])
 def test_a_run_counts_bands_along_the_axis_that_they_cut(along, dim):
-    family, grid = FAMILIES["wan-animate"], (6, 4, 4)
+    family, grid = FAMILIES["wan-animate-2"], (6, 4, 4)
     tensors = {"context": torch.zeros(1, 7, 8)}
     given = Conditioning(1, TokenLayout(grid, along), family.token_order(grid, 0, along), 7, 1, tensors)
     assert request_of(given, family).band_dim == dim

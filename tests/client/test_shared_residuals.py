@@ -195,7 +195,7 @@ def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, tmp_path, 
     """Neither in this process nor under a name anywhere."""
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     before, names = maps(), set(os.listdir("/dev/shm"))
-    case = next(case for case in all_cases() if case.name == "wan-2.2-animate")
+    case = next(case for case in all_cases() if case.name == "wan-animate-2")
     x, timestep, tensors = case.inputs()
     size = len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)
     call = ModelCall(x, timestep, tensors, residuals={"blocks.0": torch.ones(size)})

@@ -19,7 +19,7 @@ DEFAULT = (
     *("cancel patch2", "two calls at once batch2-pipe2", "links of 2"),
 )
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
-QUICK_FAMILIES = ("wan-2.2-animate",)
+QUICK_FAMILIES = ("wan-animate-2",)
 DEFAULT_FAMILIES = ("qwen-image-2.1",)
 """Whole text. Others make the same transfers as one of these, and the strict transport has all of them."""
 

@@ -231,7 +231,7 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, 
     assert 2 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 3)) < 0.5  # keys were old
 
 
-@pytest.mark.parametrize("case", of_each_form(CASES, quick=("wan-animate",)), indirect=True)
+@pytest.mark.parametrize("case", of_each_form(CASES, quick=("wan-animate-2",)), indirect=True)
 def test_bf16_does_not_round_the_timestep(case, pools, made, measured):
     model, file = made(case)
     x, timestep, tensors = case.inputs()

@@ -37,7 +37,7 @@ def kernels():
 @pytest.mark.parametrize(
     ("name", "used"),
     [
-        ("wan-2.2-animate", {"apply_rope", "adaln"}),
+        ("wan-animate-2", {"apply_rope", "adaln"}),
     ],
 )
 def test_comfy_kitchens_operations_give_the_same(name, used, degrees, pools, tmp_path):

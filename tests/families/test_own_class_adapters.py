@@ -22,7 +22,14 @@ from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_block,
     minimax_h3_segments,
 )
-from parallel_backend.families.own_class.wan_forms import wan_block
+from parallel_backend.families.own_class.wan_forms import (
+    MOTION,
+    name_of_face,
+    put_faces_into_blocks,
+    wan_animate_block,
+    wan_animate_model,
+    wan_block,
+)
 from tests.families.planted_tokens import optimized_attention
 
 
@@ -47,6 +54,90 @@ def test_frames_times_reach_each_token_of_a_part(tokens):
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         found = block.forward(x[:, part], e=Indexed(data, index[part], count), freqs=freqs[:, part])
         assert torch.equal(found, plain[:, part])
+
+
+class LooksAtFaces(nn.Module):
+    """As Wan Animate's modules for faces: tokens [B, T x S, D] of frames that attend to motion [B, T, N, D]."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads_num = 2
+        self.linear1_kv, self.linear1_q, self.linear2 = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+        self.pre_norm_feat, self.pre_norm_motion = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x, motion_vec):
+        q = self.linear1_q(self.pre_norm_feat(x)).unflatten(1, (motion_vec.shape[1], -1)).unflatten(-1, (2, 4))
+        k, v = self.linear1_kv(self.pre_norm_motion(motion_vec)).unflatten(-1, (2, 2, 4)).unbind(-3)
+        q, k, v = (each.transpose(2, 3) for each in (self.q_norm(q), self.k_norm(k), v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.linear2(out.transpose(2, 3).flatten(3).flatten(1, 2))
+
+
+class Doubles(nn.Module):
+    def forward(self, x, transformer_options):
+        assert not transformer_options
+        return 2 * x
+
+
+class OfFaces(nn.Module):
+    """As Wan Animate's model. Four pictures give the motion of one frame, behind one of zeros."""
+
+    patch_size = 1, 2, 2
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Doubles() for _ in range(6))
+        self.face_adapter = nn.Module()
+        self.face_adapter.fuser_blocks = nn.ModuleList(LooksAtFaces() for _ in range(2))
+
+    def after_patch_embedding(self, x, _pose, faces):
+        if faces is None:
+            return x, None
+        motion = torch.stack([part.mean((1, 2, 3, 4)) for part in faces.split(4, dim=2)], dim=1)
+        motion = motion[..., None, None] * torch.arange(1.0, 6.0)[:, None] * torch.ones(8)
+        return x, nn.functional.pad(motion, (0, 0, 0, 0, 1, x.shape[2]))[:, : x.shape[2]]
+
+    def forward_orig(self, x, t, context, face_pixel_values=None, transformer_options=None):
+        x, motion = self.after_patch_embedding(x, None, face_pixel_values)
+        x = x[..., ::2, ::2].flatten(2).transpose(1, 2)
+        for number, block in enumerate(self.blocks):
+            x = block(x, transformer_options=transformer_options)
+            if number % 5 == 0 and motion is not None:
+                x = x + self.face_adapter.fuser_blocks[number // 5](x, motion)
+        return x
+
+
+@pytest.mark.parametrize("frames", [2, 3, 5])
+def test_motion_of_faces_is_made_before_and_each_token_sees_its_frames(frames):
+    g = torch.Generator().manual_seed(0)
+    x, faces = torch.randn(2, 8, frames, 4, 6, generator=g), torch.randn(2, 3, 5, 512, 512, generator=g)
+    plain, model = OfFaces(), OfFaces()
+    model.load_state_dict(plain.state_dict())
+    model.__class__ = wan_animate_model(OfFaces)
+    put_faces_into_blocks(model)
+    assert {name_of_face(name) for name in model.state_dict()} == plain.state_dict().keys()
+    seen = []
+    for block in model.blocks:
+        block.__class__ = wan_animate_block(Doubles)
+        block.register_forward_pre_hook(lambda *given: seen.append(given[1:]), with_kwargs=True)
+    motion, options = model.face_motion(faces), {}
+    assert motion.shape == (2, 3, 5, 8)
+    whole = model.forward_orig(x, None, None, motion, options)
+    assert options == {} and torch.allclose(whole, plain.forward_orig(x, None, None, faces, {}), atol=1e-5)
+    assert torch.equal(model.forward_orig(x, None, None), plain.forward_orig(x, None, None, None, {}))
+    (tokens,), named = seen[0]
+    data, index, count = named["transformer_options"][MOTION]
+    assert index.tolist() == [number // 6 for number in range(6 * frames)] and count == 6 * frames
+    first = model.blocks[0]
+    for part in (torch.tensor([3]), torch.tensor([11, 0, 5, 6])):
+        found = first.forward(tokens[:, part], transformer_options={MOTION: Indexed(data, index[part], count)})
+        assert torch.allclose(found, first.forward(tokens, **named)[:, part], atol=1e-6)
+
+
+def test_a_face_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"^positive, negative: the face video is 8 x 9, this model needs 512 x 512"):
+        wan_animate_model(OfFaces)().face_motion(torch.zeros(1, 3, 1, 9, 8))
 
 
 def ltx2_call(strengths=(1.0, 1.0), **more):

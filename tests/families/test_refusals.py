@@ -11,7 +11,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families.others import OTHERS
 from testing.cases import all_cases
 
-CASE = next(case for case in all_cases() if case.name == "wan-2.2-animate")
+CASE = next(case for case in all_cases() if case.name == "wan-animate-2")
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.keys[0])
@@ -24,7 +24,7 @@ def test_a_model_without_a_family_is_refused_by_its_name(other, tmp_path):
 
 def test_text_that_does_not_fit_is_refused():
     conditioning, width = partial(CASE.row.inputs.conditioning, CASE.config), CASE.config["text_dim"]
-    assert conditioning({"context": torch.zeros(1, 5, width)}).keys() == {"context"}
+    assert conditioning({"context": torch.zeros(1, 5, width)}).keys() == {"context", "reference"}
     with pytest.raises(ValueError, match=r"positive, negative: .* needs text conditioning"):
         conditioning({})
     with pytest.raises(ValueError, match=f"text has width {width + 1}, this model needs {width}"):

@@ -8,14 +8,14 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.parts.wan import PROMPT
+from parallel_backend.families.wan_animate_2 import PROMPT
 from testing import tiny
-from testing.cases import wan_animate, wan_animate_2
+from testing.cases import wan_animate_2
 
 pytestmark = pytest.mark.threads
 
-CASES = {case.name: case for each in (wan_animate, wan_animate_2) for case in each.CASES}
-OTHER_MODES = [Degrees(ulysses=2), Degrees(tensor=2), Degrees(patch=2, patch_mode="displaced")]
+CASES = {case.name: case for case in wan_animate_2.CASES}
+MODES = [Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2), Degrees(patch=2, patch_mode="displaced")]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def calls_in_bands(model, patching, given, changed):
 
 @pytest.mark.parametrize(
     ("name", "degrees"),
-    [("wan-animate-2", Degrees(pipe=2)), *(("wan-2.2-animate", degrees) for degrees in OTHER_MODES)],
+    [("wan-animate-2", degrees) for degrees in MODES],
     ids=str,
 )
 @pytest.mark.parametrize("along", [pytest.param("rows", marks=pytest.mark.full), "frames"])
@@ -73,7 +73,7 @@ def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees,
 
 
 def test_wan_says_what_its_text_and_picture_must_be():
-    text, case = torch.zeros(1, PROMPT, 24), CASES["wan-2.2-animate"]
+    text, case = torch.zeros(1, PROMPT, 24), CASES["wan-animate-2"]
     conditioning, config = case.row.inputs.conditioning, case.config
     with pytest.raises(ValueError, match=r"^positive, negative: Wan needs text conditioning"):
         conditioning(config, {})
@@ -85,7 +85,6 @@ def test_wan_says_what_its_text_and_picture_must_be():
 @pytest.mark.parametrize(
     ("family", "tensors"),
     [
-        ("wan-animate", {"pose": torch.zeros(1, 16, 3, 10, 10)}),
         ("wan-animate-2", {"pose": torch.zeros(1, 16, 4, 12, 10)}),  # as many frames as the video, whose first has none
     ],
 )
@@ -94,14 +93,8 @@ def test_what_is_not_of_the_latents_size_is_refused(family, tensors):
         FAMILIES[family].inputs.check_grid((4, 6, 5), tensors)
 
 
-def test_a_face_of_another_size_is_refused():
-    given = {"context": torch.zeros(1, 7, 24), "face_pixel_values": torch.zeros(1, 3, 1, 8, 8)}
-    with pytest.raises(ValueError, match=r"^positive, negative: the face video is 8 x 8, this model needs 512"):
-        FAMILIES["wan-animate"].inputs.conditioning(CASES["wan-2.2-animate"].config | {"motion_encoder_size": 512}, given)
-
-
 @pytest.mark.parametrize("words", [256, 1024])
-@pytest.mark.parametrize("name", ["wan-2.2-animate", "wan-animate-2"])
+@pytest.mark.parametrize("name", ["wan-animate-2"])
 def test_wan_with_a_picture_takes_prompts_of_any_length(pools, saved, name, words):
     """A prompt with each token twice is to attention as the prompt itself. diffusers' class takes 512 tokens alone."""
     case = CASES[name]

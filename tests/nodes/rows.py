@@ -119,9 +119,8 @@ OPTIONS = rows(
 )
 """Entries of transformer_options, for a native model that does not read them."""
 ROPE_REFUSED = "WAN_Animate2"
-ROPE_PASSED = "WAN22_Animate"
 READ: Mapping[str, Rows] = {
-    "rope_options": rows(passed=ROPE_PASSED, refused=ROPE_REFUSED),
+    "rope_options": rows(refused=ROPE_REFUSED),
     # Caches: no result depends on them.
     "animate2_cache": rows(harmless="WAN_Animate2"),
     "context_window": rows(harmless="WAN_Animate2"),
@@ -184,9 +183,6 @@ ALWAYS = rows(
 """Keys of extra_conds for every model."""
 CONDITIONING: Mapping[str, Rows] = {
     "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
-    "wan-animate": rows(
-        passed="clip_fea face_pixel_values pose_latents", refused="context_latents reference_latent time_dim_concat y"
-    ),
     "wan-animate-2": rows(
         passed="clip_fea clip_fea_pose context_pose pose_latents pose_strength reference_strength",
         refused="context_latents reference_latent time_dim_concat y",

@@ -4,7 +4,7 @@ import pytest
 
 from parallel_backend.families import FAMILIES
 from tests.nodes import rows
-from tests.nodes.calls import passes, refuses, tensors, with_
+from tests.nodes.calls import passes, refuses, with_
 from tests.nodes.rows import COMPUTED, HARMLESS, KINDS, PASSED, REFUSED, VERSIONS, every
 
 
@@ -28,8 +28,6 @@ def test_entries_of_transformer_options(module, name, outcome):
         refused = unread(module, family, name, VALUES.get(name, {"a": [print]}))
         assert bool(refused) == (expected == REFUSED), kind
         assert all(name in each.described() or name in NAMED_OTHERWISE for each in refused)
-        if name in rows.READ:
-            assert (name in family.inputs.options) == (expected == PASSED), kind
 
 
 NAMED_OTHERWISE = ("patches", "patches_replace", "optimized_attention_override")
@@ -41,12 +39,6 @@ def test_the_table_of_readers_has_the_native_models_that_read_an_entry(module):
     assert {name: set(kinds) for name, kinds in found.items() if kinds} == {
         name: kinds for name, kinds in expected.items() if kinds
     }
-
-
-def test_rope_options_decide_the_tensors_for_the_ranks():
-    family = KINDS[rows.ROPE_PASSED]
-    config, call = next(with_(family, ""))
-    assert tensors(family, config, call) != tensors(family, config, call | {"rope_options": {"shift_x": 2.0}})
 
 
 def test_an_unknown_entry_is_refused_by_its_name(module):

@@ -20,7 +20,7 @@ def test_entries_that_look_at_each_other_are_one_replicas():
     conditioning = Conditioning(1, TokenLayout((2, 3)), order, 0, 3, {}, first_replica=1, changes=GUIDED)
     assert conditioning.shares(2) == (Span(3, 3), Span(0, 3))
     degrees = Degrees(batch=2, pipe=2)
-    request = request_of(conditioning, FAMILIES["wan-animate"])
+    request = request_of(conditioning, FAMILIES["wan-animate-2"])
     assert [request.entries_on(degrees, degrees.coordinate(rank)) for rank in range(4)] == [0, 0, 3, 3]
 
 

@@ -22,7 +22,7 @@ DEGREES = [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2)]
 LIMIT = 1e-5
 FAMILIES = {case.family: case for case in reversed(all_cases())}
 """The first case of each."""
-DEFAULT = ("qwen-image-2.1", "wan-animate")
+DEFAULT = ("qwen-image-2.1", "wan-animate-2")
 """Of these: what layers are in the file alone, fused, cut by heads, and of a class of ours."""
 SHOWS = 0.01
 """Relative change of the output that says that a delta was not just rounding."""

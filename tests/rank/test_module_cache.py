@@ -83,7 +83,7 @@ class Runs:
         return outputs
 
 
-QUICK = ("wan-animate", "qwen-image-2.1")
+QUICK = ("wan-animate-2", "qwen-image-2.1")
 """Families of the quick tier: kept by the call, the prompt and the band; in blocks and outside of them; a
 video."""
 

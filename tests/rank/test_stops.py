@@ -27,7 +27,7 @@ MODES = (
 )
 AROUND = " close_run"
 """The function by which a run's figures are read, after its micro-steps."""
-MARKS = {"wan-2.2-animate": ()}
+MARKS = {"wan-animate-2": ()}
 """Case -> its tiers; the others are in the full one."""
 CASES = [pytest.param(case, id=case.name, marks=MARKS.get(case.name, pytest.mark.full)) for case in all_cases()]
 

@@ -191,7 +191,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         if checkpoint.file_state != self.checkpoint.file_state:
             self.checkpoint = checkpoint
             self.weights.read_from(checkpoint)
-            for made in ("_text", "controls_here", "whole_bytes"):
+            for made in ("_methods", "controls_here", "whole_bytes"):
                 vars(self).pop(made, None)
 
     def _patches_name(self) -> tuple[Any, ...] | None:
@@ -313,7 +313,6 @@ class RemoteDiffusionModel(torch.nn.Module):
         if band is None and run_cache is not None:
             run_cache.see(latents, options)
         allowed = run_cache is not None and run_cache.may_forecast(options)
-        inputs |= {name: options[name] for name in family.inputs.options if name in options}
         inputs |= self._sizes(latents, band) | {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, inputs)
         timestep = for_entries(timestep, tensors, len(latents[0]))

@@ -16,7 +16,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.adapters import carries, sent, takes_one_entry
+from parallel_backend.families.own_class.adapters import carries, computed_of, sent, takes_one_entry
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
@@ -71,7 +71,7 @@ from .own_calls import (
     widths_of,
 )
 from .own_changes import OTHER_CALL, OwnChanges, whole_call
-from .own_text import TEXT_METHOD, OwnText
+from .own_methods import TEXT_METHOD, OwnMethods
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +127,8 @@ class OwnClassModel(RemoteDiffusionModel):
         return build(self._own)
 
     @functools.cached_property
-    def _text(self) -> OwnText:
-        return OwnText(self.checkpoint, self.dtype)
+    def _methods(self) -> OwnMethods:
+        return OwnMethods(self.checkpoint, self.dtype)
 
     @functools.cached_property
     def _changes(self) -> OwnChanges:
@@ -153,7 +153,7 @@ class OwnClassModel(RemoteDiffusionModel):
             if name.startswith("_") or not hasattr(self._meta, name):
                 raise
             if name == TEXT_METHOD:
-                return self._preprocess_text
+                return functools.partial(self._computed, TEXT_METHOD)
         value = getattr(self._meta, name)
         if isinstance(value, torch.nn.Module | torch.Tensor) or inspect.ismethod(value):
             raise ValueError(
@@ -162,11 +162,11 @@ class OwnClassModel(RemoteDiffusionModel):
             )
         return value
 
-    def _preprocess_text(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        """OwnText.preprocess with the run's LoRAs."""
+    def _computed(self, method: str, *arguments: Any, **named: Any) -> torch.Tensor:
+        """OwnMethods.computed with the run's LoRAs."""
         patches, bypass_patches = self.run.patches, self.run.bypass_patches
         both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
-        return self._text.preprocess(both, self.run.patches_uuid, *arguments, **named)
+        return self._methods.computed(method, both, self.run.patches_uuid, *arguments, **named)
 
     def _call(
         self,
@@ -204,11 +204,13 @@ class OwnClassModel(RemoteDiffusionModel):
             if band is not None:
                 raise NotLocal("a Fun control looks at the whole latent")
             residuals |= of_all
+        by_method = {name: each for name, each in computed_of(self._own.kind).items() if extra.get(name) is not None}
+        computed = {name: self._computed(method, extra[name]) for name, method in by_method.items()}
         named = {
             "context": context,
             CONTROL: None,
             OPTIONS: told,
-            **sent(family.native_classes[0], extra, self.native),
+            **sent(family.native_classes[0], extra | computed, self.native),
             **told_form,
             **({INSIDE: True} if carries(self._own.kind) and not is_carried else {}),
         }

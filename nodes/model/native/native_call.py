@@ -20,7 +20,6 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.base.step_inputs import Shapes
 
 NATIVE: Mapping[str, str] = {
-    "WAN22_Animate": "wan.model_animate:AnimateWanModel",
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
     "SeedVR2": "seedvr.model:NaDiT",

@@ -39,11 +39,10 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("a2v_cross_attn", "v2a_cross_attn"), frozenset()),
     "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
     **dict.fromkeys(("sigmas", "sample_sigmas"), frozenset()),
-    "rope_options": frozenset({"WAN22_Animate", "WAN_Animate2"}),
+    "rope_options": frozenset({"WAN_Animate2"}),
 }
-"""Entry of transformer_options -> the classes of ComfyUI's supported_models whose native models compute with it.
-
-Other models ignore the entry, on ranks too. A family whose ranks read the entry has it in `Inputs.options`."""
+"""Entry of transformer_options -> the classes of ComfyUI's supported_models whose native models compute with it, and whose
+family does not. Other families' native models ignore the entry."""
 
 FOR_PATCHES = frozenset(
     {
@@ -180,7 +179,7 @@ def _patches(table: str, patches: Mapping[str, Any]) -> Iterator[Unread]:
 
 def _is_read(name: str, family: Family) -> bool:
     """Whether the family's native models read an entry that its ranks do not read."""
-    return name not in family.inputs.options and not READ_BY[name].isdisjoint(family.native_classes)
+    return not READ_BY[name].isdisjoint(family.native_classes)
 
 
 def _asks(name: str, value: Any) -> bool:

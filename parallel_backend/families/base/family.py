@@ -16,7 +16,7 @@ from parallel_backend.core.token_order import TokenOrder
 from .blocks import Blocks
 from .file_layout import FileLayout
 from .patching import Latents, Patching, latents_of
-from .step_inputs import EVERYWHERE, Config, StepInputs
+from .step_inputs import Config, StepInputs
 from .tensor_plan import LayerCuts
 
 
@@ -105,7 +105,7 @@ class Inputs:
     """ValueError, beginning with the input's name, for conditioning tensors that do not fit the latent's grid of tokens."""
 
     options: tuple[str, ...] = ()
-    """Entries of ComfyUI's transformer_options that are added to `call` where they are set."""
+    """This pack's entries of transformer_options that ranks get, of ComfyUI's own class."""
 
     latent_everywhere: ClassVar[bool] = False
     """Every stage gets the latent, and not the first alone."""
@@ -115,7 +115,7 @@ class Inputs:
 
     def is_everywhere(self, name: str) -> bool:
         """Whether every stage gets this conditioning tensor whole."""
-        return name in (*self.vector_tensors, *EVERYWHERE)
+        return name in self.vector_tensors
 
     def references(self, call: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """Latents in a call's arguments that become reference tokens."""

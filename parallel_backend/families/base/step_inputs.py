@@ -20,17 +20,6 @@ TEXT_ENDS = "text_ends"
 """Conditioning tensor [B, T] int64, the same for all entries: how many of the text's first tokens each text token sees, in
 layers over CAUSAL_TEXT (base/blocks.py). A family that has such layers names it in `Inputs.vector_tensors`."""
 
-ROPE = "rope"
-"""Conditioning tensor [B, 2, 3] float32, the same for all entries: factor of the picture's positions (index or frame, row,
-column), and the shift that is then added. Absent: positions are the usual ones."""
-
-ROPE_FREQUENCY = "rope_frequency"
-"""Conditioning tensor [B, 2] float32, the same for all entries: index of a rotary frequency of the frames' axis, and its
-value in radians per frame. Absent: frequencies are the usual ones."""
-
-EVERYWHERE = (ROPE, ROPE_FREQUENCY)
-"""Conditioning tensors that every stage of every family gets."""
-
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -84,19 +73,14 @@ class StepInputs:
         return self.token_order.places_in_class(self.grid, image)
 
     def positions(self, top: int = 0, left: int = 0, front: int = 0) -> torch.Tensor:
-        """(frame, row, column) of the rank's image tokens, [n, 3] float32.
-
-        Positions of the picture are scaled and shifted by ROPE, then begin at (`front`, `top`, `left`).
-        """
+        """(frame, row, column) of the rank's image tokens, [n, 3] float32, from (`front`, `top`, `left`) on."""
         if (top, left, front) not in self.kept:
             self.kept[top, left, front] = self._positions(top, left, front)
         return self.kept[top, left, front]
 
     def _positions(self, top: int, left: int, front: int) -> torch.Tensor:
         device = self.timestep.device
-        rope = self.tensors.get(ROPE)
         picture = to_device(torch.cartesian_prod(*(torch.arange(float(side)) for side in (1, *self.grid)[-3:])), device)
-        picture = picture if rope is None else picture * rope[0, 0] + rope[0, 1]
         picture = picture + to_device(torch.tensor((front, top, left), dtype=torch.float32), device)
         return picture[to_device(self.places_in_class(self.image), device)]
 

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention
+from diffusers.models.transformers import transformer_wan as original
+from diffusers.models.transformers.transformer_wan import WanAttention, WanRotaryPosEmbed
 from torch import nn
 
 from . import fused
-from .wan import WanVariant, register_variant, texts, tokens
+from .constructors import extends
 from .wan_block import Block
 from .wan_text import TextProcessor, Texts
 
@@ -21,14 +22,56 @@ LEAST_STRENGTH = 1e-6
 """Least strength of the pose. Its values are multiplied by the strength, and the pose's output is divided by it."""
 
 
-class WanAnimate2(WanVariant):
-    """The pose is the tokens' second stream. Its frame j is at frame j + 1 of the video, whose frame 0 is the character."""
+class WanAnimate2(original.WanTransformer3DModel):
+    """The pose is the tokens' second stream, whose channels follow the first one's, so that every cut of the sequence moves
+    them with the token. Its frame j is at frame j + 1 of the video, whose frame 0 is the character."""
 
-    @register_variant
+    patch_embedding: Any
+
+    @extends(original.WanTransformer3DModel)
     def __init__(self, **wan: Any):
         super().__init__(**wan)
-        self.patch_embedding = PosePatches(self.patches(self.config["in_channels"]))
-        self.blocks = nn.ModuleList(Animate2Block(*self.block_settings) for _ in range(self.config["num_layers"]))
+        config = self.config
+        heads, patch = config["num_attention_heads"], config["patch_size"]
+        width = heads * config["attention_head_dim"]
+        further = (config["qk_norm"], config["cross_attn_norm"], config["eps"], config["added_kv_proj_dim"])
+        self.rope = Rope(config["attention_head_dim"], patch, config["rope_max_seq_len"])
+        self.patch_embedding = PosePatches(nn.Conv3d(config["in_channels"], width, kernel_size=patch, stride=patch))
+        self.blocks = nn.ModuleList(
+            Animate2Block(width, config["ffn_dim"], heads, *further) for _ in range(config["num_layers"])
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_image: torch.Tensor | None = None,
+        pose: torch.Tensor | None = None,
+        block_inputs: dict[str, Any] | None = None,
+        return_dict: bool = False,
+    ) -> tuple[torch.Tensor]:
+        """[b, C, T, H, W] in whole patches, timestep [b], text [b, t, text_dim] -> [b, out_channels, T, H, W].
+
+        `pose` [b, 16, T - 1, H, W]. `block_inputs`: arguments of `block_arguments`.
+        """
+        assert not return_dict
+        batch, _, *sizes = hidden_states.shape
+        frames, rows, columns = (size // side for size, side in zip(sizes, self.config["patch_size"], strict=True))
+        rotary_emb = self.rope(hidden_states)
+        block_arguments = self.block_arguments(hidden_states, timestep, **(block_inputs or {}))
+        hidden_states = self.patch_embedding(hidden_states, pose)
+        temb, modulation, text, picture = self.condition_embedder(
+            timestep, encoder_hidden_states, encoder_hidden_states_image
+        )
+        modulation, text = modulation.unflatten(-1, (6, -1)), texts(text, picture)
+        for block in self.blocks:
+            hidden_states = block(hidden_states, text, modulation, rotary_emb, **block_arguments)
+        hidden_states = hidden_states[:, :, : temb.shape[-1]]
+        shift, scale = (self.scale_shift_table + temb[:, None])[:, :, None].unbind(1)
+        hidden_states = self.proj_out(fused.modulated(self.norm_out, hidden_states, scale, shift))
+        out = hidden_states.view(batch, frames, rows, columns, *self.config["patch_size"], -1)
+        return (out.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, *sizes),)
 
     def block_arguments(
         self,
@@ -39,8 +82,8 @@ class WanAnimate2(WanVariant):
         picture: torch.Tensor | None,
         strength: torch.Tensor | None,
     ) -> dict[str, Any]:
-        """`reference` [b]: strength of frame 0. Of the pose: `text`, CLIP's `picture`, `strength` [b]; None without a
-        pose."""
+        """Arguments of the blocks in addition to those of `Block`. `hidden_states`: the latent. `reference` [b]: strength of
+        frame 0. Of the pose: `text`, CLIP's `picture`, `strength` [b]; None without a pose."""
         _, _, frames, rows, columns = hidden_states.shape
         _, down, right = self.config["patch_size"]
         token_strength = torch.ones(len(timestep), frames, rows // down * (columns // right), device=reference.device)
@@ -59,6 +102,24 @@ class WanAnimate2(WanVariant):
         }
 
 
+def texts(text: torch.Tensor, picture: torch.Tensor | None) -> Texts:
+    """Embedded text [b, t, width] and picture [b, p, width], as blocks take them.
+
+    Without a picture the text stands there twice, for it and for itself.
+    """
+    if picture is None:
+        picture, text = text.chunk(2, dim=1)
+    return Texts(text, picture)
+
+
+class Rope(WanRotaryPosEmbed):
+    """Rotation of the video's tokens."""
+
+    def forward(self, hidden_states: torch.Tensor) -> fused.Rotation:
+        """Latent [b, C, T, H, W] -> rotation of n tokens."""
+        return fused.rotation_of_tables(super().forward(hidden_states))
+
+
 class PosePatches(nn.Module):
     """Patch embedding of the video and the pose, by the same weights, as two streams."""
 
@@ -73,7 +134,7 @@ class PosePatches(nn.Module):
         if pose is not None:
             # The weights take 36 channels: a latent, a mask (all known), and the known latent.
             embedded_pose[:, :, 1:] = self.video(torch.cat((pose, torch.ones_like(pose[:, :4]), pose), dim=1))
-        return tokens(torch.cat((embedded, embedded_pose), dim=1))
+        return torch.cat((embedded, embedded_pose), dim=1).flatten(2).transpose(1, 2)
 
 
 class PoseTokens(NamedTuple):

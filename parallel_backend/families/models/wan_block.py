@@ -3,32 +3,9 @@
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 
 from . import fused
-
-
-class RotaryProcessor(WanAttnProcessor):
-    """diffusers' processor of self-attention."""
-
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: fused.Rotation | None = None,
-    ) -> torch.Tensor:
-        """[b, n, hidden] -> the same shape."""
-        assert rotary_emb is not None
-        query, key = (
-            heads(attn, norm(layer(hidden_states))) for norm, layer in ((attn.norm_q, attn.to_q), (attn.norm_k, attn.to_k))
-        )
-        query, key = fused.both_rotated(query, key, rotary_emb)
-        value, backend, parallel = heads(attn, attn.to_v(hidden_states)), self._attention_backend, self._parallel_config
-        out = dispatch_attention_fn(query, key, value, attention_mask, backend=backend, parallel_config=parallel)
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
 
 
 def heads(attn: WanAttention, x: torch.Tensor) -> torch.Tensor:
@@ -38,11 +15,6 @@ def heads(attn: WanAttention, x: torch.Tensor) -> torch.Tensor:
 
 class Block(WanTransformerBlock):
     """diffusers' block. Modulation is rounded to the model's dtype, as in ComfyUI's class (comfy/ldm/wan/model.py)."""
-
-    def __init__(self, *block: Any):
-        super().__init__(*block)
-        attention: Any = self.attn1
-        attention.processor = RotaryProcessor()
 
     def forward(
         self, hidden_states: torch.Tensor, encoder_hidden_states: Any, temb: torch.Tensor, rotary_emb: Any

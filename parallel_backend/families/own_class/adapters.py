@@ -13,12 +13,19 @@ import torch
 from torch import nn
 
 from parallel_backend.core.sparse_attention import Runs
-from parallel_backend.families.parts.rope import FREQUENCY
 
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
-from .wan_forms import wan_block, wan_model
+from .wan_forms import (
+    FREQUENCY,
+    name_of_face,
+    put_faces_into_blocks,
+    wan_animate_block,
+    wan_animate_model,
+    wan_block,
+    wan_model,
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,15 @@ class Adapter:
     """A layer that blocks may have, and that no call of the class reads. Tensor ranks have the part for their heads."""
     one_entry: bool = False
     """The class takes a batch of one alone: the client calls it for one entry after the other."""
-    of_text: tuple[str, ...] = ()
-    """Modules that only the class's method for a prompt's text runs, in ComfyUI's process. No rank has their weights."""
+    here: tuple[str, ...] = ()
+    """Modules that only ComfyUI's process runs, for a prompt's text or for `computed`. No rank has their weights."""
+    computed: Mapping[str, str] = field(default_factory=dict)
+    """Argument of a call -> method of `model` that makes of it, in ComfyUI's process, what ranks get in its place."""
+    moves: Callable[[nn.Module], None] | None = None
+    """Puts modules that the class runs between its blocks into these. None of them can be skipped then: the class would run
+    those modules all the same."""
+    own_name: Callable[[str], str] = lambda name: name
+    """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
     """This pack's entries of transformer_options that `model` reads."""
 
@@ -57,6 +71,8 @@ def adapt(kind: str, model: nn.Module) -> None:
     if adapter := ADAPTERS.get(kind):
         if adapter.model is not None:
             model.__class__ = adapter.model(type(model))
+        if adapter.moves is not None:
+            adapter.moves(model)
         for block in model.get_submodule(adapter.blocks).children():
             for name, form in adapter.forms.items():
                 module = block.get_submodule(name)
@@ -95,10 +111,28 @@ def takes_one_entry(kind: str) -> bool:
     return adapter is not None and adapter.one_entry
 
 
-def only_of_text(kind: str) -> tuple[str, ...]:
-    """See Adapter.of_text."""
+def only_here(kind: str) -> tuple[str, ...]:
+    """See Adapter.here."""
     adapter = ADAPTERS.get(kind)
-    return adapter.of_text if adapter else ()
+    return adapter.here if adapter else ()
+
+
+def computed_of(kind: str) -> Mapping[str, str]:
+    """See Adapter.computed."""
+    adapter = ADAPTERS.get(kind)
+    return adapter.computed if adapter else {}
+
+
+def has_moved(kind: str) -> bool:
+    """See Adapter.moves."""
+    adapter = ADAPTERS.get(kind)
+    return adapter is not None and adapter.moves is not None
+
+
+def own_name(kind: str, parameter: str) -> str:
+    """See Adapter.own_name."""
+    adapter = ADAPTERS.get(kind)
+    return adapter.own_name(parameter) if adapter else parameter
 
 
 def options_of(kind: str) -> tuple[str, ...]:
@@ -246,7 +280,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         segments=minimax_h3_segments,
         gate=GATE,
         one_entry=True,
-        of_text=("condition_proj", "token_refiner"),
+        here=("condition_proj", "token_refiner"),
     ),
     "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
     "LTXAV": Adapter(
@@ -255,11 +289,21 @@ ADAPTERS: Mapping[str, Adapter] = {
         model=ltx_model,
         arguments=ltx_arguments,
         stated=("rope_type", "causal_temporal_positioning", "use_middle_indices_grid"),
-        of_text=("video_embeddings_connector", "audio_embeddings_connector"),
+        here=("video_embeddings_connector", "audio_embeddings_connector"),
     ),
     **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN21_FlowRVS"), WAN),
     **dict.fromkeys(("WAN21_Vace", "WAN21_Camera", "WAN22_Camera"), WAN),
     "WAN22_T2V": replace(WAN, forms={"": wan_block}),
+    "WAN22_Animate": Adapter(
+        "blocks",
+        {"": wan_animate_block},
+        model=wan_animate_model,
+        here=("motion_encoder", "face_encoder"),
+        computed={"face_pixel_values": "face_motion"},
+        moves=put_faces_into_blocks,
+        own_name=name_of_face,
+        options=(FREQUENCY,),
+    ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "Krea2": Adapter("blocks", {"": krea2_block}),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),

@@ -18,7 +18,7 @@ from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS
 
-from .adapters import gate_of, only_of_text, options_of
+from .adapters import gate_of, only_here, options_of, own_name
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
@@ -115,7 +115,7 @@ class OwnClassFamily(Family):
     def is_elsewhere(self, parameter: str) -> bool:
         """As Family.is_elsewhere."""
         assert self.own is not None
-        return parameter.startswith(tuple(f"{module}." for module in only_of_text(self.own.kind)))
+        return parameter.startswith(tuple(f"{module}." for module in only_here(self.own.kind)))
 
     @property
     def title(self) -> str:
@@ -258,7 +258,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
     model = build(own, torch.bfloat16)
     names, parameters = tuple(model.state_dict()), dict(model.named_parameters())
     exact = tuple(name for name, each in parameters.items() if each.dtype == torch.float32)
-    keys, lists = dict(own.keys), own.lists()
+    keys, lists, own_names = dict(own.keys), own.lists(), {name: own_name(own.kind, name) for name in names}
     places = {f"{name}.{key}": (name, number) for name, blocks in lists.items() for number, key in enumerate(blocks)}
     counts = {name: len(blocks) for name, blocks in lists.items()}
     patch = (1, 1, 1) if own.latent is None else own.latent.patch
@@ -274,7 +274,7 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
         file=FileLayout(
             detect=lambda _shapes: False,
             configure=lambda _shapes: {},
-            key_map=lambda _config: {name: Source(keys.get(name, name)) for name in names},
+            key_map=lambda _config: {name: Source(keys.get(key, key)) for name, key in own_names.items()},
         ),
         blocks=OwnBlocks(
             lists=(), counts=lambda _config: dict(counts), epilogue=(), whole_states=WHOLE_STATES, places=places, own=own

@@ -9,7 +9,6 @@ from parallel_backend.families.base.blocks import PAIRED, BlockList
 
 from .context import AttentionContext
 from .parallel_attention import ParallelAttention
-from .sdpa_redirect import SdpaProcessor
 
 
 def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList, str]], context: AttentionContext) -> None:
@@ -18,8 +17,6 @@ def install_parallel_attention(modules: Sequence[tuple[Any, str, BlockList, str]
     Modules without one, of another model in the process, keep diffusers' behaviour.
     """
     for layer, (module, over, _, block) in enumerate(modules):
-        if not hasattr(module.processor, "_parallel_config"):
-            module.processor = SdpaProcessor(module.processor)
         head_size = module.inner_dim // module.heads if over == PAIRED else 0
         module.processor._parallel_config = ParallelAttention(context, layer, over, head_size, block)
         module.processor._attention_backend = AttentionBackendName.NATIVE

@@ -21,7 +21,6 @@ from torch import nn
 
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
-from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaRedirect
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.lifecycle import COMPILING
 
@@ -135,18 +134,6 @@ def _order(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
-@functools.cache
-def _traceable(kind: type) -> type:
-    """A processor class that does what SdpaProcessor does around a processor of class `kind`, and that torch can trace."""
-
-    @functools.wraps(kind.__call__)  # diffusers passes on the arguments that it finds in the signature
-    def __call__(self, *arguments, **named):
-        with SdpaRedirect(self._parallel_config):
-            return kind.__call__(self, *arguments, **named)
-
-    return type(kind.__name__, (kind,), {"__call__": __call__})
-
-
 Wrap = Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]
 """StageBlocks.wrap."""
 
@@ -195,9 +182,6 @@ class Compiler:
             processor = getattr(module, "processor", None)
             if isinstance(attention := getattr(processor, "_parallel_config", None), ParallelAttention):
                 traced.attentions[name] = attention
-                if isinstance(processor, SdpaProcessor):  # torch cannot trace through the wrapper: its work moves to a class
-                    module.processor = object.__new__(_traceable(type(processor.processor)))
-                    vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(name, self._order)
             elif name and self._stays_outside(module):
                 is_layer = isinstance(module, (RankLinear, SharedRMSNorm))

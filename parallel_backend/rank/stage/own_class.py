@@ -14,7 +14,7 @@ from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split_units
-from parallel_backend.families.own_class.adapters import only_of_text
+from parallel_backend.families.own_class.adapters import only_here
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of, timestep_of
 from parallel_backend.families.own_class.call_form import run
@@ -189,7 +189,7 @@ def build_own_stage(
         if block.name not in own:
             without_values(model.get_submodule(block.name))
     plan = replace(plan, plan={name: cuts for name, cuts in plan.plan.items() if not name.startswith(elsewhere)})
-    for name in only_of_text(family.own.kind):
+    for name in only_here(family.own.kind):
         without_values(model.get_submodule(name))
     targets = [name for name in checkpoint.key_map if not (name.startswith(elsewhere) or family.is_elsewhere(name))]
     load(StageWeights(model, checkpoint, targets, plan, device, dtype_name), kept)

@@ -6,7 +6,8 @@ them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C
 conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shape} with so many {"zeros"} at its end, or
 {"of": shape} with {"frames"} values, {"whole": shape} numbers {"below"} one, so many {"ids"} or {"weights"} of tokens, or
 other entries' values by name;
-`companion`, the latent of its sound; `stated`, true if its file's header says the arguments. `like` names another model, of
+`companion`, the latent of its sound; `stated`, true if its file's header says the arguments; `equalised`, the beginning of
+names of layers that divide their weights by the root of their inputs themselves. `like` names another model, of
 which it has all that it does not say.
 """
 
@@ -49,7 +50,8 @@ def write(name: str) -> Path:
     config.set_inference_dtype(torch.float32, None)
     g, state = torch.Generator().manual_seed(5), {}
     for key, value in config.get_model({}, "").diffusion_model.state_dict().items():
-        std = 1 / math.sqrt(value[0].numel()) if value.ndim > 1 else 0.1
+        is_divided = "equalised" in row and key.startswith(row["equalised"])
+        std = 1.0 if is_divided else 1 / math.sqrt(value[0].numel()) if value.ndim > 1 else 0.1
         state[key] = std * torch.randn(value.shape, generator=g) + (1.0 if value.ndim == 1 and "weight" in key else 0.0)
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     stated = {"config": json.dumps({"transformer": arguments})} if row.get("stated") else None

@@ -175,7 +175,7 @@ PUBLISHED = {
         16,
         WAN_14B | {"in_dim": 36, "model_type": "animate"},
         pose_video_latent=(16, 4, 32, 32),
-        face_video_pixels=(3, 13, 512, 512),
+        face_video_pixels=(3, 1, 512, 512),
         **CHANNELS,
         **CLIP,
     ),

@@ -1,10 +1,11 @@
-"""ComfyUI's own class computes on a prompt's text before sampling, in this process, by its own method."""
+"""Methods of ComfyUI's own class that this process computes, with the file's weights, so that no rank has them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import comfy.lora
 import torch
+from torch.utils import _pytree as pytree
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import Reader, reading
@@ -15,37 +16,40 @@ from ..lora.lora import PREFIX
 from ..lora.patch_trial import Patch
 
 TEXT_METHOD = "preprocess_text_embeds"
-"""The class's method, which ComfyUI's BaseModel calls."""
+"""The class's method for a prompt's text, which ComfyUI's BaseModel calls before sampling."""
 KEPT = 4
-"""Texts that are kept: positive and negative prompt of two sampling runs, with a LoRA and without, for instance."""
+"""Results that are kept: of positive and negative prompt of two sampling runs, with a LoRA and without, for instance."""
 
 
-class OwnText:
-    """Computes TEXT_METHOD. A layer's weights are read when it is called, so that those of blocks are not, and none is kept:
-    they are large and prompts are few."""
+class OwnMethods:
+    """Computes methods. A layer's weights are read when it is called, so that those of blocks are not, and none is kept:
+    they are large and calls with new values are few."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
         self._checkpoint, self._dtype = checkpoint, dtype
-        self._results: list[tuple[Any, list[Any], torch.Tensor]] = []  # (name of the patches, what was given, result)
+        self._results: list[tuple[Any, list[Any], torch.Tensor]] = []  # (of what and where, what was given, result)
 
-    def preprocess(
-        self, patches: Mapping[str, list[Patch]], name: Any, text: torch.Tensor, *more: Any, **named: Any
+    def computed(
+        self, method: str, patches: Mapping[str, list[Patch]], name: Any, first: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        """Text [B, T, C] of the text encoder -> text for the ranks, in the same dtype and on the same device.
+        """What the method returns, on the device of `first`, such as text [B, T, C] of the text encoder.
 
-        `patches`: a ModelPatcher's, some of them for these weights. `name` stands for the patches. `more`, `named`: what
-        ComfyUI's BaseModel gives its own model beside the text.
+        `patches`: a ModelPatcher's, some of them for these weights. `name` stands for the patches. `first`, `more`, `named`:
+        what the method is given. They are kept in host memory: a video of faces is large.
         """
-        given = [text, *more, *sorted(named.items())]
-        for known_name, known, result in self._results:
-            if known_name == name and _same(known, given):
+        given = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, [first, *more, *sorted(named.items())])
+        of_what = method, name, first.device
+        for known_of, known, result in self._results:
+            if known_of == of_what and _same(known, given):
                 return result
 
-        result = self._computed(patches, text, *more, **named)
-        self._results = [(name, given, result), *self._results[: KEPT - 1]]
+        result = self._compute(method, patches, first, *more, **named)
+        self._results = [(of_what, given, result), *self._results[: KEPT - 1]]
         return result
 
-    def _computed(self, patches: Mapping[str, list[Patch]], text: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+    def _compute(
+        self, method: str, patches: Mapping[str, list[Patch]], first: torch.Tensor, *more: Any, **named: Any
+    ) -> torch.Tensor:
         family = self._checkpoint.family
         assert isinstance(family, OwnClassFamily)
         assert family.own is not None
@@ -57,12 +61,12 @@ class OwnText:
                 """With all layers in it: code may use a layer's weight without calling the layer."""
                 for each in module.modules():
                     if each in unread:
-                        self._read(reader, patches, text.device, each, unread.pop(each))
+                        self._read(reader, patches, first.device, each, unread.pop(each))
 
-            self._read(reader, patches, text.device, model, unread.pop(model))
+            self._read(reader, patches, first.device, model, unread.pop(model))
             for module in unread:
                 module.register_forward_pre_hook(read)
-            return getattr(model, TEXT_METHOD)(text, *more, **named)
+            return getattr(model, method)(first, *more, **named)
 
     def _read(
         self,
@@ -91,9 +95,9 @@ def patched(value: torch.Tensor, patches: Mapping[str, list[Patch]], key: str) -
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether values are equal, tensors also in dtype and device."""
+    """Whether values are equal, tensors also in dtype. All are in host memory."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return type(one) is type(other) and one == other
