@@ -240,9 +240,13 @@ class Pools:
         if world in self._pools:
             self._pools.pop(world).close()
 
-    def close(self) -> None:
-        for world in list(self._pools):
+    def end_larger_than(self, ranks: int) -> None:
+        """Close all pools that have more than so many."""
+        for world in [world for world in self._pools if world > ranks]:
             self.end(world)
+
+    def close(self) -> None:
+        self.end_larger_than(0)
 
 
 @pytest.fixture(scope="session")
@@ -263,10 +267,13 @@ def thread_pools() -> Iterator[Pools]:
 
 
 @pytest.fixture(scope="module")
-def pools(request: pytest.FixtureRequest) -> Pools:
-    """`pools(n)`: a Pool of n CPU ranks that is known to work. In threads in a file that is marked so, else in processes."""
+def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    """`pools(n)`: a Pool of n CPU ranks that is known to work. In threads in a file that is marked so, else in processes, of
+    which two stay for the next file."""
     threads = request.node.get_closest_marker("threads")
-    return request.getfixturevalue("thread_pools" if threads else "process_pools")
+    found = request.getfixturevalue("thread_pools" if threads else "process_pools")
+    yield found
+    found.end_larger_than(1 if threads else 2)
 
 
 @pytest.fixture(scope="session")

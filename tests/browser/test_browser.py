@@ -143,7 +143,7 @@ def test_the_panel_shows_ranks_while_it_is_open(editor, shoot):
     told = page.evaluate("() => window.told")
     editor.run()
     page.wait_for_timeout(4000)
-    assert page.evaluate("() => window.told") == told > 2
+    assert page.evaluate("() => window.told") == told > 0
     page.wait_for_function("() => !app.ui.lastQueueSize", timeout=1000 * RUN_SECONDS)
 
 

@@ -7,6 +7,7 @@ ranks read about as much from disk as each other, and may need different blocks.
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -63,9 +64,11 @@ class SharedArena(Arena):
     """One rank's view of memory that ranks share. The memory is freed with the last rank's view."""
 
     def __init__(self, layout: Layout, segment: Segment, lock: int):
-        """`lock`: this rank's handle of the segment, by which ranks exclude each other. `close` closes it."""
+        """`lock`: this rank's handle of the segment, by which ranks exclude each other. `close` closes it, or the arena's end:
+        a model that failed to load is not closed."""
         super().__init__(layout)
         self._segment, self._lock = segment, lock
+        self._close_lock = weakref.finalize(self, os.close, lock)
         self._states = segment.memory[DIGEST_BYTES : DIGEST_BYTES + len(layout.spans)]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -95,7 +98,7 @@ class SharedArena(Arena):
         self._set(name, WRITTEN)
 
     def close(self) -> None:
-        os.close(self._lock)
+        self._close_lock()
 
     def _set(self, name: str, state: int) -> None:
         with self._locked():

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class Meeting:
             self._handle = new_file()
         except OSError as error:
             log.warning("the system gives no memory to share with other ranks (%s): this one has its own", error)
+        else:
+            self._close = weakref.finalize(self, os.close, self._handle)  # of a model that failed to load, too
         place = [NOWHERE if self._handle is None else this_machine(), os.getpid(), self._handle or 0]
         places = peers.tell_all(place) if len(ranks) > 1 else {rank: place}
         if self._handle is not None:
@@ -54,7 +57,7 @@ class Meeting:
     def close(self) -> None:
         """Call once all of the ranks have their arena."""
         if self._handle is not None:
-            os.close(self._handle)
+            self._close()
             self._handle = None
 
 
