@@ -59,8 +59,11 @@ def tensors_of(vae: comfy.sd.VAE) -> dict[str, torch.Tensor]:
 
 
 def _patched(vae: comfy.sd.VAE) -> bool:
-    """Whether nodes have put patches on this VAE, or the model's weights still have the patches of another VAE object."""
+    """Whether nodes have put patches on this VAE, or the model still has the patches of another VAE object."""
     patcher = vae.patcher
+    loaded = (each.model for each in comfy.model_management.current_loaded_models)
+    if any(each is not None and each.model is patcher.model and each.object_patches_backup for each in loaded):
+        return True  # layers of the other object, which ComfyUI takes out when it loads this one
     uuid_in_weights = getattr(vae.first_stage_model, "current_weight_patches_uuid", None)
     added = patcher.patches or patcher.object_patches or patcher.weight_wrapper_patches or patcher.injections
     return bool(added) or uuid_in_weights not in (None, patcher.patches_uuid)

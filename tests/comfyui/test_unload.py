@@ -46,7 +46,7 @@ def test_the_ranks_keep_their_weights_where_nothing_asks_for_them(found, case):
 
 
 def test_the_ranks_are_asked_for_what_comfyui_lacks(found):
-    assert found["given back"] == [500, 500]
+    assert found["given back"][:2] == [500, 500]
 
 
 @pytest.mark.parametrize("case", ["all", "room for a little more"])

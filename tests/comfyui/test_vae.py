@@ -22,6 +22,7 @@ WHOLE = {
     "decode without ranks": "there is only one device for it",
     "decode too little memory": "a device has less than the",
     "decode patched": "another node has changed this VAE",
+    "decode with another VAE's layer in it": "another node has changed this VAE",
     "decode noisy": "this VAE cannot be cut: its bands differ from the whole by",
     "decode TAESD": "a VAE of this kind (TAESD) cannot be cut",
     "encode too small": "the picture has 8 rows and columns at most, too few for 2 ranks, of 8 each",

@@ -64,8 +64,8 @@ class SharedArena(Arena):
     """One rank's view of memory that ranks share. The memory is freed with the last rank's view."""
 
     def __init__(self, layout: Layout, segment: Segment, lock: int):
-        """`lock`: this rank's handle of the segment, by which ranks exclude each other. `close` closes it, or the arena's end:
-        a model that failed to load is not closed."""
+        """`lock`: this rank's handle of the segment, by which ranks exclude each other. `close` closes it, or the end of the
+        arena: a model that failed to load is not closed."""
         super().__init__(layout)
         self._segment, self._lock = segment, lock
         self._close_lock = weakref.finalize(self, os.close, lock)

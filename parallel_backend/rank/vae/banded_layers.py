@@ -90,11 +90,7 @@ class Bands(TorchFunctionMode):
         rows = padding[self.dim]
         if not rows:
             return convolved(x, padding)
-        halo, step, length = (
-            start_halo(x, self.dim, rows, rows, self.axis, self.traffic),
-            stride[self.dim],
-            x.shape[self.dim],
-        )
+        halo, step, length = self._halo(x, rows, rows), stride[self.dim], x.shape[self.dim]
         if rows == step == 1:
             return self._seamless(convolved, x, padding, halo)
         x = self._surrounded(x, halo, rows, rows, lambda x, around: F.pad(x, around))
@@ -131,12 +127,15 @@ class Bands(TorchFunctionMode):
         if not (before or behind):
             return pad(x, pads, mode, value)
         assert mode != "circular" and min(before, behind) >= 0, "a band has no neighbour on the picture's other side"
-        halo = start_halo(x, self.dim, before, behind, self.axis, self.traffic)
+        halo = self._halo(x, before, behind)
 
         def padded(x: torch.Tensor, around: list[int]) -> torch.Tensor:
             return pad(x, [*pads[:place], *around[place : place + 2], *pads[place + 2 :]], mode, value)
 
         return self._surrounded(x, halo, before, behind, padded)
+
+    def _halo(self, x: torch.Tensor, before: int, behind: int) -> Halo:
+        return start_halo(x, self.dim, before, behind, self.axis, self.traffic)
 
     def _surrounded(
         self,
@@ -175,6 +174,16 @@ class Bands(TorchFunctionMode):
         weight, bias = (None if value is None else value.float().repeat(batch) for value in (weight, bias))
         flat = x.reshape(1, batch * channels, *x.shape[2:])
         return F.batch_norm(flat, mean, variance, weight, bias, False, 0.0, eps).reshape(x.shape)
+
+
+class OwnNeighbour(Bands):
+    """Of one rank, whose band stands in for its neighbours: shows what the code does, without another rank."""
+
+    def _halo(self, x: torch.Tensor, before: int, behind: int) -> Halo:
+        halo = super()._halo(x, before, behind)
+        last, first = x.narrow(self.dim, x.shape[self.dim] - before, before), x.narrow(self.dim, 0, behind)
+        halo.received = [last if before else None, first if behind else None]
+        return halo
 
 
 def _each(value: Any, weight: torch.Tensor) -> tuple[int, ...]:

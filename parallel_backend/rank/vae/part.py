@@ -15,7 +15,7 @@ from parallel_backend.rank.free_memory import read_memory
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.messages import BeginVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
-from .banded_layers import COLUMNS, ROWS, Bands
+from .banded_layers import COLUMNS, ROWS, Bands, OwnNeighbour
 
 PART_BYTES = 1 << 26
 """Bytes of a band that come to the host at a time."""
@@ -107,8 +107,9 @@ class VAEPart:
             self.traffic.report()  # the next picture's is its own
 
     def _alone(self, x: torch.Tensor, part: torch.Tensor, trial: RunVAE) -> tuple[torch.Tensor, str]:
-        """The whole picture of x, and why the rank's part of x cannot be computed as a band, without other ranks."""
-        bands = Bands(Axis("rows", 1, 0, (self.rank,), None), self.traffic)
+        """The whole picture of x, and why the rank's part of x cannot be computed as a band, which is tried without
+        other ranks."""
+        bands = OwnNeighbour(Axis("rows", 1, 0, (self.rank,), None), self.traffic)
         try:
             whole = self._computed(x, replace(trial, sizes=()))
             bands.sizes, bands.dim = (part.shape[self.bands.dim],), self.bands.dim
