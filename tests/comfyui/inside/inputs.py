@@ -46,7 +46,7 @@ def conditionings(g: torch.Generator) -> list[Any]:
     return [
         *(of(9), of(1), of(1_000), of(0), of(9, 63), of(9, 64, 31), of(9, 64, None), of(9, batch=3), of(5) + of(7), []),
         *([[]], [[torch.zeros(1, 9, 64)]], [[None, {}]], "a text", [["a", {}]], [[torch.zeros(9, 64), {}]]),
-        *(of(9, area=(1, 1, 0, 0)), of(9, strength=math.nan), [[torch.zeros(1, 9, 64), {"pooled_output": "a"}]]),
+        *(of(9, area=(1, 1, 0, 0)), of(9, strength=math.nan)),
     ]
 
 
