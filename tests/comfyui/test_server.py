@@ -66,7 +66,7 @@ def test_only_our_pack_is_loaded(server):
 
 def test_quickstart_gives_a_picture_its_report_and_progress(server):
     with Events(server.port, "quickstart-test") as events:
-        prompt_id = server.queue(workflow(seed=1), client_id="quickstart-test")
+        prompt_id = server.queue(workflow(seed=1), client_id="quickstart-test", preview_method="latent2rgb")
         seen = events.until("execution_success", prompt_id)
     outcome = server.wait(prompt_id)
     assert outcome.status == "success", outcome.error
@@ -77,6 +77,8 @@ def test_quickstart_gives_a_picture_its_report_and_progress(server):
     assert len(steps) >= 5  # ComfyUI itself leaves out steps that come within 0.1 s of the last one
     assert steps == sorted(set(steps))
     assert steps[-1] == 20
+    assert len(events.previews) >= 5
+    assert {pixels(preview).shape for preview in events.previews} == {(32, 32)}  # of the whole latent, not of a band
     (report,) = (text for shown in outcome.outputs.values() for text in shown.get("text", ()))
     assert "pipefusion_degree 2, 1 model call exact" in report
     assert re.search(r"19 pipelined in [248] bands", report)  # by the block times that the ranks measured

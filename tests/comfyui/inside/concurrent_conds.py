@@ -34,18 +34,6 @@ def sampled(model, prompts, latent, **settings) -> torch.Tensor:
     return ksampler(model, prompts, latent, steps=STEPS, **settings)
 
 
-def dual(model, prompts, latent) -> torch.Tensor:
-    """SamplerCustomAdvanced with DualCFGGuider, by what its nodes call."""
-    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
-
-    chosen = Guider_DualCFG(model)
-    chosen.set_conds(*prompts, shortened(prompts[0], 3))
-    chosen.set_cfg(2.0, 1.5)
-    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
-    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(42))
-    return chosen.sample(noise, latent, comfy.samplers.sampler_object("euler"), sigmas, seed=42)
-
-
 def pipefusion(model, prompts, latent) -> torch.Tensor:
     return sampled(node("ApplyPipeFusion", model, 2, 1, True), prompts, latent)
 
@@ -85,7 +73,6 @@ def main(results: Results, name: str) -> None:
 
     with detecting(settings["detected"]):
         results.case("KSampler, 2", lambda: beside_native(sampled))
-        results.case("DualCFGGuider, 2", lambda: beside_native(dual))
         results.case("PipeFusion, 1", lambda: in_bands({}))
         results.case("PipeFusion, 2", lambda: in_bands({"batch": 2, "devices": "cpu,cpu,cpu,cpu"}))
     on_the_bundled_model(results)
