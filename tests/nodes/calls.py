@@ -67,7 +67,7 @@ BELONGS = {
 
 
 def _text_width(config: Any) -> int:
-    names = ("joint_attention_dim", "text_dim", "in_text_dim", "text_in_dim", "cross_attention_dim")
+    names = ("context_in_dim", "joint_attention_dim", "text_dim", "in_text_dim", "text_in_dim", "cross_attention_dim")
     found = next(config[name] for name in names if name in config)
     return found if isinstance(found, int) else found[0]
 

@@ -93,7 +93,7 @@ def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -
 OF_FORMS = list({case.family: case for case in reversed(CASES) if case.family in OF_EACH_FORM}.values())
 
 
-@pytest.mark.parametrize("case", OF_FORMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in OF_FORMS if case.sampled], ids=lambda case: case.name)
 def test_buffers_of_stages(case, pools, made):
     model = pools.load(made(case), Degrees(pipe=2), "bf16")
     stats = banded(model, case)

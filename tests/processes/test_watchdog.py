@@ -512,7 +512,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(mini_file, given, orders
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("why", "said"),
-    [(OSError("no more processes"), "no more processes"), (OSError(errno.EMFILE, ""), "open files.*`ulimit -n`")],
+    [(OSError("no more processes"), "no more processes"), (OSError(errno.EMFILE, ""), "more files open.*`ulimit -n`")],
 )
 def test_a_rank_that_cannot_be_started_leaves_nothing(monkeypatch, tmp_path, why, said):
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))

@@ -229,6 +229,7 @@ def test_giving_up_and_closing_leave_no_socket(key):
 
 
 def test_the_limit_of_open_files_is_named_if_it_lasts(reception):
+    reception._socket.close()
     reception._socket = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(TimeoutError, match=r"no word from rank 0, 1 within 0 s.*Too many open files.*ulimit -n"):
         receive(reception, 0.3)
