@@ -1,0 +1,32 @@
+"""Wan Animate in a real ComfyUI: layers that ComfyUI's process runs for a call, and modules that ranks have in blocks."""
+
+import pytest
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.full]
+
+LIMIT = 2e-5
+"""Of a difference, as a share of the native latents' largest value."""
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    return inside.run("wan_animate")[0]
+
+
+@pytest.mark.parametrize("case", ["LoRA, stages", "LoRA, tensor", "fp8", "no faces"])
+def test_it_equals_the_native_model(found, case):
+    assert found[case].get("share", 1.0) <= LIMIT, found[case]
+    assert found[case].get("moved", 1.0) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("hook", "a LoRA in a conditioning .* for diffusion_model.face_encoder.out_proj.weight"),
+        ("skipped blocks", "skipped blocks: between its blocks the class runs modules that are not skipped"),
+        ("small faces", "positive, negative: the face video is 9 x 8, this model needs 512 x 512"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(found, case, why):
+    with pytest.raises(ValueError, match=why):
+        raise ValueError(found[case]["error"])
