@@ -97,8 +97,8 @@ def test_without_offload_it_is_refused_and_offload_is_what_would_help(small_devi
 
 def test_a_calibration_knows_what_is_beside_the_devices(small_devices, mini_file):
     """Of the emulated devices the planner then streams as ranks do."""
-    found = calibrate(small_devices(2), mini.opened(mini_file), "fp32", nobody)
-    assert [(device.memory, device.copies) for device in lasting(found).machine.devices] == [(BUDGET, RATE)] * 2
+    found = lasting(calibrate(small_devices(2), mini.opened(mini_file), "fp32", nobody))
+    assert [(device.memory, device.copies) for device in found.machine.devices] == [(BUDGET, RATE)] * 2
     workload = workload_of(mini.opened(mini_file), "fp32", "cpu", (1, 16, 16, 12), 1, 4, 8)
     planned = predict(CalibratedCosts(found, workload), Mode(Degrees(ulysses=2)))
     model = load(small_devices, mini_file, Degrees(ulysses=2))
