@@ -16,7 +16,8 @@ IN_PARTS = (
     *("decode auto, on the model's ranks", "decode Flux, no post_quant_conv", "decode Flux.2", "encode SD, odd size"),
     *("decode once room is made", "decode written into", "decode after that", "encode Wan 2.1", "decode Wan 2.1"),
     *("decode Wan, cancelled", "decode Qwen-Image Layered, three ranks", "encode HunyuanVideo", "decode HunyuanVideo"),
-    *("encode LTX-Video 0.9", "decode LTX-Video 0.9", "encode MiniMax H3 in tiles", "decode MiniMax H3 in tiles"),
+    *("encode LTX-Video 0.9", "decode LTX-Video 0.9", "decode with noise", "encode MiniMax H3 in tiles"),
+    "decode MiniMax H3 in tiles",
 )
 WHOLE = {
     "decode without ranks": "there is only one device for it",

@@ -115,12 +115,16 @@ LTX_09 = {
 """LTX-Video 0.9: strided convolutions, a decoder that looks ahead, reflection at the edges."""
 
 
-def ltx_vae(noisy: bool = False) -> comfy.sd.VAE:
-    """`noisy`: with noise inside the decoder's layers, as 0.9.1 has it."""
+def ltx_vae(noisy: bool = False, timed: bool = False) -> comfy.sd.VAE:
+    """`noisy`: with noise inside the decoder's layers, as 0.9.1 has it. `timed`: with noise before decoding, as from then
+    on."""
     res = ["res_x", {"num_layers": 1, "inject_noise": noisy}]
-    config = LTX_09 | {"blocks": [res, ["compress_all", 1], ["res_x_y", 1], res, *[["compress_all", 1]] * 2, res]}
+    config = LTX_09 | {"timestep_conditioning": timed}
+    config |= {"blocks": [res, ["compress_all", 1], ["res_x_y", 1], res, *[["compress_all", 1]] * 2, res]}
     made = comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config=config)
-    state = randomised(made) | {"per_channel_statistics.std-of-means": 0.5 + torch.rand(128)}
+    state = randomised(made) | {"per_channel_statistics.std-of-means": torch.linspace(0.5, 1.5, 128)}
+    if timed:
+        state["decoder.timestep_scale_multiplier"] = torch.tensor(1000.0)
     # What tells ComfyUI the class.
     state.setdefault("decoder.up_blocks.0.res_blocks.0.conv1.conv.weight", torch.empty(0))
     return comfy.sd.VAE(sd=state, metadata={"config": json.dumps({"vae": config})})
@@ -263,8 +267,9 @@ def main(results: Results) -> None:
     results.case("encode HunyuanVideo", lambda: encode(hunyuan, 14, 40, 24))
     results.case("decode HunyuanVideo", lambda: decode(hunyuan, latent(1, 16, 4, 5, 3)))
     results.case("encode LTX-Video 0.9", lambda: encode(ltx, 17, 96, 64))
-    results.case("decode LTX-Video 0.9", lambda: decode(ltx, latent(1, 128, 3, 5, 2)))
-    results.case("decode noisy", lambda: decode(ltx_vae(noisy=True), latent(1, 128, 2, 5, 2)))
+    results.case("decode LTX-Video 0.9", lambda: decode(ltx, latent(1, 128, 3, 3, 2)))
+    results.case("decode with noise", lambda: decode(ltx_vae(timed=True), latent(1, 128, 2, 3, 2)))
+    results.case("decode noisy", lambda: decode(ltx_vae(noisy=True), latent(1, 128, 2, 3, 2)))
     results.case("encode MiniMax H3 in tiles", lambda: encode(h3, 22, 96, 80))
     results.case("decode MiniMax H3 in tiles", lambda: decode(h3, latent(1, 24, 8, 6, 5)))
     results.case("decode MiniMax H3, int8", lambda: decode(h3_vae(quantised=True), latent(1, 24, 8, 6, 5)))
