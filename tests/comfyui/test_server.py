@@ -77,7 +77,7 @@ def test_quickstart_gives_a_picture_its_report_and_progress(server):
     assert len(steps) >= 5  # ComfyUI itself leaves out steps that come within 0.1 s of the last one
     assert steps == sorted(set(steps))
     assert steps[-1] == 20
-    assert len(events.previews) >= 5
+    assert events.previews
     assert {pixels(preview).shape for preview in events.previews} == {(32, 32)}  # of the whole latent, not of a band
     (report,) = (text for shown in outcome.outputs.values() for text in shown.get("text", ()))
     assert "pipefusion_degree 2, 1 model call exact" in report
