@@ -273,7 +273,7 @@ def main(results: Results) -> None:
     results.case("decode HunyuanVideo", lambda: decode(hunyuan, latent(1, 16, 4, 5, 3)))
     results.case("encode LTX-Video 0.9", lambda: encode(ltx, 17, 96, 64))
     results.case("decode LTX-Video 0.9", lambda: decode(ltx, latent(1, 128, 3, 3, 2)))
-    results.case("decode noisy", lambda: decode(ltx_vae(noisy=True), latent(1, 128, 2, 3, 2)))
+    results.case("decode noisy", lambda: decode(ltx_vae(noisy=True), latent(1, 128, 2, 5, 2)))
     results.case("encode MiniMax H3 in tiles", lambda: encode(h3, 22, 96, 80))
     results.case("decode MiniMax H3 in tiles", lambda: decode(h3, latent(1, 24, 8, 6, 5)))
     results.case("decode MiniMax H3, int8", lambda: decode(h3_vae(quantised=True), latent(1, 24, 8, 6, 5)))
