@@ -62,7 +62,7 @@ SEQUENCE = (
 @pytest.mark.parametrize(
     ("name", "modes"),
     [
-        ("InPlace", STAGES),
+        pytest.param("InPlace", STAGES, marks=pytest.mark.full),
         ("LongSkips", (*STAGES[2:4], SEQUENCE[5])),
         ("PoolsBatch", STAGES[3:]),
         ("Tokens", SEQUENCE),
@@ -70,7 +70,7 @@ SEQUENCE = (
         ("SharedKeys", (SEQUENCE[0], Degrees(ulysses=2, ring=2), TENSOR[0])),
         ("TwoStreams", SEQUENCE[1:5:3]),
         ("JoinsFeedForward", (THREE, TENSOR[1])),
-        ("TablesByHead", (THREE, *PRODUCTS)),
+        pytest.param("TablesByHead", (THREE, *PRODUCTS), marks=pytest.mark.full),
     ],
 )
 def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
