@@ -216,7 +216,7 @@ RANK_MUTANTS = (
         "image + residual",
         "image + 0.5 * residual",
         ("tests/rank/test_block_slots.py",),
-        ("tests/client/test_controlnet.py", "-k", "diffusers"),
+        ("tests/client/test_controlnet.py",),
     ),
     Mutant(
         "a controlled text's keys kept for calls without the control",
