@@ -67,6 +67,12 @@ def from_templates(editor, shoot) -> Editor:
         )
         shoot("templates")
         card.click()
+        for _ in range(20):  # on a busy machine the page may lose a click while the dialog is still being built
+            page.wait_for_timeout(500)
+            if not card.count():
+                break
+        else:
+            card.click()
         card.wait_for(state="detached")
         editor.shows(workflow(name))
     return editor
