@@ -106,8 +106,9 @@ def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
 def put_faces_into_blocks(model: nn.Module) -> None:
     """Modules that the model runs behind every EVERY-th block, the first one too, become `face` of those blocks: ranks have
     lists of like blocks cut, and try few of them."""
-    for number, face in enumerate(model.face_adapter.fuser_blocks):
-        model.blocks[EVERY * number].face = face
+    blocks = list(model.get_submodule("blocks").children())
+    for number, face in enumerate(model.get_submodule("face_adapter.fuser_blocks").children()):
+        blocks[EVERY * number].face = face
     del model.face_adapter
 
 
