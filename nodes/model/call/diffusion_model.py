@@ -207,8 +207,10 @@ class RemoteDiffusionModel(torch.nn.Module):
         groups = enumerate(self.run.hook_patches.values(), 1)
         heads = self.heads_of(self.run.patches)
         left_out = of_nodes if heads == 1 else of_nodes | BANK_KEYS
+        elsewhere = self.checkpoint.family.is_elsewhere
         for group, patches in ((0, self.run.patches), (0, self.run.bypass_patches), *groups):
-            yield from self.weights.deltas({key: each for key, each in patches.items() if key not in left_out}, group)
+            of_ranks = (key for key in patches if key not in left_out and not elsewhere(key.removeprefix(PREFIX)))
+            yield from self.weights.deltas({key: patches[key] for key in of_ranks}, group)
         if heads > 1:
             yield from bank_deltas(self.weights, self.run.patches, heads, 1 + len(self.run.hook_patches))
 

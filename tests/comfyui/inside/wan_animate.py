@@ -72,7 +72,7 @@ def hooked() -> None:
 def skipped() -> None:
     from comfy_extras import nodes_slg  # once ComfyUI is up
 
-    sample(nodes_slg.SkipLayerGuidanceDiT.execute(parallel(f"{NAME}.safetensors"), "1", "", 3.0, 0.0, 1.0, 0.0).args[0])
+    sample(nodes_slg.SkipLayerGuidanceDiT.execute(parallel(f"{NAME}.safetensors"), 3.0, 0.0, 1.0, "1").args[0])
 
 
 def main(results: Results) -> None:
