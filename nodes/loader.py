@@ -238,7 +238,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         checkpoint.check_degrees(degrees)
     else:
         check_own_class(own, path.name, degrees, planned, bool(values["compile"]))
-    halves = checkpoint.family.half_dtypes(checkpoint.config)
+    halves = checkpoint.family.own.halves
     native = wanted_halves(half_dtypes(devices), halves, values["weight_dtype"])
     dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, native)
     options = options_line(dtype, device_kind(devices[0]))
@@ -265,7 +265,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
             say(f"Parallel DiT: degrees auto has one device only.{hidden}")
         return model_to_plan(checkpoint, setup, config.comm_overlap)
     if own is None:  # blocks of an own class are known once it is tried
-        check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
+        check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.total)
     model = make_model(checkpoint, setup, config.comm_overlap)
     if degrees.displaced:
         # Displaced patches keep keys from step to step, within one sampler's run. PipeFusion Sampler replaces this wrapper.

@@ -156,7 +156,7 @@ def _parallel(
     devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
     degrees = None
     checkpoint, own = opened(source.path, devices)
-    heads = checkpoint.family.sizes.heads(checkpoint.config)
+    heads = checkpoint.family.own.heads
     if own is not None and own.unet and mode == AUTO:
         mode = "split batch"  # which alone a UNet has
     if mode != AUTO:

@@ -152,7 +152,7 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
         checkpoint, own = opened(path, devices)
     except ValueError as error:
         return LoaderPlan(file=name, why=str(error).removeprefix("model_name: "))
-    halves = checkpoint.family.half_dtypes(checkpoint.config)
+    halves = checkpoint.family.own.halves
     native = wanted_halves(half_dtypes(devices), halves, "default")
     dtype = resolve_dtype("default", checkpoint.dtype, devices, halves, native)
     weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes

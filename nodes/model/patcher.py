@@ -199,7 +199,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights, and for weights with
         which this process computes what a call brings in: it knows no strengths of calls."""
         family = self.stub.checkpoint.family
-        for target in patches if computed_of(family.native_classes[0]) else ():
+        for target in patches if computed_of(family.own.kind) else ():
             key = target if isinstance(target, str) else target[0]
             if family.is_elsewhere(key.removeprefix(f"{INSIDE}.")):
                 refuse(f"a LoRA in a conditioning (a hook) for {key}", "Load it for the whole model.")
@@ -274,7 +274,7 @@ def make_model(
     config = native_config(tensors, checkpoint.stated)
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
-    if (kind := type(config).__name__) not in checkpoint.family.native_classes:
+    if (kind := type(config).__name__) != checkpoint.family.own.kind:
         raise ValueError(
             f"model_name: ComfyUI takes {checkpoint.path.name} for a model of the kind {kind}, which is not what Parallel "
             f"DiT computes for {checkpoint.family.name}. Load it with Load Diffusion Model, on one GPU."

@@ -11,7 +11,7 @@ import comfy.samplers
 import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
-from parallel_backend.families.base.family import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 
 from ..model.call.concurrent_conds import evaluate_concurrently
 from ..model.call.diffusion_model import RemoteDiffusionModel
@@ -99,7 +99,7 @@ class Sampling:
         texts = [cond["cross_attn"].shape[1] for cond in self.conds if cond.get("cross_attn") is not None]
         return max(texts, default=1)
 
-    def references(self, family: Family) -> int:
+    def references(self, family: OwnClassFamily) -> int:
         """Tokens of the references of that prompt which has most of them."""
         model_conds = [cond.get("model_conds", {}) for cond in self.conds]
         tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in model_conds]

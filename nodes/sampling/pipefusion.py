@@ -236,7 +236,7 @@ class PipeFusion:
             model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
         )
         family, companion_tokens = model.family, patching.companion_tokens(sampling.shapes)
-        text = family.text_tokens(grid, companion_tokens, family.example(model.checkpoint.config, sampling.text_tokens))
+        text = family.text_tokens(companion_tokens, family.example(sampling.text_tokens))
         whole_calls = (sampling.stub.run.whole_calls or {}).values()
         text = max((each.text for each in whole_calls), default=text)
         references = max((each.references for each in whole_calls), default=sampling.references(family))

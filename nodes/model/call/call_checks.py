@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.base.patching import Latents
 
 
@@ -31,14 +31,14 @@ def check_for_own_class(x: Any, axes: int) -> None:
         )
 
 
-def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
+def check_latents(family: OwnClassFamily, config: dict[str, Any], latents: Latents) -> None:
     """ValueError for latents that the family does not take."""
     if len(latents) > 1:
         raise ValueError(
             f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes one latent alone. "
             "Use the Empty Latent node made for this model."
         )
-    (latent,), axes, channels = latents, 5 if family.patching.video else 4, family.sizes.latent_channels(config)
+    (latent,), axes, channels = latents, 5 if family.patching.video else 4, family.latent_channels
     if latent.ndim != axes or 0 in latent.shape:
         raise ValueError(
             f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "

@@ -87,7 +87,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.run = SamplingRun()
         self.patchers_elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
         self.dtype = weights.dtype
-        values = checkpoint.family.native_values(checkpoint.config)
+        values = checkpoint.family.native_values
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
         if "in_channels" in checkpoint.config:  # RenormCFG reads it
             self.in_channels = checkpoint.config["in_channels"]
@@ -225,7 +225,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @property
     def _has_bank(self) -> bool:
-        return BANKED in self.checkpoint.family.native_classes
+        return self.checkpoint.family.own.kind == BANKED
 
     def _strengths(self) -> tuple[float, ...]:
         """Strengths of the hooks in the present model call, in the order of `hook_patches`.

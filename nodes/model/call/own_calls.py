@@ -147,7 +147,7 @@ def sparse_attention(
     found = settings_of(options.get(OVERRIDE), of_block, family, checkpoint.config, options)
     if found is None:
         return None
-    segments, grid = segments_of(family.native_classes[0], latents, arguments, native)
+    segments, grid = segments_of(family.own.kind, latents, arguments, native)
     return replace(found, segments=segments, grid=grid)
 
 

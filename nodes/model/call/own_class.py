@@ -210,7 +210,7 @@ class OwnClassModel(RemoteDiffusionModel):
             "context": context,
             CONTROL: None,
             OPTIONS: told,
-            **sent(family.native_classes[0], extra | computed, self.native),
+            **sent(family.own.kind, extra | computed, self.native),
             **told_form,
             **({INSIDE: True} if carries(self._own.kind) and not is_carried else {}),
         }

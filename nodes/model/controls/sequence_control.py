@@ -18,7 +18,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.original import OriginalTensors
 from parallel_backend.client.call import Residuals
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.residuals import AROUND, BLOCKS, REPLACED
@@ -54,7 +54,7 @@ Controls = Mapping[tuple[str, int], list[Any]]
 """(kind, number) of a block, as ComfyUI names it -> the controls around it."""
 
 
-def sequence_controls(family: Family, options: Mapping[str, Any]) -> Controls:
+def sequence_controls(family: OwnClassFamily, options: Mapping[str, Any]) -> Controls:
     """Those in a call's transformer_options. Empty for families that take none."""
     kinds = family.blocks.native or {}
     if not family.blocks.controlled and not isinstance(family, OwnClassFamily):
@@ -162,7 +162,7 @@ class SequenceControl:
         blocks = _blocks_of(layers)
         for index in range(len(blocks)):
             blocks[index] = torch.nn.Identity()
-        known = {source.key for source in family.file.key_map(checkpoint.config).values()}
+        known = {source.key for source in family.key_map.values()}
         in_file = dict(family.own.keys) if isinstance(family, OwnClassFamily) and family.own is not None else {}
         state = {}
         for name, tensor in layers.state_dict().items():

@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import original_values
-from parallel_backend.families.base.family import name_pattern
+from parallel_backend.core.own_class import name_pattern
 
 from ...ui.host import on_behalf, refuse
 

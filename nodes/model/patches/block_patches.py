@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel_backend.core.block_changes import KEPT_INT4, KEPT_INT8, BlockChanges, NormalizedGuidance
 from parallel_backend.core.spans import Span
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.base.blocks import CAUSAL_TEXT
 from parallel_backend.families.base.step_inputs import Config
 from parallel_backend.families.own_class.guided_attention import OUTPUT
@@ -34,7 +34,7 @@ POSITIVE, NEGATIVE = 0, 1
 
 
 def block_changes(
-    family: Family,
+    family: OwnClassFamily,
     config: Config,
     options: dict[str, Any],
     entries: int,
@@ -76,7 +76,7 @@ def kernel_of_call(override: Any, loaded: str, preferred: str) -> tuple[str, Any
     return chosen or "", None if chosen is not None else below
 
 
-def _kept_text(family: Family, options: Mapping[str, Any]) -> str:
+def _kept_text(family: OwnClassFamily, options: Mapping[str, Any]) -> str:
     """How keys and values of a text that is kept for the run are stored, by QwenImage21Cache. Its device is not heeded but
     for "off": ranks keep them on their own."""
     setting = options.get("qwen_image21_cache") or {}
@@ -86,10 +86,10 @@ def _kept_text(family: Family, options: Mapping[str, Any]) -> str:
 
 
 def _skipped(
-    family: Family, config: Config, replaced: dict[str, dict]
+    family: OwnClassFamily, config: Config, replaced: dict[str, dict]
 ) -> tuple[tuple[str, ...], dict[str, dict], Callable[..., Any] | None]:
     """(blocks "<list>.<index>" that are skipped, the other replacements, one that makes a block's attention sparse)."""
-    native, counts = family.blocks.native, family.blocks.counts(config)
+    native, counts = family.blocks.native, family.counts
     skipped, sparse = [], None
     remaining: dict[str, dict[Any, Any]] = {}
     for name, functions in replaced.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 
 from ...ui.other_nodes import definition, named, nodes_of, nodes_that_set
 
@@ -104,7 +104,7 @@ class Unread:
         return f"{self.what} ({function.__qualname__} of {function.__module__})" if function else self.what
 
 
-def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: Iterable[str], family: Family) -> None:
+def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: Iterable[str], family: OwnClassFamily) -> None:
     """ValueError, with node and entry, for anything that changes the native model's result and does not reach the ranks.
 
     `options`: a call's transformer_options, without the functions that reach the ranks. `unknown`: names of
@@ -114,7 +114,7 @@ def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: It
     refuse_unread([*unread(options, family), *conditioning])
 
 
-def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def told_to_own_class(options: Mapping[str, Any], family: OwnClassFamily) -> dict[str, Any]:
     """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. ValueError as
     `refuse_what_does_not_reach_the_ranks`, also for an entry that cannot be sent."""
     patches = ("patches", "patches_replace", "optimized_attention_override")
@@ -123,7 +123,7 @@ def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, A
         for name, value in options.items()
         if value is not None
         and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches)
-        and (name in family.inputs.options or not name.startswith(OURS))
+        and (name in family.options or not name.startswith(OURS))
     }
     others = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in others.items()}
     told = {name: value for name, value in others.items() if is_plain(value)}
@@ -156,7 +156,7 @@ def refuse_unread(refused: Iterable[Unread]) -> None:
     )
 
 
-def unread(options: Mapping[str, Any], family: Family) -> Iterator[Unread]:
+def unread(options: Mapping[str, Any], family: OwnClassFamily) -> Iterator[Unread]:
     """Entries of transformer_options that change the native model's result and that the ranks do not read."""
     for name, value in options.items():
         if name in ("patches", "patches_replace"):
@@ -177,9 +177,9 @@ def _patches(table: str, patches: Mapping[str, Any]) -> Iterator[Unread]:
             yield Unread(what, function)
 
 
-def _is_read(name: str, family: Family) -> bool:
+def _is_read(name: str, family: OwnClassFamily) -> bool:
     """Whether the family's native models read an entry that its ranks do not read."""
-    return not READ_BY[name].isdisjoint(family.native_classes)
+    return family.own.kind in READ_BY[name]
 
 
 def _asks(name: str, value: Any) -> bool:

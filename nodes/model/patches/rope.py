@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.wan_forms import FREQUENCY
 
 EMBEDDER, CLASS = "diffusion_model.rope_embedder", "EmbedND_RifleX"
@@ -12,8 +12,8 @@ PERIOD = 0.9
 """Rotations of the lowest frequency over the whole video, as in KJNodes."""
 
 
-def riflex(family: Family, name: str, module: Any) -> dict[str, tuple[float, float]]:
+def riflex(family: OwnClassFamily, name: str, module: Any) -> dict[str, tuple[float, float]]:
     """RIFLEx's settings as an entry of transformer_options. Empty for other object patches and for families without it."""
-    if name != EMBEDDER or type(module).__name__ != CLASS or FREQUENCY not in family.inputs.options:
+    if name != EMBEDDER or type(module).__name__ != CLASS or FREQUENCY not in family.options:
         return {}
     return {FREQUENCY: (float(module.k - 1), PERIOD * 2 * math.pi / module.num_frames)}

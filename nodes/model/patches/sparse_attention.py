@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.base.step_inputs import Config
 
 from ...ui.other_nodes import is_known
@@ -40,7 +40,7 @@ def below(override: Any) -> Any:
 def settings_of(
     override: Any,
     of_block: Callable[..., Any] | None,
-    family: Family,
+    family: OwnClassFamily,
     config: Config,
     options: Mapping[str, Any],
 ) -> SparseAttention | None:
@@ -59,7 +59,7 @@ def settings_of(
         return None
     if patch.vsa and of_block is None:  # for VSA the override leaves attention to the patches of blocks
         return None
-    counts = family.blocks.counts(config).items()
+    counts = family.counts.items()
     full = [f"{name}.{index}" for name, count in counts for index in patch.dense_blocks if index < count]
     return SparseAttention(
         tau=patch.tau,

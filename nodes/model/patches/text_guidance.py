@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.guided_trial import SETTINGS
 
@@ -75,7 +75,7 @@ class TextGuidance:
         return settings
 
 
-def takes_second_text(family: Family) -> bool:
+def takes_second_text(family: OwnClassFamily) -> bool:
     """Whether ranks may be led away from a second text. A trial says it of ComfyUI's own class."""
     return isinstance(family, OwnClassFamily)
 
@@ -93,7 +93,7 @@ def forward_of_node(guidance: TextGuidance, module: torch.nn.Module, text: torch
     return node.__get__(module, type(module))
 
 
-def text_guidance(family: Family, name: str, patch: Any) -> TextGuidance | None:
+def text_guidance(family: OwnClassFamily, name: str, patch: Any) -> TextGuidance | None:
     """The TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch or family."""
     function = getattr(patch, "__func__", patch)
     if not takes_second_text(family) or CROSS_ATTENTION.fullmatch(name) is None or not is_known(GUIDED, function):
