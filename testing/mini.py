@@ -25,7 +25,6 @@ from parallel_backend.core.setup import Conversion, Setup
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, to_tensors
 from parallel_backend.families.own_class.example import with_example
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.narrow import widened
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.tried_calls import Call as TriedCall
@@ -183,7 +182,6 @@ def with_call(
     checkpoint: Checkpoint, config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7
 ) -> Checkpoint:
     """An opened file of this config, with an example of this size for plans."""
-    assert isinstance(checkpoint.family, OwnClassFamily)
     return replace(checkpoint, family=with_example(checkpoint.family, example(config, height, width, text)))
 
 
@@ -194,15 +192,8 @@ def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *o
 
 def for_tensor(checkpoint: Checkpoint, tensor: int) -> Checkpoint:
     """An opened checkpoint, proven for so many tensor ranks. One of another class stays as it is."""
-    own = own_of(checkpoint)
-    if own is None or own.name != mini_flux().name:
-        return checkpoint
-    return with_class(checkpoint, _proven(own.arguments, tensor))
-
-
-def own_of(checkpoint: Checkpoint) -> OwnClass | None:
-    """The class by which ranks run it. None: they run a family."""
-    return checkpoint.family.own if isinstance(checkpoint.family, OwnClassFamily) else None
+    own = checkpoint.family.own
+    return with_class(checkpoint, _proven(own.arguments, tensor)) if own.name == mini_flux().name else checkpoint
 
 
 def example(config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7) -> TriedCall:
