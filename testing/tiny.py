@@ -29,7 +29,7 @@ def randomise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     """The checkpoint as one process's model, loaded by the pack's loader."""
     checkpoint = open_checkpoint(path)
-    blocks = checkpoint.family.blocks.total(checkpoint.config)
+    blocks = checkpoint.family.total
     return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
 
 

@@ -42,7 +42,7 @@ def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, att
         return _measured(devices, checkpoint, dtype)
 
     def fits(calibration: Calibration) -> bool:
-        lists = {name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count}
+        lists = {name for name, count in checkpoint.family.counts.items() if count}
         return calibration.machine.names == devices and all(set(cost.blocks) == lists for cost in calibration.costs)
 
     def measure() -> Calibration:

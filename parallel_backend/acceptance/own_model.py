@@ -58,9 +58,9 @@ def problem_of(session: SelfTestSession, model: OwnModel) -> Problem:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         latents = family.noise((1, *model.call.latents[0].shape[1:]))
-    tensors = family.example({}, 0)
+    tensors = family.example(0)
     prompt = Prompt(tensors, tensors, 1.0, model.times[0])
-    dtype = resolve_dtype("default", checkpoint.dtype, session.settings.devices, family.half_dtypes({}))
+    dtype = resolve_dtype("default", checkpoint.dtype, session.settings.devices, family.own.halves)
     noise = latents[0] if len(latents) == 1 else latents
     return Problem(replace(checkpoint, family=family), own, proof, noise, prompt, session.settings.steps, dtype)
 

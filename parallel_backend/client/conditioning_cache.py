@@ -96,7 +96,7 @@ class ConditioningCache:
 
     def _make(self, call: ModelCall, layout: TokenLayout, first_replica: int) -> Conditioning:
         family, tensors = self._family, call.tensors
-        text_tokens = family.text_tokens(layout.grid, layout.companion_tokens, tensors)
+        text_tokens = family.text_tokens(layout.companion_tokens, tensors)
         references = family.counted(layout.grid, text_tokens, tensors).references
         return Conditioning(
             id=next(self._ids),

@@ -64,7 +64,7 @@ def load_model(
         progress(f"starting {len(pool.devices)} ranks", 0.0)
     wait_for(pool.ready, poll)
     progress("loading", 0.0)
-    even = even_stages(family.blocks.total(checkpoint.config), degrees.pipe)
+    even = even_stages(family.total, degrees.pipe)
     check = MemoryCheck(checkpoint, setup, even, devices_for(pool.devices))
     memory = MemoryGuard(ranks, check, family, make_room, lock, shortfalls)
     requests = () if expected is None else (expected,)
@@ -85,7 +85,7 @@ def load_model(
         family.patching.frames * family.patching.side**2,
         scatter,
         ConditioningCache(checkpoint, ranks, scatter, degrees.batch),
-        CauseSearch(ranks, setup, adaptation, family.file.key_map(checkpoint.config)),
+        CauseSearch(ranks, setup, adaptation, checkpoint.key_map),
         memory.resident.wake,
         lock,
     )

@@ -21,11 +21,11 @@ def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple
     fewer tokens so many as it has. None: there is no call of an own class to time it with."""
     family = checkpoint.family
     if not isinstance(family, OwnClassFamily):
-        text = PROBE_TEXT if family.blocks.joint else 0
+        text = PROBE_TEXT if family.own.joint else 0
         tokens = rows[0] * PROBE_COLUMNS + text, rows[1] * PROBE_COLUMNS + text
         return Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion), tokens
     calls = timed_calls(family, rows, PROBE_COLUMNS, PROBE_TEXT)
-    hidden = family.sizes.hidden(checkpoint.config)
+    hidden = family.hidden
     tokens_of = [math.ceil(counts.states / hidden) for _, counts in calls]
     if len(set(tokens_of)) < len(rows):
         return None

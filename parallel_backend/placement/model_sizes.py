@@ -10,7 +10,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split, split_units
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import Over
+from parallel_backend.families.own_class.family import WHOLE_STATES, StreamKeys
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class ModelSizes:
     """Bytes of each block's weights."""
     ends: tuple[int, int, int]
     """Bytes of the other weights: see ends_bytes."""
-    attention: tuple[tuple[Over, ...], ...]
-    """For each block, the tokens that each of its attention layers is over (families.base.blocks)."""
+    attention: tuple[tuple[StreamKeys, ...], ...]
+    """For each block, the tokens that each of its attention layers is over (StreamKeys)."""
     heads: int
     sharing: int
     """How many of `heads` in a row have the same keys and values."""
@@ -38,11 +38,11 @@ class ModelSizes:
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
     whole_states: int = 0
-    """See families.base.blocks.Blocks."""
+    """See WHOLE_STATES."""
     measured: float = 1.0
     """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
     head_units: int = 0
-    """See families.base.family.Sizes."""
+    """See OwnClass.head_units."""
 
     @property
     def weight_bytes(self) -> int:
@@ -107,28 +107,28 @@ class RankWeights:
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
-    family, config = checkpoint.family, checkpoint.config
-    lists, hidden = block_lists(checkpoint), family.sizes.hidden(config)
+    family = checkpoint.family
+    lists, hidden = block_lists(checkpoint), family.hidden
     computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
         ends_bytes(checkpoint, dtype),
-        family.blocks.attention(checkpoint.key_map),
-        family.sizes.heads(config),
-        family.sizes.sharing(config),
-        family.sizes.head_size(config),
+        family.attention,
+        family.own.heads,
+        family.own.sharing,
+        family.own.head_size,
         hidden,
         computed,
-        family.blocks.joint,
+        family.own.joint,
         checkpoint.tensor_degrees,
-        whole_states=family.blocks.whole_states,
-        head_units=family.sizes.head_units(config),
+        whole_states=WHOLE_STATES,
+        head_units=family.own.head_units,
     )
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:
     """The name of each block's list."""
-    counts = checkpoint.family.blocks.counts(checkpoint.config)
+    counts = checkpoint.family.counts
     return [name for name, count in counts.items() for _ in range(count)]
 
 
@@ -136,7 +136,7 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
     """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
     for target in checkpoint.key_map:
-        if (place := checkpoint.family.blocks.place(target)) is not None:
+        if (place := checkpoint.family.place(target)) is not None:
             sizes[place] += checkpoint.nbytes(target, dtype) // tensor
     return list(sizes.values())
 
@@ -151,7 +151,7 @@ def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
             first += size
         elif top in family.blocks.epilogue:
             last += size
-        elif family.blocks.place(target) is None and not family.is_elsewhere(target):
+        elif family.place(target) is None and not family.is_elsewhere(target):
             shared += size
     return first, last, shared
 

@@ -9,7 +9,7 @@ from enum import Enum
 
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
-from parallel_backend.families.base.blocks import Over
+from parallel_backend.families.own_class.family import StreamKeys
 from parallel_backend.placement.balance import Balance, stage_ranks
 from parallel_backend.placement.memory_model import head_values
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -213,7 +213,7 @@ class CalibratedCosts:
         heads = max(sizes.key_heads_on(degrees, degrees.coordinate(rank)) for rank in range(degrees.world))
         return 2 * entries * heads * values * sizes.itemsize
 
-    def _layers(self, block: str) -> tuple[Over, ...]:
+    def _layers(self, block: str) -> tuple[StreamKeys, ...]:
         """The tokens that each attention layer of a block is over."""
         return self.workload.sizes.attention[self.workload.blocks.index(block)]
 

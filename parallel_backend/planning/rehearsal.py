@@ -74,7 +74,7 @@ def _predicted(costs: CalibratedCosts, proposal: Prediction, setup: Setup) -> fl
 def _seconds(model: RemoteTransformer, proposal: Prediction, workload: Workload, poll: Poll) -> float:
     """Seconds of a rehearsed run: the median, without the first one if there are several."""
     family, mode, entries = model.family, proposal.mode, workload.entries
-    example = family.inputs.example(model.checkpoint.config, workload.prompt)
+    example = family.example(workload.prompt)
     tensors = {name: tensor.repeat(entries, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(_steps(workload))
     noise = family.noise((entries, *workload.shape[1:]))

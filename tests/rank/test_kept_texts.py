@@ -164,7 +164,7 @@ def engine(made):
     engine = Engine(0, load, LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat()))
     x, _, tensors = CASE.inputs()
     grid = checkpoint.family.patching.grid(tuple(x.shape))
-    engine.put_conditioning(m.PutConditioning(1, grid, 0, checkpoint.family.inputs.text_tokens(tensors), 2, tensors))
+    engine.put_conditioning(m.PutConditioning(1, grid, 0, checkpoint.family.words(tensors), 2, tensors))
     return engine
 
 

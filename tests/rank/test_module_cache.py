@@ -37,7 +37,7 @@ class Runs:
     def __init__(self, case, path):
         checkpoint = open_checkpoint(path)
         self.family = family = checkpoint.family
-        blocks = (Span(0, family.blocks.total(checkpoint.config)),)
+        blocks = (Span(0, family.total),)
         load = m.Load(Setup(path, "fp32", ("cpu",), Degrees(), "auto"), blocks, (1.0,))
         stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat())
         self.engine = Engine(0, load, stage)
@@ -45,7 +45,7 @@ class Runs:
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]
         grid, companion_tokens = family.patching.grid(self.shapes[0]), family.patching.companion_tokens(self.shapes)
         self.token_order = family.token_order(grid)
-        text_tokens = companion_tokens + family.inputs.text_tokens(tensors)
+        text_tokens = companion_tokens + family.words(tensors)
         for conditioning in (1, 2):
             given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}
             references, batch = self.token_order.references, self.shapes[0][0]

@@ -18,18 +18,6 @@ Rotation = Any  # a tensor, where the signatures of diffusers' classes have a pa
 comfy-kitchen's kernels read it."""
 
 
-def rotation(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-    """Cosines and sines [..., D / 2] of each pair -> matrices [..., D / 2, 2, 2] float32."""
-    cos, sin = cos.float(), sin.float()
-    return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
-
-
-def rotation_of_tables(tables: Any) -> Rotation:
-    """diffusers' cosines and sines [s, D] or [1, s, 1, D], equal for both of a pair -> [1, s, 1, D / 2, 2, 2]."""
-    cos, sin = (table.view(1, -1, 1, table.shape[-1])[..., 0::2] for table in tables)
-    return rotation(cos, sin)
-
-
 def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
     """[b, s, H, D] -> the same shape: each pair of neighbouring channels turned in float32, rounded once."""
     # Older kernels of comfy-kitchen take the strides of all outputs from the first input.
