@@ -16,7 +16,7 @@ import comfy.ops
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.reader import original_values
+from parallel_backend.checkpoints.reader import values_of
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.residuals import PATCHED
 
@@ -35,7 +35,7 @@ EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_
 
 
 def fun_controls(family: OwnClassFamily, options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Kind of patch -> the Fun controls in a call's transformer_options. Empty: none for this family."""
+    """Kind of patch -> the Fun controls in a call's transformer_options. Empty: there is none."""
     of_kind = {
         kind: [each for each in functions if is_known(FUN_CONTROL, type(each))]
         for kind, functions in options.get("patches", {}).items()
@@ -117,9 +117,7 @@ class FunControl:
         settings = {**self._unet_config, "n_layers": 0, "dtype": self._dtype, "device": "meta"}
         layers = self._native(**settings, operations=comfy.ops.manual_cast)
         layers.context_refiner, layers.final_layer = torch.nn.ModuleList(), torch.nn.Identity()
-        values = {}
-        for prefix in (*EMBEDDING, *(f"{REFINERS}.{index}." for index in range(len(layers.noise_refiner)))):
-            for key, value in original_values(self._checkpoint, prefix).items():
-                values[prefix + key] = value.to(self._dtype)
-        layers.load_state_dict(values, assign=True)
+        ahead = *EMBEDDING, *(f"{REFINERS}.{index}." for index in range(len(layers.noise_refiner)))
+        values = values_of(self._checkpoint, [key for key in self._checkpoint.entries if key.startswith(ahead)])
+        layers.load_state_dict({key: value.to(self._dtype) for key, value in values.items()}, assign=True)
         return layers

@@ -27,8 +27,6 @@ LORA = "model: this LoRA"
 """The beginning of an error about a wish that cannot be read."""
 ATTENTION = PREFERENCE.removesuffix(".config")
 """The end of the name of an attention layer's object that holds the wish."""
-OVERRIDE = "optimized_attention_override"
-"""The entry of transformer_options."""
 CORE = re.compile(r"model_patcher\.ModelPatcher\.set_model_optimized_attention\.<locals>\.optimized_attention_override")
 """What ModelPatcher puts there for nodes, Model Attention Backend for instance."""
 SAGE_KJ = re.compile(r"model_optimization_nodes\.PathchSageAttentionKJ\.patch\.<locals>\.attention_override_sage")
