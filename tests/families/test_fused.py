@@ -18,8 +18,8 @@ def test_pairs_of_channels_are_turned_in_float32(halves, compiling, monkeypatch)
     turns = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
 
     def turned(given):
-        pairs = given.float().unflatten(-1, (2, -1)).unbind(-2) if halves else given.float().unflatten(-1, (-1, 2)).unbind(-1)
-        both = pairs[0] * cos - pairs[1] * sin, pairs[0] * sin + pairs[1] * cos
+        first, second = given.float().chunk(2, dim=-1) if halves else (given.float()[..., 0::2], given.float()[..., 1::2])
+        both = first * cos - second * sin, first * sin + second * cos
         return (torch.cat(both, dim=-1) if halves else torch.stack(both, dim=-1).flatten(-2)).type_as(given)
 
     assert torch.allclose(fused.both_rotated(x, x, turns, halves)[1], turned(x), atol=1e-6)
