@@ -14,7 +14,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.processes.pool import Pool
 from testing.models import on_ranks
-from testing.tiny import relative
+from testing.mini import relative
 
 MOST_LETTERS = 1500
 """Of an error's text."""
