@@ -15,7 +15,6 @@ from typing import Any
 from benchmarks.harness import measuring
 from parallel_backend.core.degrees import Degrees
 from scripts.comfyui_server import find_python
-
 from testing.real_sizes import REAL_MODELS
 
 from .native import native_figures

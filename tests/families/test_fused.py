@@ -9,6 +9,8 @@ from parallel_backend.core import kitchen
 from parallel_backend.families.models import fused
 
 pytestmark = pytest.mark.threads
+
+
 @pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
 def test_pairs_of_channels_are_turned_in_float32(halves, compiling, monkeypatch):
