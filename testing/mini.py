@@ -24,7 +24,6 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion, Setup
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, to_tensors
-from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.narrow import widened
 from parallel_backend.families.own_class.proof import Proof
@@ -184,7 +183,7 @@ def with_call(
 ) -> Checkpoint:
     """An opened file of this config, with an example of this size for plans."""
     assert isinstance(checkpoint.family, OwnClassFamily)
-    return replace(checkpoint, family=with_example(checkpoint.family, example(config, height, width, text)))
+    return replace(checkpoint, family=replace(checkpoint.family, call=example(config, height, width, text)))
 
 
 def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *others: Any, **named: Any) -> Setup:
