@@ -134,7 +134,7 @@ def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
 def _parallel(
     source: NativeSource, gpus: int, mode: str, config: ParallelConfig, setup_values: dict[str, Any], offload: str
 ) -> tuple[RemoteModelPatcher, Degrees | None, str]:
-    """(the MODEL of the file on its ranks, its degrees, ModelFile.left_over). None: degrees are planned at the first picture.
+    """(the MODEL of the file on its ranks, its degrees, ModelFile.left_over). No degrees: the first picture's plan has them.
 
     `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
     """

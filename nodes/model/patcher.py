@@ -172,7 +172,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         if (guidance := text_guidance(name, obj)) is not None:
             options[GUIDANCE_KEY] = guidance
             return
-        if entry := riflex(self.stub.checkpoint.family.inputs.options, name, obj):
+        if entry := riflex(self.stub.checkpoint.family.options, name, obj):
             options.update(entry)
             return
         if kernels := wished_of_object(name, obj):

@@ -27,7 +27,9 @@ def first_trial(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, ba
     return Trials(setup.own_class, {1: _tried(sampling, stub, setup, bands, 1)})
 
 
-def with_tensor(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, trials: Trials, degree: int) -> Trials:
+def with_tensor(
+    sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, trials: Trials, degree: int
+) -> Trials:
     """With what a trial for this tensor degree shows."""
     try:
         found: Proof | str = _tried(sampling, stub, setup, bands, degree)
@@ -98,6 +100,7 @@ def chosen(
     sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, costs: CalibratedCosts
 ) -> tuple[Prediction, Trials]:
     """The best mode that is proven, by the costs of a workload with `trials`."""
+    assert costs.workload.trials is not None, "its calls have been tried"
     trials = replace(costs.workload.trials, guesses=True)
     while True:
         costs = replace(costs, workload=replace(costs.workload, trials=trials))

@@ -1,7 +1,7 @@
 """Checkpoints on disk: where each parameter's values are, and how they are stored.
 
-Supported: single files in ComfyUI's layout, safetensors or GGUF, with or without the `model.diffusion_model.` prefix. Opening
-reads headers only. READABLE lists the storage formats.
+Supported: single files in ComfyUI's layout, safetensors or GGUF, with or without the `model.diffusion_model.` prefix.
+Opening reads headers only. READABLE lists the storage formats.
 """
 
 import math
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,11 +19,10 @@ from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_nam
 from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
 from parallel_backend.families.own_class.family import OwnClassFamily
 
-from .file_state import check_file_state, file_state, has_changed
+from .file_state import check_file_state, has_changed
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
 from .tensor_files import GGUF, Entry
@@ -43,11 +41,10 @@ class Checkpoint:
 
     path: Path
     family: OwnClassFamily
-    key_map: dict[str, Source]
-    """Parameter of the model -> where its values are."""
+    key_map: dict[str, str]
+    """Parameter of the model -> key in the file, without prefix."""
     entries: dict[str, Entry] = field(repr=False)
     """Key in the file, without prefix -> tensor."""
-    config: dict[str, Any] = field(default_factory=dict)
     file_state: str = ""
     """State of its files when they were opened, see file_state.py."""
     conversion: Conversion = field(default=(), repr=False)
@@ -103,16 +100,16 @@ class Checkpoint:
     @cached_property
     def targets(self) -> dict[str, str]:
         """Key -> the parameter that has its values."""
-        return {source.key: target for target, source in self.key_map.items()}
+        return {key: target for target, key in self.key_map.items()}
 
     def check_degrees(self, degrees: Degrees) -> None:
         """Raise ValueError, naming the widget, for degrees that the model does not allow."""
-        sizes, config = self.family.sizes, self.config
+        own = self.family.own
         check_model(
             degrees,
-            heads=sizes.heads(config),
-            blocks=self.family.blocks.total(config),
-            key_heads=sizes.head_units(config) or None,
+            heads=own.heads,
+            blocks=self.family.total,
+            key_heads=own.head_units or None,
             tensor_degrees=self.tensor_degrees,
             file=short(self.path.name),
         )
@@ -120,25 +117,22 @@ class Checkpoint:
     @cached_property
     def tensor_degrees(self) -> frozenset[int] | None:
         """The tensor degrees that cut no group of a quantised weight's values apart. None: all, as no weight has groups."""
-        sizes, config, plan = self.family.sizes, self.config, self.family.tensor_plan
+        plan = self.family.tensor_plan
         cuts = {
             (cut, self.shape(target)[1], entry.kept_layer.unit)
-            for target, source in self.key_map.items()
-            if (entry := self.entries[source.key]).dtype in KEPT
-            and (cut := cut_of(plan, target))
-            and cut.kind is CutKind.ROW
+            for target, key in self.key_map.items()
+            if (entry := self.entries[key]).dtype in KEPT and (cut := cut_of(plan, target)) and cut.kind == CutKind.ROW.value
         }
         if not cuts:
             return None
-        heads, head_size = sizes.heads(config), sizes.head_size(config)
         return frozenset(
             degree
-            for degree in range(1, heads + 1)
+            for degree in range(1, self.family.own.heads + 1)
             if not any(
                 span.start % unit or span.stop % unit
                 for cut, columns, unit in cuts
                 for index in range(degree)
-                for span in cut_side(cut, columns, heads, head_size, index, degree)
+                for span in cut_side(cut, columns, index, degree)
             )
         )
 
@@ -148,7 +142,7 @@ class Checkpoint:
 
     def shape(self, target: str) -> tuple[int, ...]:
         """Shape of the whole parameter."""
-        return (source := self.key_map[target]).shape(self.entries[source.key].shape)
+        return self.entries[self.key_map[target]].shape
 
     def storage(self, target: str, dtype_name: str) -> str | None:
         """Format in which a rank keeps the weight of a linear layer: of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS or KEPT, or None.
@@ -157,8 +151,8 @@ class Checkpoint:
         int8_tensorwise, but never the other weights of a quantised file, whose maker left them in full precision.
         `dtype_name`: see core/dtypes.py.
         """
-        entry = self.entries[self.key_map[target].key]
-        if self.family.stays_float32(self.config, target) or self.is_enlarged(target) or entry.rounded is not None:
+        entry = self.entries[self.key_map[target]]
+        if target in self.family.exact or self.is_enlarged(target) or entry.rounded is not None:
             return None
         fp8 = dtype_name.startswith("fp8")
         if entry.dtype in {*GGUF_BLOCKS, *KEPT} or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
@@ -170,7 +164,7 @@ class Checkpoint:
             # A quantised file's 16-bit weights stay packed on ranks that compute in fp32, where they would double.
             return entry.dtype if entry.dtype in HALF_KINDS and compute_name(dtype_name) == "fp32" else None
         if kept == "int8":
-            return "int8_tensorwise" if target.partition(".")[0] in self.family.blocks.counts(self.config) else None
+            return "int8_tensorwise" if target.partition(".")[0] in self.family.counts else None
         return kept if fp8 else None
 
     def nbytes(self, target: str, dtype_name: str) -> int:
@@ -183,7 +177,7 @@ class Checkpoint:
         if storage in HALF_KINDS:
             return math.prod(shape) * 2
         if storage in KEPT:
-            entry = self.entries[self.key_map[target].key]
+            entry = self.entries[self.key_map[target]]
             scales = {leaf: (tensor.shape, tensor.dtype) for leaf, tensor in entry.scales.items()}
             return quantised_bytes(storage, shape, entry.shape, scales)
         return math.prod(shape) * (
@@ -192,7 +186,7 @@ class Checkpoint:
 
     def compute_dtype(self, target: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a model that computes in `dtype` computes this parameter."""
-        return torch.float32 if self.family.stays_float32(self.config, target) else dtype
+        return torch.float32 if target in self.family.exact else dtype
 
 
 @contextmanager
@@ -215,11 +209,11 @@ def refusals(path: Path) -> Iterator[None]:
 
 
 def checked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the tensors that nothing uses in `unused`. ValueError for a missing or unreadable tensor, and for an
-    unused scale of 8-bit values."""
+    """The checkpoint with the tensors that nothing uses in `unused`. ValueError for a missing or unreadable tensor, and for
+    an unused scale of 8-bit values."""
     name, entries = short(checkpoint.path.name), checkpoint.entries
-    used = {source.key for source in checkpoint.key_map.values()}
-    if missing := [source.key for source in checkpoint.key_map.values() if source.key not in entries]:
+    used = dict.fromkeys(checkpoint.key_map.values())
+    if missing := [key for key in used if key not in entries]:
         raise ValueError(
             f"model_name: {name} lacks {short(missing[0])}" + f" and {len(missing) - 1} more." * (len(missing) > 1)
         )
@@ -229,22 +223,18 @@ def checked(checkpoint: Checkpoint) -> Checkpoint:
             f"model_name: {name} holds {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
         )
-    for source in checkpoint.key_map.values():
-        shape, dtype = entries[source.key].shape, entries[source.key].dtype
-        if entries[source.key].lacks_scale:
+    for key in used:
+        dtype = entries[key].dtype
+        if entries[key].lacks_scale:
             raise ValueError(
-                f"model_name: {name} holds scaled weights, but lacks the scale of {short(source.key)}. The file is damaged, "
+                f"model_name: {name} holds scaled weights, but lacks the scale of {short(key)}. The file is damaged, "
                 "or its conversion was stopped; use another copy."
-            )
-        if 0 in shape:
-            raise ValueError(
-                f"model_name: {name} holds {short(source.key)} of shape {short(list(shape))}, which has no values."
             )
         if dtype not in READABLE:
             among = f" Of GGUF's types it can: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
             raise ValueError(
-                f"model_name: {name} holds {short(source.key)} as {short(dtype)}, which this version cannot read."
-                + among * (entries[source.key].file.suffix.lower() in GGUF)
+                f"model_name: {name} holds {short(key)} as {short(dtype)}, which this version cannot read."
+                + among * (entries[key].file.suffix.lower() in GGUF)
             )
     return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used}, unused=unused)
 

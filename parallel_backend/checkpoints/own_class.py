@@ -7,7 +7,6 @@ from pathlib import Path
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion, Setup, TensorSizes
 from parallel_backend.core.short_text import short
-from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import own_class_family
 
 from .checkpoint import Checkpoint, checked, refusals
@@ -35,12 +34,8 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
     """
     family = own_class_family(own)
     # Tables that the class computes may be missing, or be there as a marker without values.
-    key_map = {
-        name: source
-        for name, source in family.file.key_map({}).items()
-        if name in family.parameters or (source.key in contents.entries and 0 not in contents.entries[source.key].shape)
-    }
     entries = {key: entry for key, entry in contents.entries.items() if 0 not in entry.shape}
+    key_map = {name: key for name, key in family.key_map.items() if name in family.parameters or key in entries}
     opened = Checkpoint(
         contents.path, family, key_map, entries, attention=contents.attention, conversion=contents.conversion
     )
@@ -48,11 +43,11 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
         larger = entries | {key: replace(entries[key], shape=shape) for key, shape in enlarged}
         opened = replace(opened, entries=larger, smaller=opened)
     checkpoint = checked(opened)
-    for target, source in key_map.items():
+    for target, key in key_map.items():
         found, needed = checkpoint.shape(target), family.shapes[target]
         if not _fits(found, needed):
             raise ValueError(
-                f"model_name: {short(contents.path.name)} holds {short(source.key)} of the shape {short(list(found))}, and "
+                f"model_name: {short(contents.path.name)} holds {short(key)} of the shape {short(list(found))}, and "
                 f"ComfyUI's class {own.name} has {list(needed)}. It is damaged, or for another version of the class."
             )
     return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))
@@ -62,7 +57,7 @@ def with_class(checkpoint: Checkpoint, own: OwnClass) -> Checkpoint:
     """The checkpoint of a class of which something else is proven, such as layers that tensor ranks share."""
     call = checkpoint.family.call
     assert call is not None
-    return replace(checkpoint, family=with_example(own_class_family(own), call))
+    return replace(checkpoint, family=replace(own_class_family(own), call=call))
 
 
 def _fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:

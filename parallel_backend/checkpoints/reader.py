@@ -159,13 +159,11 @@ class Reader:
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
         """(dim, spans along it, rows of the whole parameter) of the part `shard`, in the file's tensor."""
-        source, count = self.checkpoint.key_map[target], self.checkpoint.shape(target)[0]
-        dim, spans = (0, [Span(0, count)]) if shard is None else (shard.dim, list(shard.spans))
-        first = 0 if source.rows is None else source.rows.start
-        return dim, spans if dim else [span.shift(first) for span in spans], Span(first, first + count)
+        whole = Span(0, self.checkpoint.shape(target)[0])
+        return (0, [whole], whole) if shard is None else (shard.dim, list(shard.spans), whole)
 
     def _entry(self, target: str) -> Entry:
-        return self.checkpoint.entries[self.checkpoint.key_map[target].key]
+        return self.checkpoint.entries[self.checkpoint.key_map[target]]
 
     def _copy(self, entry: Entry, dim: int, spans: list[Span], rows: Span, out: torch.Tensor) -> None:
         """Copy the spans of a stored tensor (see `_cut`) into `out`, in a row along `dim`. If `out` is uint8, as bytes."""

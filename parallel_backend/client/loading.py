@@ -78,8 +78,8 @@ def load_model(
     streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
     progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
     adaptation = Adaptation(ranks, checkpoint, replies, memory.resident.adapted)
-    sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive, setup.own_class is not None)
-    scatter = Scatter(checkpoint, degrees, cut.stage_blocks, sequence, ranks)
+    sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+    scatter = Scatter(degrees, sequence, ranks)
     posting = Posting(
         degrees,
         family.patching.frames * family.patching.side**2,

@@ -304,7 +304,6 @@ def request_of(
         family.patching.cut(layout.along).band_dim,
         timed,
         conditioning.changes.together,
-        conditioning.changes.kept_text,
         added,
         counted.streams,
         layout.grid,

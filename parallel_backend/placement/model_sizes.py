@@ -10,7 +10,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split, split_units
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.own_class.family import WHOLE_STATES, StreamKeys
+from parallel_backend.families.own_class.family import StreamKeys
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class ModelSizes:
 
     block_bytes: tuple[int, ...]
     """Bytes of each block's weights."""
-    ends: tuple[int, int, int]
-    """Bytes of the other weights: see ends_bytes."""
+    ends: int
+    """Bytes of the other weights, which each stage has."""
     attention: tuple[tuple[StreamKeys, ...], ...]
-    """For each block, the tokens that each of its attention layers is over (StreamKeys)."""
+    """For each block, the keys of each of its attention layers."""
     heads: int
     sharing: int
     """How many of `heads` in a row have the same keys and values."""
@@ -37,8 +37,6 @@ class ModelSizes:
     """Tensor degrees to which the file's quantised weights can be cut. None: all."""
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
-    whole_states: int = 0
-    """See WHOLE_STATES."""
     measured: float = 1.0
     """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
     head_units: int = 0
@@ -46,7 +44,7 @@ class ModelSizes:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(self.block_bytes) + sum(self.ends)
+        return sum(self.block_bytes) + self.ends
 
     @property
     def token_bytes(self) -> int:
@@ -108,20 +106,18 @@ class RankWeights:
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
     family = checkpoint.family
-    lists, hidden = block_lists(checkpoint), family.hidden
     computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
-        tuple(block_bytes(checkpoint, lists, dtype, 1)),
+        tuple(block_bytes(checkpoint, block_lists(checkpoint), dtype, 1)),
         ends_bytes(checkpoint, dtype),
         family.attention,
         family.own.heads,
         family.own.sharing,
         family.own.head_size,
-        hidden,
+        family.hidden,
         computed,
         family.own.joint,
         checkpoint.tensor_degrees,
-        whole_states=WHOLE_STATES,
         head_units=family.own.head_units,
     )
 
@@ -141,19 +137,11 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
     return list(sizes.values())
 
 
-def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
-    """Bytes of the weights outside the blocks: on the first stage, on the last, and on every stage."""
+def ends_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """Bytes of the weights outside the blocks."""
     family = checkpoint.family
-    first = last = shared = 0
-    for target in checkpoint.key_map:
-        top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
-        if top in family.blocks.prologue:
-            first += size
-        elif top in family.blocks.epilogue:
-            last += size
-        elif family.place(target) is None and not family.is_elsewhere(target):
-            shared += size
-    return first, last, shared
+    outside = (name for name in checkpoint.key_map if family.place(name) is None and not family.is_elsewhere(name))
+    return sum(checkpoint.nbytes(name, dtype) for name in outside)
 
 
 def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
@@ -162,11 +150,8 @@ def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
 
 
 def rank_weights(sizes: ModelSizes, degrees: Degrees, span: Span) -> RankWeights:
-    """The weights of a rank of the stage with the blocks `span`. Those outside the blocks count whole on each tensor rank: a
-    family's large layers are cut there, which is at most a hundredth of its weights."""
-    first, last, shared = sizes.ends
-    ends = shared + (first if span.start == 0 else 0) + (last if span.stop == len(sizes.block_bytes) else 0)
-    return RankWeights(ends, weights_of_blocks(sizes, degrees)[span.slice])
+    """The weights of a rank of the stage with the blocks `span`."""
+    return RankWeights(sizes.ends, weights_of_blocks(sizes, degrees)[span.slice])
 
 
 def weights_by_rank(sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...]) -> list[RankWeights]:

@@ -42,9 +42,9 @@ class Workload:
     text_in_bands: bool = False
     """Text runs with every band, as in xDiT. False: with the first band alone, as in this product."""
     streams: tuple[tuple[int, int], ...] = ()
-    """See families.base.family.Counted."""
+    """See Counted."""
     trials: Trials | None = None
-    """Of ComfyUI's own class. None: a family, whose modes are all known."""
+    """None: nothing is known against any mode."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class LoadedStage:
         self.mesh = peers.enter_mesh(degrees)
         self.axes = axes = self.mesh.axes
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
-        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive, repeat_all=True)
+        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
         self.place = degrees.sequence_index(degrees.coordinate(rank))
         """The rank's number among the sequence ranks of its stage."""
 

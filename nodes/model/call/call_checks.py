@@ -11,8 +11,8 @@ def for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
         return timestep.expand(entries, *timestep.shape[1:])
     if len(timestep) != entries:
         raise ValueError(
-            f"model: another node calls it with {entries} latents at a time, and with {len(timestep)} timesteps. Remove that "
-            "node, or load the model with a native loader."
+            f"model: another node calls it with {entries} latents at a time, and with {len(timestep)} timesteps. Remove "
+            "that node, or load the model with a native loader."
         )
     return timestep
 

@@ -130,7 +130,7 @@ def changes_and_options(
     if patches:
         read = _code_of_calls(replace(family.own, blocks=(), latent=None))
         patches = {kind: functions for kind, functions in patches.items() if kind in read}
-    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family.inputs.options)
+    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family.options)
     return (
         BlockChanges(attention=kernel),
         NodeChanges(skipped, nag, guidance, options.get(GUIDANCE_KEY)),
@@ -143,7 +143,7 @@ def sparse_attention(
 ) -> SparseAttention | None:
     """Model Sparse Attention's settings of a call whose blocks are proven. None: it attends in full. `native`: the class."""
     family, of_block = checkpoint.family, sparse_blocks(options.get(REPLACED) or {})
-    found = settings_of(options.get(OVERRIDE), of_block, family.blocks.counts(checkpoint.config), options)
+    found = settings_of(options.get(OVERRIDE), of_block, family.counts, options)
     if found is None:
         return None
     segments, grid = segments_of(family.own.kind, latents, arguments, native)

@@ -17,7 +17,6 @@ from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
 from parallel_backend.families.own_class.counts import misfit
-from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import own_class_family
 from parallel_backend.families.own_class.minimax_forms import INSIDE
 from parallel_backend.families.own_class.proof import Proof
@@ -283,7 +282,7 @@ def proven(stub: "RemoteDiffusionModel", call: Call, sizes: tuple[int, ...]) -> 
     if own.blocks is not proof.blocks or own.latent != proof.latent or not is_known:
         stub.setup = stub.setup.with_blocks(proof.blocks, proof.latent)
         example = with_tensors_told(call) if proof.options else call
-        family = with_example(own_class_family(stub.own), example)
+        family = dataclasses.replace(own_class_family(stub.own), call=example)
         stub.checkpoint = dataclasses.replace(stub.checkpoint, family=family)
     if not own.unet and (widths := widths_of(call)) not in stub.proofs.fitting:
         if error := misfit(stub.own, call):

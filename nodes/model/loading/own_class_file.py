@@ -1,4 +1,4 @@
-"""Opens a model's file by ComfyUI's rules: its detection, its conversions, and its own class, as data that ranks build it from."""
+"""Opens a model's file by ComfyUI's rules: its detection, its conversions, and its own class as data for ranks."""
 
 import json
 from dataclasses import dataclass
@@ -54,8 +54,8 @@ class ModelFile:
 def open_file(path: Path, device: str, enlarged: TensorSizes = ()) -> ModelFile:
     """A single file, for ranks on this kind of device. Its header is read, and no values.
 
-    ValueError, beginning with the input's name, for a file that ranks cannot run: of sound, solids and tools, too. `enlarged`:
-    sizes of tensors that a LoRA enlarges.
+    ValueError, beginning with the input's name, for a file that ranks cannot run: of sound, solids and tools, too.
+    `enlarged`: sizes of tensors that a LoRA enlarges.
     """
     with refusals(path):
         contents, config = _detected(contents_of(path), enlarged)
@@ -100,8 +100,8 @@ def _own_class(contents: Contents, config: Any, device: str, enlarged: TensorSiz
     tensors, refusal = _on_meta(contents, enlarged), ValueError(unknown(name, contents.entries))
     if entry := unstated(type(config).__name__, stated):
         raise ValueError(
-            f"model_name: the header of {name} does not say its {entry}, as the model's own files do. Whoever wrote the file "
-            "lost it: even ComfyUI would compute something else than the model. Get it from another source."
+            f"model_name: the header of {name} does not say its {entry}, as the model's own files do. Whoever wrote the "
+            "file lost it: even ComfyUI would compute something else than the model. Get it from another source."
         )
     stated_arguments = {argument: value for argument, value in config.unet_config.items() if argument in stated}
     check_own_arguments(name, stated_arguments, [tuple(tensor.shape) for tensor in tensors.values()])
@@ -139,7 +139,7 @@ def _own_class(contents: Contents, config: Any, device: str, enlarged: TensorSiz
         own_class_family(own)  # kept for the checkpoint
     except Exception as error:  # of any kind: its code is not known
         raise ValueError(
-            f"model_name: {name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: {error}). Load "
-            "it with ComfyUI's own loader, on one card."
+            f"model_name: {name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: {error}). "
+            "Load it with ComfyUI's own loader, on one card."
         ) from error
     return own

@@ -8,7 +8,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import values_of
-from parallel_backend.families.base.family import name_pattern
+from parallel_backend.core.own_class import name_pattern
 
 from ...ui.host import on_behalf, refuse
 
@@ -40,7 +40,7 @@ class NativeNames:
             return self._tensors[whole]
         if any(key.startswith(f"{whole}.") for key in self._tensors):
             return NativeNames(self._checkpoint, self._tensors, self._keys, f"{whole}.")
-        for pattern, value in self._checkpoint.family.native_values(self._checkpoint.config).items():
+        for pattern, value in self._checkpoint.family.native_values.items():
             if re.fullmatch(name_pattern(pattern), whole):
                 return value
         raise AttributeError(

@@ -1,8 +1,8 @@
 """Other nodes' changes inside the native model's blocks, as data for the ranks.
 
 Such a node puts functions into transformer_options, which the native model calls between its blocks. They cannot run on the
-ranks, which have the blocks. A function that is known by its name becomes data with the same effect (BlockChanges). All other
-functions are left, and reach.py refuses them.
+ranks, which have the blocks. A function that is known by its name becomes data with the same effect (BlockChanges). All
+other functions are left, and reach.py refuses them.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Refuses everything in a model call that would change the native model's result but does not reach the ranks.
 
-The tables list the entries of `transformer_options` that need not reach them: of ComfyUI (samplers, context windows, patchers,
-models), and of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
+The tables list the entries of `transformer_options` that need not reach them: of ComfyUI (samplers, context windows,
+patchers, models), and of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
 """
 
 import re

@@ -43,8 +43,8 @@ def settings_of(
 ) -> SparseAttention | None:
     """The settings of a model call. None: it attends in full, as outside of the node's start_percent and end_percent.
 
-    `counts`: blocks of each list. `override`: of attention, by whatever node. `of_block`: the node's patch of a block, if blocks have one. `options`: the
-    call's transformer_options.
+    `counts`: blocks of each list. `override`: of attention, by whatever node. `of_block`: the node's patch of a block, if
+    blocks have one. `options`: the call's transformer_options.
     """
     # The override of the newest such node is on top, and decides.
     function = override if is_sparse(override) else of_block

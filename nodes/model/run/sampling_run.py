@@ -15,8 +15,7 @@ import torch
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shortfalls import SecondTry
-from parallel_backend.families.base.family import Counted
-from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.families.own_class.family import Counted, OwnClassFamily
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.processes.pool import DeviceFull
 
@@ -44,7 +43,7 @@ class CallShape:
 
 def tokens_of(family: OwnClassFamily, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
     """A call's tokens, with those that the class makes itself."""
-    return family.counted(family.patching.grid(latent.shape), family.inputs.text_tokens(tensors), tensors)
+    return family.counted(family.patching.grid(latent.shape), family.words(tensors), tensors)
 
 
 def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
