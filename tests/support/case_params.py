@@ -3,7 +3,6 @@
 from collections.abc import Container, Iterable
 
 import pytest
-
 from testing.cases import OF_EACH_FORM
 from testing.cases.case import Case
 

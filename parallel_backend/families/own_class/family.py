@@ -166,10 +166,10 @@ class OwnClassFamily:
         frames, side, _ = (1, 1, 1) if latent is None else latent.patch
         companion = None
         if latent is not None and latent.companion:
-            # Nobody knows the usual sizes of a second latent but from a call.
-            known = self.call is not None and len(self.call.latents) > 1
+            others = () if self.call is None else self.call.latents[1:]
             axes = len(latent.companion.partition(" -> ")[0].split()) - 1
-            companion = Companion(latent.companion, self.call.latents[1].shape[1:] if known else (1,) * axes)
+            # Nobody knows the usual sizes of a second latent but from a call.
+            companion = Companion(latent.companion, tuple(others[0].shape[1:]) if others else (1,) * axes)
         return Patching(side=side, frames=frames, video=self.own.video, companion=companion)
 
     @property
