@@ -52,9 +52,7 @@ def bank(module, monkeypatch):
 @pytest.fixture
 def weights(module, mini_file):
     checkpoint = mini.opened(mini_file)
-    meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
-    config = types.SimpleNamespace(process_unet_state_dict=lambda tensors: tensors)
-    return module("model.lora.lora").NativeWeights(checkpoint, meta, config, torch.float32)
+    return module("model.lora.lora").NativeWeights(checkpoint, checkpoint.family.own, torch.float32)
 
 
 def with_head(file, start, stop, path):

@@ -284,7 +284,7 @@ def rehearsed(found: Plan, mini_file, registry: Registry, monkeypatch, poll=lamb
         yield registry.model(setup, lambda: None, expected=lambda: request, opened=file)
         registry.unload(setup)
 
-    setup = Setup(checkpoint.path, "fp32", ("cpu", "cpu"), Degrees(), "sdpa", own_class=mini.own_of(checkpoint))
+    setup = Setup(checkpoint.path, "fp32", ("cpu", "cpu"), Degrees(), "sdpa", own_class=checkpoint.family.own)
     return rehearsal.rehearse(found, setup, checkpoint, load, lambda _doing: poll, lambda: None), setups
 
 
