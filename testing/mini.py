@@ -119,7 +119,8 @@ def reference(
 
 def config_of(path: Path, conversion: Conversion = ()) -> dict[str, Any]:
     """The class's arguments for a file."""
-    shapes = contents_of(path).converted(conversion).shapes
+    contents = contents_of(path)
+    shapes = (contents.converted(conversion) if conversion else contents).shapes
 
     def blocks(name: str) -> int:
         return len({key.split(".")[1] for key in shapes if key.startswith(f"{name}.")})

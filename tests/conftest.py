@@ -50,7 +50,7 @@ class RootIsNoTestPackage:
 
 FIGURES = pytest.StashKey[dict[str, float]]()
 LONG = (
-    *("test_exactness.py", "test_transport.py", "test_compile.py", "test_browser.py", "test_families.py"),
+    *("test_exactness.py", "test_transport.py", "test_compile.py", "test_browser.py"),
     *("test_memory_model.py", "test_flat_memory.py", "test_stops.py", "test_menu.py"),
 )
 """Files that go first: each is one process's (`--dist loadfile`), so what comes last should be short, or the others wait."""
@@ -212,7 +212,7 @@ class Pools:
     def load(
         self, path: Path, degrees: Degrees, own: OwnClass, dtype: str = "fp32", fresh: bool = False
     ) -> RemoteTransformer:
-        """The model on ranks by `own`; `fresh`: loaded anew even if the ranks hold it already."""
+        """The model of class `own` on ranks; `fresh`: loaded anew even if the ranks hold it already."""
         pool, key = self(degrees.world), (path, degrees, dtype, own)
         known, model = self._models.get(degrees.world, (None, None))
         if fresh or known != key or model.pool is not pool:

@@ -1,6 +1,6 @@
 """The arithmetic between a block's products, in as few operations as possible: rotary embeddings, norms, modulation, gates.
 
-diffusers' classes do each of these in two to eight operations, some in float32, so that most of a step's memory traffic on a
+Plain code does each of these in two to eight operations, some in float32, so that most of a step's memory traffic on a
 GPU is theirs. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Elsewhere, and
 where a block is compiled, torch's operations do it.
 """
@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel_backend.core import kitchen
 
-Rotation = Any  # a tensor, where the signatures of diffusers' classes have a pair of tables
+Rotation = torch.Tensor
 """[1 or b, s, 1 or H, D / 2, 2, 2] float32: for each token and pair of channels the matrix (cos, -sin; sin, cos), as
 comfy-kitchen's kernels read it."""
 

@@ -73,7 +73,7 @@ class PackedLinear(RankLinear):
     """
 
     packed: nn.Parameter
-    """[out, n] uint8 for every packing, since diffusers takes a floating parameter's dtype for the compute dtype."""
+    """[out, n] uint8 for every packing."""
     packing: Packing
     dtype: torch.dtype
     """The compute dtype."""
