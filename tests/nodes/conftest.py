@@ -1,6 +1,5 @@
 """The pack's modules on a stand-in for ComfyUI, and a MODEL on ranks."""
 
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 

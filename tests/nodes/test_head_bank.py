@@ -1,7 +1,5 @@
 """A PDD acceleration LoRA of MiniMax H3: a bank of output heads, of which each step takes the mean over what it spans."""
 
-import types
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

@@ -32,7 +32,7 @@ def test_entries_of_transformer_options(module, name, outcome):
 
 
 def test_an_entry_that_no_rank_can_read_is_refused_by_its_name(module):
-    with pytest.raises(ValueError, match="^model: .*of_a_newer_comfyui"):
+    with pytest.raises(ValueError, match=r"^model: .*of_a_newer_comfyui"):
         told(module, {"of_a_newer_comfyui": sample_function})
 
 
