@@ -1,9 +1,9 @@
 """Conditioning of small files that small_files.py writes, and ComfyUI's detection of models smaller than published ones.
 
-For each case there is `<name>.safetensors` in models/diffusion_models, and the conditioning in `<name>.inputs.safetensors` of
-the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of tensors as `<name>/<index>`, a tensor that is an
-object's attribute as `<name>.<attribute>`, other values as JSON, in which {"tensor": name} stands for a tensor. Of a nested
-latent `companion` is the second part; `mask` and `mask_companion` are its masks.
+For each case there is `<name>.safetensors` in models/diffusion_models, and the conditioning in `<name>.inputs.safetensors`
+of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of tensors as `<name>/<index>`, a tensor that
+is an object's attribute as `<name>.<attribute>`, other values as JSON, in which {"tensor": name} stands for a tensor. Of a
+nested latent `companion` is the second part; `mask` and `mask_companion` are its masks.
 """
 
 import json
