@@ -224,12 +224,6 @@ class OwnClassFamily:
         """Tokens of a call that are not the image's. All run with the first band."""
         return companion_tokens + self.words(tensors)
 
-    def reference_tokens(self, arguments: Mapping[str, Any]) -> int:
-        """Tokens of the reference pictures of a model call with these arguments."""
-        latents, video = arguments.get("ref_latents") or (), self.patching.video
-        pictures = (latent.unsqueeze(2) if video and latent.ndim == 4 else latent for latent in latents)
-        return sum(math.prod(self.patching.grid(tuple(picture.shape))) for picture in pictures)
-
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
         """A call's tokens, those that the class itself makes included. `text`: see text_tokens. Without proven bands all
         tokens are along the grid's first axis."""
