@@ -45,8 +45,8 @@ class ParallelSelfTest:
     FUNCTION = "look"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Looks at what can go wrong on this machine: driver, kernels, links between GPUs, every mode against one GPU, "
-        "memory, a GPU that hangs. Takes minutes, and saves a JSON for a bug report."
+        "Checks what can go wrong on this machine: driver, kernels, links between GPUs, every mode against one GPU, "
+        "memory, a GPU that hangs. Takes minutes. Saves a JSON for a bug report."
     )
 
     @classmethod
@@ -55,15 +55,15 @@ class ParallelSelfTest:
             "required": {
                 "devices": text(
                     "auto",
-                    "auto (every GPU; two ranks on the only one; two CPU ranks without any), or a list such as "
+                    "auto (all GPUs; with one GPU, two ranks on it; without a GPU, two CPU ranks), or a list such as "
                     "cuda:0,cuda:1.",
                 )
             },
             "optional": {
                 "model": link(
                     "MODEL",
-                    "From Parallel DiT Loader or Parallelize Model: its file is sampled with in ComfyUI, on one GPU and on "
-                    "all. Degrees and dtype do not count.",
+                    "From Parallel DiT Loader or Parallelize Model. The test samples with its file in ComfyUI, on one "
+                    "GPU and on all. Its degrees and dtype are ignored.",
                 )
             },
         }

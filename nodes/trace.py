@@ -31,8 +31,8 @@ class ParallelTrace:
     FUNCTION = "trace"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "How long each GPU computed, waited and had nothing to do in the last run, and the share of transfer time that was "
-        "hidden behind computing. Saves the timeline for Perfetto and chrome://tracing."
+        "Shows how long each GPU computed, waited and was idle in the last run, and how much transfer time was hidden "
+        "behind computation. Saves the timeline for Perfetto and chrome://tracing."
     )
 
     @classmethod
@@ -40,11 +40,11 @@ class ParallelTrace:
         return {
             "required": {
                 "filename_prefix": text(
-                    "parallel_dit_trace", "Name of the trace file in ComfyUI's output folder, to which a number is added."
+                    "parallel_dit_trace", "Name of the trace file in ComfyUI's output folder. A number is added to it."
                 ),
             },
             "optional": {
-                "after": link(ANY, "Any output of the sampler or of a node behind it, so that this one runs after it.")
+                "after": link(ANY, "Any output of the sampler or of a node behind it, so that this node runs after it.")
             },
         }
 

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 VAE = link("VAE", "The model's VAE, from Load VAE or a checkpoint loader.")
 DEVICES = text(
     "auto",
-    "auto (those of the loaded model, or all GPUs), or a list such as cuda:0,cuda:1. Some of the loaded model's GPUs beside "
-    "other ones end its processes.",
+    "auto (the loaded model's GPUs, or all GPUs), or a list such as cuda:0,cuda:1. A list that mixes some of the loaded "
+    "model's GPUs with others ends that model's processes.",
 )
 
 
@@ -35,8 +35,8 @@ class ParallelVAEDecode:
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "decode"
     DESCRIPTION = (
-        "VAE Decode on several GPUs: each decodes a band of the picture or video, the result is that of one GPU. VAEs that "
-        "it does not know are decoded whole by ComfyUI, and the node says so."
+        "VAE Decode on several GPUs. Each decodes a part of the image or video. The result is the same as on one GPU. "
+        "ComfyUI decodes unknown VAEs whole, and the node says so."
     )
 
     @classmethod
