@@ -88,7 +88,7 @@ class UlyssesConfig:
                     "displaced (DistriFusion): each GPU has all blocks and one patch of the image. It sees the other "
                     "patches as they were one step ago. naive: patches never see each other, for comparison only.",
                 ),
-                "patch_degree": degree("Number of Number of GPUs for patch_mode. Does not combine with pipefusion_degree."),
+                "patch_degree": degree("Number of GPUs for patch_mode. Does not combine with pipefusion_degree."),
                 "attention": choice(
                     list(ATTENTION),
                     AUTO,
