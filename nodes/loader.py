@@ -69,8 +69,8 @@ def model_path(name: str) -> Path:
         return path
     if _is_diffusers_folder(name):
         raise ValueError(
-            f"model_name: {short(name)} is a diffusers folder, which is not read. Load the model's single file, as ComfyUI "
-            "has it."
+            f"model_name: {short(name)} is a diffusers folder, which cannot be loaded. Use the model's single file, as "
+            "for ComfyUI."
         )
     raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
 
@@ -232,7 +232,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     values = {"parallel_config": None, **defaults(widgets("", ("", {}))), **settings}
     config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
     if not isinstance(config, ParallelConfig):
-        raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
+        raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
     planned = values["degrees"] == AUTO
     degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
     checkpoint, own = opened(path, devices)
@@ -296,8 +296,8 @@ def opened(path: Path, devices: tuple[str, ...], conversion: Conversion = ()) ->
             check_left_over(checkpoint)
             return checkpoint, None
         unknown = UnknownModel(
-            f"model_name: {path.name} is close to {checkpoint.family.name}, and not what Parallel DiT computes for it. Load "
-            "it with Load Diffusion Model, on one GPU."
+            f"model_name: {path.name} resembles {checkpoint.family.name}, but is another model, which Parallel DiT "
+            "cannot compute. Load it with Load Diffusion Model, on one GPU."
         )
     own = own_class(path, devices, unknown, conversion)
     return open_own_class(path, own, conversion), own
@@ -307,8 +307,8 @@ def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
     """Degrees of one rank, until the planner has chosen, and the devices that the planner may choose from."""
     if names_ray(devices):
         raise ValueError(
-            "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to 'as set'; "
-            "Parallel Doctor says which are fastest there."
+            "degrees is auto, but the machines of a Ray cluster are unknown before ranks run there. Set degrees to 'as "
+            "set'. Parallel Doctor says which are fastest there."
         )
     return Degrees(), possible_devices(devices)
 

@@ -134,7 +134,7 @@ def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
     """ValueError if there are fewer GPUs than `ranks`. Ranks on the CPU may be as many as the user wants."""
     if possible[0] != "cpu" and ranks > len(possible):
         raise ValueError(
-            f"gpus: {ranks} are needed, this machine has {len(possible)} that ComfyUI shows.{why_hidden()} Set gpus to 0."
+            f"gpus: {ranks} are needed, but ComfyUI shows {len(possible)} on this machine.{why_hidden()} Set gpus to 0."
         )
 
 
@@ -146,7 +146,7 @@ def _parallel(
     `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
     """
     if not isinstance(config, ParallelConfig):
-        raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
+        raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
     config_degrees = Degrees(
         patch=config.patch_degree,
         patch_mode=config.patch_mode,

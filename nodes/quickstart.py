@@ -45,5 +45,5 @@ class QuickstartDecode:
     def decode(self, samples):
         latent = samples["samples"]
         if latent.ndim != 4 or latent.shape[1] != 16:
-            raise ValueError(f"samples: needs a latent with 16 channels, got shape {tuple(latent.shape)}.")
+            raise ValueError(f"samples: needs a latent with 16 channels, but its shape is {tuple(latent.shape)}.")
         return (decode(latent).unsqueeze(-1).repeat(1, 1, 1, 3).cpu(),)

@@ -118,7 +118,7 @@ def add_routes() -> None:
         except (ValueError, TypeError, KeyError, RecursionError):
             client = None
         if not isinstance(client, str) or client not in server.sockets:
-            raise web.HTTPBadRequest(text="client: the id of a page on ComfyUI's socket is expected.")
+            raise web.HTTPBadRequest(text="client: expected the id of a page on ComfyUI's socket.")
         return client
 
     @server.routes.post(f"{ROUTES}/open")

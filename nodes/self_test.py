@@ -102,7 +102,7 @@ def own_model(model: RemoteModelPatcher) -> OwnModel | None:
     assert isinstance(family, OwnClassFamily)
     if family.call is None:
         raise ValueError(
-            f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, which is tested with its last call. Sample "
+            f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, and its test repeats the last call. Sample "
             "with it once before, or leave this input empty."
         )
     sampling = model.get_model_object("model_sampling")
@@ -117,5 +117,5 @@ def save(document: str) -> str:
     try:
         path.write_text(document, encoding="utf-8")
     except OSError as error:
-        return f"JSON: not saved ({error.strerror}); it is the node's output json"
+        return f"JSON: not saved ({error.strerror}). The node's output json has it."
     return f"JSON: {path}"

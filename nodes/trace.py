@@ -75,6 +75,6 @@ def check_prefix(prefix: str, output: str) -> None:
     """ValueError for a text that no file can be named by, or that leads out of the folder `output`."""
     path = os.path.normpath(os.path.join(output, prefix))
     if not prefix.strip() or "\0" in prefix or len(os.path.basename(path)) > LONGEST_NAME:
-        raise ValueError(f"filename_prefix: {short(prefix)} is no name for a file. Use one such as parallel_dit_trace.")
+        raise ValueError(f"filename_prefix: {short(prefix)} is not a file name. Use a name such as parallel_dit_trace.")
     if os.path.commonpath((os.path.normpath(output), path)) != os.path.normpath(output) or os.path.isabs(prefix):
-        raise ValueError(f"filename_prefix: {short(prefix)} leads out of ComfyUI's output folder. Use a name inside it.")
+        raise ValueError(f"filename_prefix: {short(prefix)} is outside of ComfyUI's output folder. Use a name inside it.")

@@ -85,5 +85,5 @@ def cut_mask(mask: torch.Tensor, cut: BandCut, index: int) -> torch.Tensor:
     if mask.shape[dim] == 1 and mask.ndim == len(cut.shapes[0]) - 1:
         return mask
     if mask.shape[dim] != size:
-        raise NotLocal("the conditioning's mask is not of the latent's size")
+        raise NotLocal("the conditioning's mask and the latent differ in size")
     return cut.patching.rows(mask, cut.rows[index])

@@ -140,7 +140,7 @@ def why_not_displaced(sampling: Sampling) -> str | None:
         return "a PDD acceleration LoRA has other output heads in each step"
     options = sampling.guider.model_options
     if wrappers := sampling.stub.wrappers(options, is_model_options=True):
-        return f"what {_owner(wrappers[0])} has put around the model looks at whole calls"
+        return f"{_owner(wrappers[0])}'s wrapper of the model needs whole calls"
     if options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
     if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
@@ -159,29 +159,29 @@ def why_not_banded(sampling: Sampling) -> str | None:
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
     if fun_controls(sampling.stub.checkpoint.family, options.get("transformer_options", {})):
-        return "Z-Image's Fun control looks at the whole latent"
+        return "Z-Image's Fun control needs the whole latent"
     if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"
     patching, shape, own = sampling.stub.checkpoint.family.patching, sampling.shapes[0], sampling.stub.setup.own_class
     pads = own is None or own.latent is None or own.latent.pads
     if not pads and patching.whole(patching.grid(shape)) != tuple(shape[2:]):
-        return "the latent's height or width is no multiple of the model's patch size"
+        return "the latent's height or width is not a multiple of the model's patch size"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
-        return f"the guider {type(guider).__name__} may look at the whole latent"
+        return f"the guider {type(guider).__name__} may need the whole latent"
     if (reason := why_global(sampler)) is not None:
         return reason
     if is_sparse(options.get("transformer_options", {}).get(OVERRIDE)):
-        return "Model Sparse Attention needs whole sequences. With a ulysses_degree in its place they are shared out too"
+        return "Model Sparse Attention needs whole sequences. Use ulysses_degree instead to split them over GPUs"
     if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
         return "random inpaint noise is drawn for the whole latent"
     for kind, function in functions_of(options):
         if not is_known_guidance(function):
-            return f"{_owner(function)}'s {kind} may look at the whole latent"
+            return f"{_owner(function)}'s {kind} may need the whole latent"
     if callbacks := guider.model_patcher.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE):
-        return f"{_owner(callbacks[0])} is told of each evaluation, one after the other"
+        return f"{_owner(callbacks[0])} is notified of each evaluation in turn"
     mask_function = options.get("denoise_mask_function")
     if sampling.denoise_mask is not None and mask_function is not None and name_of(mask_function) not in PIXEL_WISE_MASKS:
-        return f"{_owner(mask_function)}'s denoise_mask_function may look at the whole latent"
+        return f"{_owner(mask_function)}'s denoise_mask_function may need the whole latent"
     return None
 
 
@@ -192,7 +192,7 @@ def why_wrapped(executor: comfy.patcher_extension.WrapperExecutor) -> str | None
     """
     inside = executor.wrappers[executor.idx + 1 :]
     others = [each for each in inside if not definition(each).__module__.startswith(f"{OURS}.")]
-    return f"what {_owner(others[0])} has put around the sampler looks at the whole latent" if others else None
+    return f"{_owner(others[0])}'s wrapper of the sampler needs the whole latent" if others else None
 
 
 def _owner(function: Callable) -> str:

@@ -161,7 +161,7 @@ class PipeFusion:
             reason = str(why)
         if result is None:
             if reason is not None:
-                log.warning("Parallel DiT: this run is exact, and slower for it, since %s.", reason)
+                log.warning("Parallel DiT: this run is exact, and therefore slower, because %s.", reason)
             if cache is not None:
                 cache.restart()
             result = executor(*sampling.arguments)
@@ -225,7 +225,7 @@ class PipeFusion:
         """The cut of the latents into bands: a single band if there is no pipeline to fill."""
         patching, shape = model.family.patching, sampling.shapes[0]
         if 0 in shape or len(shape) < 4:
-            raise ValueError(f"latent_image: a latent of the shape {list(shape)} cannot be sampled: it has no pixels.")
+            raise ValueError(f"latent_image: this latent has the shape {list(shape)} and no pixels.")
         grid = patching.grid(shape)
         if len(shape) == 5:  # a video; other shapes are pictures, or are refused by the model call
             patching = patching.cut(patching.best_axis(grid))

@@ -58,8 +58,8 @@ class ParallelVAEDecode:
             _check_channels(vae, latent)
         images, how = computed_on_ranks(vae, cut, latent, devices, too_small, decode_on_ranks)
         if images is None:
-            log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", how)
-            say(f"Decoded whole by ComfyUI, since {how}.")
+            log.info("Parallel VAE Decode: decoding whole in ComfyUI, because %s", how)
+            say(f"Decoded whole by ComfyUI, because {how}.")
             return (_pictures(vae.decode(latent)),)
         say(f"Decoded in {how}.")
         return (_pictures(images),)
@@ -80,13 +80,13 @@ def computed_on_ranks(
         result = with_room(pool, lambda: compute(vae, cut, x, pool))
     except (TooLittleMemory, NotExact) as why_not:
         return None, str(why_not)
-    return result, f"{'tiles' if cut.known.tiles else f'{len(pool.devices)} bands'} on {', '.join(pool.devices)}"
+    return result, f"{'tiles' if cut.known.tiles else f'{len(pool.devices)} parts'} on {', '.join(pool.devices)}"
 
 
 def check_vae(vae) -> None:
     """ValueError for an input that is no VAE of ComfyUI's."""
     if not all(hasattr(vae, name) for name in ("decode", "encode", "latent_dim", "first_stage_model")):
-        raise ValueError("vae: this is no VAE. Connect Load VAE, or a checkpoint loader's.")
+        raise ValueError("vae: this is not a VAE. Connect Load VAE, or the VAE of a checkpoint loader.")
 
 
 def _check_channels(vae, latent) -> None:

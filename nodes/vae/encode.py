@@ -37,8 +37,8 @@ class ParallelVAEEncode:
         cut = how_to_cut(vae, "encoder", 2 + vae.latent_dim)
         samples, how = computed_on_ranks(vae, cut, pixels, devices, pixels_too_small, encode_on_ranks)
         if samples is None:
-            log.info("Parallel VAE Encode: encoding whole in ComfyUI, since %s", how)
-            say(f"Encoded whole by ComfyUI, since {how}.")
+            log.info("Parallel VAE Encode: encoding whole in ComfyUI, because %s", how)
+            say(f"Encoded whole by ComfyUI, because {how}.")
             return ({"samples": vae.encode(pixels)},)
         say(f"Encoded in {how}.")
         return ({"samples": samples},)

@@ -246,7 +246,7 @@ def refusals(path: Path) -> Iterator[None]:
         name, said = short(path.name), str(error)
         if not isinstance(error, ValueError) or not said.startswith(NAMED):
             said = (
-                f"{name} is not what its names promise: its tensors or settings do not fit each other "
+                f"{name} does not match its tensor names: its tensors or settings do not fit each other "
                 f"({type(error).__name__}: {short(said)})."
             )
         said = said.removeprefix(NAMED) if name in said else f"{name}: {said.removeprefix(NAMED)}"
@@ -261,8 +261,8 @@ def _open_single_file(path: Path, conversion: Conversion) -> Checkpoint:
     candidates = [family for family in FAMILIES.values() if family.file.detect(shapes)]
     if read is None and any(family.file.header is not None for family in candidates):
         raise ValueError(
-            f"model_name: {short(path.name)} has a header whose field config is no JSON of a {candidates[0].name}. ComfyUI "
-            "cannot read it either: get the file from another source."
+            f"model_name: {short(path.name)} has a header whose field config is not JSON of a {candidates[0].name}. "
+            "ComfyUI cannot read it either. Get the file from another source."
         )
     family = next((family for family in candidates if family.file.takes_header(stated_config)), None)
     if family is None:
@@ -303,8 +303,8 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
     }
     if refused := [key for key in unused if _scales_values(key, entries)]:
         raise ValueError(
-            f"model_name: {name} holds {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, for which "
-            f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
+            f"model_name: {name} has {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, which "
+            f"{checkpoint.family.name} does not use. It is not loaded, because the image would be wrong."
         )
     for target, source in (checkpoint.key_map | of_nodes).items():
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
@@ -312,17 +312,17 @@ def checked(checkpoint: Checkpoint, sized: bool = True) -> Checkpoint:
             raise ValueError(f"model_name: {name}: {short(source.key)} has {rows} rows, too few for {target}.")
         if entries[source.key].lacks_scale:
             raise ValueError(
-                f"model_name: {name} holds scaled weights, but lacks the scale of {short(source.key)}. The file is damaged, "
-                "or its conversion was stopped; use another copy."
+                f"model_name: {name} has scaled weights, but lacks the scale of {short(source.key)}. The file is "
+                "damaged, or its conversion was stopped. Use another copy."
             )
         if 0 in shape:
             raise ValueError(
-                f"model_name: {name} holds {short(source.key)} of shape {short(list(shape))}, which has no values."
+                f"model_name: {name} has {short(source.key)} of shape {short(list(shape))}, which has no values."
             )
         if dtype not in READABLE:
             among = f" Of GGUF's types it can: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
             raise ValueError(
-                f"model_name: {name} holds {short(source.key)} as {short(dtype)}, which this version cannot read."
+                f"model_name: {name} has {short(source.key)} as {short(dtype)}, which this version cannot read."
                 + among * (entries[source.key].file.suffix.lower() in GGUF)
             )
     if sized:

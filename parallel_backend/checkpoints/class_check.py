@@ -51,8 +51,8 @@ def check_class(
         stored, shape = entries[source.key], shapes[target]
         if not fits(source.shape(stored.shape), shape, target in whole):
             raise ValueError(
-                f"model_name: {name} holds {short(source.key)} of shape {short(list(stored.shape))}, where "
-                f"{family.name} has {list(shape)} for {short(target)}."
+                f"model_name: {name} has {short(source.key)} of shape {short(list(stored.shape))}, where {family.name} "
+                f"has {list(shape)} for {short(target)}."
             )
 
 

@@ -35,7 +35,7 @@ def check_stated(name: str, family: Family, config: Config, stated: Mapping[str,
             continue
         shown = f"model_name: {name} says in its header that its {short(entry)} is {short(json.dumps(value))}. "
         if known is None:
-            raise ValueError(f"{shown}This version of {family.name} does not know what that is: the picture could be wrong.")
+            raise ValueError(f"{shown}This version of {family.name} does not know this value, so the image could be wrong.")
         if _as_tuples(value) not in (possible := known(config)):
             values = " or ".join(map(json.dumps, possible))
             raise ValueError(
@@ -58,8 +58,8 @@ def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequenc
             most = MAX_SETTING
         if not _plausible(value, most):
             raise ValueError(
-                f"model_name: {name} says in its header that its {short(argument)} is {short(value)}, which no model with "
-                "such tensors has. It is damaged, or made to do harm: get the model anew."
+                f"model_name: {name} says in its header that its {short(argument)} is {short(value)}, which no model "
+                "with such tensors has. The file is damaged or malicious. Download the model again."
             )
 
 

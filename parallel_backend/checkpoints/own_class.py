@@ -64,7 +64,8 @@ def open_own_class(path: Path, own: OwnClass, conversion: Conversion = (), enlar
             found, needed = checkpoint.shape(target), family.shapes[target]
             if not fits(found, needed, whole=len(needed) == 2):  # a matrix may stay packed in its rows
                 raise ValueError(
-                    f"model_name: {short(path.name)} holds {short(source.key)} of the shape {short(list(found))}, and "
-                    f"ComfyUI's class {own.name} has {list(needed)}. It is damaged, or for another version of the class."
+                    f"model_name: {short(path.name)} has {short(source.key)} in the shape {short(list(found))}, but "
+                    f"ComfyUI's class {own.name} has {list(needed)}. The file is damaged, or for another version of the "
+                    "class."
                 )
         return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))

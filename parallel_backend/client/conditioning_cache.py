@@ -79,7 +79,7 @@ class ConditioningCache:
             rows, columns = (size * self._family.patching.side for size in grid[-2:])
             limit = side * self._family.patching.side
             raise ValueError(
-                f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
+                f"latent_image: {columns} x {rows} is too large for this model: its positions end at {limit} x {limit} "
                 "latent pixels. Use a smaller latent."
             )
         self._family.inputs.check_grid(grid, tensors)

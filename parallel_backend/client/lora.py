@@ -124,7 +124,7 @@ class Deltas:
             yield Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
         if missing:
             raise ValueError(
-                f"model: what is to be added to {short(delta.key)} does not fit {short(self._checkpoint.path.name)}: it is "
+                f"model: the LoRA for {short(delta.key)} does not fit {short(self._checkpoint.path.name)}: it is "
                 f"{_shown(delta)}. Use a LoRA that was made for this model."
             )
 

@@ -204,7 +204,7 @@ class MemoryGuard:
         more, device = (weights.streamed(most) - weights.streamed(limit)) / 1e9, self.ranks.devices[rank]
         return (
             f"{device} ran out of memory. This is tried once more with new ranks, on which {more:.1f} GB more of rank "
-            f"{error.rank}'s weights come from host memory as they are needed"
+            f"{error.rank}'s weights streamed from host memory"
         )
 
     def _fit(self, requests: tuple[Request, ...], free: "_FreeMemory") -> None:

@@ -57,7 +57,7 @@ class P2PVerdicts:
             return WITH_P2P
         by_gloo = verdict | GLOO in known
         log.info(
-            "Parallel DiT: %s between %s, as an earlier start had to do without. To have it tried again, delete %s",
+            "Parallel DiT: %s between %s, as at an earlier start. To try it again, delete %s",
             *("no NCCL" if by_gloo else "no direct access (P2P)", ", ".join(devices), path),
         )
         return BY_GLOO if by_gloo else WITHOUT_P2P
@@ -125,7 +125,7 @@ def _read(path: Path) -> list[Verdict]:
             raise ValueError("it has something else in it")
         return list(verdicts)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        log.warning("Parallel DiT: %s is no list of cards without P2P (%s), and is ignored", path, error)
+        log.warning("Parallel DiT: %s is not a list of GPUs without P2P (%s), and is ignored", path, error)
         return []
 
 
@@ -134,4 +134,4 @@ def _write(path: Path, verdicts: list[Verdict]) -> None:
     try:
         write_json(path, {"verdicts": verdicts})
     except OSError as error:
-        log.warning("Parallel DiT: that P2P does not work could not be kept in %s (%s)", path, error)
+        log.warning("Parallel DiT: the failure of P2P could not be stored in %s (%s)", path, error)

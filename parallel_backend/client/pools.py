@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 WITHOUT_P2P_SECONDS = 30.0
 """Time limit of the self-test's parts without P2P, shorter since the test with P2P has taken a minute already."""
-WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that talk through Gloo in place of NCCL"}
+WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that use Gloo instead of NCCL"}
 """How ranks on GPUs may talk, in the order in which it is tried. The text follows "ranks"."""
 
 
@@ -91,7 +91,7 @@ class Pools:
         except RankError as error:
             if pool.ready.done() and pool.ready.exception() is None:
                 raise
-            log.warning("%s\nParallel DiT: ranks on %s alone are started", str(error), ", ".join(devices))
+            log.warning("%s\nParallel DiT: starting ranks on %s only", str(error), ", ".join(devices))
         self._apart.add(where)
         self.end(where, politely=False)
         return self._use(devices, action)

@@ -48,8 +48,8 @@ class PromptFiles:
                 self._seen[key] = seen = replace(seen, family=replace(family, file=seen.family.file))
         if opened is not None and (opened.family.name, opened.config) != (seen.family.name, seen.config):
             raise ValueError(
-                f"model_name: {seen.path.name} has been replaced on disk by a model of another kind. Have its loader read "
-                "it again: change one of its widgets, and back."
+                f"model_name: {seen.path.name} was replaced on disk by another model. To read it again, change a widget "
+                "of its loader and change it back."
             )
         return seen
 

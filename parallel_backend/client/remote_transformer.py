@@ -225,8 +225,8 @@ class RemoteTransformer:
         if not all(map(len, self._posting.cut.parts(tokens))):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(
-                f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
-                "the least. Use a larger picture, fewer patches or smaller degrees."
+                f"{degrees} cuts this image (or patch of it), which has only {len(tokens)} tokens. Each rank needs at "
+                "least one. Use a larger image, fewer patches or smaller degrees."
             )
         self._posting.post(call)
 

@@ -127,13 +127,13 @@ class RemoteVAE:
         band = self._band(reply)
         if band.shape != target.shape:
             shapes = f"{list(band.shape)} for {list(target.shape)}"
-            raise self.pool.refuse(reply.rank, f"a band of a picture of the shape {shapes}")
+            raise self.pool.refuse(reply.rank, f"a band of an image of the shape {shapes}")
         target.copy_(band)
 
     def _band(self, reply: m.VAEOutput) -> torch.Tensor:
         """The band that a rank sent. RankError for a rank that sent none."""
         if reply.band is None:
-            raise self.pool.refuse(reply.rank, "None for a band of a picture")
+            raise self.pool.refuse(reply.rank, "None for a band of an image")
         return reply.band
 
     def _replies(
@@ -177,7 +177,7 @@ class RemoteVAE:
                 self.pool.tell(m.PutVAE(held_as, self.part, made.recipe, tensors, trial, self.pool.part_ranks))
             replies = self._asked(held_as, bytes_needed, 0, poll)
         if any(reply.short_of_memory for reply in replies):
-            text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its band needs"
+            text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its part needs"
             raise TooLittleMemory(text, self._missing(replies))
         if why := next(filter(None, (reply.wrong for reply in replies)), ""):
             raise NotExact(f"this VAE cannot be cut: {why}")

@@ -175,7 +175,7 @@ class OwnLatent:
         """Why a latent of these frames, rows and columns cannot be filled up in a circle. Empty: it can, or need not be."""
         even = all(size % by == 0 for size, by in zip(sizes, self.patch[-len(sizes) :], strict=True))
         pads = self.pads and not self.companion
-        return "" if even or pads else "the latent's height or width is no multiple of the model's patch size"
+        return "" if even or pads else "the latent's height or width is not a multiple of the model's patch size"
 
 
 @dataclass(frozen=True)

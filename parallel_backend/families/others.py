@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from .base.step_inputs import Shapes
 
-UNET = "a UNet, and ComfyUI's class of it does not run on ranks as this file has it"
-SOUND = "a model of sound, which one card computes in seconds"
-SOLID = "a model of 3D shapes, which one card computes in seconds"
-PICTURE_TOOL = "no model that a sampler runs"
+UNET = "a UNet whose class in ComfyUI does not run on ranks"
+SOUND = "an audio model, which one GPU computes in seconds"
+SOLID = "a 3D model, which one GPU computes in seconds"
+PICTURE_TOOL = "not a model for samplers"
 BLOCK = "transformer_blocks.0."
-TO_COME = "a diffusion transformer that this version has no family for"
+TO_COME = "a diffusion transformer that this version does not support"
 
 
 class UnknownModel(ValueError):

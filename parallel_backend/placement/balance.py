@@ -179,7 +179,9 @@ def divide(
     blocks = cut_blocks(costs, sizes, limits, [max(spill[rank] for rank in ranks) for ranks in members] if spill else ())
     if blocks is None:
         if not imagined:
-            log.warning("Parallel DiT: the model hardly fits the devices' free memory; stages are cut by memory alone.")
+            log.warning(
+                "Parallel DiT: the model barely fits into the devices' free memory, so stages are cut by memory alone."
+            )
         blocks = equally_full(limits, sizes)
     speeds = [1 / _whole_model(lists, slowest("patch", index)) for index in range(degrees.patch)]
     return Balance(

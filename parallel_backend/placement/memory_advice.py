@@ -71,7 +71,7 @@ def changes(
     rows = largest.grid[-2]
     side = _largest(rows, lambda count: fit(tuple(_with_rows(request, count / rows) for request in requests)))
     if side:
-        ways.append(f"a picture {side / rows:.2f} times as wide and high")
+        ways.append(f"an image {side / rows:.2f} times as wide and high")
     if len(largest.grid) == 3:
         frames = largest.grid[0]
         count = _largest(frames, lambda count: fit(tuple(_with_frames(request, count / frames) for request in requests)))

@@ -24,7 +24,7 @@ def why_pipefusion(weights: int, cards: Cards) -> str:
     two is missing, PipeFusion is offered to the planner, which takes it if it is the fastest.
     """
     if weights > USABLE_MEMORY * min(cards.memory):
-        return "no card holds the whole model"
+        return "no GPU holds the whole model"
     if not cards.peers:
-        return "the cards do not reach each other directly (P2P)"
+        return "the GPUs have no direct link (P2P)"
     return ""

@@ -59,8 +59,8 @@ class Plan:
             gain, ranks = one.seconds / fastest.seconds, fastest.mode.degrees.world
             if not fastest.lacks and not credible(gain, ranks):
                 return (
-                    f"{gain:.2f}x on {ranks} ranks is not credible: other work kept the machine busy while one device was "
-                    "measured. Run this again when the machine is idle"
+                    f"{gain:.2f}x on {ranks} ranks is not credible: the machine was busy while one device was measured. "
+                    "Run this again when the machine is idle"
                 )
         return ""
 

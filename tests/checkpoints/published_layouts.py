@@ -151,8 +151,8 @@ TRAINING = ("model_ema.decay", "alphas_cumprod", "model_sampling.sigmas", "optim
 LAYOUTS = (
     # prefixes
     *(Layout(f"flux {prefix}", FLUX, under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
-    Layout("flux unknown prefix", FLUX, under("dit."), refused="no diffusion transformer .*dit", native=False),
-    Layout("auraflow-like model. leftover", FLUX, with_more("model.a"), refused="no diffusion", native=False),
+    Layout("flux unknown prefix", FLUX, under("dit."), refused="not a diffusion transformer .*dit", native=False),
+    Layout("auraflow-like model. leftover", FLUX, with_more("model.a"), refused="not a diffusion", native=False),
     # several parts in one file
     Layout("flux all in one", FLUX, ALL_IN_ONE),
     Layout("flux with a VAE beside it", FLUX, with_more(*TRAINING), unused=TRAINING),

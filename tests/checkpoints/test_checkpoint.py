@@ -26,11 +26,11 @@ BROKEN_FILES = {
     "cut.safetensors": (truncate, "damaged or incomplete"),
     "empty.safetensors": (lambda path, _: path.write_bytes(b""), "damaged or incomplete"),
     "text.safetensors": (lambda path, _: path.write_text("<html>not found</html>"), "damaged or incomplete"),
-    "pickle.ckpt": (lambda path, _: torch.save({"a": torch.zeros(1)}, path), "pickled checkpoints are never opened"),
+    "pickle.ckpt": (lambda path, _: torch.save({"a": torch.zeros(1)}, path), "Pickled checkpoints are never opened"),
     "renamed.pt": (lambda path, file: path.write_bytes(file.read_bytes()), "not a .safetensors, .sft or .gguf file"),
     "lora.safetensors": (
         lambda path, _: save_file({"lora_up.weight": torch.zeros(2)}, path),
-        "no diffusion transformer .*It is a LoRA.* .*lora_up.weight",
+        "not a diffusion transformer .*It is a LoRA.* .*lora_up.weight",
     ),
     "nothing.safetensors": (lambda path, _: save_file({}, path), "Its first keys: none"),
 }

@@ -29,7 +29,7 @@ def said(tmp_path_factory):
     [
         ({"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
         ({"num_heads": 7}, "its num_heads is 7"),
-        ({"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
+        ({"of_next_year": 0}, "its of_next_year is 0.*does not know this value"),
     ],
 )
 def test_another_model_than_the_tensors_show_is_refused(said, fields, words):

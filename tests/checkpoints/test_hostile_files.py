@@ -172,7 +172,7 @@ def test_a_layers_format_is_a_few_bytes(tmp_path, size):
 @pytest.mark.parametrize("name", ["a.ckpt", "a.bin", "a", "a.SAFETENSORS.pt"])
 def test_pickles_are_refused_by_their_name(tmp_path, name):
     torch.save({"a": torch.zeros(1)}, tmp_path / name)
-    refused(tmp_path / name, "pickled checkpoints are never opened")
+    refused(tmp_path / name, "Pickled checkpoints are never opened")
 
 
 class Trap:
@@ -194,7 +194,7 @@ def test_pickles_under_another_name_are_refused_and_not_opened(tmp_path, ending,
             archive.writestr("archive/data.pkl", pickle.dumps(Trap(trap)))
     else:
         path.write_bytes(pickle.dumps(Trap(trap), protocol=kind))
-    refused(path, "cannot be read" if ending == ".gguf" else "is a pickle by another name")
+    refused(path, "cannot be read" if ending == ".gguf" else "is a pickle file under another name")
     assert not os.path.exists(trap)
     if kind != "zip":
         pickle.loads(path.read_bytes())  # the control: it would have sprung
@@ -256,7 +256,7 @@ def test_gguf_tensors_have_to_be_there(tmp_path, case):
 def test_a_shape_of_its_own_has_room_for_the_values(tmp_path):
     stated = field(b"comfy.gguf.orig_shape.a", 9, struct.pack("<IQ2i", 5, 2, 3, 3))
     content = gguf_with(stated, tensors=1) + TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 0)
-    refused(gguf(tmp_path / "a.gguf", content, 4096), "in another shape than its values have room for")
+    refused(gguf(tmp_path / "a.gguf", content, 4096), "in a shape that does not match its number of values")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_run_that_runs_out_streams_and_ends_by_itself(ranks, registry, mini_fi
     last = ranks - 1
     assert re.fullmatch(
         rf"cpu ran out of memory\. This is tried once more with new ranks, on which \d\.\d GB more of rank {last}'s weights "
-        "come from host memory as they are needed",
+        "are streamed from host memory",
         line,
     )
     limits = registry.present().resident.limits

@@ -234,7 +234,7 @@ def test_degrees_auto_is_not_for_a_cluster(server):
     prompt[LOADER]["inputs"]["degrees"] = "auto"
     outcome = server.run(prompt)
     assert outcome.status == "refused"
-    assert "degrees is auto, but what a Ray cluster's machines are is not known" in outcome.error
+    assert "degrees is auto, but the machines of a Ray cluster are unknown" in outcome.error
 
 
 def with_node(class_type: str, inputs: dict[str, Any], where: str, widget: str) -> dict[str, Any]:

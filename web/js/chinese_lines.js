@@ -8,44 +8,44 @@ import { translated } from "./chinese.js";
 export const REASONS = [
     // why a run is not cut into bands (nodes/sampling, nodes/model/run/run_shapes.py)
     [/^the conditioning has its own (.*)$/, "条件自带 $1"],
-    [/^what (.*) has put around the model looks at whole calls$/, "$1 在模型外加的函数要看完整的调用"],
-    [/^what (.*) has put around the sampler looks at the whole latent$/, "$1 在采样器外加的函数要看整个 latent"],
+    [/^(.*)'s wrapper of the model needs whole calls$/, "$1 在模型外加的函数要看完整的调用"],
+    [/^(.*)'s wrapper of the sampler needs the whole latent$/, "$1 在采样器外加的函数要看整个 latent"],
     [/^context windows call the model for one part of the latent after another$/, "上下文窗口逐段调用模型"],
     [/^the guider (.*) calls two models$/, "引导器 $1 调用两个模型"],
-    [/^the guider (.*) may look at the whole latent$/, "引导器 $1 可能要看整个 latent"],
-    [/^Z-Image's Fun control looks at the whole latent$/, "Z-Image 的 Fun 控制要看整个 latent"],
-    [/^a Fun control looks at the whole latent$/, "Fun 控制要看整个 latent"],
+    [/^the guider (.*) may need the whole latent$/, "引导器 $1 可能要看整个 latent"],
+    [/^Z-Image's Fun control needs the whole latent$/, "Z-Image 的 Fun 控制要看整个 latent"],
+    [/^a Fun control needs the whole latent$/, "Fun 控制要看整个 latent"],
     [
-        /^Model Sparse Attention needs whole sequences\. With a ulysses_degree in its place they are shared out too$/,
+        /^Model Sparse Attention needs whole sequences\. Use ulysses_degree instead to split them over GPUs$/,
         "Model Sparse Attention 需要完整的序列。改用 ulysses_degree 也能分到多块卡上",
     ],
-    [/^random inpaint noise is drawn for the whole latent$/, "局部重绘的随机噪声是为整个 latent生成的"],
-    [/^(.*)'s (\S*) wrapper may look at the whole latent$/, "$1 在 $2 外加的函数可能要看整个 latent"],
-    [/^(.*)'s (\S*) may look at the whole latent$/, "$1 的 $2 可能要看整个 latent"],
-    [/^(.*) is told of each evaluation, one after the other$/, "$1 要依次得知每次计算"],
+    [/^random inpaint noise is drawn for the whole latent$/, "局部重绘的随机噪声是为整个 latent 生成的"],
+    [/^(.*)'s (\S*) wrapper may need the whole latent$/, "$1 在 $2 外加的函数可能要看整个 latent"],
+    [/^(.*)'s (\S*) may need the whole latent$/, "$1 的 $2 可能要看整个 latent"],
+    [/^(.*) is notified of each evaluation in turn$/, "$1 要依次得知每次计算"],
     [/^a PDD acceleration LoRA has other output heads in each step$/, "PDD 加速 LoRA 每一步的输出层都不同"],
-    [/^dpm_adaptive sets its step size by the whole latent$/, "dpm_adaptive 按整个 latent决定步长"],
+    [/^dpm_adaptive computes its step size from the whole latent$/, "dpm_adaptive 按整个 latent 决定步长"],
     [/^ar_video computes one block of frames after the other$/, "ar_video 逐段计算视频帧"],
     [/^(.*) is not one of ComfyUI's samplers$/, "$1 不是 ComfyUI 自带的采样器"],
-    [/^(.*) wraps a sampler with noise of its own$/, "$1 包着一个自带噪声的采样器"],
+    [/^(.*) wraps a sampler that has its own noise$/, "$1 包着一个自带噪声的采样器"],
     [
         /^another node calls the model for parts of the latent, or for several latents at a time$/,
         "另一个节点对 latent 的局部、或对多个 latent 一起调用模型",
     ],
-    [/^a function on the MODEL asks for another latent than the sampler's$/, "MODEL 上的函数要的不是采样器的 latent"],
+    [/^a function on the MODEL needs another latent than the sampler's$/, "MODEL 上的函数要的不是采样器的 latent"],
     [
-        /^a function on the MODEL makes a conditioning of its own for a part of the latent$/,
+        /^a function on the MODEL makes its own conditioning for a part of the latent$/,
         "MODEL 上的函数为 latent 的局部另做了条件",
     ],
-    [/^the conditioning's mask is not of the latent's size$/, "条件的遮罩与 latent 大小不同"],
+    [/^the conditioning's mask and the latent differ in size$/, "条件的遮罩与 latent 大小不同"],
     [
-        /^a patch calls the model in another way than the whole latent, which was tried$/,
+        /^a patch calls the model in another way than the whole latent did in the trial$/,
         "分片调用模型的方式与已验证的整个 latent 不同",
     ],
     [/^a patch has other conditioning than the whole latent$/, "分片的条件与整个 latent 的不同"],
-    [/^the latent's height or width is no multiple of the model's patch size$/, "latent 的高或宽不是模型 patch 大小的整数倍"],
-    [/^the bands did not make the same number of model calls$/, "各分片调用模型的次数不同"],
-    [/^the bands are at different timesteps$/, "各分片处在不同的时间步"],
+    [/^the latent's height or width is not a multiple of the model's patch size$/, "latent 的高或宽不是模型 patch 大小的整数倍"],
+    [/^the patches did not make the same number of model calls$/, "各分片调用模型的次数不同"],
+    [/^the patches are at different timesteps$/, "各分片处在不同的时间步"],
     // why replicas wait for each other (nodes/model/call/concurrent_conds.py)
     [/^ComfyUI's own multi-GPU node shares them out$/, "ComfyUI 自己的多卡节点在分配它们"],
     [/^another node's (\S*) wrapper may keep a state from one to the next$/, "另一个节点在 $1 外加的函数可能在两次计算之间保留状态"],
@@ -54,7 +54,7 @@ export const REASONS = [
         /^another node's wrapper around the diffusion model may keep a state from one to the next$/,
         "另一个节点在扩散模型外加的函数可能在两次计算之间保留状态",
     ],
-    [/^another node is told of each$/, "另一个节点要得知每次计算"],
+    [/^another node is notified of each one$/, "另一个节点要得知每次计算"],
     // why a VAE is not cut (nodes/vae, client/vae.py, vaes/ltx.py)
     [/^a VAE of this kind \((.*)\) cannot be cut$/, "这种 VAE（$1）不能分条"],
     [/^a VAE whose decoder ends in tanh cannot be cut$/, "解码器以 tanh 结尾的 VAE 不能分条"],
@@ -64,13 +64,13 @@ export const REASONS = [
     [/^this VAE's decoder draws noise inside its layers$/, "这个 VAE 的解码器在层内生成噪声"],
     [/^this VAE's layers are of another kind$/, "这个 VAE 的层是另一种"],
     [/^there is only one device for it$/, "只有一个设备可用"],
-    [/^the latent has (\d+) rows and columns at most, too few for (\d+) ranks$/, "latent 最多 $1 行（列），不够分给 $2 个进程"],
+    [/^the latent has at most (\d+) rows or columns, too few for (\d+) ranks$/, "latent 最多 $1 行（列），不够分给 $2 个进程"],
     [
-        /^the picture has (\d+) rows and columns at most, too few for (\d+) ranks, of (\d+) each$/,
+        /^the image has at most (\d+) rows or columns, too few for (\d+) ranks with (\d+) each$/,
         "图像最多 $1 行（列），不够 $2 个进程各分 $3 行",
     ],
-    [/^this VAE does not take (\d+) frames evenly$/, "这个 VAE 不能均匀处理 $1 帧"],
-    [/^a device has less than the ([\d.]+) GB that its band needs$/, "有设备放不下它那一条所需的 $1 GB"],
+    [/^this VAE cannot split (\d+) frames evenly$/, "这个 VAE 不能均匀处理 $1 帧"],
+    [/^a device has less than the ([\d.]+) GB that its part needs$/, "有设备放不下它那一条所需的 $1 GB"],
     [/^a device has less than the ([\d.]+) GB that its part of the VAE needs$/, "有设备放不下它那部分 VAE 所需的 $1 GB"],
     // why GPUs are hidden (core/device_choice.py)
     [
@@ -83,7 +83,7 @@ export const REASONS = [
         "ComfyUI 的环境变量 $1 为 '$2'，其他显卡因此不可见：请删除它，或写上所有显卡的编号（例如 0,1），再重启 ComfyUI。",
     ],
     // how much is streamed (placement/memory_check.py)
-    [/^weights come from host memory as they are needed: (.*)$/, "其余权重用到时才从内存复制：{1}"],
+    [/^weights streamed from host memory: (.*)$/, "其余权重用到时才从内存复制：{1}"],
     [/^([\d.]+) of ([\d.]+) GB on rank (\d+), (.*)$/, "进程 $3 有 $1 GB（共 $2 GB），{4}"],
     [/^([\d.]+) of ([\d.]+) GB on rank (\d+)$/, "进程 $3 有 $1 GB（共 $2 GB）"],
 ];
@@ -92,7 +92,7 @@ const P2P_OFF =
     "P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory";
 
 const NCCL_OFF =
-    "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer through host memory on both sides, which is slower and not beside computation";
+    "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer through host memory on both sides. This is slower and does not overlap with computation";
 
 const LINES = [
     // of the end of a run (client/reports/run_report.py)
@@ -100,7 +100,7 @@ const LINES = [
     [/^([\d.]+) s, ([\d.]+) x one rank$/, "$1 秒，速度是单个进程的 $2 倍"],
     [/^([\d.]+) s, ([\d.]+) s a step$/, "$1 秒，每步 $2 秒"],
     [/^exact, on (\d+) ranks?$/, "精确，$1 个进程"],
-    [/^close to exact: (\d+) bands, (\d+) steps? exact$/, "接近精确：$1 个分片，$2 步精确"],
+    [/^close to exact: (\d+) patches, (\d+) steps? exact$/, "接近精确：$1 个分片，$2 步精确"],
     [/^close to exact: patches, (\d+) steps? exact$/, "接近精确：分片并行，$1 步精确"],
     [/^close to exact: step cache, packed transfers$/, "接近精确：步缓存，压缩传输"],
     [/^close to exact: step cache$/, "接近精确：步缓存"],
@@ -108,47 +108,47 @@ const LINES = [
     [/^naive patches, a control$/, "互不交换的分片（对照）"],
     [/^not in (?:bands|patches): (.*)$/, "没有分片：{1}"],
     [/^step cache: (\d+) of (\d+) model calls computed$/, "步缓存：$2 次模型调用算了 $1 次"],
-    [/^step cache: not used, since (.*)$/, "步缓存：没有使用，因为{1}"],
+    [/^step cache: not used, because (.*)$/, "步缓存：没有使用，因为{1}"],
     [
-        /^step cache: every call is computed, since the conditioning has LoRAs of its own \(hooks\)$/,
+        /^step cache: every call is computed, because the conditioning has LoRAs of its own \(hooks\)$/,
         "步缓存：每次都要计算，因为条件自带 LoRA（hooks）",
     ],
     [/^degrees auto: one device, (.*), planned ([\d.]+) s$/, "auto 的选择：只用 $1，预计 $2 秒"],
     [/^degrees auto: (.*) on (.*), planned ([\d.]+) s$/, "auto 的选择：$1，设备 $2，预计 $3 秒"],
-    [/^degrees auto: (.*) on (.*), since (.*) cannot be timed by its calls$/, "auto 的选择：$1，设备 $2，因为无法用 $3 的调用计时"],
+    [/^degrees auto: (.*) on (.*), because (.*) cannot be timed$/, "auto 的选择：$1，设备 $2，因为无法为 $3 计时"],
     [/^degrees auto has one device only\.(.*)$/, "degrees 为 auto，但只有一个设备。{1}"],
     [/^one (?:GPU|rank) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "只用一块卡约需 $1 秒（见并行诊断）"],
     [/^(.*), (\d+) patches would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1、$2 个分片约需 $3 秒（见并行诊断）"],
     [/^(.*) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1 约需 $2 秒（见并行诊断）"],
     // of what is said in a run (nodes/model, client/memory_guard.py, processes/failure_text.py)
     [
-        /^split_batch_degree (\d+), but there is work for only (\d+) of (\d+) copies of the model at a time\. Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place\.$/,
+        /^split_batch_degree (\d+), but there is work for only (\d+) of (\d+) copies of the model at a time\. Raise batch_size\. To split one image over GPUs, use pipefusion_degree or ulysses_degree instead\.$/,
         "split_batch_degree 为 $1，但同一时间 $3 份模型里只有 $2 份有事做。请调大 batch_size；或改用 pipefusion_degree 或 ulysses_degree，把一张图分开算。",
     ],
     [
-        /^split_batch_degree (\d+), but there is work for only (\d+) of (\d+) copies of the model at a time, since (.*)\.$/,
+        /^split_batch_degree (\d+), but there is work for only (\d+) of (\d+) copies of the model at a time, because (.*)\.$/,
         "split_batch_degree 为 $1，但同一时间 $3 份模型里只有 $2 份有事做，因为{4}。",
     ],
     [
-        /^split_batch_degree (\d+), but NAG looks at both prompts at once, so 1 of (\d+) copies of the model computes them\. Share out one picture: pipefusion_degree or ulysses_degree in its place\.$/,
+        /^split_batch_degree (\d+), but NAG needs both prompts in one call, so 1 of (\d+) copies of the model computes them\. To split one image over GPUs, use pipefusion_degree or ulysses_degree instead\.$/,
         "split_batch_degree 为 $1，但 NAG 要同时看两个提示词，所以 $2 份模型里只有 1 份在算。请改用 pipefusion_degree 或 ulysses_degree，把一张图分开算。",
     ],
     [
-        /^this MODEL and another one take turns on the same ranks, and are read anew at each turn\. Give one of them other devices, or load it with a native loader\.$/,
+        /^this MODEL and another one take turns on the same ranks\. Each turn reads the weights again\. Give one of them other devices, or load it with ComfyUI's own loader\.$/,
         "这个 MODEL 和另一个轮流使用同样的进程，每次轮换都要重新读取。请给其中一个换别的设备，或用原生加载器加载它。",
     ],
     [
         /^(\d+) of (\d+) layers of this LoRA do not fit this model and are left out$/,
         "这个 LoRA 的 $2 层里有 $1 层与此模型不符，已略去",
     ],
-    [/^this LoRA has no layer that this model has, and changes nothing$/, "这个 LoRA 没有此模型的层，不起作用"],
+    [/^no layer of this LoRA is in this model, so it changes nothing$/, "这个 LoRA 没有此模型的层，不起作用"],
     [/^(.*) of this LoRA does not fit this model and is left out$/, "这个 LoRA 的 $1 与此模型不符，已略去"],
     [
-        /^torch\.compile is skipped: this MODEL's layers are on its ranks\. To have them compiled there, set compile on the loader: Parallel DiT Loader has it\.$/,
+        /^torch\.compile is skipped, because this MODEL's layers are on its ranks\. To compile them there, turn on compile in Parallel DiT Loader\.$/,
         "跳过了 torch.compile：这个 MODEL 的层在各进程里。要在那里编译，请打开加载器的 compile（Parallel DiT 加载器有它）。",
     ],
     [
-        /^(.*) ran out of memory\. This is tried once more with new ranks, on which ([\d.]+) GB more of rank (\d+)'s weights come from host memory as they are needed$/,
+        /^(.*) ran out of memory\. One more try with new ranks: ([\d.]+) GB more of rank (\d+)'s weights are streamed from host memory$/,
         "$1 显存不足。现在用新的进程再试一次，进程 $3 的权重再有 $2 GB 用到时才从内存复制",
     ],
     [new RegExp(`^${P2P_OFF}$`), "P2P 已关闭：显卡直连时 NCCL 的链路自检没有通过，所以数据经内存传输"],
@@ -157,7 +157,7 @@ const LINES = [
         "NCCL 已关闭：无论显卡是否直连，NCCL 的链路自检都没有通过，所以由 Gloo 传输，每次都在两端经内存复制，较慢，也不能与计算同时进行",
     ],
     [
-        /^left out, as in ComfyUI, since no part of the model uses them: (\d+) tensors \((.*)\)$/,
+        /^left out, as in ComfyUI, because no part of the model uses them: (\d+) tensors \((.*)\)$/,
         "文件里有 $1 个张量模型用不到，已略去（与 ComfyUI 相同）：$2",
     ],
     [/^ranks do not follow these start options of ComfyUI: (.*)$/, "各进程不遵循 ComfyUI 的这些启动选项：$1"],
@@ -166,16 +166,16 @@ const LINES = [
     [/^loading, (\d+) %$/, "正在读取模型，$1 %"],
     [/^loading$/, "正在读取模型"],
     [
-        new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks, (weights come .*), ${P2P_OFF}$`),
+        new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks, (weights streamed .*), ${P2P_OFF}$`),
         "$2 个进程上有 $1 权重，{3}；P2P 已关闭，数据经内存传输",
     ],
     [new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks, ${P2P_OFF}$`), "$2 个进程上有 $1 权重；P2P 已关闭，数据经内存传输"],
     [
-        new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks, (weights come .*), ${NCCL_OFF}$`),
+        new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks, (weights streamed .*), ${NCCL_OFF}$`),
         "$2 个进程上有 $1 权重，{3}；NCCL 已关闭，由 Gloo 传输",
     ],
     [new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks, ${NCCL_OFF}$`), "$2 个进程上有 $1 权重；NCCL 已关闭，由 Gloo 传输"],
-    [/^([\d.]+ [GM]B) of weights on (\d+) ranks, (weights come .*)$/, "$2 个进程上有 $1 权重，{3}"],
+    [/^([\d.]+ [GM]B) of weights on (\d+) ranks, (weights streamed .*)$/, "$2 个进程上有 $1 权重，{3}"],
     [/^([\d.]+ [GM]B) of weights on (\d+) ranks$/, "$2 个进程上有 $1 权重"],
     [/^calibrating, about 10 s, once for this machine and kind of model, (\d+) s$/, "正在测量，约 10 秒，每种模型一次，已 $1 秒"],
     [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
@@ -201,11 +201,11 @@ const LINES = [
     [/^self-test FAILED: (.*); (\d+) of (\d+) checks passed$/, "自检未通过：$1；通过 $2/$3 项"],
     [/^advice: stay on one (?:GPU|CPU rank) \((.*)\), ([\d.]+) s$/, "建议：只用一个设备（$1），$2 秒"],
     [
-        /^advice: none, because ([\d.]+)x on (\d+) ranks is not credible: other work kept the machine busy while one device was measured\. Run this again when the machine is idle\.$/,
+        /^advice: none, because ([\d.]+)x on (\d+) ranks is not credible: the machine was busy while one device was measured\. Run this again when the machine is idle\.$/,
         "没有建议：$2 个进程快到 $1 倍并不可信，测量单个设备时机器在忙别的事。请在机器空闲时再运行一次。",
     ],
     [
-        /^advice: nothing fits these devices\. Use a smaller picture, weight_dtype (\S+), or more devices with (\S+)\.$/,
+        /^advice: nothing fits these devices\. Use a smaller image, weight_dtype (\S+), or more devices with (\S+)\.$/,
         "建议：这些设备都放不下。请缩小图像，或把 weight_dtype 设为 $1，或用 $2 增加设备。",
     ],
     [/^advice: (.*), (\d+) patches, ([\d.]+) s, ([\d.]+) x one device$/, "建议：$1、$2 个分片，$3 秒，速度是单个设备的 $4 倍"],
@@ -215,12 +215,12 @@ const LINES = [
     [/^(.*), (\d+) of (\d+) checks$/, "正在自检 $1，已完成 $2/$3 项"],
     [/^(\S*_degree \d+.*) on (.*)$/, "$1，设备 $2"],
     // of a VAE (nodes/vae)
-    [/^Decoded in (\d+) bands on (.*)\.$/, "分 $1 条解码，设备 $2。"],
-    [/^Encoded in (\d+) bands on (.*)\.$/, "分 $1 条编码，设备 $2。"],
+    [/^Decoded in (\d+) parts on (.*)\.$/, "分 $1 条解码，设备 $2。"],
+    [/^Encoded in (\d+) parts on (.*)\.$/, "分 $1 条编码，设备 $2。"],
     [/^Decoded in tiles on (.*)\.$/, "分块解码，设备 $1。"],
     [/^Encoded in tiles on (.*)\.$/, "分块编码，设备 $1。"],
-    [/^Decoded whole by ComfyUI, since (.*)\.$/, "由 ComfyUI 整体解码，因为{1}。"],
-    [/^Encoded whole by ComfyUI, since (.*)\.$/, "由 ComfyUI 整体编码，因为{1}。"],
+    [/^Decoded whole by ComfyUI, because (.*)\.$/, "由 ComfyUI 整体解码，因为{1}。"],
+    [/^Encoded whole by ComfyUI, because (.*)\.$/, "由 ComfyUI 整体编码，因为{1}。"],
 ];
 const PREFIX = "Parallel DiT: ";
 

@@ -15,8 +15,8 @@ def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entrie
     for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
         if count != entries:
             raise ValueError(
-                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
-                "node, or load the model with a native loader."
+                f"model: another node calls it with {entries} latents at a time, but with {count} of '{name}'. Remove "
+                "that node, or load the model with ComfyUI's own loader."
             )
     return timestep
 
@@ -26,7 +26,7 @@ def check_for_own_class(x: Any, axes: int) -> None:
     latents = [x] if isinstance(x, torch.Tensor) else list(x)
     if latents[0].ndim != axes or any(0 in latent.shape for latent in latents):
         raise ValueError(
-            f"latent_image: this model runs as ComfyUI's own class, which takes one latent of {axes} axes, none of "
+            f"latent_image: this model runs as ComfyUI's own class, which takes one latent with {axes} axes, none of "
             "them empty. Use the Empty Latent node made for this model."
         )
 
@@ -35,14 +35,14 @@ def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> N
     """ValueError for latents that the family does not take."""
     if len(latents) > 1:
         raise ValueError(
-            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes one latent alone. "
-            "Use the Empty Latent node made for this model."
+            f"latent_image: this latent has {len(latents)} parts, but this model takes only one. Use the Empty Latent "
+            "node made for this model."
         )
     (latent,), axes, channels = latents, 5 if family.patching.video else 4, family.sizes.latent_channels(config)
     if latent.ndim != axes or 0 in latent.shape:
         raise ValueError(
-            f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
-            f"{axes} axes, none of them empty. Use the Empty Latent node made for this model."
+            f"latent_image: this latent has the shape {list(latent.shape)}, but this model takes {axes} axes, none of "
+            "them empty. Use the Empty Latent node made for this model."
         )
     if latent.shape[1] != channels:
         raise ValueError(

@@ -99,8 +99,8 @@ class OwnClassModel(RemoteDiffusionModel):
         """As RemoteDiffusionModel.enlarged: the class that ComfyUI's detection finds for tensors of these sizes."""
         named = ", ".join(f"{short(key)} to {list(shape)}" for key, shape in sizes)
         refusal = ValueError(
-            f"model: a LoRA that enlarges {named} cannot run on ranks: ComfyUI has no class {self._own.name} of that size. "
-            "Use a LoRA that was made for the model."
+            f"model: a LoRA that enlarges {named} cannot run on ranks: ComfyUI's class {self._own.name} does not exist "
+            "in that size. Use a LoRA that was made for this model."
         )
         path, conversion = self.setup.path, self.setup.conversion
         try:
@@ -157,8 +157,8 @@ class OwnClassModel(RemoteDiffusionModel):
         value = getattr(self._meta, name)
         if isinstance(value, torch.nn.Module | torch.Tensor) or inspect.ismethod(value):
             raise ValueError(
-                f"model_name: {self.checkpoint.path.name} cannot run on ranks: ComfyUI itself computes with its '{name}'. "
-                "Load it with ComfyUI's own loader, on one card."
+                f"model_name: {self.checkpoint.path.name} cannot run on ranks: ComfyUI itself computes with its "
+                f"'{name}'. Load it with ComfyUI's own loader, on one GPU."
             )
         return value
 
@@ -202,7 +202,7 @@ class OwnClassModel(RemoteDiffusionModel):
         given = NativeArguments(latents, of_latents, {"context": context, **extra}, options)
         if of_all := self.controls_here.of_all_tokens(given, self.run, is_carried):
             if band is not None:
-                raise NotLocal("a Fun control looks at the whole latent")
+                raise NotLocal("a Fun control needs the whole latent")
             residuals |= of_all
         by_method = {name: each for name, each in computed_of(self._own.kind).items() if extra.get(name) is not None}
         computed = {name: self._computed(method, extra[name]) for name, method in by_method.items()}
@@ -298,9 +298,7 @@ class OwnClassModel(RemoteDiffusionModel):
         name = self.checkpoint.path.name
         if (degrees := self.setup.degrees).patch > 1:
             return f"patch_degree: {name} cannot run in {degrees.patch_mode} patches: {reason}. Set it to 1."
-        return (
-            f"model: {name} cannot run in PipeFusion's patches: {reason}. Leave Apply PipeFusion out, and it runs by stages."
-        )
+        return f"model: {name} cannot run in PipeFusion's patches: {reason}. Remove Apply PipeFusion to run it in stages."
 
     def _of_band(
         self, call: Call, sizes: tuple[int, ...], tensors: dict[str, torch.Tensor], wholes: Sequence[Sequence[int]]

@@ -92,7 +92,7 @@ class SequenceControl:
         [blocks] = (self._checkpoint.family.blocks.native or {}).values()
         places = self._places(call.latents, tensors)
         for block, residual in added.items():
-            assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
+            assert residual.shape[1] == len(places), "ComfyUI's model has as many tokens as the ranks"
             added[block] = residual[:, places]
         return {f"{blocks}.{index}": residual for (_, index), residual in added.items()}
 
@@ -119,7 +119,7 @@ class SequenceControl:
     ) -> dict[tuple[str, int], torch.Tensor]:
         first = [control.control_patch for (_, index), around in controls.items() if index == 0 for control in around]
         if any(control.control_patch not in first for around in controls.values() for control in around):
-            refuse("a control that begins behind the first block", "Load the model with a native loader for it.")
+            refuse("a control that starts after the first block", "To use it, load the model with ComfyUI's own loader.")
         added: dict[tuple[str, int], torch.Tensor] = {}
 
         def around(block: tuple[str, int]) -> Replacement:
@@ -146,7 +146,7 @@ class SequenceControl:
         return added
 
     def _places(self, latents: Latents, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[n + t]: for each token in the order of Residuals, its place in the native model's sequence, [text, picture]."""
+        """[n + t]: for each token in the order of Residuals, its place in ComfyUI's model's sequence, [text, picture]."""
         family, patching = self._checkpoint.family, self._checkpoint.family.patching
         grid = patching.grid(tuple(latents[0].shape))
         picture, text = torch.Size(grid).numel(), family.text_tokens(grid, 0, tensors)
@@ -169,7 +169,9 @@ class SequenceControl:
             key = in_file.get(name, name)
             value = values.value(key) if key in known else values.stored(key)
             if value is None:
-                refuse(f"a Fun ControlNet ({checkpoint.path.name} has no {key})", "Take the model's file as ComfyUI has it.")
+                refuse(
+                    f"a Fun ControlNet ({checkpoint.path.name} has no {key})", "Use the model's file in ComfyUI's layout."
+                )
             state[name] = value.to(tensor.dtype)
         layers.load_state_dict(state, assign=True)
         return layers

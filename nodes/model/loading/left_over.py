@@ -16,7 +16,7 @@ INSTEAD = "Load it with Load Diffusion Model, on one GPU."
 
 
 def check_left_over(checkpoint: Checkpoint) -> None:
-    """ValueError for an unused tensor of the file by which ComfyUI takes it for another model, or which its class has."""
+    """ValueError for an unused tensor of the file which makes it another model than, or which its class has."""
     if not checkpoint.unused:
         return
     try:
@@ -25,13 +25,9 @@ def check_left_over(checkpoint: Checkpoint) -> None:
         mark, used = f"{next(iter(checkpoint.unused))} ({type(error).__name__})", ""
     said, name = f"model_name: {short(checkpoint.path.name)} holds", checkpoint.family.name
     if mark:
-        raise ValueError(
-            f"{said} {short(mark)}, by which ComfyUI takes it for another model than Parallel DiT's {name}. {INSTEAD}"
-        )
+        raise ValueError(f"{said} {short(mark)}, which makes it another model than {name} in ComfyUI. {INSTEAD}")
     if used:
-        raise ValueError(
-            f"{said} {short(used)}, which ComfyUI's class uses and {name} as Parallel DiT computes it does not. {INSTEAD}"
-        )
+        raise ValueError(f"{said} {short(used)}, which ComfyUI's class uses, but Parallel DiT's {name} does not. {INSTEAD}")
 
 
 def _marks_and_used(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -62,4 +58,4 @@ def left_over_line(checkpoint: Checkpoint) -> str:
     if not count:
         return ""
     shown = ", ".join(names[:NAMED]) + ", ..." * (count > NAMED)
-    return f"Parallel DiT: left out, as in ComfyUI, since no part of the model uses them: {count} tensors ({shown})"
+    return f"Parallel DiT: left out, as in ComfyUI, because no part of the model uses them: {count} tensors ({shown})"

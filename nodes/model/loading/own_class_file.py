@@ -69,8 +69,8 @@ def own_class(
         raise unknown from None
     if entry := unstated(type(config).__name__, stated or {}):
         raise ValueError(
-            f"model_name: the header of {short(path.name)} does not say its {entry}, as the model's own files do. Whoever "
-            "wrote the file lost it: even ComfyUI would compute something else than the model. Get it from another source."
+            f"model_name: the header of {short(path.name)} lacks its {entry}, which the model's own files have. Without "
+            "it ComfyUI too would compute another model. Get the file from another source."
         )
     stated_arguments = {name: value for name, value in config.unet_config.items() if name in (stated or {})}
     check_own_arguments(short(path.name), stated_arguments, list(shapes.values()))
@@ -110,6 +110,6 @@ def own_class(
     except Exception as error:  # of any kind: its code is not known
         raise ValueError(
             f"model_name: {path.name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: "
-            f"{error}). Load it with ComfyUI's own loader, on one card."
+            f"{error}). Load it with ComfyUI's own loader, on one GPU."
         ) from error
     return own

@@ -105,8 +105,8 @@ def native_config(tensors: dict[str, torch.Tensor], stated: Mapping[str, Any] | 
         return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
     except Exception as error:  # of any kind: ComfyUI's code may ask for what a damaged file has not
         raise ValueError(
-            f"model_name: ComfyUI cannot tell which model this is ({type(error).__name__}: {short(error, 200)}). The file "
-            "is damaged, or made by a tool that ComfyUI does not know."
+            f"model_name: ComfyUI cannot detect the model type ({type(error).__name__}: {short(error, 200)}). The file "
+            "is damaged, or comes from a tool that ComfyUI does not know."
         ) from error
 
 

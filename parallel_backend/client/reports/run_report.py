@@ -43,11 +43,11 @@ class RunReport:
     def what(self) -> str:
         """A clause with the numbers of exact calls and of calls with keys one step old."""
         if self.degrees.naive:
-            return "bands that never see each other (naive patches, a control)"
+            return "patches that never see each other (naive patches, a control)"
         if self.calls is None:
-            return "all model calls exact" + (f", since {self.reason}" if self.reason else "")
+            return "all model calls exact" + (f", because {self.reason}" if self.reason else "")
         exact, banded = self.calls
-        how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} bands"
+        how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} patches"
         how += f" of {self.along}" if self.along else ""
         calls = "model call" if exact == 1 else "model calls"
         return f"{exact} {calls} exact (warm-up), {banded} {how} with keys one step old"
@@ -70,10 +70,9 @@ class RunReport:
             ranks = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
             how = f"close to exact: {', '.join(close)}" if close else ranks
         else:
-            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} bands'}{warm_up}"
+            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} patches'}{warm_up}"
         lines = (f"{self.seconds:.1f} s, {self.gained or f'{self._step_seconds:.2f} s a step'}", how)
-        cut = "patches" if self.degrees.displaced else "bands"
-        why = f"not in {cut}: {self.reason}" if self.calls is None and self.reason else None
+        why = f"not in patches: {self.reason}" if self.calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)
 
     @property
@@ -107,11 +106,13 @@ class RunReport:
                 f"waited for {waited:.2f} s, {share:.0f} % of the ranks' time but for transfers"
             )
         if graphs := max((rank.graphs for rank in self.ranks), default=0):
-            lines.append(f"compiled: {graphs} graphs on a rank since the model was loaded; new ones took time of this run")
+            lines.append(
+                f"compiled: {graphs} graphs on a rank since the model was loaded; new ones are part of this run's time"
+            )
         if replayed := sum(rank.replayed for rank in self.ranks):
             steps = sum(rank.micro_steps for rank in self.ranks)
             lines.append(f"CUDA graphs: {replayed} of {steps} micro-steps on all ranks were replays")
-        lines += [f"CUDA graphs: none, since {why}" for why in sorted({rank.without_graphs for rank in self.ranks} - {""})]
+        lines += [f"CUDA graphs: none, because {why}" for why in sorted({rank.without_graphs for rank in self.ranks} - {""})]
         if attention := sorted({rank.attention for rank in self.ranks if rank.attention}):
             lines.append(f"attention: {'; '.join(attention)}")
         lines += [f"weights: {arithmetic}" for arithmetic in sorted({rank.arithmetic for rank in self.ranks} - {""})]
