@@ -17,7 +17,7 @@ export const REASONS = [
     [/^a Fun control needs the whole latent$/, "Fun 控制要看整个 latent"],
     [
         /^Model Sparse Attention needs whole sequences\. Use ulysses_degree instead to split them over GPUs$/,
-        "Model Sparse Attention 需要完整的序列。改用 ulysses_degree 也能分到多块卡上",
+        "Model Sparse Attention 需要完整的序列。改用 ulysses_degree 也能分到多张卡上",
     ],
     [/^random inpaint noise is drawn for the whole latent$/, "局部重绘的随机噪声是为整个 latent 生成的"],
     [/^(.*)'s (\S*) wrapper may need the whole latent$/, "$1 在 $2 外加的函数可能要看整个 latent"],
@@ -56,8 +56,8 @@ export const REASONS = [
     ],
     [/^another node is notified of each one$/, "另一个节点要得知每次计算"],
     // why a VAE is not cut (nodes/vae, client/vae.py, vaes/ltx.py)
-    [/^a VAE of this kind \((.*)\) cannot be cut$/, "这种 VAE（$1）不能分条"],
-    [/^a VAE whose decoder ends in tanh cannot be cut$/, "解码器以 tanh 结尾的 VAE 不能分条"],
+    [/^a VAE of this kind \((.*)\) cannot be cut$/, "这种 VAE（$1）不能切分"],
+    [/^a VAE whose decoder ends in tanh cannot be cut$/, "解码器以 tanh 结尾的 VAE 不能切分"],
     [/^another node has changed this VAE$/, "另一个节点改动了这个 VAE"],
     [/^another node has changed this VAE's layers$/, "另一个节点改动了这个 VAE 的层"],
     [/^this VAE has blocks of the kind (.*)$/, "这个 VAE 有 $1 类的块"],
@@ -70,14 +70,14 @@ export const REASONS = [
         "图像最多 $1 行（列），不够 $2 个进程各分 $3 行",
     ],
     [/^this VAE cannot split (\d+) frames evenly$/, "这个 VAE 不能均匀处理 $1 帧"],
-    [/^a device has less than the ([\d.]+) GB that its part needs$/, "有设备放不下它那一条所需的 $1 GB"],
+    [/^a device has less than the ([\d.]+) GB that its part needs$/, "有设备放不下它那一部分所需的 $1 GB"],
     [/^a device has less than the ([\d.]+) GB that its part of the VAE needs$/, "有设备放不下它那部分 VAE 所需的 $1 GB"],
     // why GPUs are hidden (core/device_choice.py)
     [
         /^ ComfyUI was started with (.*), which hides all other GPUs: restart it with (.*)\.$/,
         "ComfyUI 启动时带有 $1，其他显卡因此不可见：请改用 $2 重新启动。",
     ],
-    [/^ On Windows ComfyUI shows the first GPU only, unless it is started with (.*)\.$/, "在 Windows 上 ComfyUI 只显示第一块显卡，除非启动时加 $1。"],
+    [/^ On Windows ComfyUI shows the first GPU only, unless it is started with (.*)\.$/, "在 Windows 上 ComfyUI 只显示第一张显卡，除非启动时加 $1。"],
     [
         /^ (.*) is '(.*)' in ComfyUI's environment, which hides all other GPUs: remove it, or list the numbers of all in it, such as 0,1, and restart ComfyUI\.$/,
         "ComfyUI 的环境变量 $1 为 '$2'，其他显卡因此不可见：请删除它，或写上所有显卡的编号（例如 0,1），再重启 ComfyUI。",
@@ -117,7 +117,7 @@ const LINES = [
     [/^degrees auto: (.*) on (.*), planned ([\d.]+) s$/, "auto 的选择：$1，设备 $2，预计 $3 秒"],
     [/^degrees auto: (.*) on (.*), because (.*) cannot be timed$/, "auto 的选择：$1，设备 $2，因为无法为 $3 计时"],
     [/^degrees auto has one device only\.(.*)$/, "degrees 为 auto，但只有一个设备。{1}"],
-    [/^one (?:GPU|rank) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "只用一块卡约需 $1 秒（见并行诊断）"],
+    [/^one (?:GPU|rank) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "只用一张卡约需 $1 秒（见并行诊断）"],
     [/^(.*), (\d+) patches would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1、$2 个分片约需 $3 秒（见并行诊断）"],
     [/^(.*) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1 约需 $2 秒（见并行诊断）"],
     // of what is said in a run (nodes/model, client/memory_guard.py, processes/failure_text.py)
@@ -215,8 +215,8 @@ const LINES = [
     [/^(.*), (\d+) of (\d+) checks$/, "正在自检 $1，已完成 $2/$3 项"],
     [/^(\S*_degree \d+.*) on (.*)$/, "$1，设备 $2"],
     // of a VAE (nodes/vae)
-    [/^Decoded in (\d+) parts on (.*)\.$/, "分 $1 条解码，设备 $2。"],
-    [/^Encoded in (\d+) parts on (.*)\.$/, "分 $1 条编码，设备 $2。"],
+    [/^Decoded in (\d+) parts on (.*)\.$/, "分 $1 份解码，设备 $2。"],
+    [/^Encoded in (\d+) parts on (.*)\.$/, "分 $1 份编码，设备 $2。"],
     [/^Decoded in tiles on (.*)\.$/, "分块解码，设备 $1。"],
     [/^Encoded in tiles on (.*)\.$/, "分块编码，设备 $1。"],
     [/^Decoded whole by ComfyUI, because (.*)\.$/, "由 ComfyUI 整体解码，因为{1}。"],
