@@ -1,4 +1,4 @@
-"""Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
+"""Parallel Doctor: which degrees are fastest on this machine, for this model and image, and why."""
 
 import itertools
 from collections.abc import Iterator
@@ -107,7 +107,7 @@ class ParallelDoctor:
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)
         shape = tuple(latent_image["samples"].shape)
-        if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
+        if checkpoint.family.patching.video and len(shape) == 4:  # an image for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         run = (shape, entries, steps, text_tokens, setup.transfer_dtype)

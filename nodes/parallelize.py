@@ -141,7 +141,7 @@ def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
 def _parallel(
     source: NativeSource, gpus: int, mode: str, config: ParallelConfig, setup_values: dict[str, Any], offload: str
 ) -> tuple[RemoteModelPatcher, Degrees | None]:
-    """The MODEL of the file on its ranks, and its degrees. None: the degrees are planned at the first picture.
+    """The MODEL of the file on its ranks, and its degrees. None: the degrees are planned at the first image.
 
     `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
     """

@@ -1,4 +1,4 @@
-"""The bundled mini model's prompt encoder and picture decoder."""
+"""The bundled mini model's prompt encoder and image decoder."""
 
 from parallel_backend.quickstart.codec import decode
 from parallel_backend.quickstart.prompt import encode_prompt, symbols

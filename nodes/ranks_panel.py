@@ -20,7 +20,7 @@ EVENT, ROUTES = "parallel_dit.ranks", "/parallel_dit/ranks"
 SECONDS = 1.0
 """Between two looks at the ranks."""
 STEP = 1 << 27
-"""Bytes to which memory is rounded, so that it is not sent anew for each small change."""
+"""Bytes to which memory is rounded, so that it is not sent again for each small change."""
 MOST_BYTES = 1 << 12
 """Of a request."""
 

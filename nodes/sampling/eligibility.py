@@ -76,7 +76,7 @@ class Sampling:
 
     @property
     def entries(self) -> int:
-        """Batch entries of a model call: pictures times prompts."""
+        """Batch entries of a model call: images times prompts."""
         prompts = 1 if self._has_one_prompt else sum(bool(conds) for conds in self.guider.conds.values())
         return len(self.noise) * max(1, prompts)
 

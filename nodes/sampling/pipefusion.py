@@ -76,7 +76,7 @@ def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
 
 log = logging.getLogger(__name__)
 MOST_TRIALS = 4
-"""Of calls that a run in bands turns out to make beside those that it was tried for. Each begins the run anew."""
+"""Of calls that a run in bands turns out to make beside those that it was tried for. Each begins the run again."""
 
 
 class StepCallbacks:
@@ -227,7 +227,7 @@ class PipeFusion:
         if 0 in shape or len(shape) < 4:
             raise ValueError(f"latent_image: this latent has the shape {list(shape)} and no pixels.")
         grid = patching.grid(shape)
-        if len(shape) == 5:  # a video; other shapes are pictures, or are refused by the model call
+        if len(shape) == 5:  # a video; other shapes are images, or are refused by the model call
             patching = patching.cut(patching.best_axis(grid))
         is_exact = model.degrees.pipe == 1 and (sampling.stub.setup.planned or type(sampling.stub) is OwnClassModel)
         if model.degrees.patch > 1 or is_exact:  # auto chose an exact mode, or a class's patches need a second stage

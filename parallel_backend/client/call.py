@@ -15,8 +15,8 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.processes.pool import again
 
 Residuals = dict[str, torch.Tensor]
-"""What a control adds: block "<list>.<index>" -> [B, n, hidden] for the call's n picture tokens. Several blocks may have the
-same tensor. Of families with Blocks.controlled they are [B, n + t, hidden]: behind the picture's tokens come those of the
+"""What a control adds: block "<list>.<index>" -> [B, n, hidden] for the call's n image tokens. Several blocks may have the
+same tensor. Of families with Blocks.controlled they are [B, n + t, hidden]: behind the image's tokens come those of the
 text stream, and the call is for the whole latent. Of a class's own tokens: see own_class.residuals.AROUND, by whose names
 they are."""
 
@@ -31,7 +31,7 @@ class ModelCall:
     """One evaluation of the model by a sampler: of the whole latent, or of one band of it."""
 
     x: torch.Tensor | Latents
-    """The latent [B, C, (T,) H, W]; with a companion (a video's sound) both latents."""
+    """The latent [B, C, (T,) H, W]; with a companion (a video's audio) both latents."""
     timestep: torch.Tensor
     """[B], or [B, T] with a time for each latent frame, or [B, N, 1] with one for each token."""
     tensors: dict[str, torch.Tensor]
@@ -50,7 +50,7 @@ class TokenLayout:
     """The tokens of the whole latent. All bands of a run have the same layout."""
 
     grid: tuple[int, ...]
-    """Numbers of tokens along the picture's axes: (frames,) rows, columns."""
+    """Numbers of tokens along the image's axes: (frames,) rows, columns."""
     along: str = "rows"
     """The axis by which tokens are ordered first, see Patching.along."""
     companion_tokens: int = 0
@@ -100,7 +100,7 @@ class PostedCall:
     """A model call for the ranks: latents packed to tokens, and a conditioning that the ranks have."""
 
     x: torch.Tensor
-    """[B, n + a, c] on the CPU: the n picture tokens among `tokens`, and with the text the companion's a tokens."""
+    """[B, n + a, c] on the CPU: the n image tokens among `tokens`, and with the text the companion's a tokens."""
     timestep: torch.Tensor
     """As ModelCall.timestep, float32 on the CPU."""
     conditioning: Conditioning
@@ -120,7 +120,7 @@ class PostedCall:
         return self.conditioning.layout.companion_tokens if self.with_text else 0
 
     def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
-        """By sequence rank, two spans of its rows of `x`: picture tokens, and the companion's tokens."""
+        """By sequence rank, two spans of its rows of `x`: image tokens, and the companion's tokens."""
         text = self.conditioning.text_tokens if self.with_text else 0
         return cut.rows(self.conditioning.token_order, self.tokens, text, self.companion_tokens)
 

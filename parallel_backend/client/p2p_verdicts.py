@@ -46,7 +46,7 @@ class P2PVerdicts:
         self._here: dict[tuple[str, ...], int] = {}
 
     def way(self, devices: tuple[str, ...]) -> int:
-        """How ranks on these devices are to talk: by this process, or with the same cards and driver."""
+        """How ranks on these devices are to talk: by this process, or with the same GPUs and driver."""
         if devices in self._here:
             return self._here[devices]
         path = self._path(devices)
@@ -67,7 +67,7 @@ class P2PVerdicts:
         self._here[devices] = way
 
     def keep(self, devices: tuple[str, ...], way: int) -> None:
-        """In this way these devices work: also at later starts, until driver, cards, torch, NCCL or the IOMMU are others."""
+        """In this way these devices work: also at later starts, until driver, GPUs, torch, NCCL or the IOMMU are others."""
         self._here[devices] = way
         if (path := self._path(devices)) is not None:
             verdict = _verdict(devices) | (GLOO if way == BY_GLOO else {})
@@ -85,14 +85,14 @@ class P2PVerdicts:
                 _write(path, others)
 
     def _path(self, devices: tuple[str, ...]) -> Path | None:
-        """None where nothing is kept: for CPUs, and cards of a Ray cluster, which may be others next time."""
+        """None where nothing is kept: for CPUs, and GPUs of a Ray cluster, which may be others next time."""
         folder = self._folder()
         kept = folder is not None and all(device_kind(name) == "cuda" and not on_ray(name) for name in devices)
         return folder / FILE if kept and folder is not None else None
 
 
 def _verdict(devices: tuple[str, ...]) -> Verdict:
-    """Of these cards as they are now. Asks for their properties alone, which makes no context on a card."""
+    """Of these GPUs as they are now. Asks for their properties alone, which makes no context on a GPU."""
     properties = [torch.cuda.get_device_properties(name) for name in devices]
     cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
     facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]
@@ -109,12 +109,12 @@ def nccl_version() -> str:
 
 
 def _same(one: Verdict, other: Verdict) -> bool:
-    """Whether both are of the same cards on the same machine."""
+    """Whether both are of the same GPUs on the same machine."""
     return all(one[name] == other[name] for name in FIELDS)
 
 
 def _read(path: Path) -> list[Verdict]:
-    """The file's verdicts. None of a file that is not there, or that `_write` has not written so: it is written anew."""
+    """The file's verdicts. None of a file that is not there, or that `_write` has not written so: it is written again."""
     try:
         if not path.exists():
             return []

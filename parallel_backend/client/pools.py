@@ -26,7 +26,7 @@ class Pools:
     """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
     Devices that overlap with a pool's are used by a part of that pool. If the pool lacks some of them, it is ended once, and
-    started anew on all devices of both. `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
+    started again on all devices of both. `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
     `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
     """
 
@@ -118,7 +118,7 @@ class Pools:
         """The result of `action` with the pool on these devices, started if necessary.
 
         If the self-test of NCCL's links fails, `action` is tried once more with new ranks without P2P, since direct access
-        between consumer cards is the most frequent cause, and then with Gloo. The way that works stays, see P2PVerdicts.
+        between consumer GPUs is the most frequent cause, and then with Gloo. The way that works stays, see P2PVerdicts.
         """
         pool = self._on(devices)
         self._begun.discard(devices)
@@ -141,7 +141,7 @@ class Pools:
                     self._verdicts.keep(devices, way)
                 return result
             self.end(devices, politely=False)
-            if first != WITH_P2P:  # what an earlier start found out has changed: the next one begins anew
+            if first != WITH_P2P:  # what an earlier start found out has changed: the next one begins again
                 self._verdicts.forget(devices)
             self._verdicts.turn_to(devices, way)
             pool = self._on(devices)

@@ -85,7 +85,7 @@ class Scatter:
         return {block: residuals[block] for block, (name, index) in places.items() if int(index) in owned[name]}
 
     def _rows_of_residuals(self, call: PostedCall, images: list[Span]) -> list[tuple[Span, ...]]:
-        """By sequence rank, the rows of a residual that it needs. `images`: the rank's picture tokens."""
+        """By sequence rank, the rows of a residual that it needs. `images`: the rank's image tokens."""
         if not self._family.blocks.controlled or not call.residuals:
             return [(part,) for part in images]
         picture, text = call.conditioning.token_order.image, call.conditioning.text_tokens

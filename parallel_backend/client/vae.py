@@ -36,7 +36,7 @@ class TooLittleMemory(RuntimeError):
 
 
 class NotExact(RuntimeError):
-    """Bands are not the whole picture, as a trial has shown."""
+    """Bands are not the whole image, as a trial has shown."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RemoteVAE:
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
     bytes_sent: list[dict[str, int]] = field(default_factory=list)
-    """By rank and mesh axis, bytes that were sent to other ranks for the last picture."""
+    """By rank and mesh axis, bytes that were sent to other ranks for the last image."""
 
     def run(
         self,
@@ -78,7 +78,7 @@ class RemoteVAE:
 
         `unit`: rows of x that must stay together. `shared`: `output` is in memory that the ranks share (shared_tensors.py),
         and they write into it. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less. NotExact if the
-        ranks' trial has shown it. If `poll` raises, the ranks finish the picture.
+        ranks' trial has shown it. If `poll` raises, the ranks finish the image.
         """
         columns = cut_along_columns(x)
         dim = x.ndim - 1 if columns else x.ndim - 2

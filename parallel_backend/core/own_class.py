@@ -154,7 +154,7 @@ class OwnLatent:
     ahead: str = ""
     """Argument that has the references before the latent, each in tokens of `patch`, if there are others behind it."""
     beside: bool = False
-    """References stand beside a picture: behind each row of the latent's tokens come as many of theirs, and `layout` has
+    """References stand beside an image: behind each row of the latent's tokens come as many of theirs, and `layout` has
     them behind the latent's."""
     shared: tuple[str, ...] = ()
     """Modules whose output all bands of a call share, see base.family.name_pattern."""

@@ -44,8 +44,8 @@ class SequenceCut:
         return tuple(part for band in bands for part in split(band, self.inner))
 
     def rows(self, order: TokenOrder, tokens: Span, text: int, companion_tokens: int) -> list[tuple[Span, Span]]:
-        """By sequence rank, two spans of a micro-step's input rows in the client: the rank's picture tokens among `tokens`,
-        and its part of the companion's tokens, which follow all picture tokens.
+        """By sequence rank, two spans of a micro-step's input rows in the client: the rank's image tokens among `tokens`,
+        and its part of the companion's tokens, which follow all image tokens.
 
         `text`: number of text tokens, whose first `companion_tokens` are the companion's.
         """

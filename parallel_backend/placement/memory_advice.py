@@ -77,7 +77,7 @@ def changes(
         count = _largest(frames, lambda count: fit(tuple(_with_frames(request, count / frames) for request in requests)))
         if count:
             ways.append(f"{count} latent frames instead of {frames}")
-    # Two entries may be one picture's two prompts.
+    # Two entries may be one image's two prompts.
     if largest.entries > 2 and fit(tuple(replace(request, entries=min(2, request.entries)) for request in requests)):
         ways.append("batch_size 1")
     if any(request.kept > 1 for request in requests) and fit(

@@ -34,7 +34,7 @@ TARGET_SHARE = 0.75
 class MemoryCheck:
     """For one model on its ranks. `device_count`: devices of this machine.
 
-    `spans`: the blocks of each stage. They may be set anew once blocks are measured. `last`: the last check's requests and
+    `spans`: the blocks of each stage. They may be set again once blocks are measured. `last`: the last check's requests and
     memories, for the advice after a later error.
     """
 

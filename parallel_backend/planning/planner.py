@@ -17,8 +17,8 @@ CREDIBLE = 1.1
 PROPOSALS = 3
 """Degrees that Parallel Doctor rehearses."""
 DISPLACED = 2
-"""The most ranks on the patch axis that `degrees` auto takes. In measured pictures of 4, 8 and 20 steps displaced patches of
-two ranks were closer to one rank's picture than PipeFusion with four patches. Displaced patches of four ranks were not."""
+"""The most ranks on the patch axis that `degrees` auto takes. In measured images of 4, 8 and 20 steps displaced patches of
+two ranks were closer to one rank's image than PipeFusion with four patches. Displaced patches of four ranks were not."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Probe:
     path: str
     dtype: str
     rows: tuple[int, int]
-    """Numbers of token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
+    """Numbers of token rows of a longer and a shorter sequence. 32 rows are an image of 512 x 512."""
     conversion: Conversion = ()
     """See Setup."""
     own_class: OwnClass | None = None

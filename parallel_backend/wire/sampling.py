@@ -14,9 +14,9 @@ class PutConditioning:
 
     id: int
     grid: tuple[int, ...]
-    """Numbers of tokens along the picture's axes: (frames,) rows, columns."""
+    """Numbers of tokens along the image's axes: (frames,) rows, columns."""
     references: int
-    """Number of tokens of reference pictures."""
+    """Number of tokens of reference images."""
     text_tokens: int
     """Number of tokens of the text stream, over all ranks."""
     batch: int
@@ -63,7 +63,7 @@ class Step:
     residuals: dict[str, int]
     """Block "<list>.<index>" of the stage -> index in `added` of the tensor that a ControlNet adds behind the block."""
     added: tuple[torch.Tensor, ...]
-    """[entries, m, hidden] each, for the rank's m picture tokens. With `controlled` [entries, m + t + r, hidden]: then
+    """[entries, m, hidden] each, for the rank's m image tokens. With `controlled` [entries, m + t + r, hidden]: then
     come the rank's t tokens of the text stream, and all references."""
     x: torch.Tensor | None
     """[entries, n + a, channels]: the rank's latent tokens and, if the text runs, companion tokens. None on later stages."""

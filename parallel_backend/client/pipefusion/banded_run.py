@@ -30,7 +30,7 @@ def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int =
     """Spans of a latent's rows (or frames) on token borders, one per band; fewer than `bands` if there are too few rows.
 
     `text`: text tokens (Family.text_tokens), which run with the first band, so that it has fewer rows. `references`: tokens
-    of reference pictures, which are spread over all rows.
+    of reference images, which are spread over all rows.
     """
     size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
     rows = grid[patching.band_dim]
@@ -251,7 +251,7 @@ class BandedRun:
         patch, rows = self.patching.band_size, self.rows[request.band]
         x, *companion = request.latents
         if padding := -len(rows) % patch:
-            # ComfyUI pads an odd height circularly: behind the last row comes the picture's first row, of band 0.
+            # ComfyUI pads an odd height circularly: behind the last row comes the image's first row, of band 0.
             top = self.patching.rows(due.first.latents[0], Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
         latents = (x, *companion)

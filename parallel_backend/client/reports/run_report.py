@@ -24,7 +24,7 @@ class RunReport:
     notes: tuple[str, ...] = ()
     """Pool.notes."""
     along: str | None = None
-    """The axis, "rows" or "frames", along which a video was cut. None: a picture."""
+    """The axis, "rows" or "frames", along which a video was cut. None: an image."""
     gained: str = ""
     """Against one GPU: "1.7 x one GPU". Empty: nobody knows."""
     transfer_dtype: str = "full"
