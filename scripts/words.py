@@ -35,7 +35,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """(file, a paragraph, docstring or message) of all that a reader of English meets."""
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("web/docs/*.md")]:
         if not page.name.endswith("zh.md"):
-            kept = re.sub(r"```.*?```|^(?:    |\|).*$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+            kept = re.sub(r"(?s:```.*?```)|^(?:    |\|).*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
             yield from (
                 (page.relative_to(ROOT).as_posix(), part) for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*#]|\d+\.) )", kept)
             )

@@ -53,10 +53,10 @@ def without(tensors, *endings):
 BROKEN_TENSORS = {
     "a missing tensor": (lambda t: without(t, "double_blocks.1.img_mlp.2.weight"), "lacks double_blocks.1"),
     "several missing": (lambda t: without(t, "txt_mlp.0.bias"), "and 2 more"),
-    "bytes": (lambda t: t | {"txt_in.weight": torch.zeros(128, 24, dtype=torch.uint8)}, "holds txt_in.weight as U8"),
+    "bytes": (lambda t: t | {"txt_in.weight": torch.zeros(128, 24, dtype=torch.uint8)}, "has txt_in.weight as U8"),
     "a scale of 8-bit values that nobody knows": (
         lambda t: t | {"txt_in.weight": t["txt_in.weight"].to(torch.float8_e4m3fn), "txt_in.weight_scale_2": torch.ones(1)},
-        "holds txt_in.weight_scale_2, for which",
+        "has txt_in.weight_scale_2, which",
     ),
 }
 

@@ -39,7 +39,7 @@ def test_another_model_than_the_tensors_show_is_refused(said, fields, words):
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"transformer": 1}', '{"transformer": ' * 9])
 def test_a_config_that_is_no_json_is_refused(said, text):
-    with pytest.raises(ValueError, match=r"^model_name: said.safetensors has a header whose field config is no JSON"):
+    with pytest.raises(ValueError, match=r"^model_name: said.safetensors has a header whose field config is not JSON"):
         open_checkpoint(said(text))
 
 

@@ -111,7 +111,7 @@ def test_names_from_a_file_are_clipped_and_escaped(tmp_path, mini_file, mini_sha
         },
         path,
     )
-    plain(path, "no use", opened)
+    plain(path, "does not use", opened)
     save_file(whole | {f"img_in{said}.weight": zero, f"img_in{said}.comfy_quant": torch.tensor([1, 2])}, path)
     plain(path, by=opened)
     save_file(whole, path, {"_quantization_metadata": json.dumps({"layers": {"img_in": {"format": said}}})})
@@ -166,7 +166,7 @@ def test_a_layers_format_is_a_few_bytes(tmp_path, size):
     shapes = {"txt_in.weight": [2, 2], "txt_in.comfy_quant": [size]}
     content = files.safetensors_header(shapes, "U8", {})
     path = sparse(tmp_path / "a.safetensors", json.dumps(content).encode(), size=size + 4)
-    refused(path, "what it says of txt_in")
+    refused(path, "its entry for txt_in")
 
 
 @pytest.mark.parametrize("name", ["a.ckpt", "a.bin", "a", "a.SAFETENSORS.pt"])
@@ -292,7 +292,7 @@ def test_a_tensor_of_another_shape_than_the_own_classes_is_refused(tmp_path, sha
         save_file(tensors, path)
         assert open_own_class(path, planted("Right")).shape("inp.weight") == (32, 4)
         save_file(tensors | {"inp.weight": torch.zeros(shape)}, path)
-        with pytest.raises(ValueError, match=r"^model_name: own\.safetensors holds inp\.weight of the shape .* \[32, 4\]"):
+        with pytest.raises(ValueError, match=r"^model_name: own\.safetensors has inp\.weight in the shape .* \[32, 4\]"):
             open_own_class(path, planted("Right"))
 
 

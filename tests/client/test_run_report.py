@@ -57,12 +57,12 @@ def test_bytes_are_of_all_ranks_by_axis():
 @pytest.mark.parametrize(
     ("run", "how"),
     [
-        ({}, "close to exact: 4 patches, 1 step exact"),
-        ({"along": "frames", "calls": (2, 3)}, "close to exact: 4 patches, 2 steps exact"),
+        ({}, "close to exact: 4 patches, warm-up 1"),
+        ({"along": "frames", "calls": (2, 3)}, "close to exact: 4 patches, warm-up 2"),
         ({"calls": None}, "exact, on 4 ranks"),
         ({"calls": None, "degrees": Degrees()}, "exact, on 1 rank"),
         ({"calls": None, "transfer_dtype": "int8"}, "close to exact: packed transfers"),
-        ({"degrees": Degrees(patch=2, patch_mode="displaced")}, "close to exact: patches, 1 step exact"),
+        ({"degrees": Degrees(patch=2, patch_mode="displaced")}, "close to exact: patches, warm-up 1"),
         ({"degrees": Degrees(patch=2, patch_mode="naive")}, "naive patches, a control"),
     ],
     ids=str,

@@ -167,7 +167,7 @@ WRONG = {  # widgets, and what is said of them by the node that reads the file
     "truncated file": ({"model_name": "truncated.safetensors"}, ["model_name: truncated.safetensors", "incomplete"]),
     "another model's prompt": (
         {"model_name": "tiny.safetensors"},
-        ["positive, negative:", "text has width 32: other text encoders"],
+        ["positive, negative:", "text has width 32. Try another text encoder"],
     ),
     "stages of other blocks": ({"stage_split": "3,3"}, ["stage_split is '3,3'", "add up to this model's 5 blocks"]),
 }

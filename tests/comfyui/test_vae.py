@@ -26,7 +26,7 @@ WHOLE = {
     "decode with another VAE's layer in it": "another node has changed this VAE",
     "decode noisy": "this VAE cannot be cut: its bands differ from the whole by",
     "decode TAESD": "a VAE of this kind (TAESD) cannot be cut",
-    "encode too small": "the picture has 8 rows and columns at most, too few for 2 ranks, of 8 each",
+    "encode too small": "the image has at most 8 rows or columns, too few for 2 ranks with 8 each",
 }
 
 

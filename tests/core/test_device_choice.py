@@ -47,7 +47,7 @@ def test_other_accelerators_are_refused_by_name_and_never_become_cpu_ranks(kind,
 
 def test_their_names_are_refused_too():
     with fake_cuda(AMPERE):
-        with pytest.raises(ValueError, match=r"^devices: xpu:1 is an Intel GPU \(XPU\), on which there are no ranks"):
+        with pytest.raises(ValueError, match=r"^devices: xpu:1 is an Intel GPU \(XPU\), on which ranks cannot run"):
             named_devices("xpu:1,cuda:0", Host())
         with pytest.raises(ValueError, match=r"^devices: 'tpu' is not a device of this machine, which has cpu, cuda:0\.$"):
             named_devices("tpu", Host())

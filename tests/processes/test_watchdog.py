@@ -331,7 +331,7 @@ def test_a_rank_that_ends_in_the_middle_of_a_message(pipe_pool):
     with ranks.theirs[0]._sending:
         ranks.theirs[0].connection.send_bytes(m.encode(m.Output(0, 1, torch.ones(4)))[0])
         text = error_of(future)
-    assert "rank 0 (cpu) gave no sign of life" in text
+    assert "rank 0 (cpu) sent no heartbeat" in text
 
 
 def test_a_connection_that_ends_is_an_error_even_of_a_process_that_does_not(pipe_pool):
@@ -376,7 +376,7 @@ def test_a_rank_that_takes_nothing_does_not_hold_the_pool(pipe_pool):
     with lock:
         ranks.theirs[0].send(m.Output(0, 1, torch.ones(1)), model=place.number)
         pool.send(1, m.Output(0, 1, torch.ones(1 << 22)))  # 16 MB: more than a pipe takes
-    assert "rank 1 (cpu) gave no sign of life" in error_of(future)
+    assert "rank 1 (cpu) sent no heartbeat" in error_of(future)
     assert len(errors) == 1
 
 

@@ -16,7 +16,7 @@ INSTEAD = "Load it with Load Diffusion Model, on one GPU."
 
 
 def check_left_over(checkpoint: Checkpoint) -> None:
-    """ValueError for an unused tensor of the file which makes it another model than, or which its class has."""
+    """ValueError for an unused tensor of the file by which ComfyUI takes it for another model, or which its class has."""
     if not checkpoint.unused:
         return
     try:

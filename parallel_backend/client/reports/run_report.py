@@ -62,7 +62,6 @@ class RunReport:
         """Lines for the sampler's node: how long, how exact, what else the user should know. The node shows two lines of
         some 38 characters, with "Parallel DiT: " in front of the first; wider or higher, it shows the others."""
         exact, _ = self.calls or (0, 0)
-        warm_up = f", {exact} {'step' if exact == 1 else 'steps'} exact"
         if self.degrees.naive:
             how = "naive patches, a control"
         elif self.calls is None:
@@ -70,7 +69,7 @@ class RunReport:
             ranks = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
             how = f"close to exact: {', '.join(close)}" if close else ranks
         else:
-            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} patches'}{warm_up}"
+            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} patches'}, warm-up {exact}"
         lines = (f"{self.seconds:.1f} s, {self.gained or f'{self._step_seconds:.2f} s a step'}", how)
         why = f"not in patches: {self.reason}" if self.calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)
