@@ -18,13 +18,13 @@ class ParallelCheckpointLoader:
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     FUNCTION = "load"
     DESCRIPTION = (
-        "Loads an all-in-one file: its transformer split over several GPUs, its text encoder and VAE as Load Checkpoint "
-        "does. The transformer is read by the GPUs' processes alone."
+        "Loads an all-in-one file. Its transformer is split over several GPUs, and only the rank processes read it. "
+        "Text encoder and VAE load as in Load Checkpoint."
     )
 
     @classmethod
     def INPUT_TYPES(cls):
-        tooltip = "An all-in-one safetensors file of models/checkpoints. The kind of model is read from its weights."
+        tooltip = "An all-in-one safetensors file in models/checkpoints. The model type is detected from the weights."
         return widgets("ckpt_name", (safetensors_names(CHECKPOINTS), {"tooltip": tooltip}))
 
     def load(self, ckpt_name, **values):

@@ -1,4 +1,4 @@
-"""Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
+"""Parallel Doctor: which degrees are fastest on this machine, for this model and image, and why."""
 
 import itertools
 from collections.abc import Iterator
@@ -75,28 +75,26 @@ class ParallelDoctor:
     FUNCTION = "examine"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Says which degrees are fastest here: measures devices, links and a few of the model's blocks, predicts the seconds "
-        "of a whole run in every mode, and tries the best three. Says so too when one GPU alone is best."
+        "Finds the fastest degrees on this machine. It measures devices, links and a few of the model's blocks, "
+        "predicts the seconds of a run in every mode, and tries the best three. It also says if one GPU alone is best."
     )
 
     @classmethod
     def INPUT_TYPES(cls):
         return {
             "required": {
-                "model": link(
-                    "MODEL", "From Parallel DiT Loader or Parallelize Model, with any degrees: they are not looked at."
-                ),
-                "latent_image": link("LATENT", "The latent that you want to sample; its size and batch count."),
+                "model": link("MODEL", "From Parallel DiT Loader or Parallelize Model. Its degrees are ignored."),
+                "latent_image": link("LATENT", "The latent that you want to sample. Only its size and batch matter."),
                 "steps": whole_number(20, 1, 10000, "Denoising steps of the run."),
-                "cfg": cfg_scale("As in the sampler. At 1 the model runs one prompt, otherwise two."),
+                "cfg": cfg_scale("The same as in the sampler. At 1 the model runs one prompt, otherwise two."),
                 "text_tokens": whole_number(
-                    256, 1, 100000, "Length of the prompt in tokens. Not used where positive is connected."
+                    256, 1, 100000, "Length of the prompt in tokens. Unused if positive is connected."
                 ),
                 "devices": text(
-                    "auto", "auto (every GPU; without one, the CPU ranks of the model), or a list such as cuda:0,cuda:1."
+                    "auto", "auto (all GPUs; without a GPU, the model's CPU ranks), or a list such as cuda:0,cuda:1."
                 ),
             },
-            "optional": {"positive": link("CONDITIONING", "The prompt, for its length.")},
+            "optional": {"positive": link("CONDITIONING", "The prompt. Only its length matters.")},
         }
 
     def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
@@ -108,7 +106,7 @@ class ParallelDoctor:
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)
         shape = tuple(latent_image["samples"].shape)
-        if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
+        if checkpoint.family.patching.video and len(shape) == 4:  # an image for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         run = (shape, entries, steps, text_tokens, setup.transfer_dtype)

@@ -63,8 +63,8 @@ def model_path(name: str) -> Path:
         return path
     if _is_diffusers_folder(name):
         raise ValueError(
-            f"model_name: {short(name)} is a diffusers folder, which is not read. Load the model's single file, as ComfyUI "
-            "has it."
+            f"model_name: {short(name)} is a diffusers folder, which cannot be loaded. Use the model's single file, as "
+            "for ComfyUI."
         )
     raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
 
@@ -94,55 +94,57 @@ def widgets(name: str, model_choice: Widget) -> dict[str, dict[str, Widget]]:
             "weight_dtype": choice(
                 list(DTYPES),
                 "default",
-                "default: as in the file on GPUs, fp32 on CPU ranks. fp8_e4m3fn and int8 take about half the memory of "
-                "bf16, and multiply in 8 bits where the GPU does. What a GPU does not compute in, such as bf16 before "
-                "Ampere, is computed in fp16 or fp32, as in ComfyUI.",
+                "default: the file's dtype on GPUs, fp32 on CPU ranks. fp8_e4m3fn and int8 take about half the memory "
+                "of bf16. They multiply in 8 bits if the GPU can. A dtype that the GPU cannot compute in, such as bf16 "
+                "before Ampere, becomes fp16 or fp32, as in ComfyUI.",
             ),
             "pipefusion_degree": degree(
-                "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and "
-                "for slow links; use it with PipeFusion Sampler or Apply PipeFusion."
+                "Number of pipeline stages. Each GPU holds a share of the blocks. For models that do not fit on one GPU "
+                "and for slow links. Use it with PipeFusion Sampler or Apply PipeFusion."
             ),
             "tensor_parallel_degree": degree(
-                "GPUs that share every block's weights; exact. Saves memory as pipefusion_degree does, but needs fast "
-                "links: results are added up twice in every block."
+                "Number of GPUs that split the weights of every block. Exact. Saves memory like pipefusion_degree, but "
+                "needs fast links: results are added up twice in every block."
             ),
             "split_batch_degree": degree(
-                "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above "
-                "1) side by side; exact."
+                "Number of model copies that split the batch. 2 runs the positive and the negative prompt (cfg above 1) "
+                "at the same time. Exact."
             ),
             "devices": text(
                 "auto",
-                "auto (the first GPUs), or one device per rank such as cuda:0,cuda:1 or cpu,cpu: as many as the product of "
-                "all degrees. ray:cuda,cuda takes GPUs of a Ray cluster, on any of its machines.",
+                "auto (the first GPUs), or one device for each rank, such as cuda:0,cuda:1 or cpu,cpu. The number of "
+                "devices is the product of all degrees. ray:cuda,cuda takes GPUs of a Ray cluster, on any of its "
+                "machines.",
             ),
         },
         "optional": {
             "parallel_config": link(
-                "PARALLEL_CONFIG", "From Ulysses Config, for GPUs that share one picture's tokens. It may stay open."
+                "PARALLEL_CONFIG", "From Ulysses Config, to split one image's tokens over GPUs. Optional."
             ),
             "stage_split": text(
                 "auto",
-                "Blocks per pipeline stage. auto measures each GPU and gives faster ones more; even; or numbers such as "
-                "30,27. With patch_mode displaced, auto gives faster GPUs larger bands.",
+                "Blocks per pipeline stage. auto measures each GPU and gives faster ones more blocks. even gives all "
+                "the same. Numbers such as 30,27 set it by hand. With patch_mode displaced, auto gives faster GPUs "
+                "larger patches.",
             ),
             "compile": flag(
                 False,
-                "Compiles the model's blocks with torch.compile. The first steps with a model, or with another size of "
-                "picture, then take a minute or more; the following ones are faster.",
+                "Compiles the model's blocks with torch.compile. The first steps with a new model or image size take a "
+                "minute or more. Later steps are faster.",
             ),
             "degrees": choice(
                 list(DEGREES),
                 AS_SET,
-                "auto: the degrees here and in Ulysses Config are not looked at. At the first picture the fastest for it "
-                "are worked out and kept until the model is unloaded: exact ones, and where PipeFusion is applied also "
-                "close ones. devices says which GPUs may be used.",
+                "auto: ignores the degrees here and in Ulysses Config. It finds the fastest degrees at the first image, "
+                "and keeps them until the model is unloaded. They are exact; if PipeFusion is applied, they may be "
+                "close to exact. devices says which GPUs may be used.",
             ),
             "offload": offload(),
             "cuda_graphs": flag(
                 False,
-                "Experimental. Steps that come again are started on a GPU as one piece, for small models and pictures that "
-                "the CPU is too slow for. Takes some more memory. Only with pipefusion_degree and split_batch_degree; "
-                "elsewhere it changes nothing.",
+                "Experimental. Runs repeated steps as CUDA graphs, for small models and images whose kernels the CPU "
+                "starts too slowly. Takes some more memory. Works with pipefusion_degree and split_batch_degree; other "
+                "degrees ignore it.",
             ),
         },
     }
@@ -198,15 +200,15 @@ class ParallelDiTLoader:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "load"
     DESCRIPTION = (
-        "Loads a diffusion transformer split over several GPUs. The MODEL works with KSampler and every other sampler; "
-        "the processes start while other nodes run, and stay for the next prompts."
+        "Loads a diffusion transformer split over several GPUs. The MODEL works with KSampler and every other sampler. "
+        "The rank processes start while other nodes run, and stay for the next prompts."
     )
 
     @classmethod
     def INPUT_TYPES(cls):
         tooltip = (
-            "A file of models/diffusion_models, or an all-in-one file of models/checkpoints. The kind "
-            "of model is read from its weights."
+            "A file in models/diffusion_models, or an all-in-one file in models/checkpoints. The model type is detected "
+            "from the weights."
         )
         return widgets("model_name", (model_names(), {"default": BUNDLED, "tooltip": tooltip}))
 
@@ -224,7 +226,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     values = {"parallel_config": None, **defaults(widgets("", ("", {}))), **settings}
     config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
     if not isinstance(config, ParallelConfig):
-        raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
+        raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
     planned = values["degrees"] == AUTO
     degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
     return model_of(open_file(path, devices[0]), degrees, devices, planned, values, config)
@@ -279,8 +281,8 @@ def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
     """Degrees of one rank, until the planner has chosen, and the devices that the planner may choose from."""
     if names_ray(devices):
         raise ValueError(
-            "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to 'as set'; "
-            "Parallel Doctor says which are fastest there."
+            "degrees is auto, but the machines of a Ray cluster are unknown before ranks run there. Set degrees to 'as "
+            "set'. Parallel Doctor says which are fastest there."
         )
     return Degrees(), possible_devices(devices)
 

@@ -66,7 +66,7 @@ class UlyssesConfig:
     RETURN_NAMES = ("parallel_config",)
     FUNCTION = "configure"
     DESCRIPTION = (
-        "Splits one picture's tokens over GPUs: Ulysses, ring attention, or patches (DistriFusion). Connect it to "
+        "Splits one image's tokens over GPUs by Ulysses, ring attention or patches (DistriFusion). Connect it to "
         "Parallel DiT Loader or Parallelize Model."
     )
 
@@ -75,39 +75,43 @@ class UlyssesConfig:
         return {
             "required": {
                 "ulysses_degree": degree(
-                    "GPUs that share one image's tokens, each with some of the attention heads; exact. Best with fast "
-                    "links between the GPUs (NVLink, PCIe P2P)."
+                    "Number of GPUs that split one image's tokens. Each computes some of the attention heads. Exact. "
+                    "Best with fast links between the GPUs (NVLink, PCIe P2P)."
                 ),
                 "ring_degree": degree(
-                    "GPUs that share one image's tokens and pass keys around; exact. For long sequences, slower links and "
-                    "more GPUs than attention heads; multiplies with ulysses_degree."
+                    "Number of GPUs that split one image's tokens and pass keys and values around. Exact. For long "
+                    "sequences, slower links, or more GPUs than attention heads. Multiplies with ulysses_degree."
                 ),
                 "patch_mode": choice(
                     list(PATCH_MODES),
                     "none",
-                    "displaced (DistriFusion): each GPU has all blocks and one band, and sees the other bands as they were "
-                    "one step ago. naive: bands never see each other, for comparison only.",
+                    "displaced (DistriFusion): each GPU has all blocks and one patch of the image. It sees the other "
+                    "patches as they were one step ago. naive: patches never see each other, for comparison only.",
                 ),
-                "patch_degree": degree("GPUs for patch_mode. Does not combine with pipefusion_degree."),
+                "patch_degree": degree("Number of GPUs for patch_mode. Does not combine with pipefusion_degree."),
                 "attention": choice(
                     list(ATTENTION),
                     AUTO,
-                    "auto: the kernel that ComfyUI itself was started with (--use-sage-attention and so on), or torch's "
-                    "SDPA. Any other needs its package. sage and comfy_kitchen quantise.",
+                    "auto: the kernel that ComfyUI was started with (such as --use-sage-attention), or torch's SDPA. "
+                    "Other kernels need their package. sage and comfy_kitchen quantise.",
                 ),
-                "comm_overlap": flag(True, "Let transfers between GPUs run while they compute."),
+                "comm_overlap": flag(True, "Transfers between GPUs run during computation."),
             },
             "optional": {
                 "patch_warmup_steps": whole_number(
-                    1, 1, 10000, "patch_mode displaced: first steps in which GPUs wait for each other's keys (exact)."
+                    1,
+                    1,
+                    10000,
+                    "For patch_mode displaced: number of first steps that are exact. In them GPUs wait for "
+                    "each other's keys.",
                 ),
                 "transfer_dtype": choice(
                     list(TRANSFER_DTYPES),
                     "full",
-                    "What ulysses_degree sends: full (exact), or one byte for each value, int8 or fp8. For slow links: half "
-                    "the traffic of bf16, a quarter of fp32, for a slightly different picture. int8 is closer. residual: "
-                    "patch_mode displaced sends what changed since the last step, in 4 bits a value, and ulysses_degree "
-                    "int8.",
+                    "full: ulysses_degree sends exact values. int8 and fp8: it sends one byte per value, for slow "
+                    "links. That is half the traffic of bf16, and the image differs a little; int8 is closer. residual: "
+                    "patch_mode displaced sends the change since the last step in 4 bits per value, and ulysses_degree "
+                    "sends int8.",
                 ),
             },
         }

@@ -51,8 +51,8 @@ class ParallelizeModel:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "parallelize"
     DESCRIPTION = (
-        "Runs the MODEL of any loader on several GPUs. LoRA, model sampling and other nodes may stand before or after; the "
-        "weights are read from the loader's file by the GPUs' processes."
+        "Runs the MODEL of any loader on several GPUs. LoRA, model sampling and other nodes may stand before or after. "
+        "The rank processes read the weights from the loader's file."
     )
 
     @classmethod
@@ -60,23 +60,27 @@ class ParallelizeModel:
         return {
             "required": {
                 "model": link(
-                    "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader; other nodes may stand between."
+                    "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader. Other nodes may stand between."
                 ),
                 "gpus": whole_number(
-                    0, 0, MAX_DEGREE, "How many GPUs, the first ones; 0 for all. Under --cpu: CPU processes, and 0 is one."
+                    0,
+                    0,
+                    MAX_DEGREE,
+                    "Number of GPUs, counted from the first. 0 takes all. With --cpu: number of CPU "
+                    "processes, and 0 is one.",
                 ),
                 "mode": choice(
                     list(MODES),
                     AUTO,
-                    "auto: the fastest way is worked out at the first picture; an exact one, or a close one if Apply "
-                    "PipeFusion stands behind. pipefusion: for slow links, approximate. ulysses, ring, tensor: exact, for "
-                    "fast links. split batch: positive and negative prompt side by side, exact.",
+                    "auto: finds the fastest mode at the first image. It is exact; if Apply PipeFusion stands behind, "
+                    "it may be close to exact. pipefusion: for slow links, close to exact. ulysses, ring, tensor: "
+                    "exact, for fast links. split batch: positive and negative prompt at the same time, exact.",
                 ),
             },
             "optional": {
                 "parallel_config": link(
                     "PARALLEL_CONFIG",
-                    "From Ulysses Config or Parallel Doctor: its degrees are taken as they are. It may stay open.",
+                    "From Ulysses Config or Parallel Doctor. Its degrees are used as they are. Optional.",
                 ),
                 "offload": offload(),
             },
@@ -127,7 +131,7 @@ def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
     """ValueError if there are fewer GPUs than `ranks`. Ranks on the CPU may be as many as the user wants."""
     if possible[0] != "cpu" and ranks > len(possible):
         raise ValueError(
-            f"gpus: {ranks} are needed, this machine has {len(possible)} that ComfyUI shows.{why_hidden()} Set gpus to 0."
+            f"gpus: {ranks} are needed, but ComfyUI shows {len(possible)} on this machine.{why_hidden()} Set gpus to 0."
         )
 
 
@@ -139,7 +143,7 @@ def _parallel(
     `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
     """
     if not isinstance(config, ParallelConfig):
-        raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
+        raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
     config_degrees = Degrees(
         patch=config.patch_degree,
         patch_mode=config.patch_mode,

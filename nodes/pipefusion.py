@@ -13,26 +13,26 @@ SETTINGS = {
         0,
         0,
         64,
-        "Bands that the latent is cut into. 0 chooses by measured speed: one, two or four per stage. More bands hide "
-        "transfers better, fewer stay closer to the unpipelined picture.",
+        "Number of patches that the latent is cut into. 0 chooses one, two or four per stage by measured speed. More "
+        "patches hide transfers better. Fewer stay closer to the image of one GPU.",
     ),
     "warmup_steps": whole_number(
         1,
         0,
         10000,
-        "First steps that run exact. After them each band sees the other bands as they were one step ago. As many as steps: "
-        "all exact and no speed-up.",
+        "Number of first steps that are exact. After them each patch sees the other patches as they were one step ago. "
+        "If it equals steps, all steps are exact and there is no speed-up.",
     ),
-    "overlap": flag(True, "Let transfers between stages run while they compute."),
+    "overlap": flag(True, "Transfers between stages run during computation."),
 }
 OPTIONAL_SETTINGS = {
     "extrapolate": flag(
         True,
-        "Move the other bands' keys, one step old, on to the present step: much closer to the unpipelined picture, for "
-        "twice the memory of the K/V buffers. Only under samplers that draw no noise between steps.",
+        "Predicts the other patches' keys and values, which are one step old. Much closer to the image of one GPU, but "
+        "the K/V buffers take twice the memory. Works only with samplers that draw no noise between steps.",
     )
 }
-MODEL = link("MODEL", "From Parallel DiT Loader or Parallelize Model; LoRA loaders may stand between.")
+MODEL = link("MODEL", "From Parallel DiT Loader or Parallelize Model. LoRA loaders may stand between.")
 
 
 @validate()
@@ -42,8 +42,7 @@ class ApplyPipeFusion:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "apply"
     DESCRIPTION = (
-        "Makes every native sampler pipeline its steps over the stages of a MODEL from Parallel DiT Loader or Parallelize "
-        "Model."
+        "Pipelines the steps of any sampler over the stages of a MODEL from Parallel DiT Loader or Parallelize Model."
     )
 
     @classmethod
@@ -61,7 +60,10 @@ class PipeFusionSampler:
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("LATENT", "report")
     FUNCTION = "sample"
-    DESCRIPTION = "KSampler with PipeFusion. Equal to Apply PipeFusion and KSampler; also reports what the ranks did."
+    DESCRIPTION = (
+        "KSampler with PipeFusion. It gives the same image as Apply PipeFusion with KSampler, and also reports what the "
+        "ranks did."
+    )
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -69,25 +71,25 @@ class PipeFusionSampler:
         return {
             "required": {
                 "model": MODEL,
-                "seed": whole_number(0, 0, 0xFFFFFFFFFFFFFFFF, "The noise's random seed.", control_after_generate=True),
+                "seed": whole_number(0, 0, 0xFFFFFFFFFFFFFFFF, "The random seed of the noise.", control_after_generate=True),
                 "steps": whole_number(20, 1, 10000, "Denoising steps."),
                 "cfg": cfg_scale(
-                    "Classifier-free guidance; 1 for distilled models such as Flux, which then run one prompt only."
+                    "Classifier-free guidance. Use 1 for distilled models such as Flux: they then run one prompt only."
                 ),
                 "sampler_name": choice(sampler.SAMPLERS, "euler", "Any of ComfyUI's samplers."),
                 "scheduler": choice(sampler.SCHEDULERS, "simple", "How the noise level falls."),
-                "positive": link("CONDITIONING", "What the picture should show."),
-                "negative": link("CONDITIONING", "What it should not show; unused at cfg 1."),
+                "positive": link("CONDITIONING", "What the image should show."),
+                "negative": link("CONDITIONING", "What the image should not show. Unused at cfg 1."),
                 "latent_image": link("LATENT", "The latent to denoise."),
-                "denoise": share(1.0, "Below 1 the input latent keeps its structure."),
+                "denoise": share(1.0, "Below 1, the result keeps the structure of the input latent."),
                 **SETTINGS,
             },
             "optional": {
                 **OPTIONAL_SETTINGS,
                 "step_cache": threshold(
                     0.0,
-                    "Above 0: does not compute steps whose result can be told from the steps before, as long as they are "
-                    "expected to be wrong by no more than this share (0.04 is good). 0: as the MODEL has it.",
+                    "Above 0: predicts steps from earlier ones if the expected error is at most this share (0.04 is "
+                    "good). 0: as the MODEL has it.",
                 ),
             },
         }

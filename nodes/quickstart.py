@@ -1,4 +1,4 @@
-"""The bundled mini model's prompt encoder and picture decoder."""
+"""The bundled mini model's prompt encoder and image decoder."""
 
 from parallel_backend.quickstart.codec import decode
 from parallel_backend.quickstart.prompt import encode_prompt, symbols
@@ -21,7 +21,9 @@ class QuickstartPrompt:
 
     @classmethod
     def INPUT_TYPES(cls):
-        tooltip = "Up to four digits such as '3 1 4 1', _ for an empty cell; empty for the negative prompt."
+        tooltip = (
+            "Up to four digits, such as '3 1 4 1'. _ leaves a cell empty. Leave the text empty for the negative prompt."
+        )
         return {"required": {"text": text("3 1 4 1", tooltip)}}
 
     def encode(self, text):
@@ -34,14 +36,14 @@ class QuickstartDecode:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "decode"
-    DESCRIPTION = "The bundled mini model's picture from its latent: a fixed linear map, no VAE file needed."
+    DESCRIPTION = "Decodes a latent of the bundled mini model by a fixed linear map. Needs no VAE file."
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"samples": link("LATENT", "Latent of the bundled mini model.")}}
+        return {"required": {"samples": link("LATENT", "A latent of the bundled mini model.")}}
 
     def decode(self, samples):
         latent = samples["samples"]
         if latent.ndim != 4 or latent.shape[1] != 16:
-            raise ValueError(f"samples: needs a latent with 16 channels, got shape {tuple(latent.shape)}.")
+            raise ValueError(f"samples: needs a latent with 16 channels, but its shape is {tuple(latent.shape)}.")
         return (decode(latent).unsqueeze(-1).repeat(1, 1, 1, 3).cpu(),)

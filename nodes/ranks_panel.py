@@ -20,7 +20,7 @@ EVENT, ROUTES = "parallel_dit.ranks", "/parallel_dit/ranks"
 SECONDS = 1.0
 """Between two looks at the ranks."""
 STEP = 1 << 27
-"""Bytes to which memory is rounded, so that it is not sent anew for each small change."""
+"""Bytes to which memory is rounded, so that it is not sent again for each small change."""
 MOST_BYTES = 1 << 12
 """Of a request."""
 
@@ -118,7 +118,7 @@ def add_routes() -> None:
         except (ValueError, TypeError, KeyError, RecursionError):
             client = None
         if not isinstance(client, str) or client not in server.sockets:
-            raise web.HTTPBadRequest(text="client: the id of a page on ComfyUI's socket is expected.")
+            raise web.HTTPBadRequest(text="client: expected the id of a page on ComfyUI's socket.")
         return client
 
     @server.routes.post(f"{ROUTES}/open")

@@ -23,7 +23,7 @@ def add_route(ours: Mapping[str, type]) -> None:
 
     known = sys.modules["nodes"].NODE_CLASS_MAPPINGS
     if theirs := strangers(ours, known):
-        log.warning("Parallel DiT: its nodes replace those of another pack (%s): %s. Remove one of the two packs.", *theirs)
+        log.warning("Parallel DiT: these nodes replace another pack's (%s): %s. Remove one of the two packs.", *theirs)
 
     def said() -> str:
         return replaced(ours, known)
@@ -51,4 +51,4 @@ def replaced(ours: Mapping[str, type], known: Mapping[str, type]) -> str:
     if (theirs := strangers(ours, known)) is None:
         return ""
     packs, names = theirs
-    return f"These nodes are those of another pack ({packs}), not Parallel DiT's: {names}. Remove one of the two packs."
+    return f"These nodes belong to another pack ({packs}), not Parallel DiT's: {names}. Remove one of the two packs."

@@ -81,21 +81,21 @@ def add_route() -> None:
 def parsed(body: bytes) -> Any:
     """A request's JSON. ValueError for what is none, or too long or too deep."""
     if len(body) > MOST_BYTES:
-        raise ValueError(f"loaders: a request of at most {MOST_BYTES:,} bytes is expected.")
+        raise ValueError(f"loaders: the request has more than {MOST_BYTES:,} bytes.")
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise ValueError("loaders: a request in JSON is expected.") from None
+        raise ValueError("loaders: the request is not JSON.") from None
 
 
 def asked(body: Any) -> list[Mapping[str, Any]]:
     """The loaders of a request. ValueError for anything else."""
     loaders = body.get("loaders") if isinstance(body, dict) else None
     if not isinstance(loaders, list) or len(loaders) > MOST_LOADERS:
-        raise ValueError(f"loaders: a list of at most {MOST_LOADERS} is expected.")
+        raise ValueError(f"loaders: expected a list of at most {MOST_LOADERS}.")
     for each in loaders:
         if not isinstance(each, dict) or not isinstance(each.get("class_type"), str):
-            raise ValueError("loaders: each needs a class_type.")
+            raise ValueError("loaders: each loader needs a class_type.")
         if not isinstance(each.get("inputs"), dict):
             raise ValueError("loaders: each needs inputs.")
     return loaders
@@ -143,7 +143,7 @@ def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, 
     if class_type in OURS:
         return LoaderPlan(parallel=True)
     if (file := model_file(inputs)) is None:
-        return LoaderPlan(why="which model file it loads is not known")
+        return LoaderPlan(why="its model file is unknown")
     return file_plans.of(*file, devices)
 
 

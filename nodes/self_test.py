@@ -44,8 +44,8 @@ class ParallelSelfTest:
     FUNCTION = "look"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Looks at what can go wrong on this machine: driver, kernels, links between GPUs, every mode against one GPU, "
-        "memory, a GPU that hangs. Takes minutes, and saves a JSON for a bug report."
+        "Checks what can go wrong on this machine: driver, kernels, links between GPUs, every mode against one GPU, "
+        "memory, a GPU that hangs. Takes minutes. Saves a JSON for a bug report."
     )
 
     @classmethod
@@ -54,15 +54,15 @@ class ParallelSelfTest:
             "required": {
                 "devices": text(
                     "auto",
-                    "auto (every GPU; two ranks on the only one; two CPU ranks without any), or a list such as "
+                    "auto (all GPUs; with one GPU, two ranks on it; without a GPU, two CPU ranks), or a list such as "
                     "cuda:0,cuda:1.",
                 )
             },
             "optional": {
                 "model": link(
                     "MODEL",
-                    "From Parallel DiT Loader or Parallelize Model: its file is sampled with in ComfyUI, on one GPU and on "
-                    "all. Degrees and dtype do not count.",
+                    "From Parallel DiT Loader or Parallelize Model. The test samples with its file in ComfyUI, on one "
+                    "GPU and on all. Its degrees and dtype are ignored.",
                 )
             },
         }
@@ -96,7 +96,7 @@ def own_model(model: RemoteModelPatcher) -> OwnModel:
     stub = remote_stub(model)
     if (call := stub.checkpoint.family.call) is None:
         raise ValueError(
-            f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, which is tested with its last call. Sample "
+            f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, and its test repeats the last call. Sample "
             "with it once before, or leave this input empty."
         )
     sampling = model.get_model_object("model_sampling")
@@ -110,5 +110,5 @@ def save(document: str) -> str:
     try:
         path.write_text(document, encoding="utf-8")
     except OSError as error:
-        return f"JSON: not saved ({error.strerror}); it is the node's output json"
+        return f"JSON: not saved ({error.strerror}). The node's output json has it."
     return f"JSON: {path}"

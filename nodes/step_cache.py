@@ -13,8 +13,8 @@ class ParallelStepCache:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "apply"
     DESCRIPTION = (
-        "Does not compute model calls whose result can be told from the calls before. For a MODEL from Parallel DiT Loader "
-        "or Parallelize Model, in every mode, with or without PipeFusion."
+        "Predicts model calls from earlier ones if the expected error is small. For a MODEL from Parallel DiT Loader or "
+        "Parallelize Model, in every mode, with or without PipeFusion."
     )
 
     @classmethod
@@ -23,17 +23,19 @@ class ParallelStepCache:
             "required": {
                 "model": link(
                     "MODEL",
-                    "From Parallel DiT Loader or Parallelize Model; LoRA loaders and Apply PipeFusion may stand before or "
-                    "after.",
+                    "From Parallel DiT Loader or Parallelize Model. LoRA loaders and Apply PipeFusion may stand before "
+                    "or after.",
                 ),
                 "threshold": threshold(
                     0.04,
-                    "How wrong calls may be that are not computed, as a share of the model's output. More is faster and "
-                    "further from the uncached picture; 0 turns the cache off. Samplers that draw noise between steps skip "
-                    "little below 0.5.",
+                    "Largest expected error of a predicted call, as a share of the model's output. A higher value is "
+                    "faster, but further from the uncached image. 0 turns the cache off. With samplers that draw noise "
+                    "between steps, values below 0.5 skip little.",
                 ),
-                "start_percent": share(0.0, "Compute every call of this first part of the sampling."),
-                "end_percent": share(1.0, "Compute every call after this part; the last step always is."),
+                "start_percent": share(0.0, "Every call in this first part of the sampling is computed."),
+                "end_percent": share(
+                    1.0, "Every call after this part of the sampling is computed. The last step always is."
+                ),
             }
         }
 

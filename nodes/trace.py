@@ -31,8 +31,8 @@ class ParallelTrace:
     FUNCTION = "trace"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "How long each GPU computed, waited and had nothing to do in the last run, and the share of transfer time that was "
-        "hidden behind computing. Saves the timeline for Perfetto and chrome://tracing."
+        "Shows how long each GPU computed, waited and was idle in the last run, and how much transfer time was hidden "
+        "behind computation. Saves the timeline for Perfetto and chrome://tracing."
     )
 
     @classmethod
@@ -40,11 +40,11 @@ class ParallelTrace:
         return {
             "required": {
                 "filename_prefix": text(
-                    "parallel_dit_trace", "Name of the trace file in ComfyUI's output folder, to which a number is added."
+                    "parallel_dit_trace", "Name of the trace file in ComfyUI's output folder. A number is added to it."
                 ),
             },
             "optional": {
-                "after": link(ANY, "Any output of the sampler or of a node behind it, so that this one runs after it.")
+                "after": link(ANY, "Any output of the sampler or of a node behind it, so that this node runs after it.")
             },
         }
 
@@ -75,6 +75,6 @@ def check_prefix(prefix: str, output: str) -> None:
     """ValueError for a text that no file can be named by, or that leads out of the folder `output`."""
     path = os.path.normpath(os.path.join(output, prefix))
     if not prefix.strip() or "\0" in prefix or len(os.path.basename(path)) > LONGEST_NAME:
-        raise ValueError(f"filename_prefix: {short(prefix)} is no name for a file. Use one such as parallel_dit_trace.")
+        raise ValueError(f"filename_prefix: {short(prefix)} is not a file name. Use a name such as parallel_dit_trace.")
     if os.path.commonpath((os.path.normpath(output), path)) != os.path.normpath(output) or os.path.isabs(prefix):
-        raise ValueError(f"filename_prefix: {short(prefix)} leads out of ComfyUI's output folder. Use a name inside it.")
+        raise ValueError(f"filename_prefix: {short(prefix)} is outside of ComfyUI's output folder. Use a name inside it.")

@@ -14,13 +14,13 @@ class UnloadParallelDiT:
     FUNCTION = "unload"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Frees the memory of the GPUs that Parallel DiT uses: weights, LoRAs and buffers. Its processes stay, so that the "
-        "next prompt only loads the weights again. ComfyUI's own button to unload models does the same."
+        "Frees the GPU memory that Parallel DiT uses: weights, LoRAs and buffers. The rank processes stay, so the next "
+        "prompt only loads the weights again. ComfyUI's own button to unload models does the same."
     )
 
     @classmethod
     def INPUT_TYPES(cls):
-        tooltip = "Handed through. Put the node behind a sampler to unload once it is done."
+        tooltip = "Passed through. Put the node behind a sampler to unload after sampling."
         return {"required": {}, "optional": {"anything": link(ANY, tooltip)}}
 
     @classmethod

@@ -37,15 +37,18 @@ DRAWN = {
     "flux_schnell_pipefusion": ("FLUX.1\nschnell", "text to image", PICTURE),
     "flux_dev_ulysses_pipefusion": ("FLUX.1\ndev", "text to image", PICTURE),
     "sd3_split_batch": ("SD 3.5", "text to image", PICTURE),
+    "z_image_turbo_ring": ("Z-Image\nturbo", "text to image", PICTURE),
+    "flux_2_dev_tensor": ("FLUX.2\ndev", "text to image", PICTURE),
+    "flux_dev_displaced": ("FLUX.1\ndev", "text to image", PICTURE),
     "pixart_2048": ("PixArt\nSigma 2K", "text to image", PICTURE),
     "krea_2": ("Krea 2\nturbo", "text to image", PICTURE),
     "qwen_image_2_1": ("Qwen-Image\n2.1", "text to image", PICTURE),
     "qwen_image_2_1_edit": ("Qwen-Image\n2.1 edit", "image to image", EDIT),
     "qwen_edit_2511": ("Qwen-Image\nEdit 2511", "image to image", EDIT),
     "wan_2_2": ("Wan 2.2", "text to video", VIDEO),
-    "ltx_2_3": ("LTX-2.3", "text to video, with sound", VIDEO),
-    "minimax_h3": ("MiniMax\nH3", "image to video, with sound", VIDEO),
-    "fasth3": ("FastH3", "image to video, with sound", VIDEO),
+    "ltx_2_3": ("LTX-2.3", "text to video, with audio", VIDEO),
+    "minimax_h3": ("MiniMax\nH3", "image to video, with audio", VIDEO),
+    "fasth3": ("FastH3", "image to video, with audio", VIDEO),
 }
 """Model, what the workflow makes, and its colour."""
 MODES = {
@@ -53,7 +56,7 @@ MODES = {
     "ulysses_degree": "Ulysses",
     "ring_degree": "Ring",
     "tensor_parallel_degree": "Tensor",
-    "patch_degree": "Patches",
+    "patch_degree": "Displaced patches",
     "split_batch_degree": "Split batch",
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.graphs import bundled, pictures, videos  # noqa: E402
+from scripts.graphs import bundled, flux, images, videos  # noqa: E402
 from scripts.workflow_form import Graph, api_form, ui_form  # noqa: E402
 
 WORKFLOWS = ROOT / "workflows"
@@ -21,15 +21,18 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     for graph in (
         bundled.quickstart,
         bundled.native_ksampler,
-        pictures.parallelize_model,
-        pictures.flux_schnell_pipefusion,
-        pictures.sd3_split_batch,
-        pictures.flux_dev_ulysses_pipefusion,
-        pictures.pixart_2048,
-        pictures.krea_2,
-        pictures.qwen_edit_2511,
-        pictures.qwen_image_2_1,
-        pictures.qwen_image_2_1_edit,
+        flux.parallelize_model,
+        flux.flux_schnell_pipefusion,
+        images.sd3_split_batch,
+        flux.flux_dev_ulysses_pipefusion,
+        images.z_image_turbo_ring,
+        flux.flux_2_dev_tensor,
+        flux.flux_dev_displaced,
+        images.pixart_2048,
+        images.krea_2,
+        images.qwen_edit_2511,
+        images.qwen_image_2_1,
+        images.qwen_image_2_1_edit,
         videos.wan_2_2,
         videos.ltx_2_3,
         videos.minimax_h3,

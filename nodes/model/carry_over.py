@@ -40,7 +40,7 @@ def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatc
         target.set_attachments(key, copied)
     for key, models in source.additional_models.items():
         if key == MULTIGPU and models:
-            refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: Parallelize Model takes its place.")
+            refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: Parallelize Model replaces it.")
         target.set_additional_models(key, [model.clone() for model in models])
     for kind, by_key in source.callbacks.items():
         for key, functions in by_key.items():

@@ -44,8 +44,8 @@ COMPILE_WRAPPER = "torch.compile"
 OF_COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")
 """Attributes of the results of torch.compile: of a module, and of any other callable."""
 COMPILE_SKIPPED = (
-    "torch.compile is skipped: this MODEL's layers are on its ranks. To have them compiled there, set compile on the "
-    "loader: Parallel DiT Loader has it."
+    "torch.compile is skipped, because this MODEL's layers are on its ranks. To compile them there, turn on compile in "
+    "Parallel DiT Loader."
 )
 
 
@@ -140,7 +140,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
         """As RankMemoryPatcher's. ValueError if patched values are needed in place, as other packs' saving nodes do."""
         if force_patch_weights:
-            refuse("saving or extracting weights", "Load the model with a native loader for it.")
+            refuse("saving or extracting weights", "To use it, load the model with ComfyUI's own loader.")
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
     def get_nested_additional_models(self):
@@ -241,7 +241,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
 
     def deepclone_multigpu(self, *_arguments, **_named):
         """ValueError: ComfyUI would load the model's file once more for each GPU."""
-        refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees take its place.")
+        refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees replace it.")
 
     def get_key_patches(self, filter_prefix=None):
         """As ComfyUI's, with the file's values. ValueError for a quantised file."""

@@ -116,7 +116,10 @@ class AutoDegrees:
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up, trials=trials))
         prediction, trials = chosen(sampling, stub, setup, bands, costs)
         if prediction.lacks:
-            log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
+            log.warning(
+                "Parallel DiT: degrees auto: by its estimate nothing fits these devices; the mode that needs "
+                "the least memory is tried."
+            )
         self._tell(sampling, choice(prediction, costs.machine))
         mode = prediction.mode
         chosen_devices = tuple(devices[device] for device in mode.devices)
@@ -126,7 +129,7 @@ class AutoDegrees:
         """The setup of a class whose blocks cannot be timed."""
         degrees = unplanned(trials, len(setup.devices), sampling.entries)
         devices = setup.devices[: degrees.world]
-        self._tell(sampling, f"{degrees} on {', '.join(devices)}, since {trials.own.name} cannot be timed by its calls")
+        self._tell(sampling, f"{degrees} on {', '.join(devices)}, because {trials.own.name} cannot be timed")
         return replace(setup, devices=devices, degrees=degrees, own_class=trials.class_for(degrees))
 
     def _tell(self, sampling: Sampling, chosen: str) -> None:
@@ -140,8 +143,8 @@ def check_no_stages(stage_split: str) -> None:
     """ValueError if `stage_split` names stages, which are not known while `degrees` is auto."""
     if stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
-            f"stage_split is '{short(stage_split)}', for stages that are not known while degrees is auto. Set stage_split "
-            "to auto, or degrees to 'as set'."
+            f"stage_split is '{short(stage_split)}', but the stages are unknown if degrees is auto. Set stage_split to "
+            "auto, or degrees to 'as set'."
         )
 
 

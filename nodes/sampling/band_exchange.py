@@ -42,7 +42,7 @@ class BandExchange:
         if self._error is not None:
             raise self._error
         if turn not in by_turn:
-            raise NotLocal("the bands did not make the same number of model calls")
+            raise NotLocal("the patches did not make the same number of model calls")
 
 
 def moved(values: Mapping[int, torch.Tensor], times: Mapping[int, float], last: int, turn: int) -> torch.Tensor:

@@ -135,7 +135,7 @@ class BandGuidance:
     ) -> list:
         """Predictions for the whole latent. This band calls the model for its rows and gets the others' from the bands."""
         if x_in.shape != self._shape:
-            raise NotLocal("a function on the MODEL asks for another latent than the sampler's")
+            raise NotLocal("a function on the MODEL needs another latent than the sampler's")
         self._evaluations += 1
         band_conds = [entries and [self._of_the_band(entry) for entry in entries] for entries in conds]
         outputs = executor(model, band_conds, self._cut(x_in).contiguous(), timestep, model_options)
@@ -153,7 +153,7 @@ class BandGuidance:
         control = entry.get("control")
         region = region_of(entry) or entry.get("mask") is not None
         if region or not (control is None or isinstance(control, BandControl)):
-            raise NotLocal("a function on the MODEL makes a conditioning of its own for a part of the latent")
+            raise NotLocal("a function on the MODEL makes its own conditioning for a part of the latent")
         cut = self.shared.cut
         dim, rows = cut.patching.band_dim, cut.rows[self.index]
         values = dict(entry["model_conds"])

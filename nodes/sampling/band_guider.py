@@ -22,7 +22,7 @@ from .band_exchange import BandExchange
 VIDEO_VALUES = "_v_numel"
 """Attribute of ComfyUI's Guider_LTXAVDualCFG: number of values of the video, which come first in a nested latent."""
 WHOLE = ("image_cond",)
-"""Conditioning that is not cut although it has the latent's shape: HiDream-E1's reference picture."""
+"""Conditioning that is not cut although it has the latent's shape: HiDream-E1's reference image."""
 
 
 def banded_controls(
@@ -85,5 +85,5 @@ def cut_mask(mask: torch.Tensor, cut: BandCut, index: int) -> torch.Tensor:
     if mask.shape[dim] == 1 and mask.ndim == len(cut.shapes[0]) - 1:
         return mask
     if mask.shape[dim] != size:
-        raise NotLocal("the conditioning's mask is not of the latent's size")
+        raise NotLocal("the conditioning's mask and the latent differ in size")
     return cut.patching.rows(mask, cut.rows[index])

@@ -75,7 +75,7 @@ class Sampling:
 
     @property
     def entries(self) -> int:
-        """Batch entries of a model call: pictures times prompts."""
+        """Batch entries of a model call: images times prompts."""
         prompts = 1 if self._has_one_prompt else sum(bool(conds) for conds in self.guider.conds.values())
         return len(self.noise) * max(1, prompts)
 
@@ -133,7 +133,7 @@ def why_not_displaced(sampling: Sampling) -> str | None:
         return "a PDD acceleration LoRA has other output heads in each step"
     options = sampling.guider.model_options
     if wrappers := sampling.stub.wrappers(options, is_model_options=True):
-        return f"what {_owner(wrappers[0])} has put around the model looks at whole calls"
+        return f"{_owner(wrappers[0])}'s wrapper of the model needs whole calls"
     if options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
     if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
@@ -159,21 +159,21 @@ def why_not_banded(sampling: Sampling) -> str | None:
     if own.latent is not None and not own.latent.pads and patching.whole(patching.grid(shape)) != tuple(shape[2:]):
         return "the latent's height or width is no multiple of the model's patch size"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
-        return f"the guider {type(guider).__name__} may look at the whole latent"
+        return f"the guider {type(guider).__name__} may need the whole latent"
     if (reason := why_global(sampler)) is not None:
         return reason
     if is_sparse(options.get("transformer_options", {}).get(OVERRIDE)):
-        return "Model Sparse Attention needs whole sequences. With a ulysses_degree in its place they are shared out too"
+        return "Model Sparse Attention needs whole sequences. Use ulysses_degree instead to split them over GPUs"
     if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
         return "random inpaint noise is drawn for the whole latent"
     for kind, function in functions_of(options):
         if not is_known_guidance(function):
-            return f"{_owner(function)}'s {kind} may look at the whole latent"
+            return f"{_owner(function)}'s {kind} may need the whole latent"
     if callbacks := guider.model_patcher.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE):
-        return f"{_owner(callbacks[0])} is told of each evaluation, one after the other"
+        return f"{_owner(callbacks[0])} is notified of each evaluation in turn"
     mask_function = options.get("denoise_mask_function")
     if sampling.denoise_mask is not None and mask_function is not None and name_of(mask_function) not in PIXEL_WISE_MASKS:
-        return f"{_owner(mask_function)}'s denoise_mask_function may look at the whole latent"
+        return f"{_owner(mask_function)}'s denoise_mask_function may need the whole latent"
     return None
 
 
@@ -184,7 +184,7 @@ def why_wrapped(executor: comfy.patcher_extension.WrapperExecutor) -> str | None
     """
     inside = executor.wrappers[executor.idx + 1 :]
     others = [each for each in inside if not definition(each).__module__.startswith(f"{OURS}.")]
-    return f"what {_owner(others[0])} has put around the sampler looks at the whole latent" if others else None
+    return f"{_owner(others[0])}'s wrapper of the sampler needs the whole latent" if others else None
 
 
 def _owner(function: Callable) -> str:

@@ -32,8 +32,8 @@ PIXEL_WISE = frozenset(
 """Pixel-wise functions of other modules. Those of k_diffusion and uni_pc are all pixel-wise, except for GLOBAL."""
 
 GLOBAL = {
-    "samplers.ksampler.<locals>.dpm_adaptive_function": "dpm_adaptive sets its step size by the whole latent",
-    "sampling.sample_dpm_adaptive": "dpm_adaptive sets its step size by the whole latent",
+    "samplers.ksampler.<locals>.dpm_adaptive_function": "dpm_adaptive computes its step size from the whole latent",
+    "sampling.sample_dpm_adaptive": "dpm_adaptive computes its step size from the whole latent",
     "sampling.sample_ar_video": "ar_video computes one block of frames after the other",
 }
 """ComfyUI's functions that are not pixel-wise -> the reason, for the user."""
@@ -63,7 +63,7 @@ def why_global(sampler: Any) -> str | None:
     if name not in PIXEL_WISE and not _module(function).startswith("comfy."):
         return f"{name.partition('.')[2]} is not one of ComfyUI's samplers"
     if inner is not sampler and "noise_sampler" in options_of(inner):
-        return f"{name_of(sampler.sampler_function).partition('.')[2]} wraps a sampler with noise of its own"
+        return f"{name_of(sampler.sampler_function).partition('.')[2]} wraps a sampler that has its own noise"
     return None
 
 

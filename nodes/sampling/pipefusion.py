@@ -75,7 +75,7 @@ def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
 
 log = logging.getLogger(__name__)
 MOST_TRIALS = 4
-"""Of calls that a run in bands turns out to make beside those that it was tried for. Each begins the run anew."""
+"""Of calls that a run in bands turns out to make beside those that it was tried for. Each begins the run again."""
 
 
 class StepCallbacks:
@@ -159,7 +159,7 @@ class PipeFusion:
             reason = str(why)
         if result is None:
             if reason is not None:
-                log.warning("Parallel DiT: this run is exact, and slower for it, since %s.", reason)
+                log.warning("Parallel DiT: this run is exact, and therefore slower, because %s.", reason)
             if cache is not None:
                 cache.restart()
             result = executor(*sampling.arguments)
@@ -223,9 +223,9 @@ class PipeFusion:
         """The cut of the latents into bands: a single band if there is no pipeline to fill."""
         patching, shape = model.family.patching, sampling.shapes[0]
         if 0 in shape or len(shape) < 4:
-            raise ValueError(f"latent_image: a latent of the shape {list(shape)} cannot be sampled: it has no pixels.")
+            raise ValueError(f"latent_image: this latent has the shape {list(shape)} and no pixels.")
         grid = patching.grid(shape)
-        if len(shape) == 5:  # a video; other shapes are pictures, or are refused by the model call
+        if len(shape) == 5:  # a video; other shapes are images, or are refused by the model call
             patching = patching.cut(patching.best_axis(grid))
         if model.degrees.patch > 1 or model.degrees.pipe == 1:  # patches need a second stage
             return BandCut(patching, (Span(0, shape[patching.band_dim]),), sampling.shapes)

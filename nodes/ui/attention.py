@@ -29,12 +29,12 @@ def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
     if kernel is None:
         # Without a flag, ComfyUI has fallen back on such a kernel, on a CPU for instance, and the user need not be told.
         if name not in FLAGS.values() or any(getattr(args, flag, False) for flag in FLAGS):
-            log.warning("Parallel DiT: the ranks do not have ComfyUI's attention '%s': they take torch's SDPA", name)
+            log.warning("Parallel DiT: the ranks do not have ComfyUI's attention '%s' and use torch's SDPA", name)
         return AUTO
     wanted = KERNELS[kernel]
     if not all(wanted.possible(device, dtype) for device in known_devices(devices)):
         log.warning(
-            "Parallel DiT: ComfyUI computes attention by %s, but ranks take torch's SDPA: %s (these are %s with %s)",
+            "Parallel DiT: ComfyUI computes attention by %s, but ranks use torch's SDPA: %s (these are %s with %s)",
             wanted.title,
             wanted.needs,
             ", ".join(devices),

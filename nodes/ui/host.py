@@ -23,7 +23,7 @@ def check_cancelled() -> None:
 def refuse(what: str, instead: str) -> NoReturn:
     """ValueError: `what` needs the weights, which only ranks have. `instead`: advice, a sentence."""
     raise ValueError(
-        f"model: {what}{on_behalf()} is not possible with Parallel DiT's weights, which are on its ranks. {instead}"
+        f"model: {what}{on_behalf()} is not possible, because Parallel DiT's weights are on its ranks. {instead}"
     )
 
 

@@ -114,7 +114,7 @@ def coerce(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
     """The value converted to the input's type. ValueError, beginning with `name`, for a value that the input refuses."""
     if isinstance(kind, list):
         if not isinstance(value, str) or value not in kind:
-            raise ValueError(f"{name}: {short(value)} is none of {', '.join(map(str, kind[:20]))}.")
+            raise ValueError(f"{name}: {short(value)} is not one of {', '.join(map(str, kind[:20]))}.")
         return value
     check = CHECKS.get(kind)
     return value if check is None else check(name, value, options)
@@ -134,23 +134,23 @@ def _number(name: str, value: Any, options: dict[str, Any], whole: bool) -> int 
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if number != number or abs(number) == math.inf or (whole and number != int(number)):
-        raise ValueError(f"{name}: {short(value)} is no {'whole ' * whole}number.")
+        raise ValueError(f"{name}: {short(value)} is not a {'whole ' * whole}number.")
     least, most = options.get("min", -math.inf), options.get("max", math.inf)
     if not least <= number <= most:
-        raise ValueError(f"{name}: {short(number)} is out of its limits, {least} to {most}.")
+        raise ValueError(f"{name}: {short(number)} is not between {least} and {most}.")
     return int(number) if whole else float(number)
 
 
 def _flag(name: str, value: Any, _options: dict[str, Any]) -> bool:
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
-    raise ValueError(f"{name}: {short(value)} is neither true nor false.")
+    raise ValueError(f"{name}: {short(value)} is not true or false.")
 
 
 def _text(name: str, value: Any, _options: dict[str, Any]) -> str:
     if isinstance(value, str):
         return value
-    raise ValueError(f"{name}: {short(value)} is no text.")
+    raise ValueError(f"{name}: {short(value)} is not a text.")
 
 
 def _latent(name: str, value: Any, _options: dict[str, Any]) -> dict[str, Any]:
@@ -158,10 +158,10 @@ def _latent(name: str, value: Any, _options: dict[str, Any]) -> dict[str, Any]:
     parts = samples.unbind() if getattr(samples, "is_nested", False) else [samples]
     for part in parts:
         if not isinstance(part, torch.Tensor):
-            raise ValueError(f"{name}: this is no latent. Connect an Empty Latent node, a VAE encoder or a sampler.")
+            raise ValueError(f"{name}: this is not a latent. Connect an Empty Latent node, a VAE encoder or a sampler.")
         if part.ndim not in (3, 4, 5) or 0 in part.shape or not part.is_floating_point():
             raise ValueError(
-                f"{name}: a latent of {part.dtype} values of the shape {list(part.shape)} cannot be used. Use an Empty "
+                f"{name}: a latent of dtype {part.dtype} and shape {list(part.shape)} cannot be used. Use an Empty "
                 "Latent node or a VAE encoder made for the model."
             )
     return value
@@ -172,15 +172,15 @@ def _conditioning(name: str, value: Any, _options: dict[str, Any]) -> Any:
         isinstance(part, (list, tuple)) and len(part) == 2 and isinstance(part[1], dict) for part in value
     )
     if not fits or not all(isinstance(part[0], torch.Tensor) or part[0] is None for part in value):
-        raise ValueError(f"{name}: this is no conditioning. Connect a CLIP Text Encode node.")
+        raise ValueError(f"{name}: this is not a conditioning. Connect a CLIP Text Encode node.")
     return value
 
 
 def _image(name: str, value: Any, _options: dict[str, Any]) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{name}: this is no picture. Connect a Load Image node.")
+        raise ValueError(f"{name}: this is not an image. Connect a Load Image node.")
     if value.ndim != 4 or 0 in value.shape or not value.is_floating_point():
-        raise ValueError(f"{name}: {value.dtype} values of the shape {list(value.shape)} are no pictures.")
+        raise ValueError(f"{name}: a tensor of dtype {value.dtype} and shape {list(value.shape)} is not an image.")
     return value
 
 

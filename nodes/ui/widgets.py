@@ -47,9 +47,9 @@ def offload() -> Widget:
     """The text that residency.offload_of reads."""
     return text(
         AUTO,
-        "auto: weights that do not fit on the GPUs stay in host memory and are copied to a GPU whenever they are needed, "
-        "beside the computing. none: a model that does not fit is refused. A number: as auto, and so many GB of each GPU "
-        "stay free.",
+        "auto: weights that do not fit on the GPUs stay in host memory. They are copied to a GPU when they are needed, "
+        "during computation. none: refuses a model that does not fit. A number: like auto, but keeps that many GB of "
+        "each GPU free.",
     )
 
 

@@ -42,7 +42,7 @@ def too_small(cut: Cut, _vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) ->
     longest = max(latent.shape[-2:])
     if cut.known.tiles or longest >= ranks:
         return None
-    return f"the latent has {longest} rows and columns at most, too few for {ranks} ranks"
+    return f"the latent has at most {longest} rows or columns, too few for {ranks} ranks"
 
 
 def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: SomeRanks) -> torch.Tensor:
@@ -100,11 +100,11 @@ def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: i
         return None
     x = model_input(vae, pixels)
     if x.ndim == 5 and not cut.known.encodes(vae.first_stage_model, x.shape[2]):
-        return f"this VAE does not take {x.shape[2]} frames evenly"
+        return f"this VAE cannot split {x.shape[2]} frames evenly"
     longest, scale = max(x.shape[-2:]), vae.spacial_compression_encode()
     if longest // scale >= ranks:
         return None
-    return f"the picture has {longest} rows and columns at most, too few for {ranks} ranks, of {scale} each"
+    return f"the image has at most {longest} rows or columns, too few for {ranks} ranks with {scale} each"
 
 
 def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: SomeRanks) -> torch.Tensor:

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 VAE = link("VAE", "The model's VAE, from Load VAE or a checkpoint loader.")
 DEVICES = text(
     "auto",
-    "auto (those of the loaded model, or all GPUs), or a list such as cuda:0,cuda:1. Some of the loaded model's GPUs beside "
-    "other ones end its processes.",
+    "auto (the loaded model's GPUs, or all GPUs), or a list such as cuda:0,cuda:1. A list that mixes some of the loaded "
+    "model's GPUs with others ends that model's processes.",
 )
 
 
@@ -35,8 +35,8 @@ class ParallelVAEDecode:
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "decode"
     DESCRIPTION = (
-        "VAE Decode on several GPUs: each decodes a band of the picture or video, the result is that of one GPU. VAEs that "
-        "it does not know are decoded whole by ComfyUI, and the node says so."
+        "VAE Decode on several GPUs. Each decodes a part of the image or video. The result is the same as on one GPU. "
+        "ComfyUI decodes unknown VAEs whole, and the node says so."
     )
 
     @classmethod
@@ -58,8 +58,8 @@ class ParallelVAEDecode:
             _check_channels(vae, latent)
         images, how = computed_on_ranks(vae, cut, latent, devices, too_small, decode_on_ranks)
         if images is None:
-            log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", how)
-            say(f"Decoded whole by ComfyUI, since {how}.")
+            log.info("Parallel VAE Decode: decoding whole in ComfyUI, because %s", how)
+            say(f"Decoded whole by ComfyUI, because {how}.")
             return (_pictures(vae.decode(latent)),)
         say(f"Decoded in {how}.")
         return (_pictures(images),)
@@ -80,13 +80,13 @@ def computed_on_ranks(
         result = with_room(pool, lambda: compute(vae, cut, x, pool))
     except (TooLittleMemory, NotExact) as why_not:
         return None, str(why_not)
-    return result, f"{'tiles' if cut.known.tiles else f'{len(pool.devices)} bands'} on {', '.join(pool.devices)}"
+    return result, f"{'tiles' if cut.known.tiles else f'{len(pool.devices)} parts'} on {', '.join(pool.devices)}"
 
 
 def check_vae(vae) -> None:
     """ValueError for an input that is no VAE of ComfyUI's."""
     if not all(hasattr(vae, name) for name in ("decode", "encode", "latent_dim", "first_stage_model")):
-        raise ValueError("vae: this is no VAE. Connect Load VAE, or a checkpoint loader's.")
+        raise ValueError("vae: this is not a VAE. Connect Load VAE, or the VAE of a checkpoint loader.")
 
 
 def _check_channels(vae, latent) -> None:

@@ -20,14 +20,14 @@ class ParallelVAEEncode:
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "encode"
     DESCRIPTION = (
-        "VAE Encode on several GPUs: each encodes a band of the picture or video, the result is that of one GPU. VAEs that "
-        "it does not know are encoded whole by ComfyUI, and the node says so."
+        "VAE Encode on several GPUs. Each encodes a part of the image or video. The result is the same as on one GPU. "
+        "ComfyUI encodes unknown VAEs whole, and the node says so."
     )
 
     @classmethod
     def INPUT_TYPES(cls):
         return {
-            "required": {"pixels": link("IMAGE", "The picture to encode, or a video's frames."), "vae": VAE},
+            "required": {"pixels": link("IMAGE", "The image to encode, or a video's frames."), "vae": VAE},
             "optional": {"devices": DEVICES},
         }
 
@@ -37,8 +37,8 @@ class ParallelVAEEncode:
         cut = how_to_cut(vae, "encoder", 2 + vae.latent_dim)
         samples, how = computed_on_ranks(vae, cut, pixels, devices, pixels_too_small, encode_on_ranks)
         if samples is None:
-            log.info("Parallel VAE Encode: encoding whole in ComfyUI, since %s", how)
-            say(f"Encoded whole by ComfyUI, since {how}.")
+            log.info("Parallel VAE Encode: encoding whole in ComfyUI, because %s", how)
+            say(f"Encoded whole by ComfyUI, because {how}.")
             return ({"samples": vae.encode(pixels)},)
         say(f"Encoded in {how}.")
         return ({"samples": samples},)

@@ -20,7 +20,7 @@ QUANTISED_LIMIT = 0.1
 """The same for kernels that quantise queries and keys: an estimate, not yet measured on a GPU."""
 HEAD_SIZES = (16, 64, 128)
 QUERIES, KEYS = 13, 55
-"""A band's queries and the picture's keys; no multiples of any kernel's tile."""
+"""A band's queries and the image's keys; no multiples of any kernel's tile."""
 MASKS = {"all keys": None, "some keys": (20, 55), "no key in one entry": (0, 31)}
 """How many of the keys each of the two batch entries may see."""
 

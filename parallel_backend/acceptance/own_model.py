@@ -28,7 +28,7 @@ REHEARSAL = 2
 """Steps before the timed ones: a whole call and one in bands."""
 CLOSE = {True: 35.0, False: 20.0}
 """The least decibels from the first run, for exact modes (True) and for bands: relative differences of about 0.15 and 0.8.
-bf16 rounds, and with random noise bands differ more than with a picture's."""
+bf16 rounds, and with random noise bands differ more than with an image's."""
 
 Run = tuple[torch.Tensor, bool, dict[str, Any]]
 """The sample, whether its mode is exact, and figures for the JSON."""
@@ -65,7 +65,7 @@ def problem_of(session: SelfTestSession, model: OwnModel) -> Problem:
 
 
 def modes_of(world: int) -> list[Degrees]:
-    """One rank, then the modes of all ranks for one picture: exact modes first."""
+    """One rank, then the modes of all ranks for one image: exact modes first."""
     several = [Degrees(ulysses=world), Degrees(ring=world), Degrees(tensor=world), Degrees(pipe=world)]
     return [Degrees(), *(several if world > 1 else [])]
 

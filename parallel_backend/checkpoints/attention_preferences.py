@@ -45,8 +45,8 @@ def asked_kernel(asker: str, layer: str, wishes: Any) -> str:
 def _method(asker: str, layer: str, wish: Any) -> str:
     if not isinstance(wish, dict):
         raise ValueError(
-            f"{asker} asks for attention in {short(layer)} in a form that nobody writes: {short(wish)}. The file "
-            "is damaged; use another copy."
+            f"{asker} has an attention setting for {short(layer)} in an unknown form: {short(wish)}. The file is "
+            "damaged. Use another copy."
         )
     method = wish.get("attention")
     return method if isinstance(method, str) else ""

@@ -201,7 +201,7 @@ def refusals(path: Path) -> Iterator[None]:
         name, said = short(path.name), str(error)
         if not isinstance(error, ValueError) or not said.startswith(NAMED):
             said = (
-                f"{name} is not what its names promise: its tensors or settings do not fit each other "
+                f"{name} does not match its tensor names: its tensors or settings do not fit each other "
                 f"({type(error).__name__}: {short(said)})."
             )
         said = said.removeprefix(NAMED) if name in said else f"{name}: {said.removeprefix(NAMED)}"
@@ -220,8 +220,8 @@ def checked(checkpoint: Checkpoint) -> Checkpoint:
     unused = {key: entry for key, entry in entries.items() if key not in used}
     if refused := [key for key in unused if _scales_values(key, entries)]:
         raise ValueError(
-            f"model_name: {name} holds {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, for which "
-            f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
+            f"model_name: {name} has {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, which "
+            f"{checkpoint.family.name} does not use. It is not loaded, because the image would be wrong."
         )
     for key in used:
         dtype = entries[key].dtype

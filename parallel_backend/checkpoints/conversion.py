@@ -27,8 +27,8 @@ def _joined(name: str, key: str, pieces: list[tuple[Entry, Span]]) -> Entry:
     kinds = {(piece.dtype, piece.shape[1:]) for piece, _ in pieces}
     if len(kinds) > 1 or any(piece.scales or piece.layer or piece.lacks_scale for piece, _ in pieces):
         raise ValueError(
-            f"model_name: {name} holds {short(first.key)} in diffusers' layout in a form that cannot become a part of "
-            f"{short(key)}. Take the file in ComfyUI's layout."
+            f"model_name: {name} has {short(first.key)} in a diffusers layout that cannot be converted to {short(key)}. "
+            "Use the file in ComfyUI's layout."
         )
     shape = (sum(len(span) for _, span in pieces), *first.shape[1:])
     return replace(first, key=key, shape=shape, pieces=tuple(pieces))

@@ -45,10 +45,10 @@ def check_file_state(paths: Iterable[Path], expected: str, name: str) -> None:
         return
     if not all(map(os.path.isfile, paths)):
         raise ValueError(
-            f"model_name: {short(name)} has changed on disk while it was in use: it is not there any more. Weights that are "
-            "not in memory have to be read from it. Queue the prompt again once the file is back."
+            f"model_name: {short(name)} was removed from disk while it was in use. Weights that are not in memory must "
+            "be read from it. Queue the prompt again when the file is back."
         )
     raise ValueError(
-        f"model_name: {short(name)} has changed on disk while it was in use: it was overwritten, replaced or cut. "
-        "Its weights would be those of two files. Queue the prompt again once the file is whole."
+        f"model_name: {short(name)} was overwritten, replaced or cut on disk while it was in use. Its weights would come "
+        "from two files. Queue the prompt again when the file is complete."
     )

@@ -33,6 +33,6 @@ def check_fingerprint(checkpoint: Checkpoint, expected: str) -> None:
     """ValueError if the fingerprint of this machine's files is not `expected`."""
     if fingerprint(checkpoint) != expected:
         raise ValueError(
-            f"model_name: {short(checkpoint.path, 300)} is not the same on this machine as on ComfyUI's. Copy it there, or "
-            "share the folder."
+            f"model_name: {short(checkpoint.path, 300)} differs between this machine and ComfyUI's machine. Copy the "
+            "file, or share the folder."
         )

@@ -34,8 +34,8 @@ class GgufFile(MappedFile):
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         except ImportError as error:
             raise ValueError(
-                f"model_name: {short(path.name)} is a GGUF file, and reading those needs the Python package 'gguf': pip "
-                "install gguf"
+                f"model_name: {short(path.name)} is a GGUF file. Reading it needs the Python package 'gguf': pip install "
+                "gguf"
             ) from error
         try:
             with path.open("rb") as file:
@@ -50,7 +50,7 @@ class GgufFile(MappedFile):
                 self._sizes[name] = count // values * size
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(
-                f"model_name: {short(path.name)} cannot be read; it is damaged or incomplete ({short(error, 200)})."
+                f"model_name: {short(path.name)} cannot be read. It is damaged or incomplete ({short(error, 200)})."
             ) from None
         self._tensors = header.tensors
         self.texts = header.texts
@@ -59,7 +59,7 @@ class GgufFile(MappedFile):
         for name, shape in self._shapes.items():
             if min(shape) < 1 or math.prod(shape) != math.prod(self._tensors[name].shape):
                 raise ValueError(
-                    f"model_name: {short(path.name)} holds {short(name)} in another shape than its values have room for."
+                    f"model_name: {short(path.name)} has {short(name)} in a shape that does not match its number of values."
                 )
 
     def keys(self) -> Iterator[str]:

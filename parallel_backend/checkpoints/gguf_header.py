@@ -106,7 +106,7 @@ def read_gguf_header(content: memoryview) -> GgufHeader:
     cursor = _Cursor(content)
     magic, version, tensors, fields = cursor.numbers("IIQQ")
     if magic != MAGIC or version not in VERSIONS:
-        raise ValueError("it is no GGUF file, or of another version or byte order")
+        raise ValueError("it is not a GGUF file, or has another version or byte order")
     if tensors > MAX_TENSORS or fields > MAX_FIELDS:
         raise ValueError(f"{tensors} tensors and {fields} fields are more than any model has")
     alignment, arrays, texts = _fields(cursor, fields)

@@ -32,8 +32,8 @@ def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequenc
             most = MAX_SETTING
         if not _plausible(value, most):
             raise ValueError(
-                f"model_name: {name} says in its header that its {short(argument)} is {short(value)}, which no model with "
-                "such tensors has. It is damaged, or made to do harm: get the model anew."
+                f"model_name: {name} says in its header that its {short(argument)} is {short(value)}, which no model "
+                "with such tensors has. The file is damaged or malicious. Download the model again."
             )
 
 

@@ -38,8 +38,7 @@ class MappedFile:
         assert self._map is not None
         if start + count > len(self._map):
             raise ValueError(
-                f"model_name: {short(self.path.name)} has become shorter while it was read. Is it still being copied or "
-                "written?"
+                f"model_name: {short(self.path.name)} became shorter while it was read. Is it still being copied or written?"
             )
         with warnings.catch_warnings():  # torch warns about read-only buffers, as its tensors can always be written to
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)

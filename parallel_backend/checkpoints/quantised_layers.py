@@ -40,9 +40,9 @@ def attach_quantisation(name: str, entries: Mapping[str, Entry], stated: Mapping
         kind = layer_settings.get("format")
         if not isinstance(kind, str) or kind not in FORMATS:
             raise ValueError(
-                f"model_name: {name} holds {short(layer)}.weight in the format {short(kind)}, which this version cannot "
-                f"read. Of ComfyUI's quantised formats {', '.join(FORMATS)} work, and so do GGUF, plain fp8, bf16 and fp16 "
-                "files."
+                f"model_name: {name} has {short(layer)}.weight in the format {short(kind)}, which this version cannot "
+                f"read. Of ComfyUI's quantised formats {', '.join(FORMATS)} work, and so do GGUF, plain fp8, bf16 and "
+                "fp16 files."
             )
         if kind in KEPT:
             rest[f"{layer}.weight"] = _kept(name, layer, layer_settings, rest)
@@ -79,8 +79,8 @@ def _kept(name: str, layer: str, settings: Mapping[str, Any], rest: dict[str, En
     weight, known = rest[key], FORMATS[kind]
     if weight.dtype != known.stored or len(weight.shape) != 2:
         raise ValueError(
-            f"model_name: {name} says that {short(key)} is in the format {kind}, but holds it as {short(weight.dtype)} of "
-            f"shape {short(list(weight.shape))}. The file is damaged; use another copy."
+            f"model_name: {name} says that {short(key)} is in the format {kind}, but has it as {short(weight.dtype)} of "
+            f"shape {short(list(weight.shape))}. The file is damaged. Use another copy."
         )
     rows, columns = weight.shape[0], weight.shape[1] * 8 // known.bits
     weight = replace(weight, shape=(rows, columns), dtype=kind, layer=_layer(name, layer, settings, columns))
@@ -91,8 +91,8 @@ def _kept(name: str, layer: str, settings: Mapping[str, Any], rest: dict[str, En
             scales[leaf] = _checked(name, f"{layer}.{leaf}", scale, weight, expected)
         elif expected.needed:
             raise ValueError(
-                f"model_name: {name} holds {short(key)} in the format {kind}, but lacks {short(layer)}.{leaf}, the scale "
-                "that it has to have. The file is damaged, or its conversion was stopped; use another copy."
+                f"model_name: {name} has {short(key)} in the format {kind}, but lacks {short(layer)}.{leaf}, which the "
+                "format needs. The file is damaged, or its conversion was stopped. Use another copy."
             )
     return replace(weight, scales=scales)
 
@@ -112,8 +112,9 @@ def _layer(name: str, layer: str, settings: Mapping[str, Any], columns: int) -> 
     ):
         if not fits or (value and columns % value):
             raise ValueError(
-                f"model_name: {name} says that {short(layer)}.weight has {setting} {short(value)}, which the format {kind} "
-                f"cannot have with {columns} columns. The file is damaged, or made by a tool that ComfyUI does not know."
+                f"model_name: {name} says that {short(layer)}.weight has {setting} {short(value)}, which the format "
+                f"{kind} cannot have with {columns} columns. The file is damaged, or comes from a tool that ComfyUI does "
+                "not know."
             )
     dtype = settings.get("linear_dtype", "int4")
     if dtype not in ("int4", "int8"):
@@ -143,6 +144,6 @@ def _checked(name: str, key: str, scale: Entry, weight: Entry, expected: ScaleLa
     by_values = expected.place in (ScalePlace.BLOCK, ScalePlace.GROUP, ScalePlace.TILED)
     usable = "scales of other values" if by_values else "scales of a whole weight or of each of its rows"
     raise ValueError(
-        f"model_name: {name} holds {short(key)} as {short(scale.dtype)} of shape {short(list(scale.shape))} beside a weight "
-        f"of shape {short(list(weight.shape))}; {usable} can be used."
+        f"model_name: {name} has {short(key)} as {short(scale.dtype)} of shape {short(list(scale.shape))} beside a "
+        f"weight of shape {short(list(weight.shape))}; {usable} can be used."
     )

@@ -26,6 +26,6 @@ def check_scales(checkpoint: Checkpoint) -> None:
             small = scale.dtype in FLOATS and math.prod(scale.shape) <= MOST_VALUES
             if small and not torch.isfinite(reader.tensor(scale)).all():
                 raise ValueError(
-                    f"model_name: {short(checkpoint.path.name)} holds {short(key)}, a scale of weights, with values that "
-                    "are NaN or infinite. The file is damaged, or its conversion failed; use another copy."
+                    f"model_name: {short(checkpoint.path.name)} has {short(key)}, a scale of weights, with values that "
+                    "are NaN or infinite. The file is damaged, or its conversion failed. Use another copy."
                 )

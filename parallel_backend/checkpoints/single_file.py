@@ -84,7 +84,7 @@ def contents_of(path: Path) -> Contents:
         raise ValueError(f"model_name: {name} does not exist at {short(path.parent, 300)}.")
     if path.suffix.lower() not in SAFETENSORS + GGUF:
         raise ValueError(
-            f"model_name: {name} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never opened."
+            f"model_name: {name} is not a .safetensors, .sft or .gguf file. Pickled checkpoints are never opened."
         )
     stored, stated, config = read_header(path)
     prefix = prefix_of(stored)
@@ -94,8 +94,8 @@ def contents_of(path: Path) -> Contents:
     for ending, maker in FOREIGN.items():
         if any(key.endswith(ending) for key in entries):
             raise ValueError(
-                f"model_name: {name} is quantised by {maker}, which neither ComfyUI nor Parallel DiT reads. Take a bf16, "
-                "fp8 or GGUF file of the same model, or the nodes that were made for this one."
+                f"model_name: {name} is quantised by {maker}, which neither ComfyUI nor Parallel DiT reads. Use a bf16, "
+                "fp8 or GGUF file of the same model, or the nodes that were made for this file."
             )
     stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
     entries, attention = take_preferences(name, entries)
@@ -107,19 +107,19 @@ def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
     empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
     if empty is not None:
         shape = short(list(entries[empty].shape))
-        raise ValueError(f"model_name: {name} holds {short(empty)} of shape {shape}, which has no values.")
+        raise ValueError(f"model_name: {name} has {short(empty)} of shape {shape}, which has no values.")
     return entries
 
 
 def unknown(name: str, entries: dict[str, Entry]) -> str:
     """The refusal of a file that ranks cannot run: what the file is, and what to do with it."""
     if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
-        return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
+        return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one GPU."
     is_kind = (
         f"It is {what}: use {node}." for what, node, parts in KINDS if any(p in key for key in entries for p in parts)
     )
     usual = "If ComfyUI's Load Diffusion Model loads it, use that node, on one GPU."
     return (
-        f"model_name: {name} is no diffusion transformer that this version knows. {next(is_kind, usual)} Its first keys: "
-        f"{', '.join(map(short, list(entries)[:3])) or 'none'}."
+        f"model_name: {name} is not a diffusion transformer that this version knows. {next(is_kind, usual)} Its first "
+        f"keys: {', '.join(map(short, list(entries)[:3])) or 'none'}."
     )

@@ -100,7 +100,7 @@ def read_header(path: Path) -> Header:
 
     def read(file: Any) -> Header:
         if len(names := file.keys()) > MAX_TENSORS:
-            raise ValueError(f"it says that it holds {len(names)} tensors")
+            raise ValueError(f"it says that it has {len(names)} tensors")
         keys = {key: file.get_slice(key) for key in names}
         entries = {
             key: Entry(path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype()))
@@ -134,9 +134,7 @@ def read_json(entries: Mapping[str, Entry], check: Callable[[Any], Any] = lambda
         def read(file: Any, keys: dict[str, Entry] = keys) -> dict[str, Any]:
             for name, entry in keys.items():
                 if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
-                    raise ValueError(
-                        f"what it says of {short(name)} is {entry.dtype} of the shape {short(list(entry.shape))}"
-                    )
+                    raise ValueError(f"its entry for {short(name)} is {entry.dtype} of the shape {short(list(entry.shape))}")
             return {name: check(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
 
         values |= _reading(path, read)
@@ -148,13 +146,13 @@ def _inner_object(texts: Mapping[str, str], entry: str, inside: str) -> dict[str
     outer = json.loads(texts.get(entry, "{}"))
     inner = outer.get(inside, {}) if isinstance(outer, dict) else None
     if not isinstance(inner, dict):
-        raise ValueError(f"its header says {entry} in a form that nobody writes")
+        raise ValueError(f"its header says {entry} in an unknown form")
     return inner
 
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("what it says of a layer's format is no JSON object")
+        raise ValueError("a layer's format is not a JSON object")
     return value
 
 
@@ -171,10 +169,10 @@ def _reading(path: Path, read: Callable[[Any], Any]) -> Any:
 def _unreadable(path: Path, error: Exception) -> ValueError:
     if _is_pickle(path):
         return ValueError(
-            f"model_name: {short(path.name)} is a pickle by another name. Pickles can run any code, and are never opened: "
-            "get the model as safetensors."
+            f"model_name: {short(path.name)} is a pickle file under another name. Pickles can run any code and are never "
+            "opened. Get the model as safetensors."
         )
-    return ValueError(f"model_name: {short(path.name)} cannot be read; it is damaged or incomplete ({short(error, 200)}).")
+    return ValueError(f"model_name: {short(path.name)} cannot be read. It is damaged or incomplete ({short(error, 200)}).")
 
 
 def _is_pickle(path: Path) -> bool:

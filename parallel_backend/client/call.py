@@ -29,7 +29,7 @@ class ModelCall:
     """One evaluation of the model by a sampler: of the whole latent, or of one band of it."""
 
     x: torch.Tensor | Latents
-    """The latent [B, C, (T,) H, W]; with a companion (a video's sound) both latents."""
+    """The latent [B, C, (T,) H, W]; with a companion (a video's audio) both latents."""
     timestep: torch.Tensor
     """[B], or [B, T] with a time for each latent frame, or [B, N, 1] with one for each token."""
     tensors: dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ class TokenLayout:
     """The tokens of the whole latent. All bands of a run have the same layout."""
 
     grid: tuple[int, ...]
-    """Numbers of tokens along the picture's axes: (frames,) rows, columns."""
+    """Numbers of tokens along the image's axes: (frames,) rows, columns."""
     along: str = "rows"
     """The axis by which tokens are ordered first, see Patching.along."""
     companion_tokens: int = 0
@@ -98,7 +98,7 @@ class PostedCall:
     """A model call for the ranks: latents packed to tokens, and a conditioning that the ranks have."""
 
     x: torch.Tensor
-    """[B, n + a, c] on the CPU: the n picture tokens among `tokens`, and with the text the companion's a tokens."""
+    """[B, n + a, c] on the CPU: the n image tokens among `tokens`, and with the text the companion's a tokens."""
     timestep: torch.Tensor
     """As ModelCall.timestep, float32 on the CPU."""
     conditioning: Conditioning

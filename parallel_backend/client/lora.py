@@ -105,7 +105,7 @@ class Deltas:
         rows = delta.rows or Span(0, shape[0])
         if parameter is None or rows.stop > shape[0] or not _fits(delta, len(rows), shape[1:]):
             raise ValueError(
-                f"model: what is to be added to {short(delta.key)} does not fit {short(self._checkpoint.path.name)}: it is "
+                f"model: the LoRA for {short(delta.key)} does not fit {short(self._checkpoint.path.name)}: it is "
                 f"{_shown(delta)}. Use a LoRA that was made for this model."
             )
         up = delta.up

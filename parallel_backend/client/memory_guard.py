@@ -203,8 +203,8 @@ class MemoryGuard:
         limit = self.resident.limits[rank]
         more, device = (weights.streamed(most) - weights.streamed(limit)) / 1e9, self.ranks.devices[rank]
         return (
-            f"{device} ran out of memory. This is tried once more with new ranks, on which {more:.1f} GB more of rank "
-            f"{error.rank}'s weights come from host memory as they are needed"
+            f"{device} ran out of memory. One more try with new ranks: {more:.1f} GB more of rank {error.rank}'s weights "
+            "are streamed from host memory"
         )
 
     def _fit(self, requests: tuple[Request, ...], free: "_FreeMemory") -> None:

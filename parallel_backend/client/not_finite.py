@@ -27,12 +27,12 @@ class NotFiniteError(RuntimeError):
 def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
     """ValueError for values of a call that are not finite, naming the sampler's inputs."""
     if not all_finite(timestep):
-        raise ValueError("sigmas: they hold values that are not finite (NaN or infinite). Use another scheduler.")
+        raise ValueError("sigmas: they have values that are not finite (NaN or infinite). Use another scheduler.")
     if not all_finite(x):
         raise ValueError(
-            "latent_image: the latent that the sampler gives the model holds values that are not finite (NaN or infinite), "
-            f"at the model's time {float(timestep.max()):.4g}. At the first step it came so: look at the node before the "
-            "sampler. Later on the sampler made it so: lower cfg, or use another sampler or scheduler."
+            "latent_image: the sampler gave the model a latent with values that are not finite (NaN or infinite), at "
+            f"the model's time {float(timestep.max()):.4g}. If this is the first step, check the node before the "
+            "sampler. Later, the sampler made them: lower cfg, or use another sampler or scheduler."
         )
 
 
@@ -41,8 +41,8 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if "mask" not in name and not all_finite(tensor):
             raise ValueError(
-                f"positive, negative: the conditioning's '{name}' holds values that are not finite (NaN or infinite). Look "
-                "at the text encoder, its file and dtype, and at the nodes that change the conditioning."
+                f"positive, negative: the conditioning's '{name}' holds values that are not finite (NaN or infinite). "
+                "Check the text encoder, its file and dtype, and the nodes that change the conditioning."
             )
 
 
@@ -73,13 +73,13 @@ def explanation(
         for found in zip(*((answer.weights, answer.adapters) for answer in answers), strict=True)
     )
     text = (
-        "Parallel DiT: the model's output holds values that are not finite (NaN or infinite), which would be a black "
-        f"picture. They began on {where}{stage} in micro-step {first[0]}. "
+        "Parallel DiT: the model's output has values that are not finite (NaN or infinite), which give a black image. "
+        f"They began on {where}{stage} in micro-step {first[0]}. "
     )
     if adapters:
         return f"{text}The LoRA's own values are not finite in {_layers(adapters)}: remove it."
     if weights:
-        small = "weight_dtype fp16 is too small for them, use bf16 or fp32; or " if compute_name(dtype) == "fp16" else ""
+        small = "weight_dtype fp16 is too small for them: use bf16 or fp32; or " if compute_name(dtype) == "fp16" else ""
         return (
             f"{text}The model's own weights are not finite in {', '.join(weights[:NAMED])}: {small}the file is damaged, "
             "download it again."

@@ -46,7 +46,7 @@ class P2PVerdicts:
         self._here: dict[tuple[str, ...], int] = {}
 
     def way(self, devices: tuple[str, ...]) -> int:
-        """How ranks on these devices are to talk: by this process, or with the same cards and driver."""
+        """How ranks on these devices are to talk: by this process, or with the same GPUs and driver."""
         if devices in self._here:
             return self._here[devices]
         path = self._path(devices)
@@ -57,7 +57,7 @@ class P2PVerdicts:
             return WITH_P2P
         by_gloo = verdict | GLOO in known
         log.info(
-            "Parallel DiT: %s between %s, as an earlier start had to do without. To have it tried again, delete %s",
+            "Parallel DiT: %s between %s, as at an earlier start. To try it again, delete %s",
             *("no NCCL" if by_gloo else "no direct access (P2P)", ", ".join(devices), path),
         )
         return BY_GLOO if by_gloo else WITHOUT_P2P
@@ -67,7 +67,7 @@ class P2PVerdicts:
         self._here[devices] = way
 
     def keep(self, devices: tuple[str, ...], way: int) -> None:
-        """In this way these devices work: also at later starts, until driver, cards, torch, NCCL or the IOMMU are others."""
+        """In this way these devices work: also at later starts, until driver, GPUs, torch, NCCL or the IOMMU are others."""
         self._here[devices] = way
         if (path := self._path(devices)) is not None:
             verdict = _verdict(devices) | (GLOO if way == BY_GLOO else {})
@@ -85,14 +85,14 @@ class P2PVerdicts:
                 _write(path, others)
 
     def _path(self, devices: tuple[str, ...]) -> Path | None:
-        """None where nothing is kept: for CPUs, and cards of a Ray cluster, which may be others next time."""
+        """None where nothing is kept: for CPUs, and GPUs of a Ray cluster, which may be others next time."""
         folder = self._folder()
         kept = folder is not None and all(device_kind(name) == "cuda" and not on_ray(name) for name in devices)
         return folder / FILE if kept and folder is not None else None
 
 
 def _verdict(devices: tuple[str, ...]) -> Verdict:
-    """Of these cards as they are now. Asks for their properties alone, which makes no context on a card."""
+    """Of these GPUs as they are now. Asks for their properties alone, which makes no context on a GPU."""
     properties = [torch.cuda.get_device_properties(name) for name in devices]
     cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
     facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]
@@ -109,12 +109,12 @@ def nccl_version() -> str:
 
 
 def _same(one: Verdict, other: Verdict) -> bool:
-    """Whether both are of the same cards on the same machine."""
+    """Whether both are of the same GPUs on the same machine."""
     return all(one[name] == other[name] for name in FIELDS)
 
 
 def _read(path: Path) -> list[Verdict]:
-    """The file's verdicts. None of a file that is not there, or that `_write` has not written so: it is written anew."""
+    """The file's verdicts. None of a file that is not there, or that `_write` has not written so: it is written again."""
     try:
         if not path.exists():
             return []
@@ -125,7 +125,7 @@ def _read(path: Path) -> list[Verdict]:
             raise ValueError("it has something else in it")
         return list(verdicts)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        log.warning("Parallel DiT: %s is no list of cards without P2P (%s), and is ignored", path, error)
+        log.warning("Parallel DiT: %s is not a list of GPUs without P2P (%s), and is ignored", path, error)
         return []
 
 
@@ -134,4 +134,4 @@ def _write(path: Path, verdicts: list[Verdict]) -> None:
     try:
         write_json(path, {"verdicts": verdicts})
     except OSError as error:
-        log.warning("Parallel DiT: that P2P does not work could not be kept in %s (%s)", path, error)
+        log.warning("Parallel DiT: the failure of P2P could not be stored in %s (%s)", path, error)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 WITHOUT_P2P_SECONDS = 30.0
 """Time limit of the self-test's parts without P2P, shorter since the test with P2P has taken a minute already."""
-WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that talk through Gloo in place of NCCL"}
+WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that use Gloo instead of NCCL"}
 """How ranks on GPUs may talk, in the order in which it is tried. The text follows "ranks"."""
 
 
@@ -26,7 +26,7 @@ class Pools:
     """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
     Devices that overlap with a pool's are used by a part of that pool. If the pool lacks some of them, it is ended once, and
-    started anew on all devices of both. `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
+    started again on all devices of both. `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
     `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
     """
 
@@ -91,7 +91,7 @@ class Pools:
         except RankError as error:
             if pool.ready.done() and pool.ready.exception() is None:
                 raise
-            log.warning("%s\nParallel DiT: ranks on %s alone are started", str(error), ", ".join(devices))
+            log.warning("%s\nParallel DiT: starting ranks on %s only", str(error), ", ".join(devices))
         self._apart.add(where)
         self.end(where, politely=False)
         return self._use(devices, action)
@@ -118,7 +118,7 @@ class Pools:
         """The result of `action` with the pool on these devices, started if necessary.
 
         If the self-test of NCCL's links fails, `action` is tried once more with new ranks without P2P, since direct access
-        between consumer cards is the most frequent cause, and then with Gloo. The way that works stays, see P2PVerdicts.
+        between consumer GPUs is the most frequent cause, and then with Gloo. The way that works stays, see P2PVerdicts.
         """
         pool = self._on(devices)
         self._begun.discard(devices)
@@ -141,7 +141,7 @@ class Pools:
                     self._verdicts.keep(devices, way)
                 return result
             self.end(devices, politely=False)
-            if first != WITH_P2P:  # what an earlier start found out has changed: the next one begins anew
+            if first != WITH_P2P:  # what an earlier start found out has changed: the next one begins again
                 self._verdicts.forget(devices)
             self._verdicts.turn_to(devices, way)
             pool = self._on(devices)

@@ -26,7 +26,7 @@ def proven(own: OwnClass, call: Call, degrees: Degrees, name: str) -> OwnClass:
     if why := proof.batch or proof.bands:
         raise ValueError(f"model: {name} cannot run on ranks: {why}.")
     if proof.latent is None or not proof.latent.pads:
-        raise ValueError(f"model: {name} does not fill up its latent in a circle.")
+        raise ValueError(f"model: {name} does not pad its latent circularly.")
     return dataclasses.replace(own, blocks=proof.blocks, latent=proof.latent)
 
 

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 Expected = Callable[[], Request | None]
 """Gives the run for which a model is loaded, if one is known."""
-BORROWED = "Parallel DiT: the ranks have been used for something else, and the model is not there any more"
+BORROWED = "Parallel DiT: the ranks were used for something else, and the model is no longer there"
 
 
 class Registry:
@@ -383,7 +383,7 @@ class Registry:
     def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
         threads = self._pools.threads(devices) if self.threads is None else self.threads
         if self._exiting:
-            raise RankError("Parallel DiT: ComfyUI is ending, and no ranks are started any more")
+            raise RankError("Parallel DiT: ComfyUI is closing and starts no more ranks")
         return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)
 
 

@@ -37,7 +37,7 @@ from .step_cache import Forecast, StepCache
 class RemoteTransformer:
     """A checkpoint on the ranks of a pool, cut by the degrees of `setup`. Made by loading.load_model. Thread-safe.
 
-    `balance`: the blocks of each stage, and each patch rank's share of the picture.
+    `balance`: the blocks of each stage, and each patch rank's share of the image.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RemoteTransformer:
         self._memory.adapted()
 
     def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
-        """Costs by stage for a picture with `grid` tokens along its axes. None: the blocks were not timed."""
+        """Costs by stage for an image with `grid` tokens along its axes. None: the blocks were not timed."""
         costs = self.balance.costs(math.prod(grid) / self.degrees.sequence)
         if costs is None:
             return None
@@ -225,8 +225,8 @@ class RemoteTransformer:
         if not all(map(len, self._posting.cut.parts(tokens))):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(
-                f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
-                "the least. Use a larger picture, fewer patches or smaller degrees."
+                f"{degrees} cuts this image (or patch of it), which has only {len(tokens)} tokens. Each rank needs at "
+                "least one. Use a larger image, fewer patches or smaller degrees."
             )
         self._posting.post(call)
 

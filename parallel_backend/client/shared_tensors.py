@@ -1,4 +1,4 @@
-"""Memory shared with all ranks of a pool for a while: for pictures that the ranks write, and weights that they read."""
+"""Memory shared with all ranks of a pool for a while: for images that the ranks write, and weights that they read."""
 
 import contextlib
 import logging

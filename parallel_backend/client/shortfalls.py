@@ -14,7 +14,7 @@ from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import DeviceFull
 
 Size = tuple[tuple[int, ...], int]
-"""(tokens along the axes of the largest picture, its batch entries)."""
+"""(tokens along the axes of the largest image, its batch entries)."""
 
 
 class Shortfalls:
@@ -62,7 +62,7 @@ class SecondTry:
         self._failed: Callable[[], LearnsOfFailure | None] = lambda: None  # weak reference to the model that ran out
 
     def allows(self, model: LearnsOfFailure, error: DeviceFull) -> bool:
-        """`model` ran out of memory. Whether to try again, with a model that is loaded anew, which streams more.
+        """`model` ran out of memory. Whether to try again, with a model that is loaded again, which streams more.
 
         Calls under way fail together: each of them may be tried again.
         """

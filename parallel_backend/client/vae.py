@@ -36,7 +36,7 @@ class TooLittleMemory(RuntimeError):
 
 
 class NotExact(RuntimeError):
-    """Bands are not the whole picture, as a trial has shown."""
+    """Bands are not the whole image, as a trial has shown."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RemoteVAE:
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
     bytes_sent: list[dict[str, int]] = field(default_factory=list)
-    """By rank and mesh axis, bytes that were sent to other ranks for the last picture."""
+    """By rank and mesh axis, bytes that were sent to other ranks for the last image."""
 
     def run(
         self,
@@ -78,7 +78,7 @@ class RemoteVAE:
 
         `unit`: rows of x that must stay together. `shared`: `output` is in memory that the ranks share (shared_tensors.py),
         and they write into it. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less. NotExact if the
-        ranks' trial has shown it. If `poll` raises, the ranks finish the picture.
+        ranks' trial has shown it. If `poll` raises, the ranks finish the image.
         """
         columns = cut_along_columns(x)
         dim = x.ndim - 1 if columns else x.ndim - 2
@@ -127,13 +127,13 @@ class RemoteVAE:
         band = self._band(reply)
         if band.shape != target.shape:
             shapes = f"{list(band.shape)} for {list(target.shape)}"
-            raise self.pool.refuse(reply.rank, f"a band of a picture of the shape {shapes}")
+            raise self.pool.refuse(reply.rank, f"a band of an image of the shape {shapes}")
         target.copy_(band)
 
     def _band(self, reply: m.VAEOutput) -> torch.Tensor:
         """The band that a rank sent. RankError for a rank that sent none."""
         if reply.band is None:
-            raise self.pool.refuse(reply.rank, "None for a band of a picture")
+            raise self.pool.refuse(reply.rank, "None for a band of an image")
         return reply.band
 
     def _replies(
@@ -177,7 +177,7 @@ class RemoteVAE:
                 self.pool.tell(m.PutVAE(held_as, self.part, made.recipe, tensors, trial, self.pool.part_ranks))
             replies = self._asked(held_as, bytes_needed, 0, poll)
         if any(reply.short_of_memory for reply in replies):
-            text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its band needs"
+            text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its part needs"
             raise TooLittleMemory(text, self._missing(replies))
         if why := next(filter(None, (reply.wrong for reply in replies)), ""):
             raise NotExact(f"this VAE cannot be cut: {why}")

@@ -35,7 +35,7 @@ def _reason(device: str) -> str | None:
     elif shutil.which(compiler := cpp_compiler()) is None:
         return f"torch.compile needs the C++ compiler {compiler}, which is not on the PATH."
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        return "torch.compile needs Python's headers, which are not there (on Debian and Ubuntu the package python3-dev)."
+        return "torch.compile needs Python's headers, which are missing (on Debian and Ubuntu the package python3-dev)."
     return None
 
 

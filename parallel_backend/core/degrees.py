@@ -58,8 +58,9 @@ class Degrees:
             )
         if self.patch > 1 and self.pipe > 1:
             raise ValueError(
-                f"patch_degree is {self.patch} and pipefusion_degree is {self.pipe}: they do not combine, since patches "
-                "need all blocks on every GPU and PipeFusion gives each GPU a share of the blocks. Set one of them to 1."
+                f"patch_degree is {self.patch} and pipefusion_degree is {self.pipe}: they do not combine, because "
+                "patches need all blocks on every GPU and PipeFusion gives each GPU a share of the blocks. Set one of "
+                "them to 1."
             )
 
     @property

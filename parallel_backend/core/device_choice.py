@@ -64,9 +64,9 @@ def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = Tr
             return ("cpu",) * degrees.world
         if len(gpus) < degrees.world:
             raise ValueError(
-                f"devices: {degrees} needs {degrees.world} GPUs, this machine has {len(gpus)} that ComfyUI shows."
-                f"{why_hidden(host)} Lower the degrees so that their product is at most {len(gpus)}, or name the devices (a "
-                "GPU may be named more than once)."
+                f"devices: {degrees} needs {degrees.world} GPUs, but ComfyUI shows {len(gpus)} on this "
+                f"machine.{why_hidden(host)} Lower the degrees so that their product is at most {len(gpus)}, or name the "
+                "devices (a GPU may be named more than once)."
             )
         return gpus[: degrees.world]
     devices = ray_devices(text, degrees.world) if names_ray(text) else named_devices(text, host)
@@ -97,10 +97,10 @@ def named_devices(text: str, host: Host) -> tuple[str, ...]:
             continue
         kind = device_kind(name)
         if kind in OTHER_KINDS:
-            raise ValueError(f"devices: {name[:40]} is {OTHER_KINDS[kind]}, on which there are no ranks. {_instead()}")
+            raise ValueError(f"devices: {name[:40]} is {OTHER_KINDS[kind]}, on which ranks cannot run. {_instead()}")
         hint = why_hidden(host) if kind == "cuda" else ""
         raise ValueError(
-            f"devices: {_short(name)} is no device of this machine, which has {', '.join(sorted(known))}.{hint}"
+            f"devices: {_short(name)} is not a device of this machine, which has {', '.join(sorted(known))}.{hint}"
         )
     return devices
 
@@ -135,14 +135,14 @@ def _auto_gpus(host: Host) -> tuple[str, ...] | None:
         return None
     if host.kind != "cuda":
         what = OTHER_KINDS.get(host.kind, host.kind)
-        raise ValueError(f"devices: ComfyUI runs on {what} here, on which there are no ranks. {_instead()}")
+        raise ValueError(f"devices: ComfyUI runs on {what} here, on which ranks cannot run. {_instead()}")
     return gpus_of(host)
 
 
 def _instead() -> str:
     return (
         "Ranks run on NVIDIA GPUs (CUDA), on AMD GPUs (ROCm, never tried) and on CPUs. Use ComfyUI's own Load Diffusion "
-        "Model here; or write cpu into devices, once for each rank, which is slow."
+        "Model here. Or write cpu into devices, once for each rank, which is slow."
     )
 
 

@@ -52,7 +52,7 @@ def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
     for name in names:
         if PREFIX + name not in IN_AN_ACTOR:
             raise ValueError(
-                f"devices: '{short(name)}' is no device of a Ray cluster. Name cuda or cpu for each rank, such as "
-                "ray:cuda,cuda: which machine and GPU that is, Ray decides."
+                f"devices: '{short(name)}' is not a device of a Ray cluster. Name cuda or cpu for each rank, such as "
+                "ray:cuda,cuda. Ray chooses the machine and GPU."
             )
     return tuple(PREFIX + name for name in names)

@@ -162,7 +162,7 @@ class OwnLatent:
     ahead: str = ""
     """Argument that has the references before the latent, each in tokens of `patch`, if there are others behind it."""
     beside: bool = False
-    """References stand beside a picture: behind each row of the latent's tokens come as many of theirs, and `layout` has
+    """References stand beside an image: behind each row of the latent's tokens come as many of theirs, and `layout` has
     them behind the latent's."""
     shared: tuple[str, ...] = ()
     """Modules whose output all bands of a call share, see name_pattern."""
@@ -183,7 +183,7 @@ class OwnLatent:
         """Why a latent of these frames, rows and columns cannot be filled up in a circle. Empty: it can, or need not be."""
         even = all(size % by == 0 for size, by in zip(sizes, self.patch[-len(sizes) :], strict=True))
         pads = self.pads and not self.companion
-        return "" if even or pads else "the latent's height or width is no multiple of the model's patch size"
+        return "" if even or pads else "the latent's height or width is not a multiple of the model's patch size"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Setup:
     cuda_graphs: bool = False
     """Repeated micro-steps are replayed as CUDA graphs, see rank/micro_step_graphs.py."""
     enlarged: TensorSizes = ()
-    """Tensors that a LoRA enlarges, such as the first layer of Flux for a picture of depths in further channels."""
+    """Tensors that a LoRA enlarges, such as the first layer of Flux for an image of depths in further channels."""
     fp8_products: bool = False
     """Plain fp8 weights are multiplied in fp8, as ComfyUI does with `--fast fp8_matrix_mult`."""
     own_class: OwnClass = field(kw_only=True)

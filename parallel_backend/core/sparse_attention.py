@@ -12,9 +12,9 @@ HEAD_SIZE = 128
 KEYS, KEYS_AND_ROWS = "exact_kv", "exact_kv_and_rows"
 """Values of `sinks`."""
 VIDEO, SOUND, REST = "video", "sound", "rest"
-"""Kinds of segments: the latent's own video, its own sound, and everything else."""
+"""Kinds of segments: the latent's own video, its own audio, and everything else."""
 Runs = tuple[tuple[int, str], ...]
-"""(tokens, kind) of each segment of a sequence, in order: tokens in a row, all of one picture, video, sound or text."""
+"""(tokens, kind) of each segment of a sequence, in order: tokens in a row, all of one image, video, audio or text."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SparseAttention:
     full: tuple[str, ...] = ()
     """Blocks "<list>.<index>" that attend in full."""
     sinks: str = ""
-    """KEYS: all queries see the tokens in front of the video exactly. KEYS_AND_ROWS: those of the video's own sound also see
+    """KEYS: all queries see the tokens in front of the video exactly. KEYS_AND_ROWS: those of the video's own audio also see
     all keys. Empty: neither."""
     cubes: bool = False
     """Blocks are cubes of the video (VSA)."""

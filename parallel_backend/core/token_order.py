@@ -1,7 +1,7 @@
-"""The order of image tokens: those of the picture, and those of reference pictures (Flux Kontext, Qwen-Image-Edit).
+"""The order of image tokens: those of the image, and those of reference images (Flux Kontext, Qwen-Image-Edit).
 
-Reference tokens go through the blocks like picture tokens, but their output is dropped. An equal share of them follows every
-token row of the picture, so that bands have equal lengths.
+Reference tokens go through the blocks like image tokens, but their output is dropped. An equal share of them follows every
+token row of the image, so that bands have equal lengths.
 """
 
 from bisect import bisect_right
@@ -28,13 +28,13 @@ class TokenOrder:
     """Places, from 0, of the image tokens of a call."""
 
     image: int
-    """Number of picture tokens."""
+    """Number of image tokens."""
     row: int
-    """Number of picture tokens in a row; if `along` is "frames", in a frame."""
+    """Number of image tokens in a row; if `along` is "frames", in a frame."""
     references: int = 0
-    """Number of tokens of all reference pictures together."""
+    """Number of tokens of all reference images together."""
     along: str = "rows"
-    """The picture's axis by which tokens are ordered first, see Patching.along."""
+    """The image's axis by which tokens are ordered first, see Patching.along."""
 
     @property
     def tokens(self) -> int:
@@ -56,7 +56,7 @@ class TokenOrder:
         return Span(self._starts[rows.start], self._starts[rows.stop])
 
     def images(self, span: Span) -> Span:
-        """The picture tokens in `span`, numbered without reference tokens."""
+        """The image tokens in `span`, numbered without reference tokens."""
         return Span(self._images_before(span.start), self._images_before(span.stop))
 
     def _images_before(self, place: int) -> int:
@@ -66,7 +66,7 @@ class TokenOrder:
         return row * self.row + min(place - self._starts[row], self.row)
 
     def places(self, span: Span) -> torch.Tensor:
-        """[n] int64: for each place in `span` the picture token's number, or `image` + the reference token's number."""
+        """[n] int64: for each place in `span` the image token's number, or `image` + the reference token's number."""
         index = torch.arange(span.start, span.stop)
         starts = torch.tensor(self._starts[:-1])
         row = torch.searchsorted(starts, index, right=True) - 1
@@ -82,5 +82,5 @@ class TokenOrder:
         return torch.where(of_picture, order[places.where(of_picture, 0)], places)
 
     def picture_rows(self, span: Span) -> torch.Tensor:
-        """[m]: indices in `span`, from its start, of the picture tokens."""
+        """[m]: indices in `span`, from its start, of the image tokens."""
         return (self.places(span) < self.image).nonzero()[:, 0]

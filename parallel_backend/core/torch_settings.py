@@ -60,7 +60,7 @@ def write_settings(wanted: Mapping[str, bool | str]) -> None:
             try:
                 _writer(name)(value)
             except (AttributeError, RuntimeError) as error:
-                log.warning("torch.%s stays as it is, and is %s in ComfyUI (%s)", name, value, error)
+                log.warning("torch.%s could not be set to %s, which ComfyUI uses (%s)", name, value, error)
     own, deterministic, warn_only = read_settings(), bool(wanted.get(DETERMINISTIC)), bool(wanted.get(WARN_ONLY))
     if (own[DETERMINISTIC], own[WARN_ONLY]) != (deterministic, warn_only):
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

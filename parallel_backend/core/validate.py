@@ -32,7 +32,7 @@ def check_ranks(degrees: Degrees) -> None:
     """Raise ValueError for more than MOST_RANKS ranks."""
     if degrees.world > MOST_RANKS:
         raise ValueError(
-            f"{degrees} makes {degrees.world} ranks, of which {MOST_RANKS} are the most. Lower the degrees: their product "
+            f"{degrees} makes {degrees.world} ranks. At most {MOST_RANKS} are possible. Lower the degrees: their product "
             "is the number of devices."
         )
 
@@ -54,7 +54,7 @@ def check_devices(degrees: Degrees, devices: tuple[str, ...], all_known: bool = 
     if degrees.ulysses > 1 and _mixed(devices):
         raise ValueError(
             f"devices names GPUs and CPUs ({', '.join(devices)}), and ulysses_degree is {degrees.ulysses}, which runs on "
-            "one kind only. Name GPUs only, or write cpu once for each rank; or set ulysses_degree to 1 and use another "
+            "one kind only. Name GPUs only, or write cpu once for each rank. Or set ulysses_degree to 1 and use another "
             "degree."
         )
 
@@ -63,7 +63,7 @@ def check_one_kind(devices: Sequence[str]) -> None:
     """Raise ValueError for a mixture of GPUs and CPUs, for which the planner chooses no degrees."""
     if _mixed(devices):
         raise ValueError(
-            f"devices names GPUs and CPUs ({', '.join(devices)}): which degrees are best for them is not looked for, since "
+            f"devices names GPUs and CPUs ({', '.join(devices)}): the best degrees cannot be found for both, because "
             "ulysses_degree runs on one kind only. Name GPUs only, or write cpu once for each rank."
         )
 

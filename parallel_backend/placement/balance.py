@@ -1,4 +1,4 @@
-"""The blocks of each pipeline stage and the picture's share of each patch rank, from measured costs or the user's text."""
+"""The blocks of each pipeline stage and the image's share of each patch rank, from measured costs or the user's text."""
 
 import logging
 import math
@@ -89,7 +89,7 @@ class Balance:
     stage_blocks: tuple[Span, ...]
     """Blocks of each stage, numbered through all block lists."""
     patch_shares: tuple[float, ...]
-    """Each patch rank's share of the picture. Their sum is 1."""
+    """Each patch rank's share of the image. Their sum is 1."""
     stage_costs: tuple[StageCost, ...] | None
     """By stage, for `timed_tokens`. None: nothing was measured."""
     timed_tokens: int = 1
@@ -179,7 +179,9 @@ def divide(
     blocks = cut_blocks(costs, sizes, limits, [max(spill[rank] for rank in ranks) for ranks in members] if spill else ())
     if blocks is None:
         if not imagined:
-            log.warning("Parallel DiT: the model hardly fits the devices' free memory; stages are cut by memory alone.")
+            log.warning(
+                "Parallel DiT: the model barely fits into the devices' free memory, so stages are cut by memory alone."
+            )
         blocks = equally_full(limits, sizes)
     speeds = [1 / _whole_model(lists, slowest("patch", index)) for index in range(degrees.patch)]
     return Balance(
@@ -190,7 +192,7 @@ def divide(
 
 
 def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float]:
-    """By rank, seconds that a streamed byte of weights adds to a whole picture's computing. Empty: no byte can be streamed.
+    """By rank, seconds that a streamed byte of weights adds to a whole image's computing. Empty: no byte can be streamed.
 
     `rates`: bytes a second from host memory to each rank's device, 0 where weights cannot come from there. A run in bands
     streams a stage's weights once for each band, with all batch entries; an exact call once for each entry.

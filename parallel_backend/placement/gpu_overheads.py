@@ -4,7 +4,7 @@ No figure was measured with this product, which has never run on several GPUs.
 """
 
 CONTEXT = 500_000_000
-"""The CUDA context of one process. Public figures of single cards: 447 MB on an RTX 6000 Ada with torch 2.10 and CUDA 13
+"""The CUDA context of one process. Public figures of single GPUs: 447 MB on an RTX 6000 Ada with torch 2.10 and CUDA 13
 (unslothai/unsloth-zoo #1053); 300 to 400 MB since CUDA 11.7, which loads kernels at their first use (pytorch #107667 and
 #109888). Kernels that are loaded later add to it. Not known by architecture; AMD's is not known at all."""
 

@@ -71,13 +71,13 @@ def changes(
     rows = largest.grid[-2]
     side = _largest(rows, lambda count: fit(tuple(_with_rows(request, count / rows) for request in requests)))
     if side:
-        ways.append(f"a picture {side / rows:.2f} times as wide and high")
+        ways.append(f"an image {side / rows:.2f} times as wide and high")
     if len(largest.grid) == 3:
         frames = largest.grid[0]
         count = _largest(frames, lambda count: fit(tuple(_with_frames(request, count / frames) for request in requests)))
         if count:
             ways.append(f"{count} latent frames instead of {frames}")
-    # Two entries may be one picture's two prompts.
+    # Two entries may be one image's two prompts.
     if largest.entries > 2 and fit(tuple(replace(request, entries=min(2, request.entries)) for request in requests)):
         ways.append("batch_size 1")
     if any(request.kept > 1 for request in requests) and fit(

@@ -34,7 +34,7 @@ TARGET_SHARE = 0.75
 class MemoryCheck:
     """For one model on its ranks. `device_count`: devices of this machine.
 
-    `spans`: the blocks of each stage. They may be set anew once blocks are measured. `last`: the last check's requests and
+    `spans`: the blocks of each stage. They may be set again once blocks are measured. `last`: the last check's requests and
     memories, for the advice after a later error.
     """
 
@@ -173,7 +173,7 @@ class MemoryCheck:
             for rank, (one, limit) in enumerate(zip(self.weights(), limits, strict=True))
             if one.streamed(limit)
         ]
-        return f"weights come from host memory as they are needed: {', '.join(streamed)}" if streamed else ""
+        return f"weights streamed from host memory: {', '.join(streamed)}" if streamed else ""
 
     def is_short(self) -> bool:
         """Whether the last run was expected to take more than half of some device's memory, so that it may have run out."""
@@ -205,7 +205,7 @@ class MemoryCheck:
         if memories and all(map(self.streams, memories)):
             lack = (1 - TARGET_SHARE) * max(need.total for need in needs)
             instead += (
-                f" Or set offload to {math.ceil((self.offload.leave_free + lack) / GB)}, which leaves so many GB free."
+                f" Or set offload to {math.ceil((self.offload.leave_free + lack) / GB)}, which leaves that many GB free."
             )
         return f"The run was expected to take: {each}. {instead}"
 
@@ -240,7 +240,7 @@ class MemoryCheck:
             if fits(self.sizes, self.degrees, self.spans, requests, streaming):
                 ways.insert(0, f"offload {AUTO}")
         if not ways:
-            return "No single change makes it fit: use more devices, or larger ones."
+            return "No single change makes it fit. Use more devices, or larger ones."
         return f"It would fit with {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}."
 
 

@@ -39,7 +39,7 @@ BY_RANKS = {
     "patch": (1.0, 1.01, 1.24, 1.91),
 }
 """Axis -> hidden states of a rank's tokens at the peak with RANKS ranks on it, over those of one rank: the medians of eleven
-models that were traced with real sizes (benchmarks/sizes/states.py). What each rank computes for the whole picture grows."""
+models that were traced with real sizes (benchmarks/sizes/states.py). What each rank computes for the whole image grows."""
 TIMED = {True: 3, False: 18}
 """Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
 Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
@@ -82,9 +82,9 @@ class Request:
     """Model calls for one conditioning, as far as memory goes."""
 
     grid: tuple[int, ...]
-    """The picture's tokens along its axes."""
+    """The image's tokens along its axes."""
     references: int
-    """Tokens of reference pictures."""
+    """Tokens of reference images."""
     text: int
     """Text tokens."""
     entries: int
@@ -237,7 +237,7 @@ def _between(axis: str, ranks: int) -> float:
     for (fewer, more), (before, after) in zip(pairwise(RANKS), pairwise(states), strict=True):
         if ranks <= more:
             return before + (1 / fewer - 1 / ranks) / (1 / fewer - 1 / more) * (after - before)
-    # What grows for the whole picture's sake grows as the ranks do.
+    # What grows for the whole image's sake grows as the ranks do.
     return states[-1] * (ranks / RANKS[-1] if states[-1] > states[-2] else 1.0)
 
 

@@ -94,7 +94,7 @@ def finish_times(
 
 
 def band_counts(stages: int, rows: int) -> list[int]:
-    """Numbers of bands that a pipeline may use for a picture of `rows` rows of tokens; ascending."""
+    """Numbers of bands that a pipeline may use for an image of `rows` rows of tokens; ascending."""
     return sorted({min(factor * stages, rows) for factor in BANDS_PER_STAGE})
 
 
@@ -103,9 +103,9 @@ def choose_bands(
 ) -> int:
     """Number of bands for `num_pipeline_patch` 0: of `band_counts` the smallest within AS_FAST of the fastest.
 
-    `rows`: of the picture's tokens. `stage_costs`: for a picture of this run's size. `entries`: of a call's batch.
+    `rows`: of the image's tokens. `stage_costs`: for an image of this run's size. `entries`: of a call's batch.
     From one band per stage on the pipeline is full. More bands hide the hop and the transfers, but make kernels smaller,
-    which shows in the measured costs, and the other bands' keys older. Counts in between are not considered: the picture
+    which shows in the measured costs, and the other bands' keys older. Counts in between are not considered: the image
     depends on the number of bands, so noise in a measurement must rarely change it. Without measured costs there are two
     bands per stage, and no more than 8 unless there are more stages.
     """

@@ -1,4 +1,4 @@
-"""Whether the planner should be allowed PipeFusion, which has to be known before a run's picture and cfg are."""
+"""Whether the planner should be allowed PipeFusion, which has to be known before a run's image and cfg are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class Cards:
 def why_pipefusion(weights: int, cards: Cards) -> str:
     """Why exact modes alone would be slow for a model with `weights` bytes of weights, as text; empty if they would not be.
 
-    Split batch, Ulysses and ring need the whole model on every card. Ulysses, ring and tensor need fast links. If one of the
+    Split batch, Ulysses and ring need the whole model on every GPU. Ulysses, ring and tensor need fast links. If one of the
     two is missing, PipeFusion is offered to the planner, which takes it if it is the fastest.
     """
     if weights > USABLE_MEMORY * min(cards.memory):
-        return "no card holds the whole model"
+        return "no GPU holds the whole model"
     if not cards.peers:
-        return "the cards do not reach each other directly (P2P)"
+        return "the GPUs have no direct link (P2P)"
     return ""

@@ -1,4 +1,4 @@
-"""Costs computed from a calibration: a few figures of a machine, for every mode and any picture.
+"""Costs computed from a calibration: a few figures of a machine, for every mode and any image.
 
 docs/planner.md has the formulas in one place.
 """

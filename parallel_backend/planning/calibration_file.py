@@ -40,7 +40,7 @@ def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None
     try:
         write_kept(path, key, NAME, _plain(calibration))
     except OSError as error:
-        log.warning("Parallel DiT: the calibration could not be kept in %s (%s)", path, error)
+        log.warning("Parallel DiT: the calibration could not be stored in %s (%s)", path, error)
 
 
 def load(path: Path, key: dict[str, object]) -> Calibration | None:
@@ -49,7 +49,7 @@ def load(path: Path, key: dict[str, object]) -> Calibration | None:
         content = read_kept(path, key, NAME)
         return None if content is None else _calibration(content)
     except UNREADABLE as error:
-        log.info("Parallel DiT: %s is no calibration that can be used (%s); measuring again", path, error)
+        log.info("Parallel DiT: %s is not a usable calibration (%s); measuring again", path, error)
         return None
 
 

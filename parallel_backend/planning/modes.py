@@ -56,13 +56,13 @@ def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, 
             continue
         if degrees.batch > workload.entries:
             refused[degrees] = (
-                f"{WIDGETS['batch']} is {degrees.batch}, and a model call has {workload.entries} in its batch: the others "
-                "would have nothing to do."
+                f"{WIDGETS['batch']} is {degrees.batch}, but a model call has only {workload.entries} in its batch. The "
+                "other GPUs would be idle."
             )
             continue
         counts = band_counts(degrees.pipe, workload.rows) if degrees.pipe > 1 else [1]
         fitting = [bands for bands in counts if min(workload.bands(bands)) >= degrees.sequence]
         if not fitting:
-            refused[degrees] = f"the picture has {workload.image} tokens, too few to be cut so."
+            refused[degrees] = f"the image has {workload.image} tokens, too few for this cut."
         modes += [Mode(degrees, bands) for bands in fitting]
     return modes, refused

@@ -17,8 +17,8 @@ CREDIBLE = 1.1
 PROPOSALS = 3
 """Degrees that Parallel Doctor rehearses."""
 DISPLACED = 2
-"""The most ranks on the patch axis that `degrees` auto takes. In measured pictures of 4, 8 and 20 steps displaced patches of
-two ranks were closer to one rank's picture than PipeFusion with four patches. Displaced patches of four ranks were not."""
+"""The most ranks on the patch axis that `degrees` auto takes. In measured images of 4, 8 and 20 steps displaced patches of
+two ranks were closer to one rank's image than PipeFusion with four patches. Displaced patches of four ranks were not."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Plan:
             gain, ranks = one.seconds / fastest.seconds, fastest.mode.degrees.world
             if not fastest.lacks and not credible(gain, ranks):
                 return (
-                    f"{gain:.2f}x on {ranks} ranks is not credible: other work kept the machine busy while one device was "
-                    "measured. Run this again when the machine is idle"
+                    f"{gain:.2f}x on {ranks} ranks is not credible: the machine was busy while one device was measured. "
+                    "Run this again when the machine is idle"
                 )
         return ""
 

@@ -136,7 +136,7 @@ def _other_ways(best: Prediction, plan: Plan) -> list[str]:
     if not best.most_streamed:
         return []
     lines = [
-        f"with {prediction.mode.bands} patches {prediction.seconds:.2f} s: every patch brings the stage's weights once more"
+        f"with {prediction.mode.bands} patches {prediction.seconds:.2f} s: every patch copies the stage's weights again"
         for prediction in plan.predictions
         if prediction.mode.degrees == best.mode.degrees and prediction.mode.bands > best.mode.bands > 1
     ]
@@ -169,7 +169,7 @@ def _advice(plan: Plan) -> str:
         return f"advice: none, because {plan.doubt}."
     if best is None:
         return (
-            "advice: nothing fits these devices. Use a smaller picture, weight_dtype fp8_e4m3fn, or more devices with "
+            "advice: nothing fits these devices. Use a smaller image, weight_dtype fp8_e4m3fn, or more devices with "
             "pipefusion_degree."
         )
     machine, mode = plan.costs.machine, best.mode
@@ -181,8 +181,8 @@ def _advice(plan: Plan) -> str:
             other, tokens = others[0], plan.costs.workload.tokens
             share = best.seconds / other.mode.degrees.world
             reasons += [
-                f"the best of the others, {other.mode}, takes {other.seconds:.2f} s: less than "
-                f"{100 * (AS_GOOD - 1):.0f} % would be gained",
+                f"the best of the others, {other.mode}, takes {other.seconds:.2f} s: a gain below "
+                f"{100 * (AS_GOOD - 1):.0f} %",
                 f"a model call has {tokens} tokens, too few for several {kind}s and these links: computing alone, shared "
                 f"evenly, would take {share:.2f} s of the {other.seconds:.2f}; more {kind}s do not shorten the rest",
             ]

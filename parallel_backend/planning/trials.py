@@ -46,4 +46,4 @@ class Trials:
 
 
 def _refused(axis: str, degrees: Degrees, why: str) -> str:
-    return f"{WIDGETS[axis]} is {getattr(degrees, axis)}, which a trial of the class did not prove: {why}."
+    return f"{WIDGETS[axis]} is {getattr(degrees, axis)}, which the trial of the class did not prove: {why}."

@@ -24,7 +24,7 @@ class Workload:
     shape: tuple[int, ...]
     """Shape of the latent."""
     entries: int
-    """Batch entries of a model call: pictures times prompts."""
+    """Batch entries of a model call: images times prompts."""
     steps: int
     prompt: int
     """Tokens of each prompt."""

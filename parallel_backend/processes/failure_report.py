@@ -99,13 +99,15 @@ class FailureReport:
 
     def refusal(self, rank: int, why: str) -> RankError:
         """The error for a rank that sent an invalid message."""
-        text = f"{self._name(rank)} sent what cannot be: {why}. All ranks were ended; the next use starts new ones."
+        text = (
+            f"{self._name(rank)} sent an impossible message: {why}. All ranks were ended. The next prompt starts new ones."
+        )
         return self._error(text, "", self._ranks.log_tail(rank))
 
     def cut_short(self, error: BaseException) -> RankError:
         """The error for messages that reached only some ranks, or in part, because of an error in this process."""
-        text = f"what was being sent to the ranks was cut short by {type(error).__name__}: {error}"
-        return self._error(f"{text}. All ranks were ended; the next use starts new ones.", "")
+        text = f"sending to the ranks was interrupted by {type(error).__name__}: {error}"
+        return self._error(f"{text}. All ranks were ended. The next prompt starts new ones.", "")
 
     def hang(self, verdict: Verdict) -> RankError:
         """The error for ranks that hang or are stopped, by the watchdog's verdict."""

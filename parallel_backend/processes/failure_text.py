@@ -31,8 +31,8 @@ P2P_OFF = (
 )
 """Note about ranks that were started again without P2P."""
 NCCL_OFF = (
-    "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer "
-    "through host memory on both sides, which is slower and not beside computation"
+    "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each "
+    "transfer through host memory on both sides. This is slower and does not overlap with computation"
 )
 """Note about ranks that were started again without NCCL."""
 
@@ -72,11 +72,11 @@ def died(name: str, how: str, doing: str, log: str) -> str:
     """Text about a rank that ended without a report. `doing`: its last known work, or empty. `log`: the end of its log."""
     advice = ""
     if how == KILLED:
-        advice = f" If the system ended it for want of memory, {LESS_MEMORY}"
+        advice = f" If the system ended it because memory ran out, {LESS_MEMORY}"
     elif how == FILE_GONE:
         advice = (
-            " It read from the model's file what is not there any more: the file was cut or overwritten meanwhile, or its "
-            f"disk fails. Once the file is whole: {RESTART[0].lower()}{RESTART[1:]}"
+            " It read a part of the model's file that no longer exists: the file was cut or overwritten, or its disk "
+            f"fails. When the file is complete: {RESTART[0].lower()}{RESTART[1:]}"
         )
     elif OUT_OF_MEMORY.search(log):
         advice = f" To need less memory, {LESS_MEMORY}"

@@ -118,7 +118,7 @@ class LocalRanks:
                 "wheels for Windows had none before June 2026: install a newer torch, or run ComfyUI in WSL2."
             )
         if torch.version.hip and "cuda" in map(device_kind, start.devices):
-            log.warning("Parallel DiT: ranks on AMD GPUs (ROCm) have never been tried. What happens is worth an issue")
+            log.warning("Parallel DiT: ranks on AMD GPUs (ROCm) are untested. Please report the result in an issue")
         remove_abandoned(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
         self.directory = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self._claim = Claim(self.directory)
@@ -140,8 +140,8 @@ class LocalRanks:
             self._give_up()
             if error.errno in OUT_OF_FILES:
                 raise RuntimeError(
-                    f"Parallel DiT: {len(start.devices)} ranks cannot be started, since ComfyUI may not have more files "
-                    f"open ({error.strerror}). {MORE_FILES}"
+                    f"Parallel DiT: {len(start.devices)} ranks cannot be started, because ComfyUI may not open more "
+                    f"files ({error.strerror}). {MORE_FILES}"
                 ) from error
             raise
         except BaseException:  # such as MemoryError
@@ -226,5 +226,5 @@ class LocalRanks:
                 self._log_folder = LogFolder(start.logs)
                 folder = self._log_folder.path
             except OSError as error:
-                log.warning("Parallel DiT: the ranks' logs cannot be kept in %s (%s)", start.logs, error)
+                log.warning("Parallel DiT: the ranks' logs cannot be stored in %s (%s)", start.logs, error)
         return [folder / f"rank-{rank}.log" for rank in range(len(start.devices))]

@@ -144,7 +144,7 @@ class RayRanks:
         try:
             callers = self._reception.receive(START_SECONDS, self._check_start)
         except TimeoutError as error:
-            raise RankError(f"Parallel DiT: {error}. Can the cluster's machines reach {host}?") from error
+            raise RankError(f"Parallel DiT: {error}. Can the machines of the cluster reach {host}?") from error
         self._reception.close()
         self._pids = tuple(caller.pid for caller in callers)
         self.channels = [Channel(caller.connection) for caller in callers]

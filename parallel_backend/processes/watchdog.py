@@ -144,8 +144,8 @@ class Watchdog:
         if longest < self.silence:
             return None
         rank = self._silent.index(longest)
-        text = f"gave no sign of life for {self.silence:.0f} s{last_seen(self.doing(rank))}."
-        cause = f"It was stopped, or memory ran out and the machine swaps: then {LESS_MEMORY}"
+        text = f"sent no heartbeat for {self.silence:.0f} s{last_seen(self.doing(rank))}."
+        cause = f"It was stopped, or memory ran out and the machine swaps. In that case {LESS_MEMORY}"
         return Verdict((rank,), f"{text} {cause}", hung=False)
 
     def _stall(self, seconds: float, awaited: Collection[type]) -> Verdict | None:

@@ -1,9 +1,9 @@
-"""The fixed image codec of the quickstart model: a linear map between grey pictures and 16-channel latents.
+"""The fixed image codec of the quickstart model: a linear map between grey images and 16-channel latents.
 
-A picture is cut into blocks of 8x8 pixels; the 4x4 low frequencies of each block's orthonormal DCT-II are the 16
+An image is cut into blocks of 8x8 pixels; the 4x4 low frequencies of each block's orthonormal DCT-II are the 16
 channels (channel = 4 * vertical + horizontal frequency), scaled by constants. Three spaces:
 
-- pictures [B, 8h, 8w], 0..1, ink is 1;
+- images [B, 8h, 8w], 0..1, ink is 1;
 - model space [B, 16, h, w], what the transformer is trained in;
 - raw latents [B, 16, h, w], ComfyUI's Flux latent format around model space: process_in(raw) = model space.
 """
@@ -19,7 +19,7 @@ CHANNELS = FREQUENCIES * FREQUENCIES
 # comfy.latent_formats.Flux: model space = (raw - SHIFT_FACTOR) * SCALE_FACTOR.
 SCALE_FACTOR, SHIFT_FACTOR = 0.3611, 0.1159
 
-# Measured on the training pictures: their mean brightness, and the standard deviation of each frequency, [v][u].
+# Measured on the training images: their mean brightness, and the standard deviation of each frequency, [v][u].
 MEAN = 0.23
 DEVIATION = (
     (2.74, 0.48, 0.083, 0.044),
@@ -66,7 +66,7 @@ def encode(images: torch.Tensor) -> torch.Tensor:
 
 
 def decode(raw: torch.Tensor) -> torch.Tensor:
-    """Raw latents [B, 16, h, w] -> pictures [B, 8h, 8w] float32, clamped to 0..1."""
+    """Raw latents [B, 16, h, w] -> images [B, 8h, 8w] float32, clamped to 0..1."""
     basis = _basis(raw.device)
     frequencies = process_in(raw.float()).unflatten(1, (FREQUENCIES, FREQUENCIES)) / _gain(raw.device)[:, :, None, None]
     blocks = torch.einsum("bvuhw,vy,ux->bhywx", frequencies, basis, basis)

@@ -1,4 +1,4 @@
-"""A class for videos in the form of ComfyUI's classes, as mini_flux.py is one for pictures. Its arithmetic and the names of
+"""A class for videos in the form of ComfyUI's classes, as mini_flux.py is one for images. Its arithmetic and the names of
 its tensors are Wan's. Benchmarks and tests of video run it where there is no ComfyUI.
 
 B batch, T text tokens, S tokens by frames, rows, columns, D features of a head, W width.

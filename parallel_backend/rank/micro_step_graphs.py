@@ -358,7 +358,7 @@ class MicroStepGraphs:
         """No graphs from now on."""
         self.refused = why
         self.drop()
-        log.warning("Parallel DiT: cuda_graphs: the model runs without, since %s", why)
+        log.warning("Parallel DiT: cuda_graphs: the model runs without, because %s", why)
 
 
 def _is_same(output: torch.Tensor, replayed: torch.Tensor) -> bool:

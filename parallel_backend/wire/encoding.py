@@ -248,7 +248,7 @@ def _dict(keys: _Kind, values: _Kind) -> _Kind:
 
     def read(value: Any, arriving: _Arriving) -> dict:
         if type(value) is not list:
-            raise BadMessage(f"{_short(value)} is no list of pairs")
+            raise BadMessage(f"{_short(value)} is not a list of pairs")
         pairs = [_fixed(pair, 2) for pair in value]
         items = {keys.read(key, arriving): values.read(item, arriving) for key, item in pairs}
         if len(items) != len(pairs):
@@ -271,7 +271,7 @@ def _pack_int(value: Any, _tensors: _Leaving) -> int:
 
 def _read_int(value: Any, _arriving: _Arriving) -> int:
     if type(value) is not int or not 0 <= value < MAX_INT:
-        raise BadMessage(f"{_short(value)} is no whole number from 0 on")
+        raise BadMessage(f"{_short(value)} is not a whole number from 0 on")
     return value
 
 

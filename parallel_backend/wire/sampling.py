@@ -14,7 +14,7 @@ class PutConditioning:
 
     id: int
     grid: tuple[int, ...]
-    """Numbers of tokens along the picture's axes: (frames,) rows, columns."""
+    """Numbers of tokens along the image's axes: (frames,) rows, columns."""
     references: int
     """Number of tokens of reference pictures."""
     batch: int

@@ -1,4 +1,4 @@
-"""Messages by which ranks run a VAE's decoder or encoder on bands of a picture, or of a video's frames.
+"""Messages by which ranks run a VAE's decoder or encoder on bands of an image, or of a video's frames.
 
 `part` is "decoder" or "encoder".
 """
@@ -36,14 +36,14 @@ class PutVAE:
     tensors: dict[str, torch.Tensor]
     """All tensors by their names in the module, in the dtype to compute in."""
     trial: RunVAE | None
-    """A small picture with which bands are tried at the first BeginVAE; `band` is all of it. None: there are no bands."""
+    """A small image with which bands are tried at the first BeginVAE; `band` is all of it. None: there are no bands."""
     ranks: tuple[int, ...] = ()
     """As Load.ranks."""
 
 
 @dataclass(frozen=True)
 class BeginVAE:
-    """Client -> rank: a picture or video begins. Answered by VAEBegun."""
+    """Client -> rank: an image or video begins. Answered by VAEBegun."""
 
     name: str
     """PutVAE.name of the part."""
@@ -66,12 +66,12 @@ class VAEBegun:
     missing: int
     """Bytes that this rank's device lacks for bands, and for the weights if the rank lacks them."""
     wrong: str = ""
-    """Why the rank's bands are not those of the whole picture, as a trial has shown. Empty: they are."""
+    """Why the rank's bands are not those of the whole image, as a trial has shown. Empty: they are."""
 
 
 @dataclass(frozen=True)
 class DropVAE:
-    """Client -> rank: free the parts of VAEs, between pictures. Sent to all ranks or none."""
+    """Client -> rank: free the parts of VAEs, between images. Sent to all ranks or none."""
 
     keep: str = ""
     """The part that stays. Empty: neither."""
@@ -90,6 +90,6 @@ class VAEOutput:
 
 @dataclass(frozen=True)
 class EndVAE:
-    """Client -> rank: no band or tiles of this picture follow. Memory that they took is given back."""
+    """Client -> rank: no band or tiles of this image follow. Memory that they took is given back."""
 
     part: str

@@ -22,7 +22,7 @@ def _digits(text: str, which: str) -> Node:
 def _digits_picture(samples: Node) -> Group:
     decode = Node("QuickstartDecode", (190, 26), {"samples": samples["LATENT"]}, (("IMAGE", "IMAGE"),))
     save = Node("SaveImage", (340, 370), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
-    return Group("Picture", ((decode,), (save,)))
+    return Group("Image", ((decode,), (save,)))
 
 
 BUNDLED_NOTE = """\
@@ -31,7 +31,7 @@ the CPU that hold half of the model each.
 
 - **Your own GPUs**: set `devices` to `auto` and `pipefusion_degree` to the number of GPUs. The product of all degrees \
 is the number of devices.
-- **Your own model**: open this pack's template of its family, such as flux_schnell_pipefusion.
+- **Your own model**: open this pack's template for it, such as flux_schnell_pipefusion.
 - **Prompt**: up to four digits, `_` for an empty cell.
 """
 
@@ -43,8 +43,8 @@ def quickstart() -> Graph:
     inputs = sampling_inputs(loader["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent)
     sampler = pipefusion_sampler_node(inputs)
     text = BUNDLED_NOTE + (
-        "- **`warmup_steps`**: as many as `steps` makes every step exact, to compare the pictures.\n"
-        "- **`num_pipeline_patch`**: bands that the latent is cut into; 0 chooses.\n"
+        "- **`warmup_steps`**: as many as `steps` makes every step exact, to compare the images.\n"
+        "- **`num_pipeline_patch`**: patches that the latent is cut into; 0 chooses.\n"
     )
     return Graph(
         (

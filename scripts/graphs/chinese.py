@@ -3,21 +3,21 @@
 TITLES = {
     "Behind the loader": "加载器之后",
     "Files, GPUs, what to turn": "文件、显卡、可调项",
-    "GPUs that share the picture": "分摊",
+    "GPUs that share the image": "分摊",
     "Model": "模型",
     "Model and LoRA": "模型",
     "Model and text encoder": "模型",
     "Model and text encoders": "模型",
     "Model, on two processes": "模型",
-    "Model, text encoder, VAE of sound": "模型",
-    "Picture": "图像",
-    "Picture to change": "原图",
+    "Model, text encoder, audio VAE": "模型",
+    "Image": "图像",
+    "Image to change": "原图",
     "Pipeline": "流水线",
     "Prompt": "提示词",
     "Prompt and size": "提示词和尺寸",
     "Prompts": "提示词",
     "Report": "报告",
-    "Sampler and picture": "图像",
+    "Sampler and image": "图像",
     "Sampling": "采样",
     "Sampling and size": "采样和尺寸",
     "Sampling, by ComfyUI's own node": "采样",
@@ -28,7 +28,7 @@ TITLES = {
     "VAE": "VAE",
     "VAEs": "VAE",
     "Video": "视频",
-    "Video with sound": "带声音的视频",
+    "Video with audio": "带声音的视频",
     "What to turn": "可调项",
 }
 
@@ -36,7 +36,8 @@ _BUNDLED = "任何机器都能运行，不用下载文件。要用自己的显�
 _FILES = "先把上面列出的文件放好，或在加载器里选择自己的文件。"
 _HALF = "每张放一半模型。只有一张卡时 `pipefusion_degree` 设为 1。"
 _PROMPTS = "一张算正面提示词，一张算负面提示词，结果精确；`cfg` 要大于 1。只有一张卡时 `split_batch_degree` 设为 1。"
-_FAST_LINKS = "为 2 张有 NVLink 或 P2P 的显卡而设。只有一张卡时去掉“Ulysses 配置”。"
+_NO_CONFIG = "只有一张卡时去掉“Ulysses 配置”。"
+_FAST_LINKS = f"为 2 张有 NVLink 或 P2P 的显卡而设。{_NO_CONFIG}"
 _FRAMES = "首帧和末帧的图像接到 `first_frame`、`last_frame`。"
 
 NOTES = {
@@ -48,6 +49,11 @@ NOTES = {
     "sd3_split_batch": f"{_FILES}为 2 张 24 GB 的显卡而设，每张放整个模型：{_PROMPTS}",
     "flux_dev_ulysses_pipefusion": f"{_FILES}为 4 张显卡而设：两级流水线，每级两张卡用 Ulysses 分摊一张图。"
     "2 张卡时把 `ulysses_degree` 或 `pipefusion_degree` 设为 1。",
+    "z_image_turbo_ring": f"{_FILES}为 2 张 16 GB 的显卡而设，每张放整个模型，任何互联都可以，结果精确。{_NO_CONFIG}",
+    "flux_2_dev_tensor": f"{_FILES}为 2 张有 NVLink 的 24 GB 显卡而设，每张放每个块的一半，"
+    "结果精确。只有一张卡时 `tensor_parallel_degree` 设为 1。",
+    "flux_dev_displaced": f"{_FILES}为 2 张没有 NVLink 的 24 GB 显卡而设，每张放整个模型，"
+    f"第一步精确，之后接近。{_NO_CONFIG}",
     "pixart_2048": f"{_FILES}为 4 张显卡而设，任何显卡和互联都可以。`pipefusion_degree` 设为显卡数。",
     "krea_2": f"{_FILES}为 2 张 12 GB 的显卡而设，{_HALF}",
     "qwen_edit_2511": f"{_FILES}为 2 张 24 GB 的显卡而设，{_HALF}显存不够时关闭 `extrapolate`。",

@@ -5,6 +5,7 @@ from typing import Any
 from scripts.workflow_form import NOTE, Group, Link, Node, Unconnected
 
 MODEL, CONDITIONING, LATENT = ((kind, kind) for kind in ("MODEL", "CONDITIONING", "LATENT"))
+LIGHTHOUSE = "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph"
 PIPEFUSION = {"num_pipeline_patch": 0, "warmup_steps": 1, "overlap": True, "extrapolate": True}
 
 
@@ -32,7 +33,7 @@ def parallelize_node(model: Link, gpus: int, mode: str) -> Node:
     return Node("ParallelizeModel", (320, 126), inputs, (MODEL,))
 
 
-def ulysses_node(degree: int) -> Node:
+def ulysses_node(degree: int = 1, **others: Any) -> Node:
     widgets = {
         "ulysses_degree": degree,
         "ring_degree": 1,
@@ -43,7 +44,7 @@ def ulysses_node(degree: int) -> Node:
         "patch_warmup_steps": 1,
         "transfer_dtype": "full",
     }
-    return Node("UlyssesConfig", (320, 278), widgets, (("parallel_config", "PARALLEL_CONFIG"),))
+    return Node("UlyssesConfig", (320, 278), widgets | others, (("parallel_config", "PARALLEL_CONFIG"),))
 
 
 def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node | Link, **widgets: Any) -> dict[str, Any]:
@@ -102,10 +103,10 @@ def text_node(clip: Node, text: str, title: str = "Prompt", height: int = 150) -
     return Node("CLIPTextEncode", (320, height), {"text": text, "clip": clip["CLIP"]}, (CONDITIONING,), title)
 
 
-def picture_group(samples: Link, vae: Node, prefix: str, sampler: tuple[Node, ...] = (), height: int = 440) -> Group:
+def image_group(samples: Link, vae: Node, prefix: str, sampler: tuple[Node, ...] = (), height: int = 440) -> Group:
     decode = Node("VAEDecode", (400, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
     save = Node("SaveImage", (400, height), {"images": decode["IMAGE"], "filename_prefix": prefix}, ())
-    return Group("Sampler and picture" if sampler else "Picture", ((*sampler, decode, save),))
+    return Group("Sampler and image" if sampler else "Image", ((*sampler, decode, save),))
 
 
 def clip_node(name: str, kind: str) -> Node:

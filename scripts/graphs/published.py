@@ -4,6 +4,7 @@ _HF = "https://huggingface.co"
 _WAN, _QWEN_21, _H3 = (
     f"{_HF}/Comfy-Org/{name}/resolve/main" for name in ("Wan_2.2_ComfyUI_Repackaged", "Qwen-Image-2.1", "MiniMax-H3")
 )
+_FLUX_2, _Z_IMAGE = (f"{_HF}/Comfy-Org/{name}/resolve/main/split_files" for name in ("flux2-dev", "z_image_turbo"))
 _QWEN_EDIT = f"{_HF}/Comfy-Org/Qwen-Image-Edit_ComfyUI/resolve/main"
 _FLUX_TEXT = f"{_HF}/comfyanonymous/flux_text_encoders/resolve/main"
 _FOLDERS = {
@@ -11,6 +12,8 @@ _FOLDERS = {
     "diffusion_models": {
         "flux1-dev": f"{_HF}/Comfy-Org/flux1-dev/resolve/main",
         "flux1-schnell": f"{_HF}/Comfy-Org/flux1-schnell/resolve/main",
+        "flux2_dev_fp8mixed": f"{_FLUX_2}/diffusion_models",
+        "z_image_turbo_bf16": f"{_Z_IMAGE}/diffusion_models",
         "sd3.5_large": f"{_HF}/stabilityai/stable-diffusion-3.5-large/resolve/main",
         "krea2_turbo_fp8_scaled": f"{_HF}/Comfy-Org/Krea-2/resolve/main/diffusion_models",
         "qwen_image_edit_2511_fp8mixed": f"{_QWEN_EDIT}/split_files/diffusion_models",
@@ -26,6 +29,8 @@ _FOLDERS = {
         "clip_l": _FLUX_TEXT,
         "t5xxl_fp8_e4m3fn": _FLUX_TEXT,
         "clip_g": f"{_HF}/Comfy-Org/stable-diffusion-3.5-fp8/resolve/main/text_encoders",
+        "mistral_3_small_flux2_fp8": f"{_FLUX_2}/text_encoders",
+        "qwen_3_4b": f"{_Z_IMAGE}/text_encoders",
         "qwen3vl_4b_fp8_scaled": f"{_HF}/Comfy-Org/Krea-2/resolve/main/text_encoders",
         "qwen3vl_8b_int8_convrot": f"{_QWEN_21}/text_encoders",
         "qwen_2.5_vl_7b_fp8_scaled": f"{_HF}/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files/text_encoders",
@@ -34,7 +39,8 @@ _FOLDERS = {
         "qwen3vl_32b_minimax_h3_nvfp4_awq": f"{_H3}/text_encoders",
     },
     "vae": {
-        "ae": f"{_HF}/Comfy-Org/z_image_turbo/resolve/main/split_files/vae",
+        "ae": f"{_Z_IMAGE}/vae",
+        "flux2-vae": f"{_FLUX_2}/vae",
         "sdxl_vae": f"{_HF}/stabilityai/sdxl-vae/resolve/main",
         "qwen_image_vae": f"{_HF}/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files/vae",
         "qwen_image_2.1_vae_bf16": f"{_QWEN_21}/vae",

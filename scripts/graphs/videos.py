@@ -1,4 +1,4 @@
-"""Workflows that make videos, some with sound, with models whose files users bring."""
+"""Workflows that make videos, some with audio, with models whose files users bring."""
 
 from scripts.workflow_form import Graph, Group, Link, Node, Unconnected
 
@@ -72,10 +72,10 @@ def wan_2_2() -> Graph:
     text = (
         "Made for **2 GPUs** of any link, 24 GB each: each holds an expert, one runs the prompt, the other the negative "
         "prompt. Exact, and next to nothing moves between them.\n"
-        "- Both experts stay loaded: what a card has no room for waits in host memory, and no file is read twice.\n"
+        "- Both experts stay loaded: weights that do not fit on a GPU wait in host memory, and no file is read twice.\n"
         "- **4 GPUs**: also a Ulysses Config with `ulysses_degree` 2 (fast links) or `ring_degree` 2 on both loaders.\n"
         "- **1 GPU**: `split_batch_degree` 1 on both.\n"
-        "- PipeFusion keeps keys and values of the whole video: 27 GB on each of 4 cards at this size. It is for short or "
+        "- PipeFusion keeps keys and values of the whole video: 27 GB on each of 4 GPUs at this size. Use it for short or "
         "small videos.\n"
         "- It needs `cfg` above 1. With a LoRA of 4 steps behind each loader `cfg` is 1: then take Ulysses or ring.\n"
     )
@@ -91,7 +91,7 @@ def wan_2_2() -> Graph:
 
 
 def ltx_2_3() -> Graph:
-    """LTX-2.3, video with sound from an all-in-one file, on two GPUs that hold half of it each."""
+    """LTX-2.3, video with audio from an all-in-one file, on two GPUs that hold half of it each."""
     widgets = loader_node("", pipefusion_degree=2).inputs
     outputs = (MODEL, ("CLIP", "CLIP"), ("VAE", "VAE"))
     inputs = {"ckpt_name": LTX} | {name: value for name, value in widgets.items() if name != "model_name"}
@@ -130,31 +130,31 @@ def ltx_2_3() -> Graph:
     heard = {"samples": apart["audio_latent"], "audio_vae": audio_vae["Audio VAE"]}
     decode_audio = Node("LTXVAudioVAEDecode", (320, 46), heard, (("Audio", "AUDIO"),))
     text = (
-        "Made for **2 GPUs** of any kind and link, 24 GB each: each holds half of the 22 B model. The text encoder and the "
+        "Made for **2 GPUs** of 24 GB with any link: each holds half of the 22 B model. The text encoder and the "
         "VAEs are ComfyUI's.\n"
         "- **2 GPUs with NVLink**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 2, no Apply "
         "PipeFusion: exact.\n"
         "- **4 GPUs**: Ulysses 2 times `pipefusion_degree` 2.\n"
         "- **1 GPU**: `pipefusion_degree` 1.\n"
         "- The dev file wants 20 steps, `cfg` above 1 and LTXVScheduler, or its distilled LoRA behind the loader.\n"
-        "- PipeFusion keeps keys and values of the whole video: 6 GB a card at this size, 11 GB at 1280 x 704.\n"
-        "- Sound is computed with the first patch of the pipeline.\n"
+        "- PipeFusion keeps keys and values of the whole video: 6 GB on each GPU at this size, 11 GB at 1280 x 704.\n"
+        "- Audio is computed with the first patch of the pipeline.\n"
     )
     files = (f"checkpoints/{LTX}", f"text_encoders/{LTX_TEXT}")
     shown = (decode, decode_audio, *_video(decode["IMAGE"], decode_audio["Audio"], 25.0, "ltx-2.3"))
     return Graph(
         (
             (files_note("Files, GPUs, what to turn", files, text),),
-            (Group("Model, text encoder, VAE of sound", ((loader, clip, audio_vae),)),),
+            (Group("Model, text encoder, audio VAE", ((loader, clip, audio_vae),)),),
             (Group("Prompt", ((positive, negative, timed),)), Group("Size", ((video, audio, latent),))),
             (Group("Pipeline", ((apply,),)), Group("Sampling", ((*sampling, apart),))),
-            (Group("Video with sound", (shown,)),),
+            (Group("Video with audio", (shown,)),),
         )
     )
 
 
 def _minimax_h3(loading: tuple[Node, ...], patching: tuple[Node, ...], steps: int, prefix: str, note: str) -> Graph:
-    """Video with sound from words. `loading`: nodes up to the loader; `patching`: those behind it on its MODEL."""
+    """Video with audio from text. `loading`: nodes up to the loader; `patching`: those behind it on its MODEL."""
     loader, last = loading[-1], patching[-1]
     model = last[last.outputs[0][0]]
     clip, (vae, audio_vae) = clip_node(H3_TEXT, "minimax"), (vae_node(name) for name in H3_VAES)
@@ -190,25 +190,25 @@ def _minimax_h3(loading: tuple[Node, ...], patching: tuple[Node, ...], steps: in
             (Group("Model and text encoder", ((*loading, clip),)), Group("VAEs", ((vae, audio_vae),))),
             (Group("Prompt and size", ((prompt,),)), Group("Behind the loader", (patching,))),
             (Group("Sampling", (sampling,)),),
-            (Group("Video with sound", (shown,)),),
+            (Group("Video with audio", (shown,)),),
         )
     )
 
 
 def minimax_h3() -> Graph:
-    """MiniMax H3, video with sound from words, on four GPUs, a pipeline of four."""
+    """MiniMax H3, video with audio from text, on four GPUs, a pipeline of four."""
     loader = loader_node(H3, pipefusion_degree=4)
     note = (
-        "Made for **4 GPUs** of any kind and link, 24 GB each: each holds a quarter of the 19 B model, and 9 GB of keys and "
+        "Made for **4 GPUs** of 24 GB with any link: each holds a quarter of the 19 B model, and 9 GB of keys and "
         "values that PipeFusion keeps.\n"
         "- **2 GPUs of 24 GB**: `pipefusion_degree` 1, a Ulysses Config with `ulysses_degree` 2 (fast links) or "
         "`ring_degree` 2, no Apply PipeFusion: exact.\n"
         "- **2 GPUs of 32 GB**: `pipefusion_degree` 2.\n"
         "- **1 GPU**: `pipefusion_degree` 1.\n"
         "- `split_batch_degree` does nothing here: there is no negative prompt.\n"
-        "- A picture for the first or the last frame: `first_frame`, `last_frame`. A LoRA of 4 or 8 steps goes behind the "
+        "- An image for the first or the last frame: `first_frame`, `last_frame`. A LoRA of 4 or 8 steps goes behind the "
         "loader.\n"
-        "- Sound is computed with the first patch of the pipeline.\n"
+        "- Audio is computed with the first patch of the pipeline.\n"
     )
     return _minimax_h3((loader,), (apply_pipefusion_node(loader["MODEL"]),), 20, "minimax-h3", note)
 
@@ -233,6 +233,6 @@ def fasth3() -> Graph:
         "- **1 GPU**: no Ulysses Config.\n"
         "- Sparse attention gains more the more tokens there are: 1344 x 768 wants 32 GB, or `tensor_parallel_degree` 2. "
         "Fewer tokens than `min_tokens` are attended to in full.\n"
-        "- A picture for the first or the last frame: `first_frame`, `last_frame`.\n"
+        "- An image for the first or the last frame: `first_frame`, `last_frame`.\n"
     )
     return _minimax_h3((config, loader), (shifted, sparse), 8, "fasth3", note)

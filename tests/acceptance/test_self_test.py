@@ -334,7 +334,7 @@ def test_hints(facts, devices, words):
 
 def test_the_command_line(monkeypatch, tmp_path, capsys):
     for widget, value, said in (
-        ("--devices", "cuda:9", "devices: 'cuda:9' is no device of this machine"),
+        ("--devices", "cuda:9", "devices: 'cuda:9' is not a device of this machine"),
         ("--only", "modes,nothing", "--only: no check nothing"),
     ):
         with pytest.raises(SystemExit):

@@ -20,14 +20,14 @@ _RANKS = "3.2 of 12.1 GB on rank 0, 2.2 of 9.1 GB on rank 1, 4.0 of 8.1 GB on ra
 _HIDDEN = " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with no --cuda-device."
 LINES = (
     *(line for run in _RUNS for line in run.shown),
-    "left out, as in ComfyUI, since no part of the model uses them: 4 tensors (last.up.weight, a, b, ...)",
+    "left out, as in ComfyUI, because no part of the model uses them: 4 tensors (last.up.weight, a, b, ...)",
     "starting 2 ranks",
     "loading, 40 %",
-    f"3.5 GB of weights on 2 ranks, weights come from host memory as they are needed: {_RANKS}, {P2P_OFF}",
+    f"3.5 GB of weights on 2 ranks, weights streamed from host memory: {_RANKS}, {P2P_OFF}",
     f"3.5 GB of weights on 2 ranks, {NCCL_OFF}",
     "calibrating, about 10 s, once for this machine and kind of model",
     "degrees auto: ulysses_degree 2 on cuda:0, cuda:1, planned 8.1 s",
-    "degrees auto: pipefusion_degree 2 on cuda:0, cuda:1, since HiDreamO1 cannot be timed by its calls",
+    "degrees auto: pipefusion_degree 2 on cuda:0, cuda:1, because HiDreamO1 cannot be timed",
     f"degrees auto has one device only.{_HIDDEN}",
     "ranks do not follow these start options of ComfyUI: --fp16-unet, --fast=cublas_ops",
     "pipefusion_degree 2, 4 patches would take about 8.1 s (see Parallel Doctor)",
@@ -37,51 +37,51 @@ LINES = (
     "AuraFlow, ComfyUI's own class, verified: 36 of 36 blocks are shared out",
     "Flux, ComfyUI's own class, verified without its shipped plan, which is for other code: 57 of 57 blocks are shared out",
     "first step (each step copies 12.2 GB of weights to the devices), 7 s",
-    "step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)",
-    "split_batch_degree 2, but NAG looks at both prompts at once, so 1 of 2 copies of the model computes them. Share out "
-    "one picture: pipefusion_degree or ulysses_degree in its place.",
-    "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
-    "devices, or load it with a native loader.",
+    "step cache: every call is computed, because the conditioning has LoRAs of its own (hooks)",
+    "split_batch_degree 2, but NAG needs both prompts in one call, so 1 of 2 copies of the model computes them. To "
+    "split one image over GPUs, use pipefusion_degree or ulysses_degree instead.",
+    "this MODEL and another one take turns on the same ranks. Each turn reads the weights again. Give one of them other "
+    "devices, or load it with ComfyUI's own loader.",
     "51 of 259 layers of this LoRA do not fit this model and are left out",
-    "cuda:1 ran out of memory. This is tried once more with new ranks, on which 2.5 GB more of rank 1's weights come from "
-    "host memory as they are needed",
+    "cuda:1 ran out of memory. One more try with new ranks: 2.5 GB more of rank 1's weights are streamed from host memory",
     "self-test FAILED: links, modes; 6 of 8 checks passed",
     "advice: stay on one GPU (cuda:0), 2.30 s",
     "advice: pipefusion_degree 2, 4 patches, 1.25 s, 1.84 x one device",
-    "advice: nothing fits these devices. Use a smaller picture, weight_dtype fp8_e4m3fn, or more devices with "
+    "advice: nothing fits these devices. Use a smaller image, weight_dtype fp8_e4m3fn, or more devices with "
     "pipefusion_degree.",
-    "Decoded in 2 bands on cuda:0, cuda:1.",
-    "Decoded whole by ComfyUI, since there is only one device for it.",
+    "Decoded in 2 parts on cuda:0, cuda:1.",
+    "Decoded whole by ComfyUI, because there is only one device for it.",
 )
 """Examples of lines on nodes, one of each form, without the pack's name in front of them."""
 
 _LOADER = "Load Diffusion Model (flux1-dev.safetensors)"
 _PLAN = (
-    f"{_LOADER}: 23.8 GB of weights on cuda:0 (24.0 GB), cuda:1 (24.0 GB). Parallelize Model would share out each picture"
+    f"{_LOADER}: 23.8 GB of weights on cuda:0 (24.0 GB), cuda:1 (24.0 GB). Parallelize Model would split each image over "
+    "the GPUs"
 )
 TOASTS = (
     "Run on several GPUs",
-    "No loader of a diffusion model is in this workflow.",
-    "Nothing was changed. These nodes are those of another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion. "
+    "This workflow has no loader of a diffusion model.",
+    "Nothing was changed. These nodes belong to another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion. "
     "Remove one of the two packs.",
     f"Nothing was changed. ComfyUI shows one GPU on this machine.{_HIDDEN}",
     "Nothing was changed: this editor would lose the wire to KSampler; Load LoRA. Please report it, and connect the nodes "
     "by hand.",
-    f"Parallelize Model is now behind {_LOADER}, and Apply PipeFusion, as no card holds the whole model. Undo takes it "
-    "back.",
-    f"Left as it is: {_LOADER}: which model file it loads is not known.",
-    f"{_PLAN}; Apply PipeFusion would come too, as the cards do not reach each other directly (P2P): its first step is "
-    "exact, the others are close to it, and its widget warmup_steps makes more of them exact.",
-    "Taken out: Parallelize Model and Apply PipeFusion. Undo brings it back.",
-    "Parallel DiT Loader stays: put ComfyUI's own loader in its place.",
+    f"Parallelize Model is now behind {_LOADER}, and Apply PipeFusion, because no GPU holds the whole model. Undo "
+    "reverts it.",
+    f"Not changed: {_LOADER}: its model file is unknown.",
+    f"{_PLAN}; Apply PipeFusion would be added too, because the GPUs have no direct link (P2P): its first step is exact, "
+    "and the others are close. warmup_steps makes more of them exact.",
+    "Removed: Parallelize Model and Apply PipeFusion. Undo reverts it.",
+    "Parallel DiT Loader was not removed: replace it by ComfyUI's own loader.",
 )
 
 _OTHER_REASONS = (
-    "dpm_adaptive sets its step size by the whole latent",
+    "dpm_adaptive computes its step size from the whole latent",
     "ar_video computes one block of frames after the other",
     "another node calls the model for parts of the latent, or for several latents at a time",
     "there is only one device for it",
-    "a device has less than the 1.5 GB that its band needs",
+    "a device has less than the 1.5 GB that its part needs",
 )
 _GIVE_REASONS = (
     *("nodes/sampling/eligibility.py", "nodes/sampling/known_samplers.py", "nodes/model/call/concurrent_conds.py"),

@@ -48,8 +48,8 @@ def test_every_line_on_a_node_has_chinese_words(chinese):
 
 def test_every_reason_has_chinese_words(chinese):
     """As PipeFusion tells it, and as a VAE's node does."""
-    said = [f"not in bands: {reason}" for reason in reasons()]
-    said += [f"Encoded whole by ComfyUI, since {reason}." for reason in reasons()]
+    said = [f"not in patches: {reason}" for reason in reasons()]
+    said += [f"Encoded whole by ComfyUI, because {reason}." for reason in reasons()]
     shown = chinese("chinese_lines", said)
     assert [line for line, each in zip(said, shown, strict=True) if not is_translated(line, each)] == []
 
@@ -63,6 +63,6 @@ def test_other_texts_stay_as_they_are(chinese):
     whole = "Parallel DiT: 1.8 s, 0.09 s a step\nexact, on 2 ranks\nwhat nobody has translated"
     (shown,) = chinese("chinese_lines", [whole])
     assert shown == "Parallel DiT: 1.8 秒，每步 0.09 秒\n精确，2 个进程\nwhat nobody has translated"
-    refused = "Left as it is: Load Diffusion Model: flux.gguf is not a file of a kind that is known."
+    refused = "Not changed: Load Diffusion Model: flux.gguf is not a file of a kind that is known."
     (shown,) = chinese("chinese_toasts", [refused])
     assert shown == "保持原样：Load Diffusion Model：flux.gguf is not a file of a kind that is known。"

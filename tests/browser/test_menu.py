@@ -27,7 +27,7 @@ def on_two_cards(editor) -> Iterator[Editor]:
         loaders = response.json()["loaders"]
         for loader, plan in zip(asked, loaders, strict=True):
             plan["takes"] |= loader["inputs"].get("ckpt_name") == CHECKPOINT
-            plan["pipefusion"] = "no card holds the whole model" if plan["takes"] else ""
+            plan["pipefusion"] = "no GPU holds the whole model" if plan["takes"] else ""
         cards = [{"name": f"cuda:{index}", "memory": 24 * 10**9} for index in range(2)]
         route.fulfill(response=response, json={"devices": 2, "cards": cards, "why": "", "loaders": loaders})
 
@@ -71,7 +71,7 @@ def test_menu_keeps_every_wire(on_two_cards, shape):
     editor.load(graph)
     before, file = editor.prompt(), editor.saved()
     assert without_ours(before) == before
-    assert "Undo takes it back." in said(editor, PUT)
+    assert "Undo reverts it." in said(editor, PUT)
     after = editor.prompt()
     assert without_ours(after) == before
     loads = [number for number, node in after.items() if node["class_type"] in ("UNETLoader", "CheckpointLoaderSimple")]
@@ -81,7 +81,7 @@ def test_menu_keeps_every_wire(on_two_cards, shape):
     assert editor.saved() == file
     editor.redo()
     assert editor.prompt() == after
-    assert "Undo brings it back." in said(editor, TAKE_OUT)
+    assert "Undo reverts it." in said(editor, TAKE_OUT)
     assert editor.prompt() == before
     editor.undo()
     assert editor.prompt() == after
@@ -116,7 +116,7 @@ def test_the_menu_refuses_another_packs_nodes(on_two_cards):
     editor, page = on_two_cards, on_two_cards.page
     editor.load(workflow("into_a_subgraph", ours_inside=True))
     file = editor.saved()
-    theirs = "These nodes are those of another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion"
+    theirs = "These nodes belong to another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion"
 
     page.route(REPLACED, lambda route: route.fulfill(json={"replaced": theirs}))
     try:
@@ -152,8 +152,8 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     ).first.wait_for()
     assert editor.saved() == before
     editor.menu("Parallel DiT", "Run on several GPUs")
-    as_told = "and Apply PipeFusion, as no card holds the whole model"
-    editor.toast(f"Parallelize Model is now behind {loader}, {as_told}. Undo takes it back.")
+    as_told = "and Apply PipeFusion, because no GPU holds the whole model"
+    editor.toast(f"Parallelize Model is now behind {loader}, {as_told}. Undo reverts it.")
     behind = ["ApplyPipeFusion", "ParallelizeModel", "UNETLoader"]
     assert editor.model_of("KSampler") == behind
     page.keyboard.press("Control+z")

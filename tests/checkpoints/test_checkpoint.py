@@ -26,7 +26,7 @@ BROKEN_FILES = {
     "cut.safetensors": (truncate, "damaged or incomplete"),
     "empty.safetensors": (lambda path, _: path.write_bytes(b""), "damaged or incomplete"),
     "text.safetensors": (lambda path, _: path.write_text("<html>not found</html>"), "damaged or incomplete"),
-    "pickle.ckpt": (lambda path, _: torch.save({"a": torch.zeros(1)}, path), "pickled checkpoints are never opened"),
+    "pickle.ckpt": (lambda path, _: torch.save({"a": torch.zeros(1)}, path), "Pickled checkpoints are never opened"),
     "renamed.pt": (lambda path, file: path.write_bytes(file.read_bytes()), "not a .safetensors, .sft or .gguf file"),
 }
 
@@ -62,10 +62,10 @@ def without(tensors, *endings):
 BROKEN_TENSORS = {
     "a missing tensor": (lambda t: without(t, "double_blocks.1.img_mlp.2.weight"), "lacks double_blocks.1"),
     "several missing": (lambda t: without(t, "txt_mlp.0.bias"), "and 2 more"),
-    "bytes": (lambda t: t | {"txt_in.weight": torch.zeros(128, 24, dtype=torch.uint8)}, "holds txt_in.weight as U8"),
+    "bytes": (lambda t: t | {"txt_in.weight": torch.zeros(128, 24, dtype=torch.uint8)}, "has txt_in.weight as U8"),
     "a scale of 8-bit values that nobody knows": (
         lambda t: t | {"txt_in.weight": t["txt_in.weight"].to(torch.float8_e4m3fn), "txt_in.weight_scale_2": torch.ones(1)},
-        "holds txt_in.weight_scale_2, for which",
+        "has txt_in.weight_scale_2, which",
     ),
 }
 

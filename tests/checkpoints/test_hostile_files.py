@@ -163,13 +163,13 @@ def test_a_layers_format_is_a_few_bytes(tmp_path, size):
     shapes = {"txt_in.weight": [2, 2], "txt_in.comfy_quant": [size]}
     content = files.safetensors_header(shapes, "U8", {})
     path = sparse(tmp_path / "a.safetensors", json.dumps(content).encode(), size=size + 4)
-    refused(path, "what it says of txt_in")
+    refused(path, "its entry for txt_in")
 
 
 @pytest.mark.parametrize("name", ["a.ckpt", "a.bin", "a", "a.SAFETENSORS.pt"])
 def test_pickles_are_refused_by_their_name(tmp_path, name):
     torch.save({"a": torch.zeros(1)}, tmp_path / name)
-    refused(tmp_path / name, "pickled checkpoints are never opened")
+    refused(tmp_path / name, "Pickled checkpoints are never opened")
 
 
 class Trap:
@@ -191,7 +191,7 @@ def test_pickles_under_another_name_are_refused_and_not_opened(tmp_path, ending,
             archive.writestr("archive/data.pkl", pickle.dumps(Trap(trap)))
     else:
         path.write_bytes(pickle.dumps(Trap(trap), protocol=kind))
-    refused(path, "cannot be read" if ending == ".gguf" else "is a pickle by another name")
+    refused(path, "cannot be read" if ending == ".gguf" else "is a pickle file under another name")
     assert not os.path.exists(trap)
     if kind != "zip":
         pickle.loads(path.read_bytes())  # the control: it would have sprung
@@ -253,7 +253,7 @@ def test_gguf_tensors_have_to_be_there(tmp_path, case):
 def test_a_shape_of_its_own_has_room_for_the_values(tmp_path):
     stated = field(b"comfy.gguf.orig_shape.a", 9, struct.pack("<IQ2i", 5, 2, 3, 3))
     content = gguf_with(stated, tensors=1) + TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 0)
-    refused(gguf(tmp_path / "a.gguf", content, 4096), "in another shape than its values have room for")
+    refused(gguf(tmp_path / "a.gguf", content, 4096), "in a shape that does not match its number of values")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_tensor_of_another_shape_than_the_own_classes_is_refused(tmp_path, sha
         save_file(tensors, path)
         assert open_own_class(path, planted("Right")).shape("inp.weight") == (32, 4)
         save_file(tensors | {"inp.weight": torch.zeros(shape)}, path)
-        with pytest.raises(ValueError, match=r"^model_name: own\.safetensors holds inp\.weight of the shape .* \[32, 4\]"):
+        with pytest.raises(ValueError, match=r"^model_name: own\.safetensors has inp\.weight in the shape .* \[32, 4\]"):
             open_own_class(path, planted("Right"))
 
 

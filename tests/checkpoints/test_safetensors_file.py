@@ -59,6 +59,6 @@ def test_a_file_that_was_cut_meanwhile_is_named(tmp_path):
     with (
         mock.patch.object(safetensors_file, "safe_open", check_and_cut),
         SafetensorsFile(path) as file,
-        pytest.raises(ValueError, match=r"^model_name: cut\.safetensors has become shorter"),
+        pytest.raises(ValueError, match=r"^model_name: cut\.safetensors became shorter"),
     ):
         file.get_tensor("weight")

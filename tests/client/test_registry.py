@@ -499,7 +499,7 @@ def test_a_damaged_file_of_verdicts_is_ignored_with_a_word_and_written_anew(star
     starts()
     damage(path)
     assert starts() == (WITHOUT_P2P, 2)
-    assert path.name in caplog.text and ("is ignored" in caplog.text or "could not be kept" in caplog.text)
+    assert path.name in caplog.text and ("is ignored" in caplog.text or "could not be stored" in caplog.text)
     assert starts() == ((WITHOUT_P2P, 2) if path.is_dir() else (WITHOUT_P2P, 1))
 
 
@@ -574,7 +574,7 @@ def test_exit_does_not_wait_for_a_load(registry):
     assert (pool.closed, pool.politely) == (True, False)
     over.set()
     thread.join()
-    with pytest.raises(RankError, match="no ranks are started any more"):
+    with pytest.raises(RankError, match="starts no more ranks"):
         registry.pool_for((*DEVICES, "cpu"), lambda: None)
 
 

@@ -47,7 +47,7 @@ def test_bytes_are_of_all_ranks_by_axis():
     assert "blocked in transfers: 25 % of the ranks' working time; 75 % of the transfers' time was hidden" in text
     assert "compiled: 2 graphs" in text
     assert "CUDA graphs: 6 of 24 micro-steps on all ranks were replays" in text
-    assert "CUDA graphs: none, since SageAttention cannot be captured\n" in text
+    assert "CUDA graphs: none, because SageAttention cannot be captured\n" in text
     assert "streamed from host memory: 3.00 GB (0.75 GB per step), waited for 2.25 s, 20 % of the ranks" in text
     assert "attention: flash-attn\n" in text
     assert text.count("weights: int8 multiplied\n") == 1
@@ -57,12 +57,12 @@ def test_bytes_are_of_all_ranks_by_axis():
 @pytest.mark.parametrize(
     ("run", "how"),
     [
-        ({}, "close to exact: 4 bands, 1 step exact"),
-        ({"along": "frames", "calls": (2, 3)}, "close to exact: 4 bands, 2 steps exact"),
+        ({}, "close to exact: 4 patches, warm-up 1"),
+        ({"along": "frames", "calls": (2, 3)}, "close to exact: 4 patches, warm-up 2"),
         ({"calls": None}, "exact, on 4 ranks"),
         ({"calls": None, "degrees": Degrees()}, "exact, on 1 rank"),
         ({"calls": None, "transfer_dtype": "int8"}, "close to exact: packed transfers"),
-        ({"degrees": Degrees(patch=2, patch_mode="displaced")}, "close to exact: patches, 1 step exact"),
+        ({"degrees": Degrees(patch=2, patch_mode="displaced")}, "close to exact: patches, warm-up 1"),
         ({"degrees": Degrees(patch=2, patch_mode="naive")}, "naive patches, a control"),
     ],
     ids=str,
@@ -75,4 +75,4 @@ def test_the_node_shows_how_and_how_long(run, how):
 
 def test_the_node_shows_what_a_user_should_know_on_lines_of_its_own():
     run = dataclasses.replace(report(calls=None, reason="of a mask"), cache="step cache: 3 of 4", notes=("P2P off",))
-    assert run.shown[2:] == ("not in bands: of a mask", "step cache: 3 of 4", "P2P off")
+    assert run.shown[2:] == ("not in patches: of a mask", "step cache: 3 of 4", "P2P off")

@@ -106,8 +106,8 @@ def test_a_run_that_runs_out_streams_and_ends_by_itself(ranks, registry, mini_fi
     (line,) = run.told
     last = ranks - 1
     assert re.fullmatch(
-        rf"cpu ran out of memory\. This is tried once more with new ranks, on which \d\.\d GB more of rank {last}'s weights "
-        "come from host memory as they are needed",
+        rf"cpu ran out of memory\. One more try with new ranks: \d\.\d GB more of rank {last}'s weights "
+        "are streamed from host memory",
         line,
     )
     limits = registry.present().resident.limits

@@ -93,7 +93,7 @@ def test_only_the_last_run_is_shown(remote):
 
 def test_where_nothing_has_run_it_says_so(remote):
     model = remote(Degrees(pipe=2), fresh=True)
-    with pytest.raises(ValueError, match=r"^after: nothing has run .* Run a sampler"):
+    with pytest.raises(ValueError, match=r"^after: nothing has run .* First run a sampler"):
         read_trace(model, poll)
     x, timestep, tensors = mini.inputs()
     model.predict(ModelCall(x, timestep, tensors), poll)

@@ -30,6 +30,8 @@ PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists
     "diffusion_models": (
         "PixArt-Sigma-XL-2-2K-MS",
         "krea2_turbo_fp8_scaled",
+        "flux2_dev_fp8mixed",
+        "z_image_turbo_bf16",
         "qwen_image_edit_2511_fp8mixed",
         "qwen_image_2.1_int8_convrot",
         "wan2.2_t2v_high_noise_14B_fp8_scaled",
@@ -40,6 +42,8 @@ PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists
     "checkpoints": ("ltx-2.3-22b-distilled-fp8",),
     "text_encoders": (
         "qwen3vl_4b_fp8_scaled",
+        "mistral_3_small_flux2_fp8",
+        "qwen_3_4b",
         "qwen_2.5_vl_7b_fp8_scaled",
         "qwen3vl_8b_int8_convrot",
         "umt5_xxl_fp8_e4m3fn_scaled",
@@ -48,6 +52,7 @@ PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists
     ),
     "vae": (
         "qwen_image_vae",
+        "flux2-vae",
         "qwen_image_2.1_vae_bf16",
         "wan_2.1_vae",
         "minimax_h3_video_vae_fp16",

@@ -66,5 +66,5 @@ def test_parallel_dit_loader_lists_such_files_and_takes_their_transformer(found)
 def test_what_is_no_all_in_one_file_is_refused_by_the_inputs_name(found):
     said = {name: found[name]["error"] for name in ("transformer alone", "vae alone", "not there")}
     assert said["transformer alone"].startswith("ValueError: ckpt_name: transformer.safetensors has neither a text encoder")
-    assert said["vae alone"].startswith("ValueError: ckpt_name: vae.safetensors is no diffusion transformer")
+    assert said["vae alone"].startswith("ValueError: ckpt_name: vae.safetensors is not a diffusion transformer")
     assert said["not there"].startswith("ValueError: ckpt_name: 'nowhere.safetensors' is not in models/checkpoints")

@@ -89,4 +89,4 @@ def test_cancel_while_calibrating(case):
 
 
 def test_stages_by_hand_are_refused(found):
-    assert "stage_split is '3,2', for stages that are not known while degrees is auto" in found["stages_by_hand"]["error"]
+    assert "stage_split is '3,2', but the stages are unknown if degrees is auto" in found["stages_by_hand"]["error"]

@@ -83,7 +83,7 @@ def test_cancel_ends_it_and_the_next_prompt_runs(server):
 def test_what_users_do_wrong_is_said(server):
     outcome = server.run(doctor(devices="cuda:7"))
     assert outcome.status == "refused"
-    assert "devices: 'cuda:7' is no device of this machine" in outcome.error
+    assert "devices: 'cuda:7' is not a device of this machine" in outcome.error
     without_prompt = doctor()
     without_prompt[LOADER]["inputs"]["model_name"] = "tiny.safetensors"
     del without_prompt["20"]["inputs"]["positive"]

@@ -13,7 +13,7 @@ def test_compiling_the_model_is_left_to_the_ranks(found, what):
     assert "error" not in got, got
     assert got["difference"] == 0.0
     assert len(got["told"]) == 1
-    assert "To have them compiled there, set compile on the loader" in got["told"][0]
+    assert "To compile them there, turn on compile" in got["told"][0]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.comfyui
 
 WHOLE = {
-    "wrapped, with noise of its own": "detail_daemon_sampler wraps a sampler with noise of its own",
+    "wrapped, with noise of its own": "detail_daemon_sampler wraps a sampler that has its own noise",
     "partial in ComfyUI's name": "shifted is not one of ComfyUI's samplers",
     "wrapped object": "Centred is not one of ComfyUI's samplers",
 }

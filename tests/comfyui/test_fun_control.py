@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
-CASES = {"two, pipe 2": ["Z-Image's Fun control looks at the whole latent"], "inpaint, ulysses 2": []}
+CASES = {"two, pipe 2": ["Z-Image's Fun control needs the whole latent"], "inpaint, ulysses 2": []}
 """Case -> why wrappers around the sampler run it whole. What the control adds is worked out in ComfyUI's process, and cut as
 a ControlNet's outputs are."""
 

@@ -107,7 +107,7 @@ def test_graph_in_bands(run, measured, case):
     assert difference(latents, PLAIN, PIPELINED) > 1e-3  # stale keys leave a trace
     assert (latents[PIPELINED] - latents[PLAIN]).norm() < 0.5 * latents[PLAIN].norm()
     assert len(said) >= 1
-    assert "\nclose to exact: 3 bands, " in said[-1]
+    assert "\nclose to exact: 3 patches, " in said[-1]
 
 
 def test_graph_that_cannot_be_cut_runs_exact_and_says_so_on_its_node(run, measured):
@@ -119,4 +119,4 @@ def test_graph_that_cannot_be_cut_runs_exact_and_says_so_on_its_node(run, measur
     # Another test may have left a calibration of this model.
     assert re.fullmatch(r"Parallel DiT: [\d.]+ s, ([\d.]+ s a step|[\d.]+ x one rank)", seconds)
     assert how == "exact, on 2 ranks"
-    assert why == "not in bands: the conditioning has its own area"
+    assert why == "not in patches: the conditioning has its own area"

@@ -59,7 +59,7 @@ def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
     error = found[f"loader on {kind}"]["error"]
     assert error.startswith(f"ValueError: devices: ComfyUI runs on {what}")
     assert found["loader on cuda"]["error"].startswith(
-        "ValueError: devices: pipefusion_degree 2 needs 2 GPUs, this machine has 0"
+        "ValueError: devices: pipefusion_degree 2 needs 2 GPUs, but ComfyUI shows 0 on this machine"
     )
 
 
@@ -68,17 +68,17 @@ def test_the_menus_command_is_told_what_becomes_of_each_loader(found):
     devices, why, *plans = found["menu"]
     assert not why
     assert devices == 2
-    unknown = {"why": "which model file it loads is not known"}
+    unknown = {"why": "its model file is unknown"}
     refused = plans.pop(2)
-    assert refused.pop("why").startswith("vae.safetensors is no diffusion transformer that this version knows")
+    assert refused.pop("why").startswith("vae.safetensors is not a diffusion transformer that this version knows")
     assert refused == {"file": "vae.safetensors"}
     assert plans == [takes, takes, unknown, unknown, unknown, {"parallel": True}]
 
 
 def test_the_menus_command_puts_apply_pipefusion_where_exact_modes_are_slow(found):
     assert "pipefusion" not in found["menu"][2]
-    assert found["menu, small cards"][2]["pipefusion"] == "no card holds the whole model"
-    assert found["menu, no P2P"][2]["pipefusion"] == "the cards do not reach each other directly (P2P)"
+    assert found["menu, small cards"][2]["pipefusion"] == "no GPU holds the whole model"
+    assert found["menu, no P2P"][2]["pipefusion"] == "the GPUs have no direct link (P2P)"
     devices, why, *_ = found["menu, one card"]
     assert (devices, why.split(".")[0]) == (1, "ComfyUI shows one GPU on this machine")
 

@@ -23,12 +23,12 @@ SAID = {
     "refusal making smaller": "(it makes [256, 128] of the weight)",
     "refusal weight wrapper": "a wrapper around the weight a",
     "refusal injection": "what another node injects into the model ('of another node')",
-    "refusal of OFT in bypass mode": "OFT in bypass mode, which turns the layer's output,",
+    "refusal of OFT in bypass mode": "OFT in bypass mode",
     "refusal of another size in bypass mode": "a LoRA in bypass mode for",
-    "refusal of enlarging in a hook": "LORA that enlarges the weight, in a conditioning (a hook),",
-    "refusal of DoRA in a hook": "LORA in a conditioning (a hook), where it would be worked out anew for each call,",
-    "refusal of saving": "Load the model with a native loader",
-    "refusal of merging": "Load the model with a native loader",
+    "refusal of enlarging in a hook": "LORA that enlarges the weight in a conditioning (a hook)",
+    "refusal of DoRA in a hook": "LORA in a conditioning (a hook)",
+    "refusal of saving": "load the model with ComfyUI's own loader",
+    "refusal of merging": "load the model with ComfyUI's own loader",
 }
 
 

@@ -10,9 +10,9 @@ REFUSED = {  # what a refusal says of a model -> the classes of which it says so
         *("SDXL_instructpix2pix", "SDXLRefiner", "SDXL", "KOALA_700M", "KOALA_1B", "Segmind_Vega", "SD_X4Upscaler"),
         *("Stable_Cascade_C", "Stable_Cascade_B", "SV3D_u", "SV3D_p", "SVD_img2vid"),
     ),
-    "a model of sound": ("StableAudio3", "StableAudio", "ACEStep", "ACEStep15", "MiniMaxMusic3"),
-    "a model of 3D shapes": ("Hunyuan3Dv2mini", "Hunyuan3Dv2", "Hunyuan3Dv2_1", "TripoSplat", "Trellis2"),
-    "no model that a sampler runs": ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"),
+    "an audio model": ("StableAudio3", "StableAudio", "ACEStep", "ACEStep15", "MiniMaxMusic3"),
+    "a 3D model": ("Hunyuan3Dv2mini", "Hunyuan3Dv2", "Hunyuan3Dv2_1", "TripoSplat", "Trellis2"),
+    "not a model for samplers": ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"),
     # Files of these are opened for ComfyUI's own class, and the ones here are of other sizes than detection takes.
     "lacks extra_pos_embedder": ("CosmosT2V", "CosmosI2V"),
     "lacks layers.26": ("Omnigen2",),

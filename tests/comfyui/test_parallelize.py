@@ -7,15 +7,15 @@ pytestmark = pytest.mark.comfyui
 LIMIT = 2e-5
 """fp32 rounding of a whole run: weights in a file's map may begin at other addresses, for which a CPU has other kernels."""
 SAID = {
-    "written": "a node has written into the native model's weights (double_blocks.1.img_mlp.0.weight)",
+    "written": "a node has changed the weights of ComfyUI's model (double_blocks.1.img_mlp.0.weight)",
     "other_forward": "main.<locals>.other_forward.<locals>.<lambda> in the place of the native model's 'single_blocks.0'",
     "inner_patch": "model: another 'diffusion_model.single_blocks.0' (Identity of torch.nn.modules.linear) cannot be",
     "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
-    "GGUF, loader not known": "model: which file this MODEL is from is not known",
-    "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.written, which is not known here",
+    "GGUF, loader not known": "model: this MODEL's file is unknown",
+    "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.written, which this pack does not know",
     "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
     "no multiple": "gpus is 3, but parallel_config has ulysses_degree 2, for 2 or a multiple of it",
-    "no config": "parallel_config: this is not from Ulysses Config",
+    "no config": "parallel_config: this input is not from Ulysses Config",
 }
 
 

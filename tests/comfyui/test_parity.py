@@ -37,7 +37,7 @@ def test_ksampler_equals_the_native_model(parity, measured, case):
 
 
 def test_picture_with_fewer_tokens_than_patches_is_refused(parity):
-    assert parity[0]["displaced one token"]["error"].startswith("ValueError: patch_degree 2 cuts this picture")
+    assert parity[0]["displaced one token"]["error"].startswith("ValueError: patch_degree 2 cuts this image")
 
 
 def test_ranks_import_the_class_of_comfyui_and_none_of_its_server(parity, comfyui):

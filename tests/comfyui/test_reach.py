@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
-CACHES = "Take Parallel Step Cache in its place"
+CACHES = "Use Parallel Step Cache instead"
 REMOVE = "Remove the node that adds it"
 PACK = " (meddling_nodes)"
 CHANGES = (
@@ -13,13 +13,13 @@ CHANGES = (
     ("wan-2.1-t2v.safetensors", "RIFLEx and ScaleROPE"),
 )
 REFUSED = {  # node -> what is said of it
-    "ForwardCache": ("MeddlingForwardCache", "another 'forward_orig' in the native model", CACHES),
-    "BlockCompile": ("MeddlingBlockCompile", "another 'diffusion_model.double_blocks.0'", "Switch on `compile`"),
-    "LayerPatch": ("MeddlingLayerPatch", "another 'img_in.forward' in the native model", "Remove the node"),
-    "OwnKernel": ("MeddlingOwnKernel", "an attention kernel set on the MODEL", "Ulysses Config's widget attention"),
+    "ForwardCache": ("MeddlingForwardCache", "another 'forward_orig' in ComfyUI's model", CACHES),
+    "BlockCompile": ("MeddlingBlockCompile", "another 'diffusion_model.double_blocks.0'", "Turn on `compile`"),
+    "LayerPatch": ("MeddlingLayerPatch", "another 'img_in.forward' in ComfyUI's model", "Remove the node"),
+    "OwnKernel": ("MeddlingOwnKernel", "an attention kernel set on the MODEL", "by attention in Ulysses Config"),
     "Injection": ("MeddlingInjection", "what another node injects into the model", "Remove that node"),
     "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),
-    "BlockWrapper": ("MeddlingBlockWrapper", "another 'double_blocks.0.forward' in the native model", "Remove the node"),
+    "BlockWrapper": ("MeddlingBlockWrapper", "another 'double_blocks.0.forward' in ComfyUI's model", "Remove the node"),
 }
 
 

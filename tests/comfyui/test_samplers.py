@@ -6,12 +6,12 @@ pytestmark = pytest.mark.comfyui
 
 SAMPLERS = ("euler", "euler_cfg_pp", "euler_ancestral", "heun", "dpmpp_sde", "dpm_adaptive")
 """One that is deterministic, reads the unconditional prediction, adds noise, calls twice a step, draws from a Brownian tree,
-sets its step size by the whole latent."""
+computes its step size from the whole latent."""
 RUNS = ("euler_ancestral", "odd size", "inpaint", "guider BasicGuider", "after the refusals")
 REPORTS = {
     "displaced report": "1 model call exact (warm-up), 7 in displaced patches with keys one step old",
-    "displaced report, area": "all model calls exact, since the conditioning has its own area",
-    "naive report": "bands that never see each other (naive patches, a control)",
+    "displaced report, area": "all model calls exact, because the conditioning has its own area",
+    "naive report": "patches that never see each other (naive patches, a control)",
 }
 FAR = 0.1
 """How far from exact displaced patches may be, relative to the latent's norm, in 8 steps of the bundled model: a third above
@@ -101,7 +101,7 @@ def test_conditioning_with_an_area_runs_exact_and_says_so(found, mode):
     got = found[f"{mode} area"]
     assert "error" not in got, got
     assert len(got["warnings"]) == (2 if mode == "displaced" else 1)  # one for each run
-    assert "this run is exact, and slower for it, since the conditioning has its own area" in got["warnings"][0]
+    assert "this run is exact, and therefore slower, because the conditioning has its own area" in got["warnings"][0]
     assert got["relative"] <= EXACT
 
 

@@ -20,7 +20,7 @@ def test_equals_the_native_model_with_the_same_control(found, measured):
     result = found[NAME]
     assert "error" not in result, result
     assert min(result["moved"].values()) > 0.01
-    assert "a control that begins behind the first block" in result["later"]
+    assert "a control that starts after the first block" in result["later"]
     assert "this ControlNet does not fit the model" in result["controlnet"]
     for mode in MODES:
         for which, value in result[mode].items():

@@ -167,7 +167,7 @@ WRONG = {  # widgets, and what is said of them by the node that reads the file
     "truncated file": ({"model_name": "truncated.safetensors"}, ["model_name: truncated.safetensors", "incomplete"]),
     "another model's prompt": (
         {"model_name": "tiny.safetensors"},
-        ["positive, negative:", "text has width 32: other text encoders"],
+        ["positive, negative:", "text has width 32. Try another text encoder"],
     ),
     "stages of other blocks": ({"stage_split": "3,3"}, ["stage_split is '3,3'", "add up to this model's 5 blocks"]),
 }
@@ -234,7 +234,7 @@ def test_degrees_auto_is_not_for_a_cluster(server):
     prompt[LOADER]["inputs"]["degrees"] = "auto"
     outcome = server.run(prompt)
     assert outcome.status == "refused"
-    assert "degrees is auto, but what a Ray cluster's machines are is not known" in outcome.error
+    assert "degrees is auto, but the machines of a Ray cluster are unknown" in outcome.error
 
 
 def with_node(class_type: str, inputs: dict[str, Any], where: str, widget: str) -> dict[str, Any]:

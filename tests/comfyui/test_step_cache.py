@@ -88,7 +88,7 @@ def test_it_is_said_on_the_samplers_node(server, base):
     assert (latents[PIPELINED] - latents["sampler"]).abs().max() == 0
     assert (latents[PLAIN] - latents["sampler"]).abs().max() > 1e-4
     assert said[PLAIN].splitlines()[1] == "close to exact: step cache"
-    assert "close to exact: 3 bands" in said[PIPELINED]
+    assert "close to exact: 3 patches" in said[PIPELINED]
     for text in said.values():
         computed, calls = map(int, text.split("step cache: ")[1].split(" model calls")[0].split(" of "))
         assert STEPS // 2 <= computed < calls == STEPS

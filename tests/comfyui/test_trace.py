@@ -64,4 +64,4 @@ def test_it_shows_the_run_before_it_and_then_the_next_one(server):
 def test_trace_file_elsewhere_is_refused(server):
     outcome = server.run(nodes(filename_prefix="../../elsewhere"))
     assert outcome.status == "refused"
-    assert "filename_prefix: '../../elsewhere' leads out of ComfyUI's output folder" in outcome.error
+    assert "filename_prefix: '../../elsewhere' is outside of ComfyUI's output folder" in outcome.error

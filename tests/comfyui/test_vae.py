@@ -26,7 +26,7 @@ WHOLE = {
     "decode with another VAE's layer in it": "another node has changed this VAE",
     "decode noisy": "this VAE cannot be cut: its bands differ from the whole by",
     "decode TAESD": "a VAE of this kind (TAESD) cannot be cut",
-    "encode too small": "the picture has 8 rows and columns at most, too few for 2 ranks, of 8 each",
+    "encode too small": "the image has at most 8 rows or columns, too few for 2 ranks with 8 each",
 }
 
 
@@ -59,7 +59,7 @@ def test_a_quantised_vae_is_cut_with_expanded_weights(found, measured):
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_cannot_be_cut_is_computed_whole_and_the_node_says_so(found, case):
     did = "Encoded" if case.startswith("encode") else "Decoded"
-    assert check(found[case], 0.0).startswith(f"{did} whole by ComfyUI, since {WHOLE[case]}")
+    assert check(found[case], 0.0).startswith(f"{did} whole by ComfyUI, because {WHOLE[case]}")
 
 
 def test_models_on_the_ranks_make_way(found):
@@ -77,7 +77,7 @@ def test_the_model_on_the_ranks_stays_as_it_was(found):
 def test_wrong_inputs_are_named(found):
     said = "ValueError: samples: the latent has 16 channels, this VAE needs 4"
     assert found["wrong channels"]["error"].startswith(said)
-    assert found["wrong devices"]["error"].startswith("ValueError: devices: 'tpu' is no device of this machine")
+    assert found["wrong devices"]["error"].startswith("ValueError: devices: 'tpu' is not a device of this machine")
 
 
 def test_a_vae_is_not_kept_alive(found):

@@ -27,6 +27,8 @@ STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> th
     "minimax_h3": "minimax-h3-pruned",
     "fasth3": "minimax-h3-pruned",
     "pixart_2048": "pixart-sigma",
+    "z_image_turbo_ring": "z-image",
+    "flux_2_dev_tensor": "flux2-dev",
 }
 
 

@@ -47,9 +47,9 @@ def test_other_accelerators_are_refused_by_name_and_never_become_cpu_ranks(kind,
 
 def test_their_names_are_refused_too():
     with fake_cuda(AMPERE):
-        with pytest.raises(ValueError, match=r"^devices: xpu:1 is an Intel GPU \(XPU\), on which there are no ranks"):
+        with pytest.raises(ValueError, match=r"^devices: xpu:1 is an Intel GPU \(XPU\), on which ranks cannot run"):
             named_devices("xpu:1,cuda:0", Host())
-        with pytest.raises(ValueError, match=r"^devices: 'tpu' is no device of this machine, which has cpu, cuda:0\.$"):
+        with pytest.raises(ValueError, match=r"^devices: 'tpu' is not a device of this machine, which has cpu, cuda:0\.$"):
             named_devices("tpu", Host())
 
 
@@ -108,8 +108,9 @@ def test_errors_about_too_few_gpus_say_how_hidden_ones_are_shown(monkeypatch):
     shown = r".*--cuda-device all --disable-pinned-memory\."
     with fake_cuda(AMPERE):
         with pytest.raises(
-            ValueError, match=rf"^devices: pipefusion_degree 2 needs 2 GPUs, this machine has 1 .*{shown} Lower"
+            ValueError,
+            match=(rf"^devices: pipefusion_degree 2 needs 2 GPUs, but ComfyUI shows 1 on this machine.*{shown} Lower"),
         ):
             choose_devices("auto", TWO, Host())
-        with pytest.raises(ValueError, match=rf"^devices: 'cuda:1' is no device of this machine{shown}$"):
+        with pytest.raises(ValueError, match=f"^devices: 'cuda:1' is not a device of this machine{shown}$"):
             choose_devices("cuda:0,cuda:1", TWO, Host())

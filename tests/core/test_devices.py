@@ -96,5 +96,5 @@ def test_a_model_is_told_from_another_of_its_kind(mini_model, tmp_path):
     one, same, other = save("one"), save("same"), save("other", mini.random_model(seed=1))
     assert one.path.stat().st_size == other.path.stat().st_size
     check_fingerprint(same, fingerprint(one))
-    with pytest.raises(ValueError, match=r"^model_name: .*other\.safetensors is not the same on this machine"):
+    with pytest.raises(ValueError, match=r"^model_name: .*other\.safetensors differs between this machine"):
         check_fingerprint(other, fingerprint(one))

@@ -55,7 +55,7 @@ def test_ulysses_runs_on_one_kind_of_device():
 
 def test_ranks_are_processes_and_so_not_any_number():
     check_ranks(Degrees(ring=MOST_RANKS))
-    with pytest.raises(ValueError, match=f"makes {MOST_RANKS + 1} ranks, of which {MOST_RANKS} are the most"):
+    with pytest.raises(ValueError, match=f"makes {MOST_RANKS + 1} ranks. At most {MOST_RANKS} are possible"):
         check_ranks(Degrees(ring=MOST_RANKS + 1))
 
 

@@ -165,10 +165,10 @@ def test_guides_of_ltx2_are_told_by_tokens():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"denoise_mask": None}, "^latent_image: the conditioning has guides, and this latent is without the mask"),
+        ({"denoise_mask": None}, "^latent_image: the conditioning has guides, but this latent lacks their mask"),
         (
             {"keyframe_idxs": torch.zeros(1, 3, 8, 2)},
-            "^positive, negative: the guides have 8 tokens, which is no whole number",
+            "^positive, negative: the guides have 8 tokens, which is not a whole number",
         ),
     ],
 )

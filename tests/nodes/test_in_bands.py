@@ -44,7 +44,7 @@ def test_a_run_with_a_wrapper_inside_is_whole_and_says_why(module, sampling, mon
 
 def test_a_node_that_is_told_of_each_evaluation_gets_no_bands(patcher, why_not_banded):
     patcher.add_callback_with_key("on_prepare_state", "key", sample_function)
-    assert "is told of each evaluation" in why_not_banded()
+    assert "is notified of each evaluation" in why_not_banded()
 
 
 @every(rows.MODEL_OPTIONS)

@@ -33,7 +33,7 @@ def test_the_file_of_a_prompt_is_that_of_its_first_run(module, patcher, replaced
     replaced()
     patcher.pre_run()
     assert patcher.stub.checkpoint is before
-    with pytest.raises(ValueError, match="has changed on disk while it was in use"):
+    with pytest.raises(ValueError, match="was overwritten, replaced or cut on disk while it was in use"):
         names.state_dict()
     prompt[0] = "two"
     patcher.pre_run()

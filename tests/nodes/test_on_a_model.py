@@ -100,7 +100,7 @@ def test_attention_that_a_lora_asks_for_is_that_of_the_ranks(module, patcher, wi
 
 @pytest.mark.parametrize(
     ("wish", "leaf", "error"),
-    [("comfy_kitchen_int8", "comfy_attention", "in a form that nobody writes"), (INT8, "norm", "a LoRA's setting '")],
+    [("comfy_kitchen_int8", "comfy_attention", "in an unknown form"), (INT8, "norm", "a LoRA's setting '")],
 )
 def test_a_loras_setting_that_does_not_reach_the_ranks_is_refused(patcher, wish, leaf, error):
     with pytest.raises(ValueError, match=f"^model: .*{error}"):

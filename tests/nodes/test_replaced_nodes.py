@@ -15,5 +15,5 @@ def test_nodes_of_another_pack_are_named(module):
     assert replaced(ours, {"KSampler": Theirs} | ours) == ""
     assert replaced(ours, {}) == ""  # before ComfyUI knows them
     said = replaced(ours, ours | {"ParallelTrace": Theirs, "ApplyPipeFusion": Theirs})
-    assert said.startswith("These nodes are those of another pack (custom_nodes.other), not Parallel DiT's: ")
+    assert said.startswith("These nodes belong to another pack (custom_nodes.other), not Parallel DiT's: ")
     assert "ApplyPipeFusion, ParallelTrace. " in said

@@ -163,7 +163,7 @@ def test_a_damaged_plan_is_not_believed(shipped, caplog, damage):
     else:
         path.write_text(damage)
     assert found(the_class) == (None, "")
-    assert "has no plans that can be used" in caplog.text
+    assert "has no usable plans" in caplog.text
 
 
 FILES = sorted(Path(plans.__file__).with_name("plans").glob("*.json"))

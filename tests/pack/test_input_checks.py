@@ -31,7 +31,7 @@ def refuse_odd(count: int | None, words: str | None = "few") -> None:
         ({"count": 3, "words": "many"}, "count is 3, of many"),
         ({"count": None, "words": None}, True),  # links
         ({}, True),  # ComfyUI itself refuses a prompt that lacks an input
-        ({"count": 10}, "count: 10 is out of its limits, 1 to 8."),
+        ({"count": 10}, "count: 10 is not between 1 and 8."),
     ],
 )
 def test_widgets_are_refused_before_anything_runs(checks, given, expected):
@@ -74,19 +74,19 @@ def test_what_fits_is_given_as_the_inputs_type(checks, kind, value, options, exp
 @pytest.mark.parametrize(
     ("kind", "value", "words"),
     [
-        ("INT", 9, "9 is out of its limits, 1 to 8"),
-        ("INT", 0, "0 is out of its limits, 1 to 8"),
-        ("INT", 2.5, "2.5 is no whole number"),
-        ("INT", None, "None is no whole number"),
-        ("FLOAT", 8.001, "8.001 is out of its limits"),
-        ("FLOAT", float("nan"), "nan is no number"),
-        ("FLOAT", float("inf"), "inf is no number"),
-        ("BOOLEAN", 2, "2 is neither true nor false"),
-        ("STRING", 3, "3 is no text"),
-        (["auto", "even"], "odd", "'odd' is none of auto, even"),
+        ("INT", 9, "9 is not between 1 and 8"),
+        ("INT", 0, "0 is not between 1 and 8"),
+        ("INT", 2.5, "2.5 is not a whole number"),
+        ("INT", None, "None is not a whole number"),
+        ("FLOAT", 8.001, "8.001 is not between"),
+        ("FLOAT", float("nan"), "nan is not a number"),
+        ("FLOAT", float("inf"), "inf is not a number"),
+        ("BOOLEAN", 2, "2 is not true or false"),
+        ("STRING", 3, "3 is not a text"),
+        (["auto", "even"], "odd", "'odd' is not one of auto, even"),
         ("LATENT", {"samples": torch.zeros(1, 4, 0, 8)}, "cannot be used"),
-        ("LATENT", torch.zeros(1, 4, 8, 8), "this is no latent"),
-        ("CONDITIONING", [torch.zeros(1, 4)], "this is no conditioning"),
+        ("LATENT", torch.zeros(1, 4, 8, 8), "this is not a latent"),
+        ("CONDITIONING", [torch.zeros(1, 4)], "this is not a conditioning"),
     ],
 )
 def test_what_does_not_is_refused_by_the_inputs_name(checks, kind, value, words):

@@ -36,6 +36,7 @@ def test_the_registrys_fields(project):
     assert comfy["PublisherId"]
     assert comfy["DisplayName"] == "Parallel DiT"
     assert comfy["requires-comfyui"]
+    assert {line.partition(" :: ")[0] for line in project["project"]["classifiers"]} == {"Operating System", "Environment"}
     icon = (PACK / comfy["Icon"]).read_text()
     assert 'width="400" height="400"' in icon  # the registry's largest
 

@@ -70,7 +70,7 @@ def test_what_fits_nowhere_is_cut_by_memory(caplog):
     """16 bytes where there are 2 and 5: the cards are filled twice and 2.4 times; by any other cut one is fuller."""
     probes = [probed(rank, 1.0, single=1.0, free=free) for rank, free in enumerate((3, 6))]
     assert counts(divide(Degrees(pipe=2), LISTS, SIZES, probes).stage_blocks) == [2, 10]
-    assert "hardly fits" in caplog.text
+    assert "barely fits" in caplog.text
 
 
 def test_patch_shares_follow_speed():

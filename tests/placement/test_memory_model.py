@@ -256,7 +256,7 @@ def test_weights_are_refused_before_loading(mini_file):
         one.check_weights(gpus(int(0.85 * size)))
     assert "pipefusion_degree 2" in str(refused.value)
     assert "weight_dtype fp8_e4m3fn" in str(refused.value)
-    with pytest.raises(ValueError, match="use more devices, or larger ones"):
+    with pytest.raises(ValueError, match="Use more devices, or larger ones"):
         one.check_weights(gpus(1000))
 
 

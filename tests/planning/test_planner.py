@@ -468,7 +468,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, cap
         patch.setattr("parallel_backend.planning.calibration_file.load", lambda path, key: None)
         with caplog.at_level(logging.WARNING):
             assert cached(tmp_path, KEY, measure) != first
-    assert "could not be kept" in caplog.text
+    assert "could not be stored" in caplog.text
     assert file.read_text() == whole
     assert list(tmp_path.iterdir()) == [file]
     assert cached(tmp_path, KEY, measure) == first

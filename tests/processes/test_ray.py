@@ -122,7 +122,7 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [(Path.unlink, "does not exist at"), (swap, "is not the same on this machine as on ComfyUI's")]
+    ("change", "words"), [(Path.unlink, "does not exist at"), (swap, "differs between this machine and ComfyUI's machine")]
 )
 @pytest.mark.full
 def test_a_machine_without_the_model_or_with_another_is_named(on_ray, mini_model, tmp_path, change, words):

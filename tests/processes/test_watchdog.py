@@ -106,7 +106,7 @@ def test_a_rank_that_is_not_heard_is_named_after_the_silence():
     played.beat(1, "micro-step 12")
     count, verdict = played.until(heard=lambda: played.beat(0))
     assert (count, verdict.ranks, verdict.hung) == (20, (1,), False)
-    assert verdict.text.startswith("gave no sign of life for 20 s, last seen in micro-step 12. It was stopped")
+    assert verdict.text.startswith("sent no heartbeat for 20 s, last seen in micro-step 12. It was stopped")
 
 
 def test_ranks_at_rest_may_rest_for_ever():
@@ -309,7 +309,7 @@ def test_a_rank_that_falls_silent(pipe_pool):
     future = pool.ask(m.Unload(), m.Unloaded)
     ranks.alive[1] = False
     text = error_of(future)
-    assert text.startswith("Parallel DiT: rank 1 (cpu) gave no sign of life for 1 s, last seen in micro-step 7.")
+    assert text.startswith("Parallel DiT: rank 1 (cpu) sent no heartbeat for 1 s, last seen in micro-step 7.")
     assert text.endswith("The end of its log:\nlog of rank 1")
     with pytest.raises(RankError):
         pool.send(0, m.Unload())
@@ -332,7 +332,7 @@ def test_a_rank_that_ends_in_the_middle_of_a_message(pipe_pool):
     with ranks.theirs[0]._sending:
         ranks.theirs[0].connection.send_bytes(m.encode(m.Output(0, 1, torch.ones(4)))[0])
         text = error_of(future)
-    assert "rank 0 (cpu) gave no sign of life" in text
+    assert "rank 0 (cpu) sent no heartbeat" in text
 
 
 def test_a_connection_that_ends_is_an_error_even_of_a_process_that_does_not(pipe_pool):
@@ -357,7 +357,7 @@ def test_a_request_that_reaches_some_ranks_alone_ends_the_pool_at_once(pipe_pool
     monkeypatch.setattr(type(ranks.channels[1].connection), "send_bytes", send_bytes)
     with pytest.raises(KeyboardInterrupt):
         pool.ask(m.Unload(), m.Unloaded)
-    assert str(pool.error).startswith("Parallel DiT: what was being sent to the ranks was cut short by KeyboardInterrupt")
+    assert str(pool.error).startswith("Parallel DiT: sending to the ranks was interrupted by KeyboardInterrupt")
     assert len(failures) == 1
 
 
@@ -377,7 +377,7 @@ def test_a_rank_that_takes_nothing_does_not_hold_the_pool(pipe_pool):
     with lock:
         ranks.theirs[0].send(m.Output(0, 1, torch.ones(1)), model=place.number)
         pool.send(1, m.Output(0, 1, torch.ones(1 << 22)))  # 16 MB: more than a pipe takes
-    assert "rank 1 (cpu) gave no sign of life" in error_of(future)
+    assert "rank 1 (cpu) sent no heartbeat" in error_of(future)
     assert len(errors) == 1
 
 
@@ -442,7 +442,7 @@ def test_a_stopped_rank_is_named_and_ended(mini_file, given):
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
         model, since = load(pool, mini_file, Degrees(pipe=2)), time.monotonic()
         os.kill(pool.pids[1], signal.SIGSTOP)
-        with pytest.raises(RankError, match=rf"rank 1 \(cpu\) gave no sign of life for {SILENCE:.0f} s"):
+        with pytest.raises(RankError, match=rf"rank 1 \(cpu\) sent no heartbeat for {SILENCE:.0f} s"):
             model.predict(ModelCall(*given), nothing)
         assert time.monotonic() - since < BOUND
         assert wait_until_gone(pool.pids)
@@ -513,7 +513,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(mini_file, given, orders
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("why", "said"),
-    [(OSError("no more processes"), "no more processes"), (OSError(errno.EMFILE, ""), "more files open.*`ulimit -n`")],
+    [(OSError("no more processes"), "no more processes"), (OSError(errno.EMFILE, ""), "open more files.*`ulimit -n`")],
 )
 def test_a_rank_that_cannot_be_started_leaves_nothing(monkeypatch, tmp_path, why, said):
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))

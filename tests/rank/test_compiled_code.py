@@ -66,7 +66,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(home, shared, caplog):
     given.mkdir()
     given.chmod(0o777)
     assert after(**{TORCH: given, TEMPORARY: shared})[TORCH] == str(home / ".cache" / "parallel_dit" / "torch")
-    assert f"{TORCH} is not used, since others can write to {given}" in caplog.text
+    assert f"{TORCH} is not used, because others can write to {given}" in caplog.text
     assert after(**{TEMPORARY: shared})[TEMPORARY] == str(home / ".cache" / "parallel_dit" / "tmp")
 
 
@@ -81,7 +81,7 @@ def test_a_folder_of_another_user_is_not_used(home, shared, caplog, monkeypatch)
     assert environment[TORCH] == str(scratch / "torch")
     assert environment[TEMPORARY] == str(scratch / "tmp")
     assert f"{given} belongs to another user" in caplog.text
-    assert "compiled code is not kept for the next start, since" in caplog.text
+    assert "compiled code is not kept for the next start, because" in caplog.text
 
 
 def test_what_is_above_a_folder_counts_where_all_can_write(tmp_path, shared, monkeypatch):

@@ -132,7 +132,7 @@ def test_rows_that_end_inside_a_parameter(load, mini_file, tmp_path):
 def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(load, mini_file, delta):
     model, given = load(mini_file, Degrees()), mini.inputs()
     before = output(model, given)
-    with pytest.raises(ValueError, match=f"model: what is to be added to {delta.key}"):
+    with pytest.raises(ValueError, match=f"model: the LoRA for {delta.key}"):
         model.adapt("unfit", [*lora(load_file(mini_file)), delta], lambda: None)
     model.adapt(None, (), lambda: None)
     assert torch.equal(output(model, given), before)

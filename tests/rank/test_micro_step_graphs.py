@@ -237,7 +237,7 @@ def test_a_kernel_that_no_capture_sees_ends_the_graphs(ranks, pools, mini_file, 
     assert counts(stats) == {(0, 0)}
     assert len(caplog.records) == ranks
     why = "a replay gave another output than the micro-step that it repeats"
-    assert all(record.getMessage().endswith(f"the model runs without, since {why}") for record in caplog.records)
+    assert all(record.getMessage().endswith(f"the model runs without, because {why}") for record in caplog.records)
     assert {each.without_graphs for each in stats} == {why}
 
 
@@ -247,7 +247,7 @@ def test_a_kernel_that_cannot_be_captured_is_not_tried(pools, mini_file, monkeyp
     stats = both(pools(1), mini_file, Degrees())
     assert counts(stats) == {(0, 0)}
     assert [record.getMessage() for record in caplog.records] == [
-        "Parallel DiT: cuda_graphs: the model runs without, since torch SDPA cannot be captured"
+        "Parallel DiT: cuda_graphs: the model runs without, because torch SDPA cannot be captured"
     ]
     assert {each.without_graphs for each in stats} == {"torch SDPA cannot be captured"}
 

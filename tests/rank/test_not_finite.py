@@ -198,7 +198,7 @@ def test_fp16_that_overflows_says_what_to_use(pools, mini_file, tmp_path):
     state["img_in.bias"][2] = 1e5
     path = tmp_path / "large.safetensors"
     save_file(state, path)
-    with pytest.raises(NotFiniteError, match="weight_dtype fp16 is too small for them, use bf16 or fp32"):
+    with pytest.raises(NotFiniteError, match="weight_dtype fp16 is too small for them: use bf16 or fp32"):
         pools.mini(path, Degrees(pipe=2), "fp16").predict(ModelCall(*mini.inputs()), nobody)
     model = pools.mini(path, Degrees(pipe=2), "bf16")
     assert model.predict(ModelCall(*mini.inputs()), nobody).isfinite().all()

@@ -237,7 +237,7 @@ def test_what_cannot_be_sparse_is_in_full_and_says_why(degrees, name, changed, w
     output = of_ranks(pools, made, degrees, replace(SETTINGS[name], **changed))
     assert difference(output, made.expected["full"]) <= TOLERANCE
     said = attention_report(pools, made, degrees)
-    assert said.startswith("in full in place of ") == bool(words)
+    assert said.startswith("in full instead of ") == bool(words)
     assert words in said
 
 

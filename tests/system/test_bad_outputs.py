@@ -44,14 +44,16 @@ def tampered(monkeypatch, mini_file):
 @pytest.mark.parametrize("how", HOW)
 def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(tampered, how):
     model, given = tampered(how), mini.inputs()
-    with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent what cannot be: "):
+    with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent an impossible message: "):
         model.predict(ModelCall(*given), lambda: None)
     assert isinstance(model.pool.error, RankError)
 
 
 def test_an_output_that_comes_twice_is_not_taken_for_another_ranks(tampered):
     model, given = tampered(TWICE, Degrees(ulysses=2)), mini.inputs()
-    with pytest.raises(RankError, match=r"rank 0 \(cpu\) sent what cannot be: an output of micro-step 1, which nobody"):
+    with pytest.raises(
+        RankError, match=(r"rank 0 \(cpu\) sent an impossible message: an output of micro-step 1, which nobody")
+    ):
         model.predict(ModelCall(*given), lambda: None)
 
 
@@ -89,7 +91,7 @@ def decoded(*shapes) -> None:
     ],
 )
 def test_a_band_of_a_picture_has_to_be_the_ranks_own(shapes):
-    with pytest.raises(RankError, match="a band of a picture"):
+    with pytest.raises(RankError, match="a band of an image"):
         decoded(*shapes)
     decoded((1, 3, 16, 16), (1, 3, 8, 16))
 

@@ -5,29 +5,29 @@ import { REASONS } from "./chinese_lines.js";
 /** Why a loader is left as it is, or nothing is gained (nodes/run_on_several_gpus.py, loaders.js). */
 const WHY = [
     [
-        /^These nodes are those of another pack \((.*)\), not Parallel DiT's: (.*)\. Remove one of the two packs\.$/,
+        /^These nodes belong to another pack \((.*)\), not Parallel DiT's: (.*)\. Remove one of the two packs\.$/,
         "这些节点来自另一个节点包（$1），不是 Parallel DiT 的：$2。请移除其中一个节点包。",
     ],
-    [/^no card holds the whole model$/, "没有一块卡放得下整个模型"],
-    [/^the cards do not reach each other directly \(P2P\)$/, "显卡之间不能直接通信（P2P）"],
+    [/^no GPU holds the whole model$/, "没有一张卡放得下整个模型"],
+    [/^the GPUs have no direct link \(P2P\)$/, "显卡之间不能直接通信（P2P）"],
     [/^Parallelize Model behind it is bypassed or muted$/, "它后面的并行化模型被绕过或禁用了"],
     [/^it does not run \(bypassed or muted\)$/, "它不运行（被绕过或禁用）"],
-    [/^which model file it loads is not known$/, "不知道它加载的是哪个模型文件"],
+    [/^its model file is unknown$/, "不知道它加载的是哪个模型文件"],
     [/^ComfyUI shows no GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上没有可用的显卡。{1}"],
-    [/^ComfyUI shows one GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上只显示一块显卡。{1}"],
+    [/^ComfyUI shows one GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上只显示一张显卡。{1}"],
     [
-        /^This version of ComfyUI does not say which file a MODEL is from\. Put Parallel DiT Loader in place of the node that loads it, or Parallel Checkpoint Loader for an all-in-one file\.$/,
+        /^This version of ComfyUI does not say which file a MODEL is from\. Replace its loader by Parallel DiT Loader, or by Parallel Checkpoint Loader for an all-in-one file\.$/,
         "这个版本的 ComfyUI 不说明 MODEL 来自哪个文件。请用 Parallel DiT 加载器代替加载它的节点；整合文件用 Parallel Checkpoint 加载器。",
     ],
     ...REASONS,
 ];
 
 const TOASTS = [
-    [/^Run on several GPUs$/, "在多块显卡上运行"],
-    [/^Run on one GPU again$/, "恢复在单块显卡上运行"],
+    [/^Run on several GPUs$/, "在多张显卡上运行"],
+    [/^Run on one GPU again$/, "恢复在单张显卡上运行"],
     [/^Explain this workflow$/, "说明此工作流"],
     [/^Parallel DiT's nodes are not loaded\.$/, "Parallel DiT 的节点没有加载。"],
-    [/^No loader of a diffusion model is in this workflow\.$/, "这个工作流里没有扩散模型的加载器。"],
+    [/^This workflow has no loader of a diffusion model\.$/, "这个工作流里没有扩散模型的加载器。"],
     [/^Nothing was changed\. (.*)$/, "没有改动。{1}"],
     [
         /^Nothing was changed: this editor would lose the wire to (.*)\. Please report it, and connect the nodes by hand\.$/,
@@ -35,25 +35,25 @@ const TOASTS = [
     ],
     [/^Nothing was changed: (.*)\. Please report it, and connect the nodes by hand\.$/, "没有改动：$1。请报告此问题，并手动连接节点。"],
     [
-        /^Parallelize Model is now behind (.*), and Apply PipeFusion, as (.*)\. Undo takes it back\.$/,
+        /^Parallelize Model is now behind (.*), and Apply PipeFusion, because (.*)\. Undo reverts it\.$/,
         "$1 后面接上了并行化模型和应用 PipeFusion，因为{2}。可以撤销。",
     ],
-    [/^Parallelize Model is now behind (.*)\. Undo takes it back\.$/, "$1 后面接上了并行化模型。可以撤销。"],
-    [/^On several GPUs already: (.*)\.$/, "已经在多块显卡上：$1。"],
-    [/^Left as it is: (.*?): (.*)\.$/, "保持原样：$1：{2}。"],
-    [/^Would stay as it is: (.*?): (.*)\.$/, "会保持原样：$1：{2}。"],
+    [/^Parallelize Model is now behind (.*)\. Undo reverts it\.$/, "$1 后面接上了并行化模型。可以撤销。"],
+    [/^On several GPUs already: (.*)\.$/, "已经在多张显卡上：$1。"],
+    [/^Not changed: (.*?): (.*)\.$/, "保持原样：$1：{2}。"],
+    [/^Would not be changed: (.*?): (.*)\.$/, "会保持原样：$1：{2}。"],
     [
-        /^(.*): ([\d.]+ [GM]B) of weights on (.*)\. Parallelize Model would share out each picture; every step gives what one GPU gives\.$/,
+        /^(.*): ([\d.]+ [GM]B) of weights on (.*)\. Parallelize Model would split each image over the GPUs; every step equals that of one GPU\.$/,
         "$1：$2 权重，设备 $3。并行化模型会把每张图分开算；每一步都和单卡结果相同。",
     ],
     [
-        /^(.*): ([\d.]+ [GM]B) of weights on (.*)\. Parallelize Model would share out each picture; Apply PipeFusion would come too, as (.*): its first step is exact, the others are close to it, and its widget warmup_steps makes more of them exact\.$/,
+        /^(.*): ([\d.]+ [GM]B) of weights on (.*)\. Parallelize Model would split each image over the GPUs; Apply PipeFusion would be added too, because (.*): its first step is exact, and the others are close\. warmup_steps makes more of them exact\.$/,
         "$1：$2 权重，设备 $3。并行化模型会把每张图分开算，还会接上应用 PipeFusion，因为{4}：第一步精确，之后接近精确，调大 warmup_steps 可让更多步精确。",
     ],
-    [/^Taken out: (.*) and (.*)\. Undo brings it back\.$/, "已取下：$1、$2。可以撤销。"],
-    [/^Taken out: (.*)\. Undo brings it back\.$/, "已取下：$1。可以撤销。"],
-    [/^(.*) stays: put ComfyUI's own loader in its place\.$/, "$1 保留：请用 ComfyUI 自己的加载器代替它。"],
-    [/^Nothing in this workflow runs on several GPUs\.$/, "这个工作流里没有在多块显卡上运行的节点。"],
+    [/^Removed: (.*) and (.*)\. Undo reverts it\.$/, "已取下：$1、$2。可以撤销。"],
+    [/^Removed: (.*)\. Undo reverts it\.$/, "已取下：$1。可以撤销。"],
+    [/^(.*) was not removed: replace it by ComfyUI's own loader\.$/, "$1 保留：请用 ComfyUI 自己的加载器代替它。"],
+    [/^Nothing in this workflow runs on several GPUs\.$/, "这个工作流里没有在多张显卡上运行的节点。"],
 ];
 
 const TEXTS = [...TOASTS, ...WHY]; // Explain this workflow may say a reason alone

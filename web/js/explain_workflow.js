@@ -9,12 +9,12 @@ const SECONDS = 60; // to read it
 /** What would become of a loader. */
 function said({ name, weights, pipefusion }, cards) {
     const where = cards.map((card) => `${card.name} (${size(card.memory)})`).join(", ");
-    const exact = "every step gives what one GPU gives";
+    const exact = "every step equals that of one GPU";
     const banded =
-        `Apply PipeFusion would come too, as ${pipefusion}: its first step is exact, the others are close to it, and its ` +
-        "widget warmup_steps makes more of them exact";
+        `Apply PipeFusion would be added too, because ${pipefusion}: its first step is exact, and the others are close. ` +
+        "warmup_steps makes more of them exact";
     const how = pipefusion ? banded : exact;
-    return `${name}: ${size(weights)} of weights on ${where}. Parallelize Model would share out each picture; ${how}.`;
+    return `${name}: ${size(weights)} of weights on ${where}. Parallelize Model would split each image over the GPUs; ${how}.`;
 }
 
 export async function explain() {
@@ -29,6 +29,6 @@ export async function explain() {
         say(EXPLAIN_TITLE, "info", `On several GPUs already: ${names}.`, SECONDS);
     }
     for (const [why, names] of grouped([...decided.filter(({ takes, parallel }) => !takes && !parallel), ...idle], "why")) {
-        say(EXPLAIN_TITLE, "info", `Would stay as it is: ${names}: ${why.replace(/\.$/, "")}.`, SECONDS);
+        say(EXPLAIN_TITLE, "info", `Would not be changed: ${names}: ${why.replace(/\.$/, "")}.`, SECONDS);
     }
 }

@@ -8,7 +8,7 @@ import { isChinese } from "./chinese.js";
 import { chineseToast } from "./chinese_toasts.js";
 import { isModel, linksFrom, lost, NODE, wires } from "./wires.js";
 
-export const NO_LOADER = "No loader of a diffusion model is in this workflow.";
+export const NO_LOADER = "This workflow has no loader of a diffusion model.";
 const [NEVER, BYPASS] = [2, 4]; // modes of nodes that do not run
 const SECONDS = { success: 12, info: 8, warn: 15, error: 15 };
 

@@ -46,14 +46,14 @@ async function runOnSeveralGpus() {
     const chosen = decided.filter((each) => each.takes && still(each));
     if (chosen.length && !(await change(TITLE, () => insertBehind(chosen)))) return;
     for (const [pipefusion, names] of grouped(chosen, "pipefusion")) {
-        const more = pipefusion ? `, and Apply PipeFusion, as ${pipefusion}` : "";
-        say(TITLE, "success", `Parallelize Model is now behind ${names}${more}. Undo takes it back.`);
+        const more = pipefusion ? `, and Apply PipeFusion, because ${pipefusion}` : "";
+        say(TITLE, "success", `Parallelize Model is now behind ${names}${more}. Undo reverts it.`);
     }
     const already = decided.filter((each) => each.parallel);
     if (already.length) say(TITLE, "info", `On several GPUs already: ${already.map((each) => each.name).join("; ")}.`);
     const left = [...decided.filter((each) => !each.takes && !each.parallel), ...idle];
     for (const [why, names] of grouped(left, "why")) {
-        say(TITLE, chosen.length ? "info" : "warn", `Left as it is: ${names}: ${why.replace(/\.$/, "")}.`);
+        say(TITLE, chosen.length ? "info" : "warn", `Not changed: ${names}: ${why.replace(/\.$/, "")}.`);
     }
 }
 

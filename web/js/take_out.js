@@ -30,11 +30,11 @@ export async function takeOut() {
     if (ours.length) {
         const titles = [...new Set(ours.map(({ title }) => title))].join(" and ");
         if (!(await change(TAKE_OUT_TITLE, () => new Set(ours.map(remove))))) return;
-        say(TAKE_OUT_TITLE, "success", `Taken out: ${titles}. Undo brings it back.`);
+        say(TAKE_OUT_TITLE, "success", `Removed: ${titles}. Undo reverts it.`);
     }
     if (loaders.length) {
         const names = [...new Set(loaders)].join("; ");
-        say(TAKE_OUT_TITLE, ours.length ? "info" : "warn", `${names} stays: put ComfyUI's own loader in its place.`);
+        say(TAKE_OUT_TITLE, ours.length ? "info" : "warn", `${names} was not removed: replace it by ComfyUI's own loader.`);
     } else if (!ours.length) {
         say(TAKE_OUT_TITLE, "warn", "Nothing in this workflow runs on several GPUs.");
     }

@@ -113,7 +113,7 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
         return "another node's wrapper around the diffusion model may keep a state from one to the next"
     callbacks = model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE)
     if not all(is_known(PREPARE, callback) for callback in callbacks):
-        return "another node is told of each"
+        return "another node is notified of each one"
     return None
 
 
@@ -158,8 +158,8 @@ def tell_if_together(stub) -> None:
     if not stub.run.told_of_idle and replicas > 1:
         _tell(
             stub,
-            f"split_batch_degree {replicas}, but NAG looks at both prompts at once, so 1 of {replicas} copies of the model "
-            "computes them. Share out one picture: pipefusion_degree or ulysses_degree in its place.",
+            f"split_batch_degree {replicas}, but NAG needs both prompts in one call, so 1 of {replicas} copies of the "
+            "model computes them. To split one image over GPUs, use pipefusion_degree or ulysses_degree instead.",
         )
 
 
@@ -170,7 +170,7 @@ def tell_if_idle(stub, busy: int, reason: str | None) -> None:
         return
     text = f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
     if reason is None:
-        text += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
+        text += ". Raise batch_size. To split one image over GPUs, use pipefusion_degree or ulysses_degree instead."
     else:
         text += f", since {reason}."
     _tell(stub, text)

@@ -357,7 +357,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
 
 def _refuse_inside(name: str) -> None:
-    refuse_unread([Unread(f"another '{name}' in the native model", by=named(calling_nodes()))])
+    refuse_unread([Unread(f"another '{name}' in ComfyUI's model", by=named(calling_nodes()))])
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:

@@ -25,7 +25,7 @@ from ..patches.reach import Unread, refuse_unread
 from ..patches.text_guidance import forward_of_node, tried_guidance
 from .own_calls import NodeChanges, form, on_host, structure
 
-OTHER_CALL = "a patch calls the model in another way than the whole latent, which was tried"
+OTHER_CALL = "a patch calls the model in another way than the whole latent did in the trial"
 CLOSE = 1e-5
 """Largest difference of two functions, as a share of the largest value."""
 Shown = TypeVar("Shown", Skips, Guidance)

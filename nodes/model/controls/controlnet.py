@@ -7,12 +7,12 @@ import torch
 Control = dict[str, list[torch.Tensor | None]]
 """The result of ComfyUI's `get_control`: "input", "middle" or "output" -> for each block [B, tokens, hidden] or None.
 
-Tokens are in the native model's order: (frames,) rows, columns."""
+Tokens are in ComfyUI's model's order: (frames,) rows, columns."""
 
 
 def refuse_control(why: str) -> NoReturn:
     """Raise the ValueError for a ControlNet's outputs."""
     raise ValueError(
         f"control_net: this ControlNet does not fit the model: {why}. Use a ControlNet made for the model, or load the "
-        "model with a native loader."
+        "model with ComfyUI's own loader."
     )

@@ -51,7 +51,7 @@ class ControlsHere:
         """The outputs of ControlNets, with what a picture's Fun controls in transformer_options add to a native call."""
         if not (controls := fun_controls(self._checkpoint.family.own.kind, options)):
             return control
-        assert context is not None, "calls of these models have a text"
+        assert context is not None, "calls of these models need a text"
         layers = self._layers(options, run)
         added = self._fun_control.additions(layers, controls, latent, timestep, context, dict(options))
         return (control or {}) | added

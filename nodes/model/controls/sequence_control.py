@@ -89,7 +89,7 @@ class SequenceControl:
     ) -> dict[tuple[str, int], torch.Tensor]:
         first = [control.control_patch for (_, index), around in controls.items() if index == 0 for control in around]
         if any(control.control_patch not in first for around in controls.values() for control in around):
-            refuse("a control that begins behind the first block", "Load the model with a native loader for it.")
+            refuse("a control that starts after the first block", "To use it, load the model with ComfyUI's own loader.")
         added: dict[tuple[str, int], torch.Tensor] = {}
 
         def around(block: tuple[str, int]) -> Replacement:

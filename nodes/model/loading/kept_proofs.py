@@ -54,14 +54,14 @@ def kept_proof(
             if content is not None:
                 return encoding.decode(content.encode())[0].message
         except (*UNREADABLE, AttributeError) as error:
-            log.info("Parallel DiT: %s is no proof that can be used (%s); trying the class again", path, error)
+            log.info("Parallel DiT: %s is not a usable proof (%s); the class is tried again", path, error)
     proof = prove()
     key = of_sizes if is_of_sizes(proof) else of_all if proof.is_of_all(numbers) else of_these
     path = kept_path(folder, key, NAME)
     try:
         write_kept(path, key, NAME, encoding.encode(proof)[0].decode())
     except OSError as error:
-        log.warning("Parallel DiT: the trial's result could not be kept in %s (%s)", path, error)
+        log.warning("Parallel DiT: the trial's result could not be stored in %s (%s)", path, error)
     return proof
 
 

@@ -26,7 +26,7 @@ DTYPES = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8_e4m3fn",
 }
-INSTEAD = "Put Parallel DiT Loader in place of the node that loads it, or Parallel Checkpoint Loader for an all-in-one file."
+INSTEAD = "Replace its loader by Parallel DiT Loader, or by Parallel Checkpoint Loader for an all-in-one file."
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def native_source(model: comfy.model_patcher.ModelPatcher, named: Path | None = 
     if noted is None and named is not None and named.suffix.lower() in GGUF:
         return NativeSource(named, DTYPES.get(model.object_patches.get("manual_cast_dtype"), "default"))
     if noted is None:
-        raise ValueError(f"model: which file this MODEL is from is not known: its loader does not say it. {INSTEAD}")
+        raise ValueError(f"model: this MODEL's file is unknown: its loader does not name it. {INSTEAD}")
     function, arguments = noted[:2]
     if (path_name := LOADERS.get(name := name_of(function))) is None:
-        raise ValueError(f"model: this MODEL is made by {name}, which is not known here. {INSTEAD}")
+        raise ValueError(f"model: this MODEL is made by {name}, which this pack does not know. {INSTEAD}")
     call = inspect.signature(function).bind(*arguments).arguments
     if call.get("extra_state_dict") is not None:
         raise ValueError(f"model: its loader adds weights of a second file ({call['extra_state_dict']}). {INSTEAD}")

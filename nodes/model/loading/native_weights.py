@@ -43,8 +43,8 @@ def check_not_rewritten(model: comfy.model_patcher.ModelPatcher) -> None:
             change = "a hook"
         if change:
             raise ValueError(
-                f"model: a node has put {change} in the place of the native model's '{name or 'forward'}', which cannot "
-                "reach the ranks. Remove that node, or Parallelize Model."
+                f"model: a node has replaced '{name or 'forward'}' of ComfyUI's model by {change}, which cannot reach "
+                "the ranks. Remove that node, or Parallelize Model."
             )
 
 
@@ -69,8 +69,8 @@ def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> Non
     for name, weight, stored in _pairs(model, path):
         if not torch.equal(_bits(weight, weight.dtype), _bits(stored, weight.dtype)):
             raise ValueError(
-                f"model: a node has written into the native model's weights ({name}): they are not those of {path.name}, "
-                "which the ranks read. Use nodes that patch the MODEL instead, or save it as a file."
+                f"model: a node has changed the weights of ComfyUI's model ({name}). The ranks read {path.name}, which "
+                "has other weights. Use nodes that patch the MODEL instead, or save it as a file."
             )
         network = model.model.diffusion_model
         layer = comfy.utils.get_attr(network, name.rpartition(".")[0]) if "." in name else network

@@ -32,5 +32,5 @@ def shipped_proof(own: OwnClass, asked: Asked, lists: Mapping[str, Sequence[str]
         plan = next((each for each in plans if each.serves(own.kind, arguments, asked)), None)
         return (None, "") if plan is None else (plan.whole(lists), SHIPPED)
     except UNREADABLE as error:
-        log.warning("Parallel DiT: %s has no plans that can be used (%s); trying the class", path_of(own), error)
+        log.warning("Parallel DiT: %s has no usable plans (%s); the class is tried", path_of(own), error)
         return None, ""

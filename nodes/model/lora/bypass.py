@@ -40,11 +40,11 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
             adapter = patch[1]
             if getattr(adapter, "name", "") not in DORA_SCALE:
                 kind = getattr(adapter, "name", type(adapter).__name__).upper()
-                refuse(f"{kind} in bypass mode, which turns the layer's output,", "Use a plain LoRA loader for it.")
+                refuse(f"{kind} in bypass mode", "Use a plain LoRA loader for it.")
             if not weights.check(target, patch):
                 refuse(
                     f"a LoRA in bypass mode for {target.removeprefix(PREFIX)}, which is of another size here,",
-                    "Use a plain LoRA loader: it leaves such layers out.",
+                    "Use a plain LoRA loader. It leaves such layers out.",
                 )
 
 

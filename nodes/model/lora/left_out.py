@@ -10,7 +10,7 @@ from .patch_trial import Patch, shape_after, tensors_of
 
 log = logging.getLogger(__name__)
 
-UNNAMED = "this LoRA has no layer that this model has, and changes nothing"
+UNNAMED = "no layer of this LoRA is in this model, so it changes nothing"
 
 
 def fitting(

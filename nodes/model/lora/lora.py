@@ -90,7 +90,7 @@ class NativeWeights:
         if why is not None:
             what, instead = why
             raise ValueError(
-                f"model: {what} (for {name}) cannot be added to Parallel DiT's weights, which are on its ranks. {instead}"
+                f"model: {what} (for {name}) cannot be added, because Parallel DiT's weights are on its ranks. {instead}"
             )
         checked = isinstance(patch[1], list) or _kind(patch[1]) == MODEL_AS_LORA
         return checked or _is_idle(patch) or is_applied(patch, name, shape)
@@ -137,7 +137,9 @@ class NativeWeights:
         """Name, and shape in the file, of the weight that ComfyUI calls `key`."""
         name = key.removeprefix(PREFIX)
         if name not in self.tensors:
-            raise ValueError(f"model: a patch for {key}, which is no weight of the transformer, cannot reach the ranks.")
+            raise ValueError(
+                f"model: a patch for {key} cannot reach the ranks, because it is not a weight of the transformer."
+            )
         return name, self._shapes[name]
 
     def value(self, name: str) -> torch.Tensor:
@@ -183,8 +185,8 @@ def why_not(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
     region = _region(shape, offset)
     if isinstance(value, list):
         if value[0][0].shape != region:
-            other = f"a merge with a weight of {list(value[0][0].shape)}, where this model has {list(region)},"
-            return other, "Merge models of one kind and size."
+            other = f"a merge with a weight of shape {list(value[0][0].shape)} (this model: {list(region)})"
+            return other, "Merge models of the same type and size."
         return next((why for patch in value[1:] if (why := why_not(patch, region)) is not None), None)
     if _is_idle(patch):
         return None
@@ -192,21 +194,21 @@ def why_not(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
         if value.name in DORA_SCALE and (alpha := value.weights[ALPHA]) is not None and not math.isfinite(alpha):
             return f"a {value.name.upper()} with the alpha {alpha}", "The LoRA file is damaged: use another one."
     elif (kind := _kind(value)) not in KINDS:
-        return f"the patch kind '{kind}'", "Remove the node that adds it, or load the model with a native loader."
+        return f"the patch kind '{kind}'", "Remove the node that adds it, or load the model with ComfyUI's own loader."
     elif kind == MODEL_AS_LORA and value[1][0].shape != region:
-        other = f"a difference to a weight of {list(value[1][0].shape)}, where this model has {list(region)},"
-        return other, "Use models of one kind and size."
+        other = f"a difference for a weight of shape {list(value[1][0].shape)} (this model: {list(region)})"
+        return other, "Use models of the same type and size."
     return None
 
 
 def why_not_hooked(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
     """As `why_not`, of such a patch in a conditioning, where each call may have another strength."""
     kind = patch[1].name.upper() if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) else "a whole weight"
-    for_all = "Use a LoRA of the kind LoRA, LoHa or LoKr, or load this one for the whole model."
+    for_all = "It would be computed again at each call. Use a LoRA, LoHa or LoKr file, or load this one for the whole model."
     if shape_after([patch], shape) != shape:
-        return f"{kind} that enlarges the weight, in a conditioning (a hook),", "Load it for the whole model."
+        return f"{kind} that enlarges the weight in a conditioning (a hook)", "Load it for the whole model."
     if depends_on_weight(patch):
-        return f"{kind} in a conditioning (a hook), where it would be worked out anew for each call,", for_all
+        return f"{kind} in a conditioning (a hook)", for_all
     return None
 
 

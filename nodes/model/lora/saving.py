@@ -22,7 +22,7 @@ def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]
     try:
         stored = {PREFIX + name: weights.stored(PREFIX + name) for name in weights.tensors}
     except ValueError as error:
-        refuse(f"{what} ({error})", "Load the model with a native loader for it, or take a file in bf16 or fp16.")
+        refuse(f"{what} ({error})", "Load the model with ComfyUI's own loader, or use a file in bf16 or fp16.")
     return {key: value for key, value in stored.items() if value is not None}
 
 

@@ -44,14 +44,15 @@ class NativeNames:
             if re.fullmatch(name_pattern(pattern), whole):
                 return value
         raise AttributeError(
-            f"model: '{whole}' of the native model{on_behalf()} is not possible with Parallel DiT's weights, which are on "
-            "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with a native loader."
+            f"model: '{whole}' of ComfyUI's model{on_behalf()} is not possible, because Parallel DiT's weights are on "
+            "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with ComfyUI's own "
+            "loader."
         )
 
     __getattr__ = at
 
     def __setattr__(self, name: str, _value: Any) -> NoReturn:
-        refuse(f"another '{self._prefix}{name}' in the native model", "Remove the node that puts it there.")
+        refuse(f"another '{self._prefix}{name}' in ComfyUI's model", "Remove the node that sets it.")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The checkpoint's values, which ControlNets for SD3.5 copy into their first layer."""
@@ -60,7 +61,7 @@ class NativeNames:
         return {name: values[key] for name, key in keys.items()}
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
+        refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or ComfyUI's own loader.")
 
     def __len__(self) -> int:
         """Length of a list of blocks or layers, up to the last one with a tensor."""

@@ -96,7 +96,7 @@ def _read(layer: str, text: torch.Tensor) -> Any:
         return json.loads(bytes(text.flatten().tolist()))
     except ValueError as error:
         raise ValueError(
-            f"{LORA} asks for attention in {short(layer)} in bytes that are no JSON. The file is damaged; use another copy."
+            f"{LORA} has an attention setting for {short(layer)} that is not JSON. The file is damaged. Use another copy."
         ) from error
 
 

@@ -60,9 +60,9 @@ FOR_PATCHES = frozenset(
 model is refused as such."""
 
 INSTEAD = {
-    r"(?<!kv)(?<!kv )cache": "Take Parallel Step Cache in its place",
-    "compile": "Switch on `compile` in Parallel DiT Loader in its place",
-    "attention kernel": "Ulysses Config's widget attention chooses the ranks' kernel: take that in its place",
+    r"(?<!kv)(?<!kv )cache": "Use Parallel Step Cache instead",
+    "compile": "Turn on `compile` in Parallel DiT Loader instead",
+    "attention kernel": "Set the ranks' kernel by attention in Ulysses Config instead",
 }
 """Pattern in the refused thing's or its node's name -> advice. A KV cache, which skips no steps, has no replacement."""
 
@@ -127,9 +127,9 @@ def refuse_unread(refused: Iterable[Unread]) -> None:
     text = ", ".join(described)
     replacements = [instead for pattern, instead in INSTEAD.items() if re.search(pattern, text.lower())]
     raise ValueError(
-        f"model: {text} cannot be forwarded to Parallel DiT's ranks in this version. "
-        f"{'; '.join(replacements) or 'Remove the node that adds it'}, or load the model with a native loader, without "
-        "Parallelize Model."
+        f"model: {text} cannot be sent to Parallel DiT's ranks. "
+        f"{'; '.join(replacements) or 'Remove the node that adds it'}, or load the model with ComfyUI's own loader, "
+        "without Parallelize Model."
     )
 
 

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAKING_TURNS = (
-    "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
-    "devices, or load it with a native loader."
+    "this MODEL and another one take turns on the same ranks. Each turn reads the weights again. Give one of them other "
+    "devices, or load it with ComfyUI's own loader."
 )
 
 

@@ -14,7 +14,7 @@ from .run_shapes import PART, Shapes, is_for_all, shapes_of_run
 
 CACHE_KEY = "parallel_dit_step_cache"
 """Key in `transformer_options` under which a MODEL carries its CacheSettings."""
-HOOKED = "step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)"
+HOOKED = "step cache: every call is computed, because the conditioning has LoRAs of its own (hooks)"
 KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
@@ -57,7 +57,7 @@ class SamplingCache:
 
     def report(self) -> str:
         """Summary for the user."""
-        return f"step cache: not used, since {PART}" if self._off else self.cache.summary
+        return f"step cache: not used, because {PART}" if self._off else self.cache.summary
 
     def may_forecast(self, options: dict[str, Any]) -> bool:
         """Whether a call with these transformer_options may be forecast: within the percents and not in the last step."""

@@ -32,7 +32,7 @@ def unpacked(value: torch.Tensor, shapes: Shapes) -> Latents:
 
 @dataclass(frozen=True)
 class BandCut:
-    """`rows`: the latent rows (or frames) of each band. `shapes`: of the whole latents, the picture's first."""
+    """`rows`: the latent rows (or frames) of each band. `shapes`: of the whole latents, the image's first."""
 
     patching: Patching
     rows: tuple[Span, ...]

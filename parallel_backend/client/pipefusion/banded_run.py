@@ -151,7 +151,7 @@ class BandedRun:
             self._finished.add(band)
             self._post_what_can_go()
             if self._error is None and len(self._finished) == len(self.rows) and len(set(self._calls)) > 1:
-                raise NotLocal("the bands did not make the same number of model calls")
+                raise NotLocal("the patches did not make the same number of model calls")
 
     def abort(self, error: BaseException) -> None:
         """Every `predict`, waiting or later, raises `error`."""
@@ -180,11 +180,11 @@ class BandedRun:
             missing = {band for call, band in keys if (call, band) not in self._waiting}
             if missing:
                 if missing & self._finished:
-                    self.abort(NotLocal("the bands did not make the same number of model calls"))
+                    self.abort(NotLocal("the patches did not make the same number of model calls"))
                 return
             requests = [self._waiting.pop(key) for key in keys]
             if any(not torch.equal(request.timestep, due.first.timestep) for request in requests):
-                self.abort(NotLocal("the bands are at different timesteps"))
+                self.abort(NotLocal("the patches are at different timesteps"))
                 return
             self._due.popleft()
             if due.step.band is None:
@@ -198,7 +198,7 @@ class BandedRun:
         request = self._waiting.get((call, 0))
         if request is None:
             if 0 in self._finished:
-                self.abort(NotLocal("the bands did not make the same number of model calls"))
+                self.abort(NotLocal("the patches did not make the same number of model calls"))
             return False
         self._begun += 1
         conditioning = self._conditioning(request)
@@ -224,7 +224,7 @@ class BandedRun:
         for call, band in [waiting for waiting in self._waiting if waiting[0] in self._forecasts]:
             request, (timestep, forecast) = self._waiting.pop((call, band)), self._forecasts[call]
             if not torch.equal(request.timestep, timestep):
-                self.abort(NotLocal("the bands are at different timesteps"))
+                self.abort(NotLocal("the patches are at different timesteps"))
                 return
             self._settle(request, forecast.output(band))
         for call in [call for call in self._forecasts if call < min(self._calls)]:  # all bands are answered
@@ -251,7 +251,7 @@ class BandedRun:
         patch, rows = self.patching.band_size, self.rows[request.band]
         x, *companion = request.latents
         if padding := -len(rows) % patch:
-            # ComfyUI pads an odd height circularly: behind the last row comes the picture's first row, of band 0.
+            # ComfyUI pads an odd height circularly: behind the last row comes the image's first row, of band 0.
             top = self.patching.rows(due.first.latents[0], Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
         latents = (x, *companion)

@@ -24,7 +24,7 @@ class RunReport:
     notes: tuple[str, ...] = ()
     """Pool.notes."""
     along: str | None = None
-    """The axis, "rows" or "frames", along which a video was cut. None: a picture."""
+    """The axis, "rows" or "frames", along which a video was cut. None: an image."""
     gained: str = ""
     """Against one GPU: "1.7 x one GPU". Empty: nobody knows."""
     transfer_dtype: str = "full"
@@ -43,11 +43,11 @@ class RunReport:
     def what(self) -> str:
         """A clause with the numbers of exact calls and of calls with keys one step old."""
         if self.degrees.naive:
-            return "bands that never see each other (naive patches, a control)"
+            return "patches that never see each other (naive patches, a control)"
         if self.calls is None:
-            return "all model calls exact" + (f", since {self.reason}" if self.reason else "")
+            return "all model calls exact" + (f", because {self.reason}" if self.reason else "")
         exact, banded = self.calls
-        how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} bands"
+        how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} patches"
         how += f" of {self.along}" if self.along else ""
         calls = "model call" if exact == 1 else "model calls"
         return f"{exact} {calls} exact (warm-up), {banded} {how} with keys one step old"
@@ -62,7 +62,6 @@ class RunReport:
         """Lines for the sampler's node: how long, how exact, what else the user should know. The node shows two lines of
         some 38 characters, with "Parallel DiT: " in front of the first; wider or higher, it shows the others."""
         exact, _ = self.calls or (0, 0)
-        warm_up = f", {exact} {'step' if exact == 1 else 'steps'} exact"
         if self.degrees.naive:
             how = "naive patches, a control"
         elif self.calls is None:
@@ -70,10 +69,9 @@ class RunReport:
             ranks = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
             how = f"close to exact: {', '.join(close)}" if close else ranks
         else:
-            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} bands'}{warm_up}"
+            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} patches'}, warm-up {exact}"
         lines = (f"{self.seconds:.1f} s, {self.gained or f'{self._step_seconds:.2f} s a step'}", how)
-        cut = "patches" if self.degrees.displaced else "bands"
-        why = f"not in {cut}: {self.reason}" if self.calls is None and self.reason else None
+        why = f"not in patches: {self.reason}" if self.calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)
 
     @property
@@ -107,11 +105,13 @@ class RunReport:
                 f"waited for {waited:.2f} s, {share:.0f} % of the ranks' time but for transfers"
             )
         if graphs := max((rank.graphs for rank in self.ranks), default=0):
-            lines.append(f"compiled: {graphs} graphs on a rank since the model was loaded; new ones took time of this run")
+            lines.append(
+                f"compiled: {graphs} graphs on a rank since the model was loaded; new ones are part of this run's time"
+            )
         if replayed := sum(rank.replayed for rank in self.ranks):
             steps = sum(rank.micro_steps for rank in self.ranks)
             lines.append(f"CUDA graphs: {replayed} of {steps} micro-steps on all ranks were replays")
-        lines += [f"CUDA graphs: none, since {why}" for why in sorted({rank.without_graphs for rank in self.ranks} - {""})]
+        lines += [f"CUDA graphs: none, because {why}" for why in sorted({rank.without_graphs for rank in self.ranks} - {""})]
         if attention := sorted({rank.attention for rank in self.ranks if rank.attention}):
             lines.append(f"attention: {'; '.join(attention)}")
         lines += [f"weights: {arithmetic}" for arithmetic in sorted({rank.arithmetic for rank in self.ranks} - {""})]

@@ -167,8 +167,8 @@ def read_trace(model: RemoteTransformer, poll: Poll) -> Trace:
 
 def nothing_has_run() -> ValueError:
     return ValueError(
-        "after: nothing has run on Parallel DiT's ranks yet, so there is no timeline. Run a sampler with a MODEL from "
-        "Parallel DiT Loader first, and connect its output to after."
+        "after: nothing has run on Parallel DiT's ranks yet, so there is no timeline. First run a sampler with a MODEL "
+        "from Parallel DiT Loader, and connect its output to after."
     )
 
 
@@ -211,7 +211,7 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
         for lane in range(max(taken, default=-1) + 1):
             name("thread_name", number, lane + 1, f"transfers {lane + 1}" if lane else "transfers")
         bands = trace.band(rank.work)
-        titles = ["exact" if band < 0 else f"band {band}" for band in bands]
+        titles = ["exact" if band < 0 else f"patch {band}" for band in bands]
         for spans, category, threads, texts in (
             (rank.work, "compute", [0] * len(rank.work), titles),
             (rank.waits, "wait", [0] * len(rank.waits), ["wait"] * len(rank.waits)),

@@ -71,8 +71,8 @@ def ltx_arguments(arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
     if mask is None:
         if guides:
             raise ValueError(
-                "latent_image: the conditioning has guides, and this latent is without the mask that belongs to them. Use "
-                "the latent that LTXVAddGuide gives."
+                "latent_image: the conditioning has guides, but this latent lacks their mask. Use the latent output of "
+                "LTXVAddGuide."
             )
         return named
     mask = mask[:1].float().cpu()
@@ -84,8 +84,9 @@ def ltx_arguments(arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
         return named
     if guides % cells or guides > tokens:
         raise ValueError(
-            f"positive, negative: the guides have {guides} tokens, which is no whole number of frames of this latent_image. "
-            "They are of another size: crop them with LTXVCropGuides before the latent is made larger, and add them anew."
+            f"positive, negative: the guides have {guides} tokens, which is not a whole number of frames of this "
+            "latent_image. Their size differs. Crop them with LTXVCropGuides before the latent is enlarged, and add "
+            "them again."
         )
     left_out_1N = (mask < 0).any(1).flatten(1)
     if left_out_1N.any():

@@ -37,7 +37,7 @@ class Proof:
         if degrees.pipe > 1 and self.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {self.stages}. "
-                + ("Set it to 1." if self.blocks else "Load it with ComfyUI's own loader, on one card.")
+                + ("Set it to 1." if self.blocks else "Load it with ComfyUI's own loader, on one GPU.")
             )
         if degrees.sequence > 1 and self.sequence:
             widget = next(WIDGETS[axis] for axis in SEQUENCE_AXES if getattr(degrees, axis) > 1)

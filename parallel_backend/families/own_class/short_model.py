@@ -96,8 +96,8 @@ def give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idl
     if 2 * nbytes > free:
         raise ValueError(
             f"model_name: trying ComfyUI's class {own.name} takes {nbytes / 1e9:.1f} GB of host memory, of which "
-            f"{free / 1e9:.1f} GB are free, and half of it is for others. Close other programs, or load it with ComfyUI's "
-            "own loader."
+            f"{free / 1e9:.1f} GB are free. Half of it stays for other programs. Close some, or load the model with "
+            "ComfyUI's own loader."
         )
     draw_weights(model, SEED, idle)
     for module in (model, *(model.get_submodule(block) for blocks in block_lists(model).values() for block in blocks)):

@@ -167,7 +167,7 @@ def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
     said += [f"The latent has {call.x.shape[1]} channels: use the Empty Latent node made for this model."]
     text = call.named.get("context")
     if isinstance(text, torch.Tensor) and text.numel():
-        said += [f"Its text has width {text.shape[-1]}: other text encoders, or types in CLIPLoader, give others."]
+        said += [f"Its text has width {text.shape[-1]}. Try another text encoder, or another type in CLIPLoader."]
     return ValueError(" ".join(said))
 
 

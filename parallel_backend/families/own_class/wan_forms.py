@@ -84,8 +84,8 @@ def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
             if face_pixel_values.shape[-2:] != (FACE_SIDE, FACE_SIDE):
                 height, width = face_pixel_values.shape[-2:]
                 raise ValueError(
-                    f"positive, negative: the face video is {width} x {height}, this model needs {FACE_SIDE} x {FACE_SIDE}. "
-                    "WanAnimateToVideo makes it so."
+                    f"positive, negative: the face video is {width} x {height}, this model needs {FACE_SIDE} x "
+                    f"{FACE_SIDE}. Use WanAnimateToVideo."
                 )
             frames = 1 + math.ceil(face_pixel_values.shape[2] / FACES)
             of_frames = face_pixel_values.new_empty(0, 0, frames)  # the class asks a latent for its frames alone

@@ -72,7 +72,7 @@ class SparseCalls:
         lacked = sorted(self.lacked)
         if not self.sparse and not lacked:
             return ""
-        text = f"block-sparse ({self.title})" if self.sparse else f"in full in place of {self.title}"
+        text = f"block-sparse ({self.title})" if self.sparse else f"in full instead of {self.title}"
         text += f"{', in full where' if self.sparse else ', since'} it needs {', '.join(lacked)}" if lacked else ""
         self.sparse, self.lacked = 0, set()
         return text

@@ -47,7 +47,7 @@ def loopback_interface() -> str:
         )
     if name is None:
         raise RuntimeError(
-            f"no network interface of this machine has the address {LOOPBACK}, by which its ranks find each other. Name one "
-            "in GLOO_SOCKET_IFNAME before ComfyUI starts: others on that interface's network can then reach the ranks"
+            f"no network interface of this machine has the address {LOOPBACK}, by which its ranks find each other. Name "
+            "one in GLOO_SOCKET_IFNAME before ComfyUI starts. Other machines on that network can then reach the ranks"
         )
     return name

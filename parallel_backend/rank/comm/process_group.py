@@ -132,9 +132,9 @@ def gloo_advice(error: str) -> str:
     request 170491 of December 2025 mends it.
     """
     return (
-        f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({error}). On Windows "
-        "torch 2.8 and 2.9 came without what it needs: install a later one, from 2.11 on, or run ComfyUI in WSL2, which has "
-        "NCCL. One rank runs as it is (all degrees 1)"
+        f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({error}). On "
+        "Windows torch 2.8 and 2.9 lack it. Install torch 2.11 or newer, or run ComfyUI in WSL2, which has NCCL. One "
+        "rank (all degrees 1) runs without it"
     )
 
 

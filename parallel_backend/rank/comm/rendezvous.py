@@ -45,8 +45,8 @@ class StoreFile:
 
     def _error(self, what: str) -> StoreError:
         return StoreError(
-            f"the file {self._path}, through which the ranks find each other, was {what}. If something cleans up temporary "
-            "files, have it leave folders that begin with parallel-dit alone"
+            f"the file {self._path}, through which the ranks find each other, was {what}. If a program cleans up "
+            "temporary files, exclude folders whose names begin with parallel-dit"
         )
 
 

@@ -51,7 +51,8 @@ def advice(backend: str, p2p: bool) -> str:
     tried = direct if p2p and P2P_DISABLE not in os.environ else "direct access between GPUs (P2P) was off already"
     return (
         f"Try: {tried}; give {SHARED_MEMORY} at least 1 GB{_shared_memory()}, in a container by --ipc=host or "
-        "--shm-size=1g; a newer driver; other cards in `devices`. What NCCL says is in the ranks' logs (NCCL_DEBUG=WARN)."
+        "--shm-size=1g; a newer driver; other GPUs in `devices`. The ranks' logs have NCCL's own messages "
+        "(NCCL_DEBUG=WARN)."
     )
 
 

@@ -169,8 +169,8 @@ class HostStore:
     def _short(self, why: str) -> None:
         if not self._warned:
             log.warning(
-                "host memory is short (%s): blocks that it has no room for are read from disk at each use, slowly. A "
-                "smaller weight_dtype, Unload Parallel DiT for models not needed, or fewer other programs leave more.",
+                "host memory is short (%s): blocks that do not fit are read from disk at each use, which is slow. To "
+                "free memory, use a smaller weight_dtype, Unload Parallel DiT or fewer other programs.",
                 why,
             )
         self._warned = True

@@ -201,5 +201,5 @@ def _obstacle(format: str, packed: torch.Tensor, packing: Packing, dtype: torch.
     if dtype not in (torch.bfloat16, torch.float16):
         return "weight_dtype asks for more"
     if packed.shape[0] % ALIGNED or packing.columns(packed.shape[1]) % ALIGNED:
-        return f"a side is no multiple of {ALIGNED}"
+        return f"a side is not a multiple of {ALIGNED}"
     return ""

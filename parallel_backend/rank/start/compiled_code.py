@@ -36,8 +36,8 @@ def keep_compiled_code_private(environment: MutableMapping[str, str] = os.enviro
             if (reason := _reason(Path(given))) is None:
                 continue
             log.warning(
-                "Parallel DiT: %s is not used, since %s. Compiled code is kept in %s. To choose another folder, set %s to "
-                "one that only you can write to",
+                "Parallel DiT: %s is not used, because %s. Compiled code is kept in %s. To choose another folder, set "
+                "%s to one that only you can write to",
                 *(name, reason, ours / folder, name),
             )
         environment[name] = str(ours / folder)
@@ -90,6 +90,6 @@ def _home(environment: MutableMapping[str, str]) -> Path | None:
     except RuntimeError:  # a user without a home
         return None
     if (reason := _reason(folder)) is not None:
-        log.warning("Parallel DiT: compiled code is not kept for the next start, since %s", reason)
+        log.warning("Parallel DiT: compiled code is not kept for the next start, because %s", reason)
         return None
     return folder

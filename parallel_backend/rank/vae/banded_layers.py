@@ -126,7 +126,7 @@ class Bands(TorchFunctionMode):
         before, behind = pads[place : place + 2] or (0, 0)
         if not (before or behind):
             return pad(x, pads, mode, value)
-        assert mode != "circular" and min(before, behind) >= 0, "a band has no neighbour on the picture's other side"
+        assert mode != "circular" and min(before, behind) >= 0, "a band has no neighbour on the image's other side"
         halo = self._halo(x, before, behind)
 
         def padded(x: torch.Tensor, around: list[int]) -> torch.Tensor:

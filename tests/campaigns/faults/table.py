@@ -70,7 +70,7 @@ class Kind:
 
 _ON = r"\((cpu|cuda)(:\d)?\)"
 """A rank's device."""
-_SILENT = rf"rank {{victim}} {_ON}.*(no sign of life|did not start within)"
+_SILENT = rf"rank {{victim}} {_ON}.*(no heartbeat|did not start within)"
 _NO_MEMORY = rf"rank {{victim}} {_ON}.*(OutOfMemoryError|can't allocate memory|not enough memory|out of memory)"
 
 KINDS = {
@@ -102,7 +102,7 @@ def lives(fault: Fault, kind: Kind) -> bool:
 
 
 def within(fault: Fault, kind: Kind) -> str:
-    """What bounds the time to the error. A rank that has given no sign of life yet may be importing torch."""
+    """What bounds the time to the error. A rank that has sent no heartbeat yet may be importing torch."""
     return START if kind.within == SILENCE and fault.phase in ("start", "rendezvous") else kind.within
 
 
