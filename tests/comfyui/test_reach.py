@@ -6,7 +6,6 @@ pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
 CACHES = "Take Parallel Step Cache in its place"
-REMOVE = "Remove the node that adds it"
 PACK = " (meddling_nodes)"
 CHANGES = (
     *(("tiny.safetensors", "EasyCache"), ("tiny.safetensors", "ScaleROPE")),
