@@ -1,13 +1,10 @@
-"""The soak's plan, and what its verdict is there for. tests/comfyui/test_soak.py has short soaks."""
+"""What the soak's verdict is there for. tests/comfyui/test_soak.py has short soaks."""
 
 from dataclasses import replace
 
 import pytest
 
 from tests.campaigns.soak.record import CANCELLED, EMPTY, FINISHED, Ending, Reading, Soak
-from tests.campaigns.soak.schedule import Batch
-from tests.campaigns.soak.setups import OTHER_RANKS, TWO_RANKS
-from tests.campaigns.soak.soak import plan_of
 from tests.campaigns.soak.verdict import problems
 
 WINDOW, ROUNDS = 20, 4
@@ -37,24 +34,3 @@ def test_what_is_wrong_at_the_end_is_said(ending, reading, said):
     found.endings[-1] = replace(found.endings[-1], **ending)
     found.readings[-WINDOW:] = [replace(each, **reading) for each in found.readings[-WINDOW:]]
     assert problems(found) == ([said] if said else [])
-
-
-@pytest.mark.parametrize("prompts", [25, 500])
-def test_plan(prompts):
-    """Each round has the same requests, and cancels no prompt that has ranks load."""
-    plan = plan_of(prompts, seed=0)
-    assert plan == plan_of(prompts, seed=0)
-    turns = [turn for batch in plan.batches for turn in batch.turns]
-    assert len(turns) == prompts
-    rounds = [turns[start : start + plan.window] for start in range(0, plan.lived, plan.window)]
-    names = [{turn.request.name for turn in some if not turn.cancel} for some in rounds]
-    assert all(found == names[0] for found in names)
-    assert {turn.request.setup for turn in turns} == {*TWO_RANKS, *OTHER_RANKS}
-    assert 0.08 < sum(turn.cancel != "" for turn in turns) / len(turns) < 0.3
-    before, seen = Batch(()), 0
-    for batch in plan.batches:
-        if seen < plan.lived and batch.turns:
-            loaded = before.turns[-1].request.setup if before.turns and not before.after else None
-            assert batch.turns[0].request.setup == loaded or not batch.turns[0].cancel
-        seen += len(batch.turns)
-        before = batch

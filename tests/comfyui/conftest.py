@@ -69,6 +69,13 @@ def mostly_full(values: Iterable, default: Iterable) -> list:
     return [pytest.param(value, marks=() if value in default else pytest.mark.full) for value in values]
 
 
+def asked(request: pytest.FixtureRequest, *names: str) -> set:
+    """What this session's tests of the file ask for by parameters of these names: a script need not measure others."""
+    called = [item.callspec.params for item in request.session.items if item.path == request.path and "[" in item.name]
+    found = [tuple(params[name] for name in names) for params in called if set(names) <= set(params)]
+    return {each[0] if len(names) == 1 else each for each in found}
+
+
 @pytest.fixture(scope="session")
 def bundled_workflows_models(base) -> None:
     """Files under the names that the bundled workflows use."""

@@ -40,7 +40,7 @@ def run(pool: Pool, files: Files) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "step",
     [
-        pytest.param(197, id="every 197th"),
+        pytest.param(311, id="every 311th"),
         pytest.param(61, id="every 61st", marks=[pytest.mark.slow, pytest.mark.full]),
     ],
 )

@@ -44,7 +44,7 @@ def on(path, degrees: Degrees, dtype: str):
 
 @pytest.mark.parametrize(
     ("kind", "degrees"),
-    [("int8, rotated", Degrees(pipe=2)), pytest.param("nvfp4", Degrees(ulysses=2), marks=pytest.mark.slow)],
+    [("int8, rotated", Degrees(pipe=2)), pytest.param("nvfp4", Degrees(ulysses=2), marks=pytest.mark.full)],
     ids=str,
 )
 def test_a_format(both: Both, plain, files, kind, degrees):  # noqa: F811

@@ -11,8 +11,7 @@ from tests.support.fake_cuda import ADA
 
 pytestmark = pytest.mark.threads
 
-QUICK = ("product pipe2", "product ulysses2")
-DEFAULT = ("product tensor2", "VAE bands on 2")
+CASES = "product pipe2", "product ulysses2", "VAE bands on 2"
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +20,6 @@ def both() -> Iterator[Both]:
         yield made
 
 
-def of_shared() -> Iterator[pytest.param]:
-    for case in all_of_them():
-        if case.name in (*QUICK, *DEFAULT):
-            yield pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("case", of_shared())
+@pytest.mark.parametrize("case", [case for case in all_of_them() if case.name in CASES], ids=lambda case: case.name)
 def test_two_ranks_on_one_card(both: Both, files: Files, case: Case):
     both.check(functools.partial(case.run, files))

@@ -24,7 +24,7 @@ STEPS = 7
     ("degrees", "bands"),
     [
         pytest.param(Degrees(pipe=2), 2, id="PipeFusion"),
-        pytest.param(Degrees(ulysses=2), 0, id=name(Degrees(ulysses=2)), marks=pytest.mark.slow),
+        pytest.param(Degrees(ulysses=2), 0, id=name(Degrees(ulysses=2)), marks=pytest.mark.full),
     ],
 )
 def test_a_step_cache(both: Both, files: Files, degrees, bands):

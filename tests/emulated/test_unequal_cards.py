@@ -31,8 +31,7 @@ def both() -> Iterator[Both]:
     ("degrees", "dtype"),
     [
         (Degrees(ring=2), "fp32"),
-        pytest.param(Degrees(ring=2), "fp16", marks=pytest.mark.slow),
-        pytest.param(Degrees(tensor=2), "fp32", marks=pytest.mark.slow),
+        pytest.param(Degrees(ring=2), "fp16", marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -125,7 +125,7 @@ def test_adapters(both: Both, files: Files, offload):
     assert all(mini.relative(one, found[0]) > 1e-3 for one in found[1:-1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_several_models_one_after_the_other_and_beside_each_other(both: Both, files: Files):
     """Through the registry: each at other degrees; all give way, and come back."""
 

@@ -1,6 +1,6 @@
 """The command: every such node of ComfyUI and of the packs in a folder, or those that are named.
 
-python -m tests.campaigns.compatibility --packs FOLDER --json benchmarks/results/compatibility_DATE.json --page
+python -m tests.campaigns.compatibility --packs FOLDER --json benchmarks/results/compatibility_DATE.json
 """
 
 import argparse
@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from scripts.comfyui_server import PACK, find_python
+from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI
 
-from .report import replace_tables, tables
 from .runner import CORE, FAMILIES, PackSession, save_models
 from .verdict import BAD, Verdict, counts
 
@@ -35,7 +34,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help=f"packs by their folders' names; {CORE} is ComfyUI")
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI", help="folder with ComfyUI's main.py")
     parser.add_argument("--json", type=Path, help="the result")
-    parser.add_argument("--page", action="store_true", help="write the tables of benchmarks/results/compatibility.md")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     comfyui = ComfyUI(checkout, find_python(checkout))
@@ -64,9 +62,6 @@ def main() -> int:
         result = {"date": date.today().isoformat(), "machine": machine, "counts": counts(verdicts), "not loaded": failed}
         result["verdicts"] = [verdict.as_json() for verdict in verdicts]
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.page:
-        page = PACK / "benchmarks" / "results" / "compatibility.md"
-        page.write_text(replace_tables(page.read_text(), tables(verdicts, failed)))
     return int(any(verdict.outcome in BAD or verdict.after for verdict in verdicts))
 
 

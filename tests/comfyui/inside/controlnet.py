@@ -188,21 +188,15 @@ def applied(kind: Kind, what: str) -> tuple[list, list, float]:
     return plain, middle(plain, net), 3.0
 
 
-def compare_kind(name: str, kind: Kind, cases: dict[str, list[str]], results: Results) -> None:
+def compare(kind: Kind, what: str, mode: str) -> dict[str, float | bool]:
+    plain, prompts, cfg = applied(kind, what)
     empty = torch.zeros(1, *kind.latent)
-    for what, modes in cases.items():
-        plain, prompts, cfg = applied(kind, what)
-        with torch.inference_mode():
-            expected = ksampler(kind.native, prompts, empty, cfg=cfg)
-            moved = difference(expected, ksampler(kind.native, plain, empty, cfg=cfg))
-        native = {"moved": moved, "finite": bool(expected.isfinite().all())}
-        results.case(f"{name}, {what}, native", lambda native=native: native)
-
-        def compare(mode: str, prompts=prompts, expected=expected, cfg=cfg) -> dict[str, float]:
-            return {"difference": difference(expected, ksampler(MODES[mode](kind.file), prompts, empty, cfg=cfg))}
-
-        for mode in modes:
-            results.case(f"{name}, {what}, {mode}", partial(compare, mode))
+    expected = ksampler(kind.native, prompts, empty, cfg=cfg)
+    return {
+        "finite": bool(expected.isfinite().all()),
+        "moved": difference(expected, ksampler(kind.native, plain, empty, cfg=cfg)),
+        "difference": difference(expected, ksampler(MODES[mode](kind.file), prompts, empty, cfg=cfg)),
+    }
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -307,11 +301,11 @@ def refuse_fun(results: Results) -> None:
     results.case("refusal Fun", lambda: ksampler(exact, prompts, torch.zeros(1, *kind.latent)))
 
 
-def main(results: Results, cases: dict[str, dict[str, list[str]]]) -> None:
-    """`cases`: kind -> what is applied -> modes."""
-    for name, of_kind in cases.items():
+def main(results: Results, cases: list[list[str]]) -> None:
+    """`cases`: kind, what is applied, mode."""
+    for name, what, mode in cases:
         with detecting(KINDS[name].detected):
-            compare_kind(name, KINDS[name], of_kind, results)
+            results.case(f"{name}, {what}, {mode}", partial(compare, KINDS[name], what, mode))
     with detecting(QWEN_DETECTED):
         refuse_fun(results)
     results.case("pipelined", lambda: pipelined(KINDS["Flux, latent"]))

@@ -1,4 +1,4 @@
-"""Small networks of ComfyUI's own Fun ControlNets of MiniMax H3 and Qwen-Image 2.1, as ModelPatchLoader gives them."""
+"""A small network of ComfyUI's own Fun ControlNet of MiniMax H3, as ModelPatchLoader gives it."""
 
 from typing import Any
 
@@ -18,17 +18,6 @@ def of_h3(config: dict[str, Any]) -> Any:
     curves = "adaln_curve_grid" in config
     sizes = {each: config[each] for each in names}
     return patcher(MiniMaxH3FunControl(49, (0, 2), **sizes, use_adaln_curves=curves, **KEPT))
-
-
-def of_qwen21(config: dict[str, Any]) -> Any:
-    """For a Qwen-Image 2.1 of an even number of blocks with these arguments. None: this ComfyUI has no such control."""
-    try:
-        from comfy.ldm.qwen_image21.model import QwenImage21FunControl
-    except ImportError:
-        return None
-    head = config["attention_head_dim"]
-    channels, width = 2 * config["in_channels"] + 1, config["num_attention_heads"] * head
-    return patcher(QwenImage21FunControl(2, channels, width, head, fused_mlp=True, **KEPT))
 
 
 def patcher(network: torch.nn.Module) -> comfy.model_patcher.ModelPatcher:
