@@ -2,7 +2,6 @@
 
 from . import (
     qwen_image21,
-    seedvr2,
     wan_animate_2,
 )
 from .base.family import Family
@@ -12,6 +11,5 @@ FAMILIES: dict[str, Family] = {
     for family in (
         qwen_image21.QWEN_IMAGE_21,
         wan_animate_2.WAN_ANIMATE_2,
-        seedvr2.SEEDVR2,
     )
 }

@@ -16,7 +16,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.adapters import carries, computed_of, sent, takes_one_entry
+from parallel_backend.families.own_class.adapters import carries, check_call, computed_of, sent, takes_one_entry
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
@@ -204,6 +204,8 @@ class OwnClassModel(RemoteDiffusionModel):
             if band is not None:
                 raise NotLocal("a Fun control looks at the whole latent")
             residuals |= of_all
+        sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
+        check_call(self._own.kind, sizes, extra)
         by_method = {name: each for name, each in computed_of(self._own.kind).items() if extra.get(name) is not None}
         computed = {name: self._computed(method, extra[name]) for name, method in by_method.items()}
         named = {
@@ -214,7 +216,6 @@ class OwnClassModel(RemoteDiffusionModel):
             **told_form,
             **({INSIDE: True} if carries(self._own.kind) and not is_carried else {}),
         }
-        sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
         if band is not None and LATENTS in named:
             named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
         told_latent = () if LATENTS in named else (latents[0].shape[1], *sizes)

@@ -22,7 +22,6 @@ from parallel_backend.families.base.step_inputs import Shapes
 NATIVE: Mapping[str, str] = {
     "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
     "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
-    "SeedVR2": "seedvr.model:NaDiT",
 }
 """Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
 

@@ -18,7 +18,7 @@ from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import Config, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS
 
-from .adapters import gate_of, only_here, options_of, own_name
+from .adapters import gate_of, node_tensors_of, only_here, options_of, own_name
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
@@ -92,7 +92,7 @@ class OwnInputs(Inputs):
 
 @dataclass(frozen=True)
 class OwnForward(Forward):
-    """`exact`: parameters that the class keeps in float32 when it is built in another dtype."""
+    """`exact`: parameters and tables that the class keeps in float32 when it is built in another dtype."""
 
     exact: tuple[str, ...] = ()
 
@@ -256,8 +256,8 @@ def _companion(own: OwnClass) -> Companion | None:
 def own_class_family(own: OwnClass) -> OwnClassFamily:
     """The family of a class. Imports and builds it, without memory for weights."""
     model = build(own, torch.bfloat16)
-    names, parameters = tuple(model.state_dict()), dict(model.named_parameters())
-    exact = tuple(name for name, each in parameters.items() if each.dtype == torch.float32)
+    tensors, parameters = model.state_dict(), dict(model.named_parameters())
+    names, exact = tuple(tensors), tuple(name for name, each in tensors.items() if each.dtype == torch.float32)
     keys, lists, own_names = dict(own.keys), own.lists(), {name: own_name(own.kind, name) for name in names}
     places = {f"{name}.{key}": (name, number) for name, blocks in lists.items() for number, key in enumerate(blocks)}
     counts = {name: len(blocks) for name, blocks in lists.items()}
@@ -301,8 +301,9 @@ def own_class_family(own: OwnClass) -> OwnClassFamily:
         tensor_plan=_tensor_plan(own, parameters),
         patching=Patching(side=patch[1], frames=patch[0], video=own.video, companion=_companion(own)),
         half_dtypes=lambda _config: own.halves,
+        node_tensors=node_tensors_of(own.kind),
         native_values=lambda _config: _values(own, parameters),
         own=own,
         parameters=frozenset(parameters),
-        shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
     )
