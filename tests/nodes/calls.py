@@ -50,12 +50,10 @@ def with_(family: Family, name: str) -> Iterator[tuple[Any, Call]]:
         call = {"context": torch.ones(1, _words(config), _text_width(config)), "latent": (1, *case.latent), "y": values["y"]}
         if family.patching.video:
             call |= {"grid": family.patching.grid((1, *case.latent))}
-        needed = (*NEEDED.get(family.name, ()), *BELONGS.get(name, ()), name)
+        needed = (*BELONGS.get(name, ()), name)
         yield config, call | {each: values[each] for each in needed if each in values}
 
 
-NEEDED = {"seedvr2": ("condition",)}
-"""Family -> arguments that ComfyUI's model always gives."""
 BELONGS = {
     "ref_latents_method": ("ref_latents",),
     "image_slots": ("ref_latents",),

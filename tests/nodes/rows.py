@@ -124,8 +124,6 @@ READ: Mapping[str, Rows] = {
     # Caches: no result depends on them.
     "animate2_cache": rows(harmless="WAN_Animate2"),
     "context_window": rows(harmless="WAN_Animate2"),
-    # Where the native model splits a batch by it, and each entry gets its own text all the same.
-    "cond_or_uncond": rows(harmless="SeedVR2"),
 }
 """Entry of transformer_options -> class of supported_models whose native model reads it -> outcome there."""
 READ_BESIDE = {
@@ -187,7 +185,6 @@ CONDITIONING: Mapping[str, Rows] = {
         passed="clip_fea clip_fea_pose context_pose pose_latents pose_strength reference_strength",
         refused="context_latents reference_latent time_dim_concat y",
     ),
-    "seedvr2": rows(passed="condition", refused="y"),
 }
 """Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""
 

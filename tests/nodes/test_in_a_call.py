@@ -42,7 +42,7 @@ def test_the_table_of_readers_has_the_native_models_that_read_an_entry(module):
 
 
 def test_an_unknown_entry_is_refused_by_its_name(module):
-    (refused,) = unread(module, FAMILIES["seedvr2"], "of_a_newer_comfyui", 1)
+    (refused,) = unread(module, FAMILIES["qwen-image-2.1"], "of_a_newer_comfyui", 1)
     assert "of_a_newer_comfyui" in refused.described()
 
 

@@ -100,7 +100,7 @@ def test_a_decision_does_not_outlive_what_it_was_made_of(texts):
 
 
 def test_other_families_texts_run_in_every_call():
-    texts = KeptTexts(FAMILIES["seedvr2"])
+    texts = KeptTexts(FAMILIES["wan-animate-2"])
     assert [texts.of(step(seq)).with_text for seq in (1, 2)] == [True, True]
 
 

@@ -195,9 +195,7 @@ def seedvr2_attention(kind: type[nn.Module]) -> type[nn.Module]:
 
     class ByRows(kind):  # type: ignore[valid-type, misc]
         def forward(self, vid, txt, rule, places, txt_places):
-            of_vid, of_txt = (
-                each.unflatten(-1, (3, -1, self.head_dim)).unbind(2) for each in self.proj_qkv(vid, txt)
-            )
+            of_vid, of_txt = (each.unflatten(-1, (3, -1, self.head_dim)).unbind(2) for each in self.proj_qkv(vid, txt))
             turns = self._turns(torch.cat((places, txt_places)))
             q, k = (
                 functions["apply_rope1"](torch.cat(norm(*both), dim=1).transpose(1, 2), turns).transpose(1, 2)
