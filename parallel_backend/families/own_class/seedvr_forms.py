@@ -151,10 +151,11 @@ def seedvr2_model(kind: type[nn.Module]) -> type[nn.Module]:
         def forward(self, x, timestep, context, condition, **_named):
             vid = as_one(self.vid_in, torch.cat((x, condition), dim=1))
             grid, vid, txt = tuple(vid.shape[1:4]), vid.flatten(1, 3), self.txt_in(context)
+            words = txt.shape[1]  # between blocks ranks have a part of them
             emb = self.emb_in(timestep, device=vid.device, dtype=vid.dtype)
             for block in self.blocks:
                 rule = windows_of(block.attn.window_op, block.attn.window, grid)
-                places = places_of(rule, not block.attn.rope.mm, txt.shape[1], vid.device)
+                places = places_of(rule, not block.attn.rope.mm, words, vid.device)
                 vid, txt = block(vid, txt, emb, rule, *places)
             if self.vid_out_norm is not None:
                 # The class adds its own shift and scale to those of attention.

@@ -8,8 +8,8 @@ conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shap
 other entries' values by name;
 `companion`, the latent of its sound; `stated`, true if its file's header says the arguments; `equalised`, the beginning of
 names of layers that divide their weights by the root of their inputs themselves; `own`, the end of names of tables that have
-the class's own values; `values`, of constants, by which it knows its kind; `negative`, as `text`, of the negative prompt.
-`like` names another model, of which it has all that it does not say.
+the class's own values; `negative`, as `text`, of the negative prompt. `like` names another model, of which it has all that
+it does not say.
 """
 
 import json
@@ -40,8 +40,7 @@ def detected(name: str) -> dict[str, Any]:
     told = row.get("detected", {})
     if isinstance(told, dict):
         return told
-    arguments = {entry: value for entry, value in row["arguments"].items() if told == "all" or entry in told}
-    return arguments | ({"values": row["values"]} if "values" in row else {})
+    return {entry: value for entry, value in row["arguments"].items() if told == "all" or entry in told}
 
 
 def write(name: str) -> Path:

@@ -7,7 +7,6 @@ tensors as `<name>/<index>`, a tensor that is an object's attribute as `<name>.<
 its masks.
 """
 
-import importlib
 import json
 import pkgutil
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from unittest.mock import patch
 
 import comfy
 import torch
-from boot import BASE, MODELS, Results, difference, ksampler, masking, native_model, node, nodes, parallel, parts_of
+from boot import BASE, MODELS, Results, difference, ksampler, masking, native_model, node, parallel, parts_of
 from safetensors import safe_open
 
 
@@ -71,15 +70,11 @@ def detecting(entries: dict):
 
     Those under "classes" are by class of its supported_models: sizes by which that class is told from others, or which it
     takes for granted. Those under "modules" are further arguments of classes of layers, by their full names; those under
-    "values" are other values of its constants, on ranks too.
+    "values" are other values of its constants.
     """
     detect, sizes = comfy.model_detection.detect_unet_config, entries.get("classes", {})
     modules, values = entries.get("modules", {}), entries.get("values", {})
     entries = {name: value for name, value in entries.items() if name not in ("classes", "modules", "values")}
-    of_ranks = tuple((*name.rsplit(".", 1), value) for name, value in values.items() if name.startswith("comfy.ldm."))
-    within = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
-    own_class_file = importlib.import_module(f"{within}.model.loading.own_class_file")
-    usual = own_class_file.import_settings
 
     def detect_small(*arguments, **keywords):
         found = detect(*arguments, **keywords)
@@ -88,7 +83,6 @@ def detecting(entries: dict):
     comfy.model_detection.detect_unet_config = detect_small
     try:
         with ExitStack() as stack:
-            stack.enter_context(patch.object(own_class_file, "import_settings", lambda device: (*usual(device), *of_ranks)))
             for name, told in modules.items():
                 stack.enter_context(patch(name, partial(pkgutil.resolve_name(name), **told)))
             for name, value in values.items():
