@@ -25,7 +25,7 @@ OTHERS = (
     *("sd3.5-large", "sd3.5-medium", "flux2-dev", "flux2-klein", "flux2-references", "z-image", "z-image-padded"),
     *("ovis-image", "cosmos-predict2-image", "cosmos-predict2-video", "anima", "hidream-i1", "hidream-e1"),
     *("flux-dev", "flux-fill", "flux-kontext", "flux-uso", "pixart-alpha", "pixart-sigma"),
-    *("minimax-h3-pruned", "minimax-h3-of-text"),
+    *("minimax-h3-pruned", "minimax-h3-of-text", "seedvr2-3b", "seedvr2-7b", "seedvr2-7b-sharp"),
     *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5", "ltx-2", "ltx-2.3", "ltx-2.5"),
     *("qwen-image", "qwen-image-masked-text", "qwen-image-edit", "qwen-image-edit-2511", "qwen-image-layered"),
     *("krea2", "krea2-style-reference", "wan-vace", "wan-vace-two", "wan-2.2-animate"),

@@ -1,6 +1,7 @@
 """Blocks of classes that take tokens in another form compute a part of their tokens as they compute all of them."""
 
 import functools
+import itertools
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -22,6 +23,8 @@ from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_block,
     minimax_h3_segments,
 )
+from parallel_backend.families.own_class.row_attention import attention_by_rows
+from parallel_backend.families.own_class.seedvr_forms import CONDITION, InWindows, check_condition, places_of
 from parallel_backend.families.own_class.wan_forms import (
     MOTION,
     name_of_face,
@@ -351,3 +354,50 @@ def test_segments_of_minimax_h3_are_those_of_its_layout():
     with mock.patch.dict(sys.modules, {"planted_h3": module}):
         assert minimax_h3_segments(latents, arguments, native) == expected
     assert made == [(sizes, {"keyframes": None, "refs": ["one"]})]
+
+
+WINDOWS = InWindows(((2, 1), (3,), (1, 2)))
+GRID, WORDS = (3, 3, 3), 5
+
+
+@pytest.mark.parametrize("queries", [range(32), range(9, 27), (31, 28, 4, 0, 30, 22), (29,)])
+def test_rows_of_any_order_attend_in_windows_as_the_whole_video_does(queries):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 32, 2, 8, generator=g) for _ in range(3))
+    expected, of_text, tokens = torch.empty_like(q), [], torch.arange(27).view(GRID)
+    for frames, columns in itertools.product((slice(0, 2), slice(2, 3)), (slice(0, 1), slice(1, 3))):
+        rows = torch.cat((tokens[frames, :, columns].flatten(), torch.arange(27, 32)))
+        weights = torch.einsum("bqhd,bkhd->bhqk", q[:, rows], k[:, rows]).div(8**0.5).softmax(-1)
+        out = torch.einsum("bhqk,bkhd->bqhd", weights, v[:, rows])
+        expected[:, rows], of_text = out, [*of_text, out[:, -WORDS:]]
+    expected[:, 27:] = torch.stack(of_text).mean(0)
+    assert torch.allclose(attention_by_rows(WINDOWS, q, k, v), expected, atol=1e-6)
+
+    def attend(*tensors):
+        return nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
+
+    numbers, keys = torch.tensor(list(queries)), torch.randperm(32, generator=g)
+    found = WINDOWS(attend, q[:, numbers], k[:, keys], v[:, keys], numbers, keys)
+    assert torch.allclose(found, expected[:, numbers], atol=1e-6)
+
+
+def test_places_are_those_in_a_window_behind_the_text_or_around_its_middle():
+    (video, text), (around, middle) = (places_of(WINDOWS, each, WORDS, torch.device("cpu")) for each in (False, True))
+    assert video.view(*GRID, 3)[:, 0, 0, 0].tolist() == [5, 6, 5]
+    assert video.view(*GRID, 3)[0, 0, :, 2].tolist() == [0, 0, 1]
+    assert text.tolist() == [[number] * 3 for number in range(WORDS)]
+    assert around.view(*GRID, 3)[:, 2, 2].tolist() == [[-1, 1, 1], [1, 1, 1], [-1, 1, 1]]
+    assert middle.tolist() == [[0.0] * 3] * WORDS
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "why"),
+    [
+        ((3, 4, 6), None, "^positive, negative: .* Connect an Apply SeedVR2 Conditioning node"),
+        ((3, 4, 6), (2, 4, 6), "^latent_image: its 3 x 4 x 6 .* are not the 2 x 4 x 6 .* of the conditioning"),
+        ((3, 5, 6), (3, 5, 6), "^latent_image: SeedVR2 needs even numbers of latent rows and columns, not 5 x 6"),
+    ],
+)
+def test_a_video_that_seedvr2_cannot_make_sharper_is_refused(sizes, given, why):
+    with pytest.raises(ValueError, match=why):
+        check_condition(sizes, {} if given is None else {CONDITION: torch.zeros(1, 17, *given)})

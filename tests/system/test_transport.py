@@ -34,7 +34,7 @@ QUICK = [
 ]
 ANY_ORDER = ("cancel ", "given up ", "two calls at once ", "unload and load pipe2")
 """Beginnings of names: what starts or ends in the middle of something else, of which the order of operations decides."""
-ALIKE = ("family wan-animate-2", "family seedvr2")
+ALIKE = ("family wan-animate-2",)
 """They make the same transfers as the other families."""
 WITH_GLOO = [*(degrees for degrees in cases.PRODUCTS if degrees.world == 2), Degrees(tensor=4), Degrees(pipe=2, ulysses=2)]
 

@@ -12,7 +12,7 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.adapters import carries, computed_of, sent, takes_one_entry
+from parallel_backend.families.own_class.adapters import carries, check_call, computed_of, sent, takes_one_entry
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack

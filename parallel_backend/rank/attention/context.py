@@ -36,6 +36,8 @@ class AttentionStep:
     """Normalized guidance in the layers that mix text and image."""
     sparse: SparseStep | None = None
     """Block-sparse attention. None: in full."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """See StepInputs.kept."""
 
 
 class AttentionContext:

@@ -7,8 +7,9 @@ conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shap
 {"of": shape} with {"frames"} values, {"whole": shape} numbers {"below"} one, so many {"ids"} or {"weights"} of tokens, or
 other entries' values by name;
 `companion`, the latent of its sound; `stated`, true if its file's header says the arguments; `equalised`, the beginning of
-names of layers that divide their weights by the root of their inputs themselves. `like` names another model, of
-which it has all that it does not say.
+names of layers that divide their weights by the root of their inputs themselves; `own`, the end of names of tables that have
+the class's own values; `negative`, as `text`, of the negative prompt. `like` names another model, of which it has all that
+it does not say.
 """
 
 import json
@@ -50,6 +51,9 @@ def write(name: str) -> Path:
     config.set_inference_dtype(torch.float32, None)
     g, state = torch.Generator().manual_seed(5), {}
     for key, value in config.get_model({}, "").diffusion_model.state_dict().items():
+        if "own" in row and key.endswith(row["own"]):
+            state[key] = value
+            continue
         is_divided = "equalised" in row and key.startswith(row["equalised"])
         std = 1.0 if is_divided else 1 / math.sqrt(value[0].numel()) if value.ndim > 1 else 0.1
         state[key] = std * torch.randn(value.shape, generator=g) + (1.0 if value.ndim == 1 and "weight" in key else 0.0)
@@ -62,8 +66,9 @@ def write(name: str) -> Path:
 def prompts(name: str) -> list:
     """Positive and negative. Pictures and masks are the same for both."""
     row = small_model(name)
-    seeds = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
-    return [[[torch.randn(1, *row["text"], generator=g), entries(row.get("more", {}), g)]] for g in seeds]
+    texts = row["text"], row.get("negative", row["text"])
+    seeds = [(torch.Generator().manual_seed(seed), text) for seed, text in enumerate(texts)]
+    return [[[torch.randn(1, *text, generator=g), entries(row.get("more", {}), g)]] for g, text in seeds]
 
 
 def latent(name: str) -> torch.Tensor | NestedTensor:

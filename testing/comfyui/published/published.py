@@ -64,6 +64,14 @@ LARGE = SD35 | {
 WAN_1B = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
 WAN_5B = {"in_dim": 48, "out_dim": 48, "dim": 3072, "ffn_dim": 14336, "num_heads": 24, "num_layers": 30}
 WAN_14B = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+SEEDVR2_7B = {
+    "vid_dim": 3072,
+    "heads": 24,
+    "num_layers": 36,
+    "rope_type": "rope3d",
+    "rope_dim": 64,
+    "vid_out_norm": None,
+}
 OMNIGEN_2 = {
     "hidden_size": 2520,
     "num_layers": 32,
@@ -179,5 +187,10 @@ PUBLISHED = {
         **CHANNELS,
         **CLIP,
     ),
+    "seedvr2-3b": video("SeedVR2", (58, 5120), 16, condition=(17, *VIDEO)),
+    "seedvr2-7b": video(
+        "SeedVR2", (58, 5120), 16, SEEDVR2_7B | {"mm_layers": 36, "mlp_type": "normal"}, condition=(17, *VIDEO)
+    ),
+    "seedvr2-7b-sharp": video("SeedVR2", (58, 5120), 16, SEEDVR2_7B | {"mm_layers": 10}, condition=(17, *VIDEO)),
 }
 """By name, the most used ones first."""
