@@ -60,7 +60,7 @@ class StageForward:
             residuals=self._residuals(step),
             guidance=conditioning.changes.guidance,
             sparse=self._sparse(state),
-            kept=conditioning.kept[image_span],
+            kept=conditioning.kept[image],
         )
         stage.own_link.begin_forward(inputs.received)
         pictures = len(token_order.images(image))

@@ -132,6 +132,8 @@ def answered(
         if band is not None:
             raise NotLocal("a Fun control looks at the whole latent")
         residuals |= of_all
+    sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
+    check_call(stub.own.kind, sizes, extra)
     by_method = {name: each for name, each in computed_of(stub.own.kind).items() if extra.get(name) is not None}
     computed = {name: stub.computed(method, extra[name]) for name, method in by_method.items()}
     named = {
@@ -142,7 +144,6 @@ def answered(
         **told_form,
         **({INSIDE: True} if carries(stub.own.kind) and not is_carried else {}),
     }
-    sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
     if band is not None and LATENTS in named:
         named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
     told_latent = () if LATENTS in named else (latents[0].shape[1], *sizes)

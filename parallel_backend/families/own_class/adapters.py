@@ -17,7 +17,7 @@ from parallel_backend.core.sparse_attention import Runs
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
-from .seedvr_forms import TEXTS, check_condition, seedvr2_attention, seedvr2_block, seedvr2_model
+from .seedvr_forms import check_condition, seedvr2_attention, seedvr2_block, seedvr2_model
 from .wan_forms import (
     FREQUENCY,
     name_of_face,
@@ -67,8 +67,6 @@ class Adapter:
     """This pack's entries of transformer_options that `model` reads."""
     check: Callable[[tuple[int, ...], Mapping[str, Any]], None] | None = None
     """(sizes of the whole latent, arguments) of a call. ValueError if the class does not take it."""
-    node_tensors: tuple[str, ...] = ()
-    """See Family.node_tensors."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -151,12 +149,6 @@ def check_call(kind: str, sizes: tuple[int, ...], arguments: Mapping[str, Any]) 
     adapter = ADAPTERS.get(kind)
     if adapter is not None and adapter.check is not None:
         adapter.check(sizes, arguments)
-
-
-def node_tensors_of(kind: str) -> tuple[str, ...]:
-    """See Adapter.node_tensors."""
-    adapter = ADAPTERS.get(kind)
-    return adapter.node_tensors if adapter else ()
 
 
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
@@ -327,7 +319,6 @@ ADAPTERS: Mapping[str, Adapter] = {
         {"": seedvr2_block, "attn": seedvr2_attention},
         model=seedvr2_model,
         check=check_condition,
-        node_tensors=TEXTS,
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "Krea2": Adapter("blocks", {"": krea2_block}),

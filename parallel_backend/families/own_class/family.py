@@ -16,7 +16,7 @@ from parallel_backend.families.base.patching import Companion, Latents, Patching
 from parallel_backend.families.base.step_inputs import StepInputs
 from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts
 
-from .adapters import gate_of, node_tensors_of, only_here, options_of, own_name
+from .adapters import gate_of, only_here, options_of, own_name
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of

@@ -4,14 +4,16 @@ from functools import partial
 from typing import Any
 
 from block_patches import load_extras
-from boot import Results, difference, ksampler, native_model, node, outputs_of, parallel, sequence, torch
-from families import detecting, read
-from parallel_backend.families.seedvr2 import windows
+from boot import MODELS, Results, comfy, difference, ksampler, native_model, node, outputs_of, parallel, sequence, torch
+from families import detecting
+from safetensors.torch import load_file, save_file
+from small_models import detected, write
 
-GRIDS = [
-    tuple(int(side) for side in sides)
-    for sides in torch.randint(1, 140, (400, 3), generator=torch.Generator().manual_seed(1))
-]
+NAME, OTHER = "seedvr2-3b", "seedvr2-7b"
+FILE, FP8 = f"{NAME}.safetensors", f"{NAME}-fp8.safetensors"
+LATENT = 16, 3, 20, 28
+LAYERS = "blocks.1.attn.proj_qkv.txt", "blocks.3.mlp.all.proj_out", "vid_in.proj"
+TWO_RANKS = {"pipe": 1, "config": sequence(ulysses=2)}
 
 
 def sample(model, videos: int = 1, steps: int = 1, cfg: float = 1.0) -> torch.Tensor:
