@@ -7,7 +7,8 @@ conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shap
 {"of": shape} with {"frames"} values, {"whole": shape} numbers {"below"} one, so many {"ids"} or {"weights"} of tokens, or
 other entries' values by name;
 `companion`, the latent of its sound; `stated`, true if its file's header says the arguments; `equalised`, the beginning of
-names of layers that divide their weights by the root of their inputs themselves. `like` names another model, of
+names of layers that divide their weights by the root of their inputs themselves; `boolean_masks`, true if it masks
+attention by booleans, which only ComfyUI's kernel of PyTorch's attention reads so. `like` names another model, of
 which it has all that it does not say.
 """
 
