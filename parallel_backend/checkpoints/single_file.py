@@ -1,6 +1,7 @@
 """A single file's tensors under their names in ComfyUI's class: without the prefix, and with what belongs to each weight."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,30 @@ KINDS = (
 """(what a file is, the node that loads it, parts of keys that show it), in the order in which they are looked for."""
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What the header of a single file says."""
+
+    path: Path
+    entries: dict[str, Entry]
+    """Key, without the prefix -> tensor."""
+    stated: dict[str, Any] | None
+    """The model's configuration. None: there is one that cannot be read."""
+    attention: dict[str, str]
+    """See take_preferences."""
+    conversion: Conversion = ()
+    """By which the entries of a file in diffusers' layout have ComfyUI's names."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By key."""
+        return {key: entry.shape for key, entry in self.entries.items()}
+
+    def converted(self, conversion: Conversion) -> "Contents":
+        """With entries under the names of ComfyUI's layout. ValueError as `convert`."""
+        return replace(self, entries=convert(short(self.path.name), self.entries, conversion), conversion=conversion)
+
+
 def prefix_of(keys: Iterable[str]) -> str:
     """The prefix of the transformer's keys, by ComfyUI's rules. Empty if there is none."""
     keys = list(keys)
@@ -49,10 +74,8 @@ def prefix_of(keys: Iterable[str]) -> str:
     return prefix if any(key.startswith(prefix) for key in keys) else ""
 
 
-def entries_of(path: Path, conversion: Conversion = ()) -> tuple[dict[str, Entry], dict[str, Any] | None, dict[str, str]]:
-    """Of a single file: entries without their prefix, the stated configuration, and preferences of attention layers.
-
-    The stated configuration is None if the header has one that cannot be read.
+def contents_of(path: Path) -> Contents:
+    """What the file's header says.
 
     ValueError for no file, one of another kind, and for weights that are packed in a way that ComfyUI does not read.
     """
@@ -76,8 +99,7 @@ def entries_of(path: Path, conversion: Conversion = ()) -> tuple[dict[str, Entry
             )
     stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
     entries, attention = take_preferences(name, entries)
-    entries = with_values(name, attach_quantisation(name, entries, stated))
-    return convert(name, entries, conversion), config, attention
+    return Contents(path, with_values(name, attach_quantisation(name, entries, stated)), config, attention)
 
 
 def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -90,7 +112,7 @@ def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def unknown(name: str, entries: dict[str, Entry]) -> str:
-    """The refusal of a file that no family takes: what the file is, and what to do with it."""
+    """The refusal of a file that ranks cannot run: what the file is, and what to do with it."""
     if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
         return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
     is_kind = (

@@ -1,6 +1,6 @@
-"""Models that ComfyUI loads and no family computes: the keys that identify them, and why there is no family.
+"""Models that ComfyUI loads and ranks do not run: the keys that identify them, and why.
 
-From ComfyUI 0.33: model_detection.py, supported_models.py. Read only if no family takes a file.
+From ComfyUI 0.33: model_detection.py, supported_models.py. Read only if a file is refused.
 """
 
 from dataclasses import dataclass

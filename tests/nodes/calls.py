@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from testing.cases import all_cases
 
 Call = dict[str, Any]

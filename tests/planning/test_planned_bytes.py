@@ -30,7 +30,7 @@ def test_a_call_sends_what_is_expected(case, pools, tmp_path):
     by_block = CalibratedCosts(NO_MACHINE, what).sent(Mode(degrees), exact=True)
     pools.forget(2)
     model = on_ranks(pools(2), checkpoint, degrees, "fp32", "sdpa", lambda: None)
-    tensors = checkpoint.family.inputs.example(checkpoint.config, TEXT)
+    tensors = checkpoint.family.example(TEXT)
     x, *others = checkpoint.family.noise((1, *what.shape[1:]))
     model.predict(ModelCall((x, *others) if others else x, x.new_full((1,), 0.5), tensors), lambda: None)
     stats = model.close_run(0, lambda: None)

@@ -15,7 +15,7 @@ from benchmarks.predictions.published import RUNS, Run, predicted
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload, Setup
-from parallel_backend.families.base.family import pairs_of
+from parallel_backend.families.own_class.family import pairs_of
 from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.pipeline_model import StageCost, finish_times

@@ -16,8 +16,8 @@ import comfy.ops
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.reader import original_values
-from parallel_backend.families import Family
+from parallel_backend.checkpoints.reader import values_of
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.residuals import PATCHED
 
 from ...ui.other_nodes import is_known
@@ -34,17 +34,17 @@ TAKES = "ZImage"
 EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_pad_token")
 
 
-def fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Kind of patch -> the Fun controls in a call's transformer_options. Empty: none for this family."""
+def fun_controls(family: OwnClassFamily, options: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Kind of patch -> the Fun controls in a call's transformer_options. Empty: there is none."""
     of_kind = {
         kind: [each for each in functions if is_known(FUN_CONTROL, type(each))]
         for kind, functions in options.get("patches", {}).items()
-        if kind in PATCHED and TAKES in family.native_classes
+        if kind in PATCHED and family.own.kind == TAKES
     }
     return {kind: controls for kind, controls in of_kind.items() if controls}
 
 
-def without_fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, Any]:
+def without_fun_controls(family: OwnClassFamily, options: Mapping[str, Any]) -> dict[str, Any]:
     """transformer_options without them."""
     controls = fun_controls(family, options)
     patches = {
@@ -117,9 +117,7 @@ class FunControl:
         settings = {**self._unet_config, "n_layers": 0, "dtype": self._dtype, "device": "meta"}
         layers = self._native(**settings, operations=comfy.ops.manual_cast)
         layers.context_refiner, layers.final_layer = torch.nn.ModuleList(), torch.nn.Identity()
-        values = {}
-        for prefix in (*EMBEDDING, *(f"{REFINERS}.{index}." for index in range(len(layers.noise_refiner)))):
-            for key, value in original_values(self._checkpoint, prefix).items():
-                values[prefix + key] = value.to(self._dtype)
-        layers.load_state_dict(values, assign=True)
+        ahead = *EMBEDDING, *(f"{REFINERS}.{index}." for index in range(len(layers.noise_refiner)))
+        values = values_of(self._checkpoint, [key for key in self._checkpoint.entries if key.startswith(ahead)])
+        layers.load_state_dict({key: value.to(self._dtype) for key, value in values.items()}, assign=True)
         return layers
