@@ -8,7 +8,8 @@ conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shap
 other entries' values by name;
 `companion`, the latent of its sound; `stated`, true if its file's header says the arguments; `equalised`, the beginning of
 names of layers that divide their weights by the root of their inputs themselves; `own`, the end of names of tables that have
-the class's own values; `negative`, as `text`, of the negative prompt. `like` names another model, of which it has all that
+the class's own values; `negative`, as `text`, of the negative prompt; `boolean_masks`, true if it masks attention by
+booleans, which only ComfyUI's kernel of PyTorch's attention reads so. `like` names another model, of which it has all that
 it does not say.
 """
 

@@ -7,9 +7,20 @@ from types import MappingProxyType
 
 import comfy
 import torch
-from boot import Results, difference, ksampler, native_model, node, parallel, parts_of, sequence, sharing_small_lists
+from boot import (
+    Results,
+    difference,
+    ksampler,
+    masking,
+    native_model,
+    node,
+    parallel,
+    parts_of,
+    sequence,
+    sharing_small_lists,
+)
 from families import detecting
-from small_models import detected, entries, latent, prompts, write
+from small_models import detected, entries, latent, prompts, small_model, write
 
 UNETS = "SD15", "SDXL"
 MORE = {
@@ -92,6 +103,8 @@ def sampled(results: Results, name: str, more: Mapping[str, tuple[int, ...]], on
     for (entry,) in conditioning:
         entry[1] |= entries(more, torch.Generator().manual_seed(2))
     native = native_model(file)
+    if small_model(name).get("boolean_masks"):
+        native = masking(native)
 
     @cache
     def expected():

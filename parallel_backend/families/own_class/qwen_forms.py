@@ -1,0 +1,94 @@
+"""Qwen-Image 2.1's model and blocks in the form that ranks cut. Its words are text and reference pictures, in front of the
+latent's tokens, which they do not see."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .row_attention import Attend, attention_by_rows, kept_with
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A token of text sees all tokens up to itself, one of a picture all up to the end of its picture.
+
+    `runs`: how many tokens of one kind follow each other, and whether they are text. The last are the latent's."""
+
+    runs: tuple[tuple[int, bool], ...]
+
+    def __call__(
+        self,
+        attend: Attend,
+        q_BQHD: torch.Tensor,
+        k_BKHD: torch.Tensor,
+        v_BKHD: torch.Tensor,
+        queries_Q: torch.Tensor,
+        keys_K: torch.Tensor,
+    ) -> torch.Tensor:
+        device, stops = q_BQHD.device, list(itertools.accumulate(count for count, _ in self.runs))
+        if int(queries_Q.min()) >= stops[-1] - self.runs[-1][0]:
+            return attend(q_BQHD, k_BKHD, v_BKHD)
+        out_BQHD = torch.empty_like(q_BQHD)
+        for (count, is_text), stop in zip(self.runs, stops, strict=True):
+            place = stop - count, stop
+            rows = kept_with(queries_Q, (self, place), functools.partial(_among, queries_Q, *place, device))
+            if not len(rows):
+                continue
+            seen = kept_with(keys_K, (self, stop), functools.partial(_among, keys_K, 0, stop, device))
+            q, k, v = q_BQHD[:, rows], k_BKHD[:, seen], v_BKHD[:, seen]
+            if not is_text:
+                out_BQHD[:, rows] = attend(q, k, v)
+                continue
+            mask_QK = keys_K.to(device)[seen] <= queries_Q.to(device)[rows, None]
+            tensors = (x.transpose(1, 2) for x in (q, k, v))
+            out_BQHD[:, rows] = F.scaled_dot_product_attention(*tensors, attn_mask=mask_QK).transpose(1, 2)
+        return out_BQHD
+
+
+def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """[n] int64: places of the numbers from `start` on, less than `stop`."""
+    return ((numbers >= start) & (numbers < stop)).nonzero()[:, 0].to(device)
+
+
+def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
+    """The rule of the class's own function of a call, which closes over segments: (start, stop, mask, which text alone has)."""
+    segments = inspect.getclosurevars(attend).nonlocals["segments"]
+    return Causal(tuple((stop - start, mask is not None) for start, stop, mask in segments))
+
+
+@functools.cache
+def qwen_image21_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """The number of words, which are modulated for time 0, becomes a row for each token: whether it is one. Attention is by
+    rows."""
+
+    class ByRows(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, mod, pe, attn_fn, prefix_len, transformer_options):
+            # pe has a row for each token of the whole, in all blocks.
+            return super().__call__(
+                x, mod, pe, causal_of(attn_fn), which_words(prefix_len, pe.shape[1]), transformer_options
+            )
+
+        def forward(self, x, mod, pe, rule, is_word_S, transformer_options):
+            words = int(is_word_S.sum())  # of the tokens here, which it has in front of the others
+            assert bool(is_word_S[:words].all()), "words come first in all that ranks cut"
+            return super().forward(x, mod, pe, functools.partial(_attend, rule), words, transformer_options)
+
+    return ByRows
+
+
+@functools.lru_cache(maxsize=4)
+def which_words(words: int, tokens: int) -> torch.Tensor:
+    """[S] bool in host memory, so that nobody waits for a device. The blocks of a call share it."""
+    with torch.inference_mode(False):  # a trial looks at what is written to
+        return torch.arange(tokens) < words
+
+
+def _attend(rule: Causal, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _heads: int) -> Any:
+    return attention_by_rows(rule, q, k, v).flatten(2)
