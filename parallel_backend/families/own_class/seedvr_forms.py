@@ -166,7 +166,8 @@ def seedvr2_model(kind: type[nn.Module]) -> type[nn.Module]:
 
 def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What a module for videos in a row gives for a batch of videos of one size, which its parent class takes."""
-    return type(module).__mro__[1].forward(module, x)
+    one: torch.Tensor = super(type(module), module).forward(x)
+    return one
 
 
 @functools.cache

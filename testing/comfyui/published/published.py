@@ -64,7 +64,7 @@ LARGE = SD35 | {
 WAN_1B = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
 WAN_5B = {"in_dim": 48, "out_dim": 48, "dim": 3072, "ffn_dim": 14336, "num_heads": 24, "num_layers": 30}
 WAN_14B = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
-SEEDVR2_7B = {
+SEEDVR2_SHARP = {
     "vid_dim": 3072,
     "heads": 24,
     "num_layers": 36,
@@ -72,6 +72,7 @@ SEEDVR2_7B = {
     "rope_dim": 64,
     "vid_out_norm": None,
 }
+SEEDVR2_7B = SEEDVR2_SHARP | {"mm_layers": 36, "mlp_type": "normal"}
 OMNIGEN_2 = {
     "hidden_size": 2520,
     "num_layers": 32,
@@ -83,6 +84,7 @@ OMNIGEN_2 = {
     "timestep_scale": 1000.0,
 }
 WORDS = (512, 4096)
+SHARPENED = (58, 5120), 16
 CHANNELS = {"concat_latent_image": (16, *VIDEO), "concat_mask": (1, *VIDEO)}
 CLIP = {"clip_vision_output.penultimate_hidden_states": (257, 1280)}
 SOUND = {"audio_embed": (25, 1024, 12)}
@@ -187,10 +189,11 @@ PUBLISHED = {
         **CHANNELS,
         **CLIP,
     ),
-    "seedvr2-3b": video("SeedVR2", (58, 5120), 16, condition=(17, *VIDEO)),
-    "seedvr2-7b": video(
-        "SeedVR2", (58, 5120), 16, SEEDVR2_7B | {"mm_layers": 36, "mlp_type": "normal"}, condition=(17, *VIDEO)
-    ),
-    "seedvr2-7b-sharp": video("SeedVR2", (58, 5120), 16, SEEDVR2_7B | {"mm_layers": 10}, condition=(17, *VIDEO)),
+    "seedvr2-3b": video("SeedVR2", *SHARPENED, condition=(17, *VIDEO)),
+    "seedvr2-3b-image": one_frame("SeedVR2", *SHARPENED, condition=(17, 1, *IMAGE)),
+    "seedvr2-7b": video("SeedVR2", *SHARPENED, SEEDVR2_7B, condition=(17, *VIDEO)),
+    "seedvr2-7b-image": one_frame("SeedVR2", *SHARPENED, SEEDVR2_7B, condition=(17, 1, *IMAGE)),
+    "seedvr2-7b-sharp": video("SeedVR2", *SHARPENED, SEEDVR2_SHARP, condition=(17, *VIDEO)),
+    "seedvr2-7b-sharp-image": one_frame("SeedVR2", *SHARPENED, SEEDVR2_SHARP, condition=(17, 1, *IMAGE)),
 }
 """By name, the most used ones first."""
