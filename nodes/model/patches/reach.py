@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...ui.other_nodes import definition, named, nodes_of, nodes_that_set
+from ..native.native_call import is_plain
 
 OURS = "parallel_dit_"
 """Prefix of this pack's entries of transformer_options."""
@@ -109,15 +110,6 @@ def told_to_own_class(options: Mapping[str, Any], ours: Collection[str]) -> dict
     unsent = (name for name in others if name not in told and not isinstance(others[name], torch.Tensor))
     refuse_unread(Unread(f"the entry '{name}' of transformer_options", entry=name) for name in unsent)
     return told
-
-
-def is_plain(value: Any) -> bool:
-    """Whether JSON has the value."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def refuse_unread(refused: Iterable[Unread]) -> None:
